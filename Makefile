@@ -1,0 +1,33 @@
+# make demo     the main job on a small pair, set up from nothing
+# make test     everything a change must pass; make test-fast takes under two minutes
+.PHONY: demo test test-fast lint bench mutants clean
+
+PY := .venv/bin/python
+
+# Sets up what is not set up yet; instant when nothing changed.
+.venv/.installed: requirements.lock pyproject.toml machine-install.sh
+	@./machine-install.sh $(INSTALL)
+
+demo: .venv/.installed
+	@$(PY) launch/run.py 'task.prompts=["def hello"]' task.max_new_tokens=48
+
+test: .venv/.installed
+	$(PY) -m pytest
+
+test-fast: .venv/.installed
+	$(PY) -m pytest -m "not slow and not gpu"
+
+lint: .venv/.installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# The faults planted in the sampler, and which proof catches each.
+mutants: .venv/.installed
+	$(PY) -m tests.mutants
+
+bench: .venv/.installed
+	$(PY) bench/round_cost.py
+
+clean:
+	rm -rf .venv outputs .mypy_cache .ruff_cache .pytest_cache

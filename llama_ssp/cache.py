@@ -1,0 +1,100 @@
+"""A key/value cache of fixed size whose rows may differ in length.
+
+Slot t of a row holds the token at position t, always: rows start at slot 0 and carry no padding. A
+forward pass feeds some tokens of each row (`Feed`); their keys go to the slots of their positions, and
+a query sees the slots up to its own position. Rolling back is forgetting a length: what lies beyond is
+stale, is never seen, and is overwritten when those positions come again. Positions fed as padding go
+to one spare slot behind the last.
+
+transformers' models call `update` and `get_seq_length`; nothing here imports them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one forward pass feeds: W columns a row, left-aligned, `count` of them real."""
+
+    start: tuple[int, ...]
+    count: tuple[int, ...]
+    capacity: int
+    device: torch.device
+
+    @property
+    def width(self) -> int:
+        return max(self.count)
+
+    @property
+    def span(self) -> int:
+        """How many slots the pass may look at."""
+        return max(s + c for s, c in zip(self.start, self.count, strict=True))
+
+    def real(self) -> Tensor:
+        """Which of the (B, W) columns are real."""
+        count_B1 = torch.tensor(self.count, device=self.device)[:, None]
+        return torch.arange(self.width, device=self.device) < count_B1
+
+    def positions(self) -> Tensor:
+        """The position of each column; 0 for padding, whose result nobody reads."""
+        start_B1 = torch.tensor(self.start, device=self.device)[:, None]
+        position_BW = start_B1 + torch.arange(self.width, device=self.device)
+        return torch.where(self.real(), position_BW, 0)
+
+    def slots(self) -> Tensor:
+        """Where each column's keys go; the spare slot for padding."""
+        return torch.where(self.real(), self.positions(), self.capacity)
+
+    def visible(self, window: int | None) -> Tensor:
+        """Which slots each column sees, (B, W, span): its own position and before, within the window."""
+        slot_S = torch.arange(self.span, device=self.device)
+        position_BW1 = self.positions()[..., None]
+        visible_BWS = slot_S <= position_BW1
+        return visible_BWS if window is None else visible_BWS & (slot_S > position_BW1 - window)
+
+
+@dataclass
+class RaggedCache:
+    """One model's keys and values, (B, heads, capacity + 1, head size) a layer, made at first use."""
+
+    rows: int
+    capacity: int
+    _layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _slots: Tensor | None = None
+    _span: int = 0
+    masks: dict[str, Tensor] = field(default_factory=dict)
+
+    is_compileable = False
+
+    def expect(self, feed: Feed, masks: dict[str, Tensor]) -> None:
+        """Announces the pass that comes: where its keys go and, by kind of layer, what it sees."""
+        self._slots, self._span, self.masks = feed.slots(), feed.span, masks
+
+    def update(
+        self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the pass's keys and values; returns all that it may look at."""
+        assert self._slots is not None, "expect() comes before a forward pass"
+        if layer_idx not in self._layers:
+            self._layers[layer_idx] = (self._empty(key_BHWD), self._empty(value_BHWD))
+        keys, values = self._layers[layer_idx]
+        for stored, new in ((keys, key_BHWD), (values, value_BHWD)):
+            stored.scatter_(2, self._slots[:, None, :, None].expand_as(new), new)
+        return keys[:, :, : self._span], values[:, :, : self._span]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Models ask only to guess positions, and positions are given."""
+        return 0
+
+    def nbytes(self) -> int:
+        return sum(t.nbytes for layer in self._layers.values() for t in layer)
+
+    def _empty(self, like: Tensor) -> Tensor:
+        rows, heads, _, size = like.shape
+        # Zeros, not garbage: a masked slot is multiplied by a weight of 0, and 0 * NaN is NaN.
+        return like.new_zeros(rows, heads, self.capacity + 1, size)

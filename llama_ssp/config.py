@@ -1,0 +1,353 @@
+"""The typed configuration: one dataclass per Hydra group, and what a value may be.
+
+Yaml and the command line are merged by Hydra into these schemas, converted once (`to_run`), and
+checked once (`check`). Nothing past this door sees a DictConfig. This room imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from llama_ssp.errors import UsageError
+
+MAX_K = 64
+MAX_SEED = 2**63 - 1
+
+
+class Dtype(Enum):
+    """How weights are held; `auto` takes what the device computes fastest without loss of range."""
+
+    auto = "auto"
+    fp64 = "fp64"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    int8 = "int8"
+
+
+class Weights(Enum):
+    """Where weights come from: a checkpoint, or a seed (the real shape, no files needed)."""
+
+    checkpoint = "checkpoint"
+    synthetic = "synthetic"
+
+
+class Drafting(Enum):
+    """Who proposes tokens."""
+
+    model = "model"
+    ngram = "ngram"
+    none = "none"
+
+
+class Verification(Enum):
+    """Which exact rule accepts them; `block` accepts at least as many, `token` is the reference."""
+
+    block = "block"
+    token = "token"
+
+
+class Output(Enum):
+    text = "text"
+    json = "json"
+
+
+class OnBadRow(Enum):
+    fail = "fail"
+    skip = "skip"
+
+
+@dataclass
+class ModelConf:
+    """One model: where it is, how it is held, and its true shape (so that planning needs no file).
+
+    A size of 0 (preset `local`) is read from the checkpoint's config.json.
+    """
+
+    name: str = MISSING
+    repo: str | None = None
+    revision: str | None = None
+    path: str | None = None
+    download: bool = False
+    weights: Weights = Weights.checkpoint
+    dtype: Dtype = Dtype.auto
+    seed: int = 0
+    agreement: float = 0.8
+    scan: bool = False
+    family: str = ""
+    n_layers: int = 0
+    n_heads: int = 0
+    n_kv_heads: int = 0
+    head_dim: int = 0
+    dim: int = 0
+    ffn: int = 0
+    vocab: int = 0
+    context: int = 0
+    tied: bool = False
+    sliding_window: int | None = None
+
+
+@dataclass
+class PlacementConf:
+    """Where the models sit. `auto` takes the first accelerator, else the CPU."""
+
+    target_device: str = "auto"
+    draft_device: str = "auto"
+
+
+@dataclass
+class ClusterConf:
+    """What there is to run on; `gib` null means: measure the machine at hand."""
+
+    name: str = "local"
+    gib: float | None = None
+    reserve: float = 0.1
+
+
+@dataclass
+class SamplingConf:
+    """The sampling law. Every control acts on the target's and on the draft's law alike."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_tokens: list[int] = field(default_factory=list)
+    min_new_tokens: int = 0
+
+
+@dataclass
+class SpeculationConf:
+    """How tokens are drafted and verified."""
+
+    k: int = 4
+    drafter: Drafting = Drafting.model
+    verification: Verification = Verification.block
+    adaptive: bool = False
+    k_max: int = 16
+    cost_ratio: float = 0.1
+    ngram_min: int = 1
+    ngram_max: int = 4
+
+
+@dataclass
+class TaskConf:
+    """What every task has."""
+
+    name: str = MISSING
+
+
+@dataclass
+class GenerateConf(TaskConf):
+    """task=generate: continue prompts from the config, a file, or standard input."""
+
+    prompts: list[str] | None = None
+    prompt_file: str | None = None
+    max_new_tokens: int = 128
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    chat: bool = False
+    system: str | None = None
+    batch_size: int = 8
+    prefill_chunk: int = 512
+    trace: bool = False
+    on_bad_row: OnBadRow = OnBadRow.fail
+
+
+@dataclass
+class RunConf:
+    """The whole run."""
+
+    model: ModelConf = field(default_factory=ModelConf)
+    draft: ModelConf | None = None
+    placement: PlacementConf = field(default_factory=PlacementConf)
+    cluster: ClusterConf = field(default_factory=ClusterConf)
+    sampling: SamplingConf = field(default_factory=SamplingConf)
+    speculation: SpeculationConf = field(default_factory=SpeculationConf)
+    task: TaskConf = field(default_factory=TaskConf)
+    seed: int | None = None
+    output: Output = Output.text
+    out: str | None = "outputs"
+
+
+TASKS: dict[str, type[TaskConf]] = {"generate": GenerateConf}
+
+SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
+
+LOSSY = {
+    "lenience": "lenience accepts more than the exact rule",
+    "lenient": "lenience accepts more than the exact rule",
+    "typical_acceptance": "typical acceptance changes the law",
+    "typical": "typical acceptance changes the law",
+    "posterior_threshold": "typical acceptance changes the law",
+    "accept_threshold": "an acceptance threshold changes the law",
+    "ensemble_weight": "an ensemble of the two laws is not the target's law",
+    "assistant_ensemble_weight": "an ensemble of the two laws is not the target's law",
+}
+
+
+def register() -> None:
+    """Tells Hydra the schemas; `conf/` refers to them by these names."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=RunConf)
+    for name, schema in TASKS.items():
+        store.store(group="task", name=f"{name}_schema", node=schema)
+
+
+def known_keys(schema: type = RunConf, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, every task's included: what an override may name."""
+    keys: list[str] = []
+    for entry in fields(schema):
+        key = prefix + entry.name
+        keys.append(key)
+        nested = _nested(schema, entry.name)
+        for inner in nested:
+            keys += known_keys(inner, key + ".")
+    return list(dict.fromkeys(keys))
+
+
+def _nested(schema: type, name: str) -> list[type]:
+    if schema is RunConf and name == "task":
+        return list(TASKS.values())
+    if schema is RunConf and name in ("model", "draft"):
+        return [ModelConf]
+    factory = next(f for f in fields(schema) if f.name == name).default_factory
+    return [factory] if isinstance(factory, type) and is_dataclass(factory) else []
+
+
+def to_run(cfg: DictConfig) -> RunConf:
+    """The one conversion from Hydra's merged config to dataclasses, checked."""
+    run = OmegaConf.to_object(cfg)
+    if not isinstance(run, RunConf):
+        raise UsageError("the configuration does not start from the schema", where="conf/run.yaml")
+    check(run)
+    return run
+
+
+def resolved(run: RunConf) -> dict[str, Any]:
+    """The run as plain data, for hashes and records."""
+    plain = OmegaConf.to_container(OmegaConf.structured(run), resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def check(run: RunConf) -> None:
+    """Refuses values outside their range, naming key, value, range and remedy."""
+    _check_sampling(run.sampling)
+    _check_speculation(run)
+    for role, model in (("model", run.model), ("draft", run.draft)):
+        if model is not None:
+            _check_model(role, model)
+    if isinstance(run.task, GenerateConf):
+        _check_generate(run.task)
+    if run.sampling.min_new_tokens > getattr(run.task, "max_new_tokens", math.inf):
+        raise UsageError(
+            "sampling.min_new_tokens exceeds task.max_new_tokens",
+            found=run.sampling.min_new_tokens,
+            allowed=f"0..{getattr(run.task, 'max_new_tokens', '')}",
+            fix="lower the one or raise the other",
+        )
+    if run.seed is not None:
+        _between("seed", run.seed, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
+    _between("cluster.reserve", run.cluster.reserve, 0.0, 0.9)
+
+
+def _check_sampling(sampling: SamplingConf) -> None:
+    _between("sampling.temperature", sampling.temperature, 0.0, 100.0, "0 means argmax")
+    _between("sampling.top_p", sampling.top_p, 0.0, 1.0, "1 turns it off", above=True)
+    _between("sampling.min_p", sampling.min_p, 0.0, 1.0, "0 turns it off")
+    _between("sampling.top_k", sampling.top_k, 0, 2**31 - 1, "0 turns it off")
+    _between("sampling.repetition_penalty", sampling.repetition_penalty, 0.0, 100.0, above=True)
+    _between("sampling.frequency_penalty", sampling.frequency_penalty, -100.0, 100.0)
+    _between("sampling.presence_penalty", sampling.presence_penalty, -100.0, 100.0)
+    _between("sampling.min_new_tokens", sampling.min_new_tokens, 0, 2**31 - 1)
+    for token, bias in sampling.logit_bias.items():
+        _between("sampling.logit_bias key", token, 0, 2**31 - 1)
+        if not math.isfinite(bias):
+            raise UsageError(
+                "sampling.logit_bias is not finite",
+                where=f"token {token}",
+                found=bias,
+                allowed="a finite number",
+                fix="to forbid a token use sampling.bad_tokens",
+            )
+    for token in sampling.bad_tokens:
+        _between("sampling.bad_tokens entry", token, 0, 2**31 - 1)
+
+
+def _check_speculation(run: RunConf) -> None:
+    spec = run.speculation
+    _between("speculation.k", spec.k, 0, MAX_K, "0 is plain decoding")
+    _between("speculation.k_max", spec.k_max, 1, MAX_K)
+    _between("speculation.cost_ratio", spec.cost_ratio, 0.0, 10.0)
+    _between("speculation.ngram_min", spec.ngram_min, 1, 32)
+    _between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
+
+
+def _check_model(role: str, model: ModelConf) -> None:
+    least = 1 if model.weights is Weights.synthetic else 0
+    for name in SIZES:
+        _between(f"{role}.{name}", getattr(model, name), least, 2**31 - 1)
+    if model.n_kv_heads and model.n_heads % model.n_kv_heads:
+        raise UsageError(
+            f"{role}.n_heads is not a multiple of {role}.n_kv_heads",
+            found=f"{model.n_heads} and {model.n_kv_heads}",
+            allowed="whole groups of query heads per KV head",
+            fix="take the numbers from the model's config.json",
+        )
+    _between(f"{role}.agreement", model.agreement, 0.0, 1.0)
+    _between(f"{role}.seed", model.seed, 0, MAX_SEED)
+
+
+def check_context(run: RunConf) -> None:
+    """What depends on the model's context, once its files have been read."""
+    if isinstance(run.task, GenerateConf):
+        _between(
+            "task.max_new_tokens",
+            run.task.max_new_tokens,
+            1,
+            run.model.context - 1,
+            f"model {run.model.name} has a context of {run.model.context} tokens, prompt included",
+        )
+
+
+def _check_generate(task: GenerateConf) -> None:
+    _between("task.max_new_tokens", task.max_new_tokens, 1, 2**31 - 1)
+    _between("task.batch_size", task.batch_size, 1, 4096)
+    _between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
+    if any(not text for text in task.stop):
+        raise UsageError(
+            "task.stop holds an empty string",
+            found="''",
+            allowed="non-empty strings",
+            fix="an empty stop string would end every text at once; drop it",
+        )
+    if task.prompts is not None and task.prompt_file is not None:
+        raise UsageError(
+            "both task.prompts and task.prompt_file are given",
+            allowed="one source of prompts",
+            fix="drop one of them",
+        )
+    if task.prompts is not None and not task.prompts:
+        raise UsageError("task.prompts is an empty list", fix='write task.prompts=["your prompt"]')
+
+
+def _between(key: str, value: float, low: float, high: float, fix: str = "", above: bool = False) -> None:
+    inside = low < value <= high if above else low <= value <= high  # NaN is never inside
+    if not inside:
+        raise UsageError(
+            f"{key} is out of range",
+            found=value,
+            allowed=f"{'(' if above else '['}{low}, {high}]",
+            fix=fix or "choose a value inside",
+        )

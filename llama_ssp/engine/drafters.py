@@ -1,0 +1,175 @@
+"""Who proposes tokens: a draft model, the text so far, or nobody. One interface.
+
+A drafter declares, for each token, the law it was drawn from: a model's law, or a one-hot law for a
+token that was looked up. Whatever it drew it submits; how many it draws is decided before it draws.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llama_ssp.draws import Draws, Purpose
+from llama_ssp.engine.runner import Runner
+from llama_ssp.engine.state import Proposal, State
+from llama_ssp.sampling import Laws, one_hot
+
+
+class Drafter(Protocol):
+    """Proposes up to `count` tokens a row."""
+
+    @property
+    def forwards(self) -> int: ...
+
+    def start(self, rows: int, capacity: int) -> None: ...
+
+    def warm(self, state: State) -> None: ...
+
+    def limit(self, length: int) -> int:
+        """How many tokens it can draft for a text of this length."""
+
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal: ...
+
+    def roll_back(self, lengths: list[int]) -> None: ...
+
+
+class NoDrafter:
+    """Plain decoding."""
+
+    forwards: int = 0
+
+    def start(self, rows: int, capacity: int) -> None:
+        pass
+
+    def warm(self, state: State) -> None:
+        pass
+
+    def limit(self, length: int) -> int:
+        return 0
+
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        return nothing(state)
+
+    def roll_back(self, lengths: list[int]) -> None:
+        pass
+
+
+class ModelDrafter:
+    """A small model that samples from its own law, under the same controls as the target."""
+
+    def __init__(self, runner: Runner, laws: Laws, draws: Draws) -> None:
+        self._runner = runner
+        self._laws = laws
+        self._draws = draws
+
+    @property
+    def forwards(self) -> int:
+        return self._runner.forwards
+
+    def start(self, rows: int, capacity: int) -> None:
+        self._runner.start(rows, min(capacity, self._runner.model.context))
+
+    def warm(self, state: State) -> None:
+        context = self._runner.model.context
+        self._runner.warm(state.token_BS, [min(n - 1, context) for n in state.lengths])
+
+    def limit(self, length: int) -> int:
+        return max(0, self._runner.model.context - length + 1)
+
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        if not max(count):
+            return nothing(state)
+        drafted, laws, damaged = [], [], []
+        for offset in range(max(count)):
+            ends = [
+                length + offset if offset < wanted else cached
+                for length, wanted, cached in zip(state.lengths, count, self._runner.cached, strict=True)
+            ]
+            logit_B1V = self._runner.logits(state.token_BS, ends, [1] * state.rows)
+            logit_B1V = logit_B1V.to(state.device)
+            law_BV = self._laws(logit_B1V, state.prefix(offset, 1))[:, 0]
+            law_BV, damaged_B = sound(law_BV)
+            idle_B = torch.tensor([offset >= n for n in count], device=state.device)
+            token_B = self._draws.categorical(
+                certain_where(idle_B, law_BV), state.slot(Purpose.DRAFT, offset)
+            )
+            state.place(token_B, offset, count)
+            drafted.append(token_B)
+            laws.append(law_BV)
+            damaged.append(damaged_B & ~idle_B)
+        damaged_B = torch.stack(damaged, 1).any(1)
+        return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), count, damaged_B)
+
+    def roll_back(self, lengths: list[int]) -> None:
+        self._runner.roll_back(lengths)
+
+
+class NgramDrafter:
+    """Looks up what followed the last few tokens when they last occurred (prompt lookup)."""
+
+    forwards: int = 0
+
+    def __init__(self, shortest: int, longest: int, vocab: int, dtype: torch.dtype) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._vocab = vocab
+        self._dtype = dtype
+
+    def start(self, rows: int, capacity: int) -> None:
+        pass
+
+    def warm(self, state: State) -> None:
+        pass
+
+    def limit(self, length: int) -> int:
+        return length
+
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        found = [
+            continuation(text, wanted, self._shortest, self._longest)
+            for text, wanted in zip(state.texts, count, strict=True)
+        ]
+        drafted = tuple(len(tokens) for tokens in found)
+        if not max(drafted):
+            return nothing(state)
+        padded = [tokens + [0] * (max(drafted) - len(tokens)) for tokens in found]
+        drafted_BK = torch.tensor(padded, device=state.device)
+        for offset in range(max(drafted)):
+            state.place(drafted_BK[:, offset], offset, drafted)
+        like = torch.empty(*drafted_BK.shape, self._vocab, dtype=self._dtype, device=state.device)
+        return Proposal(drafted_BK, one_hot(drafted_BK, like), drafted)
+
+    def roll_back(self, lengths: list[int]) -> None:
+        pass
+
+
+def continuation(text: list[int], wanted: int, shortest: int, longest: int) -> list[int]:
+    """What followed the most recent earlier occurrence of the longest matching tail."""
+    if wanted <= 0:
+        return []
+    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
+        tail = text[-size:]
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == tail:
+                return text[start + size : start + size + wanted]
+    return []
+
+
+def nothing(state: State) -> Proposal:
+    """The empty proposal."""
+    empty_B0 = torch.empty(state.rows, 0, dtype=torch.int64, device=state.device)
+    return Proposal(empty_B0, None, (0,) * state.rows)
+
+
+def sound(law: Tensor) -> tuple[Tensor, Tensor]:
+    """The law with every damaged position made certain of token 0, and which were damaged."""
+    damaged = law.isnan().any(-1)
+    return certain_where(damaged, law), damaged
+
+
+def certain_where(condition: Tensor, law: Tensor) -> Tensor:
+    """The law, but certain of token 0 where the condition holds: nothing random happens there."""
+    certain = one_hot(torch.zeros_like(condition, dtype=torch.int64), law)
+    return torch.where(condition[..., None], certain, law)

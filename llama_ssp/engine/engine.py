@@ -1,0 +1,135 @@
+"""The target, a drafter and a rule: what one round consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_ssp.draws import Draws, Purpose
+from llama_ssp.engine.drafters import Drafter, certain_where, sound
+from llama_ssp.engine.runner import Runner
+from llama_ssp.engine.state import Prompt, Proposal, State
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import Block, Rule, overlap
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided, on the host. Row b commits its first `accepted[b]` drafts and `token[b]`."""
+
+    drafted: list[list[int]]
+    accepted: list[int]
+    token: list[int]
+    overlap: list[list[float]]
+    damaged: list[bool]
+
+    def tokens(self, row: int) -> list[int]:
+        return [*self.drafted[row][: self.accepted[row]], self.token[row]]
+
+
+class Engine:
+    """Holds the models; knows token ids only."""
+
+    def __init__(self, target: Runner, drafter: Drafter, laws: Laws, rule: Rule, draws: Draws) -> None:
+        self.target = target
+        self.drafter = drafter
+        self._laws = laws
+        self._rule = rule
+        self._draws = draws
+
+    @property
+    def context(self) -> int:
+        return self.target.model.context
+
+    def prefill(self, prompts: list[Prompt], max_new_tokens: int) -> State:
+        """The batch's state, with every cache holding all but each prompt's last token."""
+        room = max(min(len(prompt.token_ids) + max_new_tokens, self.context) for prompt in prompts)
+        state = State(prompts, room, self.target.model.device)
+        self.target.start(state.rows, room)
+        self.target.warm(state.token_BS, [length - 1 for length in state.lengths])
+        self.drafter.start(state.rows, room)
+        self.drafter.warm(state)
+        return state
+
+    def draft(self, state: State, wanted: list[int]) -> Proposal:
+        """At most `wanted` tokens a row, fewer where the drafter cannot reach further."""
+        count = tuple(
+            min(k, self.drafter.limit(length)) for k, length in zip(wanted, state.lengths, strict=True)
+        )
+        return self.drafter.propose(state, count)
+
+    def verify(self, state: State, proposal: Proposal) -> Verdict:
+        """One target forward over K+1 positions, and the decision. Finished rows are fed nothing."""
+        width = proposal.k + 1
+        ends = [
+            cached if finished else length + drafted
+            for cached, finished, length, drafted in zip(
+                self.target.cached, state.finished, state.lengths, proposal.count, strict=True
+            )
+        ]
+        logit_BWV = self.target.logits(state.token_BS, ends, [n + 1 for n in proposal.count])
+        law_BWV, damaged_BW = sound(self._laws(logit_BWV, state.prefix(0, width)))
+        idle_B = torch.tensor([f is not None for f in state.finished], device=state.device)
+        if proposal.k:
+            accepted_B, law_BV, overlap_BK = self._decide(state, proposal, law_BWV)
+        else:
+            accepted_B = torch.zeros_like(idle_B, dtype=torch.int64)
+            law_BV, overlap_BK = law_BWV[:, 0], law_BWV[:, 0, :0]
+        law_BV = certain_where(idle_B, law_BV)
+        token_B = self._draws.categorical(law_BV, state.slot(Purpose.CORRECT))
+        return _on_host(proposal, accepted_B, token_B, overlap_BK, self._damage(proposal, damaged_BW))
+
+    def roll_back(self, state: State) -> None:
+        """Every cache forgets what was not committed."""
+        self.target.roll_back(state.lengths)
+        self.drafter.roll_back(state.lengths)
+
+    def _decide(self, state: State, proposal: Proposal, law_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert proposal.draft_BKV is not None
+        block = Block(
+            _in_double(law_BWV),
+            _in_double(proposal.draft_BKV),
+            proposal.drafted_BK,
+            torch.tensor(proposal.count, device=state.device),
+        )
+        chance_BK = self._rule.accept_chances(block)
+        passed_BK = self._draws.bernoulli(chance_BK, state.slot(Purpose.ACCEPT))
+        accepted_B = self._rule.accepted(passed_BK)
+        return accepted_B, self._rule.correction_law(block, accepted_B), overlap(block)
+
+    @staticmethod
+    def _damage(proposal: Proposal, damaged_BW: Tensor) -> Tensor:
+        """Rows in which a law that was looked at was no law."""
+        column_W = torch.arange(damaged_BW.shape[1], device=damaged_BW.device)
+        count_B1 = torch.tensor(proposal.count, device=damaged_BW.device)[:, None]
+        damaged_B = (damaged_BW & (column_W <= count_B1)).any(1)
+        return damaged_B if proposal.damaged is None else damaged_B | proposal.damaged
+
+
+def _in_double(law: Tensor) -> Tensor:
+    """Ratios and residuals are taken in fp64, of laws that sum to one."""
+    law = law.double()
+    return law / law.sum(-1, keepdim=True)
+
+
+def _on_host(
+    proposal: Proposal, accepted_B: Tensor, token_B: Tensor, overlap_BK: Tensor, damaged_B: Tensor
+) -> Verdict:
+    """Everything decided, in one transfer."""
+    whole = torch.cat(
+        [
+            part.to(torch.float64).reshape(len(accepted_B), -1)
+            for part in (accepted_B, token_B, damaged_B, proposal.drafted_BK, overlap_BK)
+        ],
+        dim=1,
+    ).tolist()
+    k = proposal.k
+    return Verdict(
+        drafted=[[int(t) for t in row[3 : 3 + n]] for row, n in zip(whole, proposal.count, strict=True)],
+        accepted=[int(row[0]) for row in whole],
+        token=[int(row[1]) for row in whole],
+        overlap=[row[3 + k : 3 + k + n] for row, n in zip(whole, proposal.count, strict=True)],
+        damaged=[bool(row[2]) for row in whole],
+    )

@@ -1,0 +1,77 @@
+"""One model and its cache: feeds whatever the cache lacks, and forgets on request.
+
+The rule that removes every special case: after a round a cache holds at most len-1 tokens of a row,
+and a runner always feeds from there. Prefill is the first catching up; a draft model that missed its
+own last token after full acceptance heals by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llama_ssp.cache import Feed, RaggedCache
+
+
+class Model(Protocol):
+    """What a runner needs of a model; `load.causal.CausalModel` is the one that ships."""
+
+    vocab: int
+    context: int
+    device: torch.device
+
+    def new_cache(self, rows: int, capacity: int) -> RaggedCache: ...
+
+    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor: ...
+
+
+class Runner:
+    """Counts forwards, holds the cache of one batch."""
+
+    def __init__(self, model: Model, prefill_chunk: int = 512) -> None:
+        self.model = model
+        self.prefill_chunk = prefill_chunk
+        self.forwards = 0
+        self.cached: list[int] = []
+        self._cache: RaggedCache | None = None
+
+    def start(self, rows: int, capacity: int) -> None:
+        """A new batch: an empty cache."""
+        self.cached = [0] * rows
+        self._cache = self.model.new_cache(rows, capacity)
+
+    def warm(self, token_BS: Tensor, ends: list[int]) -> None:
+        """Feeds up to `ends`, for the keys alone."""
+        while any(c < e for c, e in zip(self.cached, ends, strict=True)):
+            self._pass(token_BS, ends, last_only=True)
+
+    def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
+        """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).
+
+        They stand from column 0 on; what is in the columns behind them means nothing.
+        """
+        self.warm(token_BS, [max(e - w, 0) for e, w in zip(ends, wanted, strict=True)])
+        feed, logit_BWV = self._pass(token_BS, ends, last_only=False)
+        first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
+        column_BW = torch.tensor(first)[:, None] + torch.arange(max(wanted))
+        column_BW = column_BW.clamp(max=feed.width - 1).to(logit_BWV.device)
+        return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
+
+    def roll_back(self, lengths: list[int]) -> None:
+        """Forgets all but len-1 tokens of each row."""
+        self.cached = [min(c, length - 1) for c, length in zip(self.cached, lengths, strict=True)]
+
+    def _pass(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
+        assert self._cache is not None, "start() comes first"
+        count = tuple(
+            min(max(end - cached, 0), self.prefill_chunk)
+            for end, cached in zip(ends, self.cached, strict=True)
+        )
+        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device)
+        token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
+        logits = self.model.logits(token_BW, feed, self._cache, last_only)
+        self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
+        self.forwards += 1
+        return feed, logits

@@ -1,0 +1,100 @@
+"""The texts a batch is writing, and one round's proposal.
+
+Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_ssp.draws import Purpose, Slot, prompt_key
+from llama_ssp.sampling import Prefix
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids; `id` names its random stream."""
+
+    id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What was drafted: the first `count` of each row's K columns are real.
+
+    `draft_BKV` is the very tensor each token was drawn from. `damaged` rows had a draft law that
+    was no law (NaN or infinite logits).
+    """
+
+    drafted_BK: Tensor
+    draft_BKV: Tensor | None
+    count: tuple[int, ...]
+    damaged: Tensor | None = None
+
+    @property
+    def k(self) -> int:
+        return max(self.count)
+
+
+class State:
+    """The batch: each text on the host, and all of them in a buffer on the device.
+
+    Beyond a text's length the buffer holds this round's drafts, which makes them part of the prefix
+    of the positions after them; what was not accepted is overwritten next round.
+    """
+
+    def __init__(self, prompts: list[Prompt], room: int, device: torch.device) -> None:
+        """`room` is how many tokens the longest row can grow to."""
+        self.prompts = prompts
+        self.keys = tuple(prompt_key(prompt.id) for prompt in prompts)
+        self.prompt_lengths = tuple(len(prompt.token_ids) for prompt in prompts)
+        self.texts = [list(prompt.token_ids) for prompt in prompts]
+        self.finished: list[str | None] = [None] * len(prompts)
+        self.capacity = room
+        padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
+        self.token_BS = torch.tensor(padded, dtype=torch.int64, device=device)
+
+    @property
+    def rows(self) -> int:
+        return len(self.texts)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(text) for text in self.texts]
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_BS.device
+
+    def generated(self, row: int) -> list[int]:
+        """The row's tokens after its prompt."""
+        return self.texts[row][self.prompt_lengths[row] :]
+
+    def slot(self, purpose: Purpose, offset: int = 0) -> Slot:
+        return Slot(self.keys, tuple(self.lengths), purpose, offset)
+
+    def prefix(self, first: int, width: int) -> Prefix:
+        """The prefixes of `width` positions a row, the first of them `first` drafts past its length."""
+        length_B1 = torch.tensor(self.lengths, device=self.device)[:, None] + first
+        length_BW = (length_B1 + torch.arange(width, device=self.device)).clamp(max=self.capacity)
+        prompt_B = torch.tensor(self.prompt_lengths, device=self.device)
+        return Prefix(self.token_BS, length_BW, prompt_B)
+
+    def place(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
+        """Writes each row's draft number `offset` behind its text, if it has one."""
+        places = [
+            length + offset if offset < drafted else self.capacity
+            for length, drafted in zip(self.lengths, count, strict=True)
+        ]
+        index_B1 = torch.tensor(places, device=self.device)[:, None]
+        self.token_BS.scatter_(1, index_B1, token_B[:, None])
+
+    def append(self, row: int, tokens: list[int]) -> None:
+        """Commits tokens to a row."""
+        start = len(self.texts[row])
+        self.texts[row] += tokens
+        self.token_BS[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.device)

@@ -1,0 +1,67 @@
+"""What a user is told when something is wrong: one line, one exit code.
+
+Every error says what is wrong, where, what was found, what is allowed and what to do. The exit
+codes are an interface (README, "Exit codes").
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+OK, FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT = 0, 1, 2, 3, 4, 5, 6
+
+
+class RunError(Exception):
+    """The base of all errors that are the user's to mend; `code` is the exit code."""
+
+    code = FAILED_CHECK
+
+    def __init__(
+        self, what: str, *, where: str = "", found: object = None, allowed: str = "", fix: str = ""
+    ) -> None:
+        facts = ", ".join(
+            part
+            for part in (
+                f"found {found}" if found is not None else "",
+                f"allowed {allowed}" if allowed else "",
+            )
+            if part
+        )
+        line = "; ".join(part for part in (what, where, facts, fix) if part)
+        super().__init__(one_line(line))
+
+
+class UsageError(RunError):
+    """The command line or the configuration is wrong."""
+
+    code = USAGE
+
+
+class DataError(RunError):
+    """A prompt or a prompt file is wrong."""
+
+    code = DATA
+
+
+class ModelError(RunError):
+    """A checkpoint, a tokenizer or a model is wrong."""
+
+    code = MODEL
+
+
+class DistributedError(RunError):
+    """Ranks, rendezvous or devices do not match what was asked for."""
+
+    code = DISTRIBUTED
+
+
+class StorageError(RunError):
+    """Reading or writing failed: disk full, no permission, a broken pipe."""
+
+    code = INPUT_OUTPUT
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks or control characters, so that a log line stays one line."""
+    flat = " ".join(text.split())
+    return "".join(c if unicodedata.category(c)[0] != "C" else "\N{REPLACEMENT CHARACTER}" for c in flat)

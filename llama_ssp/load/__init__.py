@@ -1,0 +1,1 @@
+"""Models and tokenizers from checkpoints or seeds; the only rooms that know transformers."""

@@ -1,0 +1,135 @@
+"""One interface over transformers' causal models: tokens and a ragged cache in, logits out.
+
+Positions and masks are given explicitly. A model whose config names `layer_types` takes one mask per
+type; others take one mask, windowed where the config has a sliding window. GPT-Neo keeps its masks
+inside its attention and is adapted here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.errors import ModelError
+
+# Families whose every attention variant is tested against transformers' own generate.
+TESTED_FAMILIES = (
+    "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
+)  # fmt: skip
+LAYER_KINDS = ("full_attention", "sliding_attention")
+# Scaled rope tables that depend on the longest text of the batch would make rows depend on each other.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class CausalModel:
+    """A loaded model: `logits` is one forward pass."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.module = module.eval()
+        self.name = name
+        config = module.config
+        self.vocab = int(module.get_output_embeddings().weight.shape[0])
+        self.context = context_of(config)
+        self.device: torch.device = module.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = module.get_input_embeddings().weight.dtype
+        self.windows = windows_of(config)
+        self.mask_by_kind = getattr(config, "layer_types", None) is not None
+        self.additive_mask = config._attn_implementation != "sdpa"
+        if config.model_type == "gpt_neo":
+            _adapt_gpt_neo(module)
+
+    @property
+    def weights_bytes(self) -> int:
+        """What the weights occupy; a tied tensor counts once."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.module.parameters())
+
+    def new_cache(self, rows: int, capacity: int) -> RaggedCache:
+        return RaggedCache(rows, capacity)
+
+    @torch.inference_mode()
+    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+        """Logits at every column fed, or only at the last (for a pass that is fed for its keys)."""
+        masks = {kind: self._mask(feed, window) for kind, window in self.windows.items()}
+        cache.expect(feed, masks)
+        logits: Tensor = self.module(
+            input_ids=token_BW,
+            position_ids=feed.positions(),
+            attention_mask=masks if self.mask_by_kind else next(iter(masks.values())),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1 if last_only else 0,
+        ).logits
+        return logits
+
+    def _mask(self, feed: Feed, window: int | None) -> Tensor:
+        visible_B1WS = feed.visible(window)[:, None]
+        if not self.additive_mask:
+            return visible_B1WS
+        floor = torch.finfo(self.dtype).min
+        return torch.zeros_like(visible_B1WS, dtype=self.dtype).masked_fill(~visible_B1WS, floor)
+
+
+def windows_of(config: Any) -> dict[str, int | None]:
+    """For each kind of attention layer, how far back it looks (None: all the way)."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type == "gpt_neo":
+        return {"full_attention": None, "sliding_attention": int(config.window_size)}
+    if kinds is None:
+        return {"full_attention": int(window) if window else None}
+    unknown = sorted(set(kinds) - set(LAYER_KINDS))
+    if unknown:
+        raise ModelError(
+            "the model has layers that this program cannot roll back",
+            where=f"layer_types of {config.model_type}",
+            found=", ".join(unknown),
+            allowed=", ".join(LAYER_KINDS),
+            fix="choose a model with attention layers only",
+        )
+    return {
+        kind: int(window) if kind == "sliding_attention" and window else None for kind in sorted(set(kinds))
+    }
+
+
+def context_of(config: Any) -> int:
+    """The longest text the model may see; up to where its position table does not depend on length."""
+    context = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        context = min(context, int(rope.get("original_max_position_embeddings") or context))
+    return context
+
+
+def attention_of(config: Any) -> str:
+    """Which attention implementation is exact for this model with explicit masks."""
+    softcapped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if softcapped or config.model_type == "gpt_neo" else "sdpa"
+
+
+def _adapt_gpt_neo(module: Any) -> None:
+    """Makes GPT-Neo take its masks from outside.
+
+    Its attention reads causality and locality off the slot numbers of a built-in table, which holds
+    only for one unpadded row fed to its end. The table is opened, and layers of the local kind are
+    handed the windowed mask that travels with the cache.
+    """
+    for layer in module.transformer.h:
+        attention = layer.attn.attention
+        size = 2 * attention.bias.shape[-1]
+        attention.bias = torch.ones_like(attention.bias[:, :, :1, :1]).expand(1, 1, size, size)
+        if layer.attn.attention_type == "local":
+            attention.register_forward_pre_hook(_take_windowed_mask, with_kwargs=True)
+
+
+def _take_windowed_mask(
+    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "attention_mask": kwargs["layer_past"].masks["sliding_attention"]}

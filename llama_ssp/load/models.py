@@ -1,0 +1,113 @@
+"""Loads one model onto one device: from a checkpoint, or from a seed."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.errors import ModelError
+from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, attention_of, windows_of
+from llama_ssp.load.devices import TORCH_DTYPES
+from llama_ssp.load.probe import require_faithful
+from llama_ssp.load.synthetic import build, fill
+
+log = logging.getLogger(__name__)
+
+
+def load(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> CausalModel:
+    """The model, ready to run. A family that is not among the tested ones is tried before it is used."""
+    module = _synthetic(model, dtype, device, role) if path is None else _read(path, dtype, device)
+    causal = CausalModel(module, model.name)
+    if causal.module.config.model_type not in TESTED_FAMILIES:
+        require_faithful(causal)
+    if model.scan:
+        _require_finite(causal)
+    log.info("%s %s: %s on %s", role, model.name, dtype.value, device)
+    return causal
+
+
+def require_supported(path: Path) -> None:
+    """Refuses what cannot be run, before weights are read."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        raise ModelError(
+            "config.json is not one that transformers knows", where=str(path), found=str(error)[:160],
+            allowed=", ".join(TESTED_FAMILIES) + " and other causal models", fix="choose another model",
+        ) from None  # fmt: skip
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(
+            "the architecture is not a causal language model", where=str(path), found=config.model_type,
+            allowed=", ".join(TESTED_FAMILIES) + " and other causal models", fix="choose another model",
+        )  # fmt: skip
+    windows_of(config)
+
+
+def _read(path: Path, dtype: Dtype, device: torch.device) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.utils import logging as hub_logging
+
+    require_supported(path)
+    hub_logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    quantised = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)} if dtype is Dtype.int8 else {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=TORCH_DTYPES[dtype],
+                device_map={"": device},
+                attn_implementation=attention_of(config),
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **quantised,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(
+            "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200]
+        ) from error
+    _require_complete(path, report)
+    return module
+
+
+def _require_complete(path: Path, report: dict[str, Any]) -> None:
+    """A tensor that is missing or misshapen must fail: transformers would fill it at random."""
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+        names = sorted(str(name) for name in report.get(kind) or ())
+        if names:
+            raise ModelError(
+                f"the checkpoint has {kind.replace('_', ' ')}", where=str(path),
+                found=f"{len(names)}: {'; '.join(names[:5])}",
+                fix="fetch the model again; config.json and weights do not belong together",
+            )  # fmt: skip
+
+
+def _synthetic(model: ModelConf, dtype: Dtype, device: torch.device, role: str) -> Any:
+    if dtype is Dtype.int8:
+        raise ModelError(
+            "synthetic weights are not quantised", where=f"{role} {model.name}", found="int8",
+            allowed="bf16, fp16, fp32", fix=f"use {role}.dtype=bf16",
+        )  # fmt: skip
+    return fill(build(model, TORCH_DTYPES[dtype]), model, device, drafts=role == "draft")
+
+
+def _require_finite(causal: CausalModel) -> None:
+    for name, tensor in causal.module.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ModelError(
+                "a weight is not a finite number",
+                where=f"{causal.name}: {name}",
+                fix="fetch the model again",
+            )

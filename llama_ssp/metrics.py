@@ -1,0 +1,85 @@
+"""What is counted. Drafted, accepted and committed are three counters, each by position in the block.
+
+A block is cut where its row ends (EOS, stop string, limit) before anything is counted: drafts behind
+the end are `discarded`, in no other figure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class CountedStep(Protocol):
+    """What a row's step must have to be counted."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def drafted(self) -> list[int]: ...
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def overlap(self) -> list[float]: ...
+    @property
+    def discarded(self) -> int: ...
+    @property
+    def finish(self) -> str | None: ...
+
+
+@dataclass
+class Counts:
+    """The counters of a run; `add` takes a row's step."""
+
+    row_rounds: int = 0
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    committed: Counter[int] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+    discarded: int = 0
+    decided: int = 0
+    expected: float = 0.0
+
+    def add(self, step: CountedStep) -> None:
+        self.row_rounds += 1
+        self.drafted.update(range(len(step.drafted)))
+        self.accepted.update(range(step.accepted))
+        self.committed.update(range(len(step.tokens)))
+        self.discarded += step.discarded
+        # Under the token rule, positions up to the first rejection were each decided by their own draw.
+        reached = min(step.accepted + 1, len(step.drafted))
+        self.decided += reached
+        self.expected += sum(step.overlap[:reached])
+        if step.finish:
+            self.finished[step.finish] += 1
+
+    def summary(self) -> dict[str, Any]:
+        """The counters under the names of the JSON interface."""
+        drafted, accepted = self.drafted.total(), self.accepted.total()
+        committed = self.committed.total()
+        return {
+            "row_rounds": self.row_rounds,
+            "tokens_drafted": drafted,
+            "tokens_accepted": accepted,
+            "tokens_committed": committed,
+            "tokens_discarded_after_end": self.discarded,
+            "drafted_by_position": by_position(self.drafted),
+            "accepted_by_position": by_position(self.accepted),
+            "committed_by_position": by_position(self.committed),
+            "acceptance_rate": ratio(accepted, drafted),
+            "acceptance_rate_decided": ratio(accepted, self.decided),
+            "acceptance_expected": ratio(self.expected, self.decided),
+            "accepted_over_expected": ratio(accepted, self.expected),
+            "tokens_per_target_forward": ratio(committed, self.row_rounds),
+            "finish_reasons": dict(sorted(self.finished.items())),
+        }
+
+
+def by_position(counter: Counter[int]) -> list[int]:
+    return [counter[i] for i in range(max(counter, default=-1) + 1)]
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """None where there is nothing to divide by: a rate of nothing is not 0."""
+    return part / whole if whole else None

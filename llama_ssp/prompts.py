@@ -1,0 +1,188 @@
+"""Prompts from the config, a file, or standard input: read strictly, refused by line.
+
+Text has one prompt a line, blank lines left out. JSONL has an object a line with `prompt` and,
+optionally, `id`; an id names the prompt's random stream and its result. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llama_ssp.config import GenerateConf, OnBadRow
+from llama_ssp.errors import DataError, StorageError, UsageError
+
+MAX_LINE_BYTES = 16 * 2**20
+MAX_ID_LENGTH = 256
+SAMPLE = ['def hello(name):\n    """Greet someone by name."""\n']
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A prompt as text. `where` is for messages: file and line."""
+
+    id: str
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The prompts that were read, and what was wrong with those that were not."""
+
+    prompts: list[TextPrompt]
+    skipped: list[str]
+
+
+def read_prompts(task: GenerateConf) -> Reading:
+    """The prompts of a run, from the one source that the config names."""
+    if task.prompts is not None:
+        found = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
+        return _checked(iter(found), task.on_bad_row)
+    if task.prompt_file is not None:
+        data = _file_bytes(Path(task.prompt_file))
+        jsonl = task.prompt_file.endswith((".jsonl", ".json"))
+        return _checked(_parse(data, task.prompt_file, jsonl, task.on_bad_row), task.on_bad_row)
+    if sys.stdin is None or sys.stdin.isatty():
+        return Reading([TextPrompt(str(i), t, "sample") for i, t in enumerate(SAMPLE)], [])
+    data = sys.stdin.buffer.read()
+    jsonl = data.lstrip()[:1] == b"{"
+    return _checked(_parse(data, "standard input", jsonl, task.on_bad_row), task.on_bad_row)
+
+
+def _file_bytes(path: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(
+                "task.prompt_file is not a regular file", where=str(path),
+                fix="give a text file or a .jsonl file",
+            )  # fmt: skip
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError("task.prompt_file does not exist", where=str(path), fix="check the path") from None
+    except OSError as error:
+        raise StorageError(f"cannot read task.prompt_file: {error.strerror}", where=str(path)) from None
+
+
+def _parse(data: bytes, name: str, jsonl: bool, policy: OnBadRow) -> Iterator[TextPrompt | DataError]:
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(
+            "the prompts are UTF-16", where=name, allowed="UTF-8",
+            fix="convert them: iconv -f utf-16 -t utf-8",
+        )  # fmt: skip
+    offset = 3 if data.startswith(b"\xef\xbb\xbf") else 0
+    for number, raw in enumerate(data[offset:].split(b"\n"), start=1):
+        where = f"{name} line {number}"
+        start, offset = offset, offset + len(raw) + 1
+        if not raw.strip():
+            continue
+        try:
+            text = _decoded(raw, where, start).removesuffix("\r")
+            yield (_record(text, where, number) if jsonl else TextPrompt(f"line-{number}", text, where))
+        except DataError as error:
+            yield error
+
+
+def _decoded(raw: bytes, where: str, start: int) -> str:
+    if len(raw) > MAX_LINE_BYTES:
+        raise DataError(
+            "a line is too long", where=where, found=f"{len(raw)} bytes",
+            allowed=f"{MAX_LINE_BYTES} bytes", fix="split it, or put prompts one a line",
+        )  # fmt: skip
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "the line is not UTF-8", where=f"{where}, byte {start + error.start} of the file",
+            found=f"byte 0x{raw[error.start]:02x}", fix="convert the file to UTF-8",
+        ) from None  # fmt: skip
+
+
+def _record(line: str, where: str, number: int) -> TextPrompt:
+    try:
+        record = json.loads(line, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(
+            "the line is not JSON", where=where, found=reason,
+            fix='write one object a line: {"id": "a", "prompt": "..."}',
+        ) from None  # fmt: skip
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise DataError(
+            "the line has no prompt", where=where,
+            found=", ".join(record) if isinstance(record, dict) else type(record).__name__,
+            allowed='an object with a string "prompt"', fix="add it",
+        )  # fmt: skip
+    name = record.get("id", f"line-{number}")
+    if not isinstance(name, (str, int)) or isinstance(name, bool):
+        raise DataError(
+            "the id is neither text nor a whole number", where=where, found=type(name).__name__,
+            fix="write the id as a string",
+        )  # fmt: skip
+    return TextPrompt(str(name), record["prompt"], where)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        raise ValueError("a key stands twice")
+    return record
+
+
+def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], policy: OnBadRow) -> Reading:
+    """Applies what holds for every prompt, whatever its source, and the policy on bad ones."""
+    reading, seen = Reading([], []), dict[str, str]()
+    for item in found:
+        problem = item if isinstance(item, DataError) else _problem(item, seen)
+        if problem is None and isinstance(item, TextPrompt):
+            seen[item.id] = item.where
+            reading.prompts.append(item)
+        elif problem is not None and policy is OnBadRow.fail:
+            raise problem
+        else:
+            reading.skipped.append(str(problem))
+    if not reading.prompts:
+        if reading.skipped:
+            raise DataError(
+                "no usable prompt is left",
+                found=f"{len(reading.skipped)} bad ones, first: {reading.skipped[0]}",
+            )
+        raise UsageError(
+            "there is no prompt", where="task.prompts, task.prompt_file, standard input",
+            fix='write task.prompts=\'["your prompt"]\' or pipe one prompt a line',
+        )  # fmt: skip
+    return reading
+
+
+def _problem(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
+    if prompt.id in seen:
+        return DataError(
+            "an id stands twice", where=f"{seen[prompt.id]} and {prompt.where}",
+            found=repr(prompt.id), fix="give every prompt an id of its own",
+        )  # fmt: skip
+    if len(prompt.id) > MAX_ID_LENGTH or not prompt.id or not prompt.id.isprintable():
+        return DataError(
+            "an id is unusable", where=prompt.where, found=repr(prompt.id[:40]),
+            allowed=f"1 to {MAX_ID_LENGTH} printable characters", fix="shorten or clean it",
+        )  # fmt: skip
+    if "\0" in prompt.text:
+        return DataError(
+            "the prompt holds a NUL character", where=prompt.where,
+            found=f"at character {prompt.text.index(chr(0))}", fix="remove it",
+        )  # fmt: skip
+    lone = next((i for i, c in enumerate(prompt.text) if "\ud800" <= c <= "\udfff"), None)
+    if lone is not None:
+        return DataError(
+            "the prompt holds half a surrogate pair", where=prompt.where,
+            found=f"at character {lone}", fix="write the character whole",
+        )  # fmt: skip
+    return None

@@ -1,0 +1,123 @@
+"""The run folder and the JSON document: what is kept of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from llama_ssp import __version__
+from llama_ssp.config import RunConf, resolved
+from llama_ssp.errors import StorageError
+
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
+
+
+def config_sha256(run: RunConf) -> str:
+    """A hash of everything that decides the output; where results are put does not."""
+    content = {key: value for key, value in resolved(run).items() if key not in ("out", "output")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    found = {"llama_ssp": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+class RunFolder:
+    """`<out>/<date>/<time>-<task>/`: the resolved config, the summary, the rounds when traced."""
+
+    def __init__(self, run: RunConf, seed: int) -> None:
+        self.path: Path | None = None
+        self._rounds: IO[str] | None = None
+        if run.out is None:
+            return
+        now = datetime.now()
+        base = Path(run.out) / now.strftime("%Y-%m-%d")
+        name = f"{now:%H-%M-%S}-{run.task.name}"
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            self.path = _new_folder(base, name)
+            config = OmegaConf.create({**resolved(run), "seed": seed})
+            (self.path / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
+        except OSError as error:
+            raise _storage(error, run.out) from None
+
+    def round(self, record: dict[str, Any]) -> None:
+        """Adds a line to rounds.jsonl."""
+        if self.path is None:
+            return
+        try:
+            if self._rounds is None:
+                self._rounds = (self.path / "rounds.jsonl").open("w", encoding="utf-8")
+            self._rounds.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise _storage(error, str(self.path)) from None
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Writes the summary whole or not at all."""
+        if self.path is None:
+            return
+        try:
+            if self._rounds is not None:
+                self._rounds.close()
+            draft = self.path / "summary.json.part"
+            draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            draft.replace(self.path / "summary.json")
+        except OSError as error:
+            raise _storage(error, str(self.path)) from None
+
+
+class Console:
+    """Standard output, the product. A reader that went away ends the run with one line."""
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdout.isatty()
+
+    def write(self, text: str) -> None:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise StorageError("standard output was closed by its reader") from None
+        except OSError as error:
+            raise StorageError(f"cannot write to standard output: {error.strerror}") from None
+
+    def line(self, text: str) -> None:
+        self.write(text + "\n")
+
+    def document(self, summary: dict[str, Any]) -> None:
+        self.line(json.dumps(summary))
+
+
+def _new_folder(base: Path, name: str) -> Path:
+    for number in range(1, 1000):
+        path = base / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise StorageError("a thousand runs began in one second", where=str(base))
+
+
+def _storage(error: OSError, where: str) -> StorageError:
+    return StorageError(
+        f"cannot write the run folder: {error.strerror}", where=where,
+        fix="choose another place with out=FOLDER, or out=null for none",
+    )  # fmt: skip

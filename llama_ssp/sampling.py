@@ -1,0 +1,132 @@
+"""From logits to the law a token is drawn from: the same code for target and draft.
+
+Shapes: B rows, W positions, V vocabulary, S token buffer. Position w of row b continues the first
+`length_BW` tokens of that row's buffer, and every control looks at that prefix and no further, so the
+K+1 positions of one verification each see their own drafted tokens.
+
+Order: bias and bans, penalties, temperature, top-k, top-p, min-p. Repetition counts the whole prefix;
+frequency and presence count generated tokens only. Logits go to fp32 first (fp64 stays fp64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_ssp.arrays import Array, largest, sorted_down, total, where
+from llama_ssp.config import SamplingConf
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The token buffer, how much of it each position continues, and where each prompt ends."""
+
+    token_BS: Tensor
+    length_BW: Tensor
+    prompt_B: Tensor
+
+
+class Laws:
+    """Turns logits into laws under one set of sampling controls."""
+
+    def __init__(self, sampling: SamplingConf, end_ids: tuple[int, ...], vocab: int) -> None:
+        """`vocab` is the target's; a draft's logits beyond it are cut, missing ones get no chance."""
+        self.controls = sampling
+        self.end_ids = tuple(i for i in end_ids if i < vocab)
+        self.vocab = vocab
+
+    def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        """The law at each position. A row of NaN marks logits no law can be made of."""
+        wide = torch.promote_types(logit_BWV.dtype, torch.float32)
+        logit_BWV = logit_BWV[..., : self.vocab].to(wide)
+        damaged_BW1 = (torch.isnan(logit_BWV) | torch.isposinf(logit_BWV)).any(-1, keepdim=True)
+        law_BWV = self._law(logit_BWV, prefix)
+        law_BWV = torch.where(damaged_BW1, torch.nan, law_BWV)
+        missing = self.vocab - law_BWV.shape[-1]
+        return torch.nn.functional.pad(law_BWV, (0, missing)) if missing else law_BWV
+
+    def _law(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        controls = self.controls
+        logit_BWV = self._penalised(self._biased(logit_BWV, prefix), prefix)
+        if controls.temperature == 0:
+            return one_hot(logit_BWV.argmax(-1), logit_BWV)
+        law_BWV = torch.softmax(logit_BWV / controls.temperature, -1)
+        kept_BWV: Tensor = filtered(law_BWV, controls.top_k, controls.top_p, controls.min_p)
+        return kept_BWV
+
+    def _biased(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        controls, width = self.controls, logit_BWV.shape[-1]
+        shift_V = logit_BWV.new_zeros(width)
+        for token, bias in controls.logit_bias.items():
+            if token < width:
+                shift_V[token] = bias
+        for token in controls.bad_tokens:
+            if token < width:
+                shift_V[token] = -torch.inf
+        if controls.logit_bias or controls.bad_tokens:
+            logit_BWV = logit_BWV + shift_V
+        if controls.min_new_tokens and self.end_ids:
+            ends = torch.zeros(width, dtype=torch.bool, device=logit_BWV.device)
+            ends[[i for i in self.end_ids if i < width]] = True
+            early_BW = prefix.length_BW - prefix.prompt_B[:, None] < controls.min_new_tokens
+            logit_BWV = logit_BWV.masked_fill(early_BW[..., None] & ends, -torch.inf)
+        return logit_BWV
+
+    def _penalised(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        controls, width = self.controls, logit_BWV.shape[-1]
+        if controls.repetition_penalty != 1:
+            seen_BWV = token_counts(prefix, width, generated_only=False) > 0
+            scaled_BWV = torch.where(
+                logit_BWV > 0,
+                logit_BWV / controls.repetition_penalty,
+                logit_BWV * controls.repetition_penalty,
+            )
+            logit_BWV = torch.where(seen_BWV, scaled_BWV, logit_BWV)
+        if controls.frequency_penalty or controls.presence_penalty:
+            count_BWV = token_counts(prefix, width, generated_only=True).to(logit_BWV.dtype)
+            logit_BWV = logit_BWV - controls.frequency_penalty * count_BWV
+            logit_BWV = logit_BWV - controls.presence_penalty * (count_BWV > 0)
+        return logit_BWV
+
+
+def filtered(law: Array, top_k: int, top_p: float, min_p: float) -> Array:
+    """The law cut by top-k, then top-p, then min-p, each renormalised; tied tokens live or fall together.
+
+    Each filter is a threshold on probability, which makes the law independent of token order.
+    """
+    if 0 < top_k < law.shape[-1]:
+        law = _kept(law, sorted_down(law)[..., top_k - 1 : top_k])
+    if top_p < 1:
+        down = sorted_down(law)
+        before = down.cumsum(-1) - down
+        reach = where(before < top_p, down, 1)  # the nucleus; 1 stands for "not in it"
+        law = _kept(law, -largest(-reach))
+    if min_p > 0:
+        law = _kept(law, largest(law) * min_p)
+    return law
+
+
+def _kept(law: Array, threshold: Array) -> Array:
+    cut = where(law >= threshold, law, 0)
+    return cut / total(cut)
+
+
+def one_hot(token: Tensor, like: Tensor) -> Tensor:
+    """The law that is certain of `token`, in the dtype and width of `like`."""
+    return torch.zeros_like(like).scatter_(-1, token[..., None], 1.0)
+
+
+def token_counts(prefix: Prefix, width: int, generated_only: bool) -> Tensor:
+    """How often each token stands in each position's prefix: (B, W, V)."""
+    rows, positions = prefix.length_BW.shape
+    slot_S = torch.arange(prefix.token_BS.shape[1], device=prefix.token_BS.device)
+    inside_BWS = slot_S < prefix.length_BW[..., None]
+    if generated_only:
+        inside_BWS = inside_BWS & (slot_S >= prefix.prompt_B[:, None, None])
+    known_BS = prefix.token_BS < width
+    token_BWS = prefix.token_BS.clamp(max=width - 1)[:, None].expand(-1, positions, -1)
+    counted_BWS = (inside_BWS & known_BS[:, None]).to(torch.int32)
+    count_BWV = torch.zeros(rows, positions, width, dtype=torch.int32, device=token_BWS.device)
+    return count_BWV.scatter_add_(2, token_BWS, counted_BWS)

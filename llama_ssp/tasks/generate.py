@@ -1,0 +1,237 @@
+"""task=generate: prompts in, continuations out, streamed, in batches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+from typing import Any
+
+from llama_ssp.config import GenerateConf, OnBadRow, Output
+from llama_ssp.engine import Engine, Prompt, State
+from llama_ssp.errors import DataError, ModelError
+from llama_ssp.inputs import Inputs
+from llama_ssp.load.tokens import Tokens
+from llama_ssp.loop import Limits, RowStep, Step, generate
+from llama_ssp.metrics import Counts, ratio
+from llama_ssp.prompts import TextPrompt
+from llama_ssp.report import Console, RunFolder
+from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
+from llama_ssp.text import Writing
+
+log = logging.getLogger(__name__)
+
+
+class GenerateTask:
+    """One run of the task. `figures` is right at any moment, also after a failure."""
+
+    def __init__(self, inputs: Inputs, task: GenerateConf, console: Console, folder: RunFolder) -> None:
+        self._inputs, self._task = inputs, task
+        self._console, self._folder = console, folder
+        self._counts = Counts()
+        self._outputs: list[dict[str, Any]] = []
+        self._skipped = list(inputs.reading.skipped)
+        self._pair: Pair | None = None
+        self._engine: Engine | None = None
+        self._prefill_s = self._decode_s = 0.0
+        self._prefill_forwards = 0
+
+    def run(self) -> str:
+        """Loads the pair, continues every prompt; the status."""
+        run, task = self._inputs.run, self._task
+        found = seats(run, self._inputs.target_path, self._inputs.draft_path)
+        tokens = tokens_of(found)
+        prompts = self._tokenised(tokens)
+        rows = min(task.batch_size, len(prompts))
+        longest = max(len(prompt.token_ids) for _, prompt in prompts)
+        slots = min(longest + task.max_new_tokens, run.model.context)
+        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, rows, slots)
+        ends = frozenset() if task.ignore_eos else tokens.end_ids
+        self._engine = engine_for(self._pair, run, ends, self._inputs.seed, task.prefill_chunk)
+        batches = range(0, len(prompts), task.batch_size)
+        for number, first in enumerate(batches, start=1):
+            self._batch(prompts[first : first + task.batch_size], tokens, ends)
+            if len(batches) > 1:
+                log.info("batch %d of %d done", number, len(batches))
+        self._raise_if_damaged()
+        return "done"
+
+    def has_output(self) -> bool:
+        return bool(self._outputs)
+
+    def figures(self) -> dict[str, Any]:
+        """The task's part of the summary."""
+        counted = self._counts.summary()
+        decode_ms = 1000 * self._decode_s
+        engine = self._engine
+        return {
+            "outputs": self._outputs,
+            "rows_skipped": len(self._skipped),
+            "devices": self._pair.devices if self._pair else {},
+            "target_forwards": engine.target.forwards if engine else 0,
+            "target_forwards_prefill": self._prefill_forwards,
+            "draft_forwards": engine.drafter.forwards if engine else 0,
+            **counted,
+            "prefill_ms": 1000 * self._prefill_s,
+            "decode_ms": decode_ms,
+            "ms_per_token": ratio(decode_ms, counted["tokens_committed"]),
+        }
+
+    def _tokenised(self, tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:
+        context = self._inputs.run.model.context
+        usable: list[tuple[TextPrompt, Prompt]] = []
+        for text in self._inputs.reading.prompts:
+            ids = tokens.chat(text.text, self._task.system) if self._task.chat else tokens.encode(text.text)
+            if not ids and tokens.bos_id is not None:
+                ids = [tokens.bos_id]
+            problem = _unusable(text, ids, context)
+            if problem is None:
+                usable.append((text, Prompt(text.id, tuple(ids))))
+            elif self._task.on_bad_row is OnBadRow.fail:
+                raise problem
+            else:
+                log.warning("skipped: %s", problem)
+                self._skipped.append(str(problem))
+        if not usable:
+            raise DataError("no usable prompt is left", found=f"{len(self._skipped)} bad ones")
+        return usable
+
+    def _batch(self, batch: list[tuple[TextPrompt, Prompt]], tokens: Tokens, ends: frozenset[int]) -> None:
+        assert self._engine is not None
+        task, prompts = self._task, [prompt for _, prompt in batch]
+        writing = Writing(tokens.decode, [p.token_ids for p in prompts], task.stop)
+        limits = Limits(task.max_new_tokens, ends, writing)
+        began, forwards = time.perf_counter(), self._engine.target.forwards
+        state = self._engine.prefill(prompts, task.max_new_tokens)
+        self._prefill_s += time.perf_counter() - began
+        self._prefill_forwards += self._engine.target.forwards - forwards
+        stream = _Stream(self._console, batch, writing, task.trace, self._inputs.run.output)
+        try:
+            began = time.perf_counter()
+            for step in generate(self._engine, state, limits, lookahead_for(self._inputs.run, len(prompts))):
+                self._decode_s += time.perf_counter() - began
+                self._record(step, prompts, tokens, writing, stream)
+                stream.show(step)
+                began = time.perf_counter()
+        finally:
+            self._outputs += [
+                _output(text, state, row, writing.text(row)) for row, (text, _) in enumerate(batch)
+            ]
+            stream.end()
+
+    def _record(
+        self, step: Step, prompts: list[Prompt], tokens: Tokens, writing: Writing, stream: _Stream
+    ) -> None:
+        for row in step.rows:
+            self._counts.add(row)
+            if self._task.trace:
+                record = traced(step.round, prompts[row.row].id, row, tokens, writing.text(row.row))
+                self._folder.round(record)
+                stream.trace(record)
+
+    def _raise_if_damaged(self) -> None:
+        damaged = [output for output in self._outputs if output["finish_reason"] == "error"]
+        if damaged:
+            first = damaged[0]
+            raise ModelError(
+                "a model gave logits that are not numbers (NaN or infinite)",
+                where=f"prompt {first['id']!r}, position {first['prompt_tokens'] + first['output_tokens']}",
+                found=f"{len(damaged)} of {len(self._outputs)} prompts stopped there",
+                fix="try model.dtype=bf16 or fp32; model.scan=true names a damaged weight",
+            )
+
+
+class _Stream:
+    """Prints texts in the order of the prompts: the first unfinished one live, the others when it ends."""
+
+    def __init__(
+        self, console: Console, batch: list[tuple[TextPrompt, Prompt]], writing: Writing,
+        trace: bool, output: Output,
+    ) -> None:  # fmt: skip
+        self._console, self._writing = console, writing
+        self._prompts = [text.text for text, _ in batch]
+        self._ended = [False] * len(batch)
+        self._silent = output is Output.json
+        self._trace = trace
+        self._row = 0
+        self._begun = False
+
+    def show(self, step: Step) -> None:
+        for row in step.rows:
+            self._ended[row.row] = row.finish is not None
+        if self._silent or self._trace:
+            return
+        while self._row < len(self._prompts):
+            self._print(self._ended[self._row])
+            if not self._ended[self._row]:
+                return
+            self._next()
+
+    def trace(self, record: dict[str, Any]) -> None:
+        if self._silent:
+            return
+        drafted = " ".join(
+            repr(t) if i < record["accepted"] else f"~{t!r}~" for i, t in enumerate(record["drafted_text"])
+        )
+        self._console.line(
+            f"{record['id']} round {record['round']}: drafted {drafted or 'nothing'}; "
+            f"accepted {record['accepted']} of {len(record['drafted'])}; "
+            f"{record['last_origin']} {record['last_text']!r}; text {record['text']!r}"
+        )
+
+    def end(self) -> None:
+        """Breaks off the line that was being written, if any."""
+        if self._begun and not self._silent and not self._trace:
+            self._console.write("\n")
+
+    def _print(self, ended: bool) -> None:
+        piece = self._writing.printable(self._row, ended)
+        if not self._begun and self._console.is_terminal:
+            self._console.write(f"\x1b[2m{self._prompts[self._row]}\x1b[0m")
+        self._begun = True
+        self._console.write(piece)
+
+    def _next(self) -> None:
+        self._console.write("\n")
+        self._begun = False
+        self._row += 1
+
+
+def traced(number: int, name: str, row: RowStep, tokens: Tokens, text: str) -> dict[str, Any]:
+    """One row's round, for people and for rounds.jsonl."""
+    last = len(row.tokens) - 1
+    return {
+        "round": number, "id": name, **{k: v for k, v in asdict(row).items() if k != "row"},
+        "drafted_text": [tokens.decode([t]) for t in row.drafted],
+        "origins": [row.origin(i) for i in range(len(row.tokens))],
+        "last_origin": row.origin(last) if row.tokens else None,
+        "last_text": tokens.decode(row.tokens[-1:]),
+        "text": text,
+    }  # fmt: skip
+
+
+def _unusable(text: TextPrompt, ids: list[int], context: int) -> DataError | None:
+    if not ids:
+        return DataError(
+            "the prompt is empty and the model has no token to begin a text with", where=text.where,
+            fix="give the prompt some text",
+        )  # fmt: skip
+    if len(ids) >= context:
+        return DataError(
+            "the prompt fills the model's context", where=text.where, found=f"{len(ids)} tokens",
+            allowed=f"at most {context - 1} of {context}", fix="shorten it; it is never cut silently",
+        )  # fmt: skip
+    return None
+
+
+def _output(text: TextPrompt, state: State, row: int, written: str) -> dict[str, Any]:
+    ids = state.generated(row)
+    return {
+        "id": text.id,
+        "prompt": text.text,
+        "text": written,
+        "token_ids": ids,
+        "finish_reason": state.finished[row],
+        "prompt_tokens": state.prompt_lengths[row],
+        "output_tokens": len(ids),
+    }

@@ -1,0 +1,90 @@
+"""Tokens to text, as they come: no half characters, no half stop strings, special tokens left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Decode = Callable[[list[int]], str]
+
+# How many tokens before the text are decoded with it: a token's text may depend on its neighbours.
+CONTEXT_TOKENS = 8
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into growing text.
+
+    A byte-level token may hold part of a character: its text then ends in a replacement character
+    and is held back until the character is whole.
+    """
+
+    def __init__(self, decode: Decode, before: list[int]) -> None:
+        self._decode = decode
+        self._tokens = before[-CONTEXT_TOKENS:]
+        self._read = len(self._tokens)
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token."""
+        self._tokens.append(token)
+        start = max(0, self._read - CONTEXT_TOKENS)
+        known = self._decode(self._tokens[start : self._read])
+        grown = self._decode(self._tokens[start:])
+        if len(grown) <= len(known) or grown.endswith(INCOMPLETE):
+            return ""
+        self._read = len(self._tokens)
+        return grown[len(known) :]
+
+
+class Writing:
+    """The texts of a batch: says where a stop string ends a row, and what may be printed."""
+
+    def __init__(self, decode: Decode, prompts: list[tuple[int, ...]], stops: list[str]) -> None:
+        self._rows = [_RowText(Detokenizer(decode, list(prompt)), stops) for prompt in prompts]
+
+    def kept(self, row: int, tokens: list[int]) -> int | None:
+        """Takes the row's next tokens; how many stand if a stop string ends inside them."""
+        for count, token in enumerate(tokens, start=1):
+            if self._rows[row].push(token):
+                return count
+        return None
+
+    def text(self, row: int) -> str:
+        """All of the row's text so far, without a stop string that ended it."""
+        return self._rows[row].text
+
+    def printable(self, row: int, ended: bool) -> str:
+        """What may be printed now and has not been: a possible beginning of a stop string waits."""
+        return self._rows[row].take(ended)
+
+
+class _RowText:
+    def __init__(self, detokenizer: Detokenizer, stops: list[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._longest = max((len(stop) for stop in stops), default=0)
+        self._taken = 0
+        self.text = ""
+
+    def push(self, token: int) -> bool:
+        """Adds a token; whether a stop string is now complete."""
+        old = len(self.text)
+        self.text += self._detokenizer.push(token)
+        since = max(0, old - self._longest + 1)
+        found = [at for stop in self._stops if (at := self.text.find(stop, since)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    def take(self, ended: bool) -> str:
+        safe = len(self.text) if ended else len(self.text) - self._unsure()
+        piece = self.text[self._taken : safe]
+        self._taken = max(self._taken, safe)
+        return piece
+
+    def _unsure(self) -> int:
+        """The length of the longest tail that a stop string may begin with."""
+        for size in range(min(self._longest - 1, len(self.text)), 0, -1):
+            tail = self.text[-size:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0

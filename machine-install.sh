@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Sets a machine up: checks it, makes .venv, installs exact versions. Run it as often as you like.
+#
+#   ./machine-install.sh                 torch as plain pip gives it (CUDA on Linux x86-64)
+#   ./machine-install.sh --cpu           the CPU build of torch
+#   ./machine-install.sh --cuda[=cu130]  the build for that CUDA version
+#   ./machine-install.sh --rocm[=7.1]    the build for that ROCm version (AMD GPUs)
+#   PYTHON=python3.12 ./machine-install.sh    another interpreter
+set -euo pipefail
+cd "$(dirname "$0")"
+
+TORCH=2.13.0
+WHEELS=https://download.pytorch.org/whl
+VENV=.venv
+PYTHON=${PYTHON:-python3}
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 5; }
+
+index=()
+for flag in "$@"; do
+    case "$flag" in
+        --cpu) index=(--index-url "$WHEELS/cpu") ;;
+        --cuda) index=(--index-url "$WHEELS/cu130") ;;
+        --cuda=*) index=(--index-url "$WHEELS/${flag#--cuda=}") ;;
+        --rocm) index=(--index-url "$WHEELS/rocm7.1") ;;
+        --rocm=*) index=(--index-url "$WHEELS/rocm${flag#--rocm=}") ;;
+        *) say "error: unknown flag $flag; allowed --cpu, --cuda[=cuNNN], --rocm[=N.N]"; exit 2 ;;
+    esac
+done
+
+check_python() {
+    command -v "$PYTHON" >/dev/null || die "no $PYTHON; install Python 3.11 or later (Debian, Ubuntu: apt-get install python3 python3-venv)"
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "$("$PYTHON" --version) is too old; install Python 3.11 or later, or set PYTHON=python3.12"
+    "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
+        die "Python lacks venv; install it (Debian, Ubuntu: apt-get install python3-venv)"
+}
+
+# Hints only: a machine without a working GPU still plans, tests and runs on its CPU.
+check_nvidia() {
+    ls /dev/nvidia0 >/dev/null 2>&1 || command -v nvidia-smi >/dev/null || return 0
+    if ! nvidia-smi >/dev/null 2>&1; then
+        say "hint: an NVIDIA GPU but no working driver; install one (Ubuntu: ubuntu-drivers install), then reboot"
+        return 0
+    fi
+    say "NVIDIA: $(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | sort | uniq -c | sed 's/^ *//' | paste -sd';')"
+    say "CUDA the driver supports: $(nvidia-smi | grep -o 'CUDA Version: [0-9.]*' | head -n 1 | cut -d' ' -f3)"
+    # Machines with NVSwitch (p4d, p5, DGX, HGX) answer "Error 802: system not yet initialized" without it.
+    if lspci 2>/dev/null | grep -qi nvswitch && ! systemctl is-active --quiet nvidia-fabricmanager; then
+        say "hint: NVSwitch without Fabric Manager (CUDA Error 802); install nvidia-fabricmanager of the driver's"
+        say "      version, then: systemctl enable --now nvidia-fabricmanager"
+    fi
+}
+
+check_amd() {
+    [ -e /dev/kfd ] || return 0
+    [ -r /dev/kfd ] || say "hint: an AMD GPU you may not use; add yourself to its groups: usermod -aG render,video $USER"
+    [ "${#index[@]}" -gt 0 ] || say "hint: an AMD GPU; install with --rocm"
+}
+
+check_python
+check_nvidia
+check_amd
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+installed() { "$VENV/bin/python" -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null || true; }
+
+case "$(installed torch)" in
+    "$TORCH" | "$TORCH"+*) ;;
+    *) say "installing torch $TORCH"; pip install -q "${index[@]}" "torch==$TORCH" ;;
+esac
+# The stamp makes a second run instant: what is installed is what the files say.
+stamp=$(cat requirements.lock pyproject.toml machine-install.sh | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$stamp" ]; then
+    say "installing the locked requirements"
+    pip install -q -r requirements.lock
+    pip install -q --no-deps --no-build-isolation -e .
+    echo "$stamp" >"$VENV/.installed"
+fi
+"$VENV/bin/python" -c 'import torch; print(f"torch {torch.__version__}, {torch.cuda.device_count()} GPUs, {torch.get_num_threads()} CPU threads")' >&2

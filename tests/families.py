@@ -1,0 +1,64 @@
+"""Small random models of every tested family, as transformers builds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llama_ssp.load.causal import attention_of
+
+VOCAB, CONTEXT = 97, 160
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+WINDOW = 11
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": ("llama", {}),
+    "llama-gqa": ("llama", {"num_key_value_heads": 2}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral-window": ("mistral", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}),
+    "qwen2-window": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
+    "gemma2": ("gemma2", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "num_layers": 3, "num_heads": 4, "window_size": WINDOW,
+            "attention_types": [[["global", "local", "global"], 1]],
+        },
+    ),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}),
+    "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": None}),
+}  # fmt: skip
+
+
+def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random model with a law that is neither flat nor certain."""
+    family, own = FAMILIES[name]
+    sizes = dict(SIZES)
+    if family == "gpt_neo":
+        for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            sizes.pop(key)
+    if family == "opt":
+        sizes.pop("intermediate_size")
+        sizes.pop("num_key_value_heads")
+    if family in ("gpt_neox",):
+        sizes.pop("num_key_value_heads")
+    config = AutoConfig.for_model(family, **{**sizes, **own, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8.0 if family != "gpt_neo" else 4.0)
+    return model.to(dtype).eval()
