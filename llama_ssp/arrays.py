@@ -19,6 +19,11 @@ def where(condition: Array, yes: Array, no: Array) -> Array:
     return library.where(condition, yes, no)
 
 
+def positive(array: Array) -> Array:
+    """The array with everything below zero made zero, in its own number type."""
+    return where(array > 0, array, array * 0)
+
+
 def stack_last(parts: list[Array]) -> Array:
     library = np if isinstance(parts[0], np.ndarray) else torch
     return library.stack(parts, -1)

@@ -63,12 +63,13 @@ class AdaptiveLookahead:
     _idle: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tried, self._stood = [0.0] * self.rows, [0.0] * self.rows
+        self._tried = [PRIOR_WEIGHT] * self.rows
+        self._stood = [PRIOR_RATE * PRIOR_WEIGHT] * self.rows
         self._idle = [0] * self.rows
 
     def rate(self, row: int) -> float:
-        """The row's acceptance rate, shrunk to the prior while there is little to go by."""
-        return (self._stood[row] + PRIOR_RATE * PRIOR_WEIGHT) / (self._tried[row] + PRIOR_WEIGHT)
+        """The row's acceptance rate lately; it begins at the prior, which fades as rounds come in."""
+        return self._stood[row] / self._tried[row]
 
     def choose(self) -> list[int]:
         wanted = [best_k(self.rate(row), self.cost_ratio, self.k_max) for row in range(self.rows)]
@@ -81,6 +82,8 @@ class AdaptiveLookahead:
     def observe(self, rows: Sequence[Observed]) -> None:
         for step in rows:
             decided = min(step.accepted + 1, len(step.drafted))
+            if not decided:
+                continue
             self._tried[step.row] = MEMORY * self._tried[step.row] + decided
             self._stood[step.row] = MEMORY * self._stood[step.row] + step.accepted
 

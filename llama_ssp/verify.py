@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llama_ssp.arrays import Array, pick, stack_last, total, where
+from llama_ssp.arrays import Array, pick, positive, stack_last, total, where
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BlockRule:
             chance_B = carried_B
             if i < block.k:
                 rest_BV = carried_B[:, None] * block.target_BWV[:, i] - block.draft_BKV[:, i]
-                spare_B = where(rest_BV > 0, rest_BV, 0).sum(-1)
+                spare_B = positive(rest_BV).sum(-1)
                 whole_B = spare_B + 1 - carried_B
                 inner_B = spare_B / where(whole_B > 0, whole_B, 1)
                 chance_B = where(block.count_B == i, carried_B, inner_B)
@@ -136,8 +136,7 @@ def _remaining_law(block: Block, accepted_B: Array, weight_B: Array) -> Array:
     target_BV = pick(block.target_BWV, accepted_B[:, None, None], 1)[:, 0]
     last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
     draft_BV = pick(block.draft_BKV, last_B[:, None, None], 1)[:, 0]
-    rest_BV = weight_B[:, None] * target_BV - draft_BV
-    rest_BV = where(rest_BV > 0, rest_BV, 0)
+    rest_BV = positive(weight_B[:, None] * target_BV - draft_BV)
     mass_B1 = total(rest_BV)
     whole_B1 = (accepted_B == block.count_B)[:, None] | (mass_B1 <= 0)
     return where(whole_B1, target_BV, rest_BV / where(mass_B1 > 0, mass_B1, 1))

@@ -1,0 +1,73 @@
+"""Walks every branch of the real loop: a source of draws that replays choices instead of drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llama_ssp.draws import Slot
+
+
+@dataclass
+class ReplayDraws:
+    """Takes the given choices, then always the first; notes what there was to choose from.
+
+    A key that is drawn twice would make two decisions depend on one random number, which walking
+    cannot see; so it is an error.
+    """
+
+    choices: list[int]
+    taken: list[int] = field(default_factory=list)
+    options: list[int] = field(default_factory=list)
+    weight: float = 1.0
+    drawn: set[tuple[int, int, int, int]] = field(default_factory=set)
+
+    def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
+        outcome = [
+            [self._choose([float(p), 1 - float(p)], slot, row, n) == 0 for n, p in enumerate(chances)]
+            for row, chances in enumerate(chance_BN)
+        ]
+        return torch.tensor(outcome)
+
+    def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
+        laws = law_BV.double() / law_BV.double().sum(-1, keepdim=True)
+        return torch.tensor([self._choose(law.tolist(), slot, row, 0) for row, law in enumerate(laws)])
+
+    def _choose(self, law: list[float], slot: Slot, row: int, column: int) -> int:
+        assert all(share == share for share in law), "a law holds NaN"
+        possible = [index for index, share in enumerate(law) if share > 0]
+        if len(possible) == 1:
+            return possible[0]
+        key = (slot.keys[row], slot.bases[row], int(slot.purpose), slot.offset + column)
+        assert key not in self.drawn, f"two draws share the key {key}"
+        self.drawn.add(key)
+        chosen = self.choices[len(self.options)] if len(self.options) < len(self.choices) else 0
+        self.taken.append(chosen)
+        self.options.append(len(possible))
+        self.weight *= law[possible[chosen]]
+        return possible[chosen]
+
+
+def every_branch(play: Callable[[ReplayDraws], Hashable], limit: int = 200_000) -> tuple[dict, int]:
+    """The exact law of what `play` returns, and how many branches it has."""
+    law: dict[Hashable, float] = {}
+    choices: list[int] = []
+    for branch in range(1, limit + 1):
+        draws = ReplayDraws(choices)
+        outcome = play(draws)
+        law[outcome] = law.get(outcome, 0.0) + draws.weight
+        taken = draws.taken
+        while taken and taken[-1] + 1 == draws.options[len(taken) - 1]:
+            taken.pop()
+        if not taken:
+            return law, branch
+        choices = [*taken[:-1], taken[-1] + 1]
+    raise AssertionError(f"more than {limit} branches")
+
+
+def distance(one: dict, other: dict) -> float:
+    """Total variation between two laws over the same outcomes."""
+    return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2

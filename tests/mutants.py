@@ -1,0 +1,328 @@
+"""Planted faults: each must be caught by a proof. `python -m tests.mutants` prints the table.
+
+A mutant replaces one attribute of the code that ships by a faulty one. The proofs are the rational
+enumeration (tests/rational.py) and the walked trees (tests/trees.py); a proof catches a mutant when it
+finds a total variation above its tolerance, or when the run breaks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from llama_ssp import loop, verify
+from llama_ssp.arrays import pick, positive, stack_last, total, where
+from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.draws import CounterDraws, Purpose, Slot
+from llama_ssp.engine import drafters, engine
+from llama_ssp.engine.state import Proposal, State
+from llama_ssp.sampling import Laws, Prefix
+from llama_ssp.verify import RULES, Block, BlockRule, TokenRule
+from tests import rational, trees
+
+Catch = Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: where it is planted, and the proof that should catch it."""
+
+    name: str
+    place: Any
+    attribute: str
+    fault: Any
+    caught_by: Catch
+
+
+def by_rational(rule: str, count: int = 30) -> Catch:
+    """The share of random pairs on which the fault shows."""
+
+    def catch() -> str | None:
+        wrong = 0
+        for case in rational.cases(count):
+            try:
+                wrong += rational.total_variation(RULES[rule], case) != 0
+            except (ZeroDivisionError, IndexError, AssertionError):
+                wrong += 1
+        return f"rational, {rule}: {wrong} of {count} pairs" if wrong else None
+
+    return catch
+
+
+def by_tree(scenario: str, rule: str = "block") -> Catch:
+    """The total variation of a walked tree."""
+
+    def catch() -> str | None:
+        try:
+            error, _ = trees.walk(trees.SCENARIOS[scenario, rule])
+        except Exception as crash:
+            return f"tree, {scenario}: {type(crash).__name__}: {str(crash)[:60]}"
+        return f"tree, {scenario}: TV {error:.1e}" if error > 1e-12 else None
+
+    return catch
+
+
+def strict_draws() -> str | None:
+    """A chance of 0 must not pass, even when the uniform is exactly 0."""
+    with patch.object(CounterDraws, "_uniform", lambda *_: 0.0):
+        passed = CounterDraws(0).bernoulli(torch.zeros(1, 1), Slot((0,), (0,), Purpose.ACCEPT))
+    return "a uniform of 0 passes a chance of 0" if bool(passed.any()) else None
+
+
+def _swapped(block: Block) -> Any:
+    index = block.drafted_BK[:, :, None]
+    target = pick(block.target_BWV[:, : block.k], index, 2)[:, :, 0]
+    draft = pick(block.draft_BKV, index, 2)[:, :, 0]
+    return where(target > 0, draft / where(target > 0, target, 1), 0)
+
+
+def _lenient(original: Any) -> Any:
+    return lambda block: original(block) * 21 / 20
+
+
+def _shifted(block: Block) -> Any:
+    """Ratios against the law of the position before."""
+    late = np if isinstance(block.draft_BKV, np.ndarray) else torch
+    moved = late.concatenate([block.draft_BKV[:, :1], block.draft_BKV[:, :-1]], 1)
+    return verify_ratios(replace(block, draft_BKV=moved))
+
+
+def _greedy_accept(self: TokenRule, block: Block) -> Any:
+    return verify._within_count(block, where(verify_ratios(block) >= 1, 1, 0))
+
+
+def _always(self: TokenRule, block: Block) -> Any:
+    return verify._within_count(block, where(verify_ratios(block) >= 0, 1, 0))
+
+
+def _target_again(block: Block, accepted: Any, weight: Any) -> Any:
+    return pick(block.target_BWV, accepted[:, None, None], 1)[:, 0]
+
+
+def _residual(shape: Callable[[Any, Any, Any], Any]) -> Any:
+    """A remaining law whose rest is computed by a faulty `shape(target, draft, drafted)`."""
+
+    def fault(block: Block, accepted: Any, weight: Any) -> Any:
+        target = pick(block.target_BWV, accepted[:, None, None], 1)[:, 0]
+        last = where(accepted < block.k, accepted, block.k - 1)
+        draft = pick(block.draft_BKV, last[:, None, None], 1)[:, 0]
+        drafted = pick(block.drafted_BK, last[:, None], 1)
+        rest = shape(weight[:, None] * target, draft, drafted)
+        mass = total(rest)
+        whole = (accepted == block.count_B)[:, None] | (mass <= 0)
+        return where(whole, target, rest / where(mass > 0, mass, 1))
+
+    return fault
+
+
+def _masked(target: Any, draft: Any, drafted: Any) -> Any:
+    token = np.arange(target.shape[-1]) if isinstance(target, np.ndarray) else torch.arange(target.shape[-1])
+    return where(token[None] != drafted, target, target * 0)
+
+
+def _bonus_from_draft(block: Block, accepted: Any, weight: Any) -> Any:
+    law = verify_remaining(block, accepted, weight)
+    last = pick(block.draft_BKV, where(accepted > 0, accepted - 1, 0)[:, None, None], 1)[:, 0]
+    return where((accepted == block.k)[:, None], last, law)
+
+
+def _bonus_too_early(block: Block, accepted: Any, weight: Any) -> Any:
+    law = verify_remaining(block, accepted, weight)
+    early = pick(block.target_BWV, where(accepted > 0, accepted - 1, 0)[:, None, None], 1)[:, 0]
+    return where((accepted == block.count_B)[:, None], early, law)
+
+
+def _plain_h(self: BlockRule, block: Block) -> Any:
+    carried = verify._carried(block)
+    return verify._within_count(block, stack_last([carried[:, i] for i in range(1, block.k + 1)]))
+
+
+def _token_residual(self: BlockRule, block: Block, accepted: Any) -> Any:
+    return verify._remaining_law(block, accepted, accepted * 0 + 1)
+
+
+def _uncapped(block: Block) -> Any:
+    ratio = verify_ratios(block)
+    carried = [ratio[:, 0] * 0 + 1]
+    for i in range(block.k):
+        carried.append(where(ratio[:, i] < 1, ratio[:, i], 1))
+    return stack_last(carried)
+
+
+def _first_failure(self: BlockRule, passed: Any) -> Any:
+    return TokenRule().accepted(passed)
+
+
+def _declares_mixture(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
+    proposal = model_propose(self, state, count)
+    if proposal.draft_BKV is None:
+        return proposal
+    law = 0.95 * proposal.draft_BKV + 0.05 / proposal.draft_BKV.shape[-1]
+    return replace(proposal, draft_BKV=law)
+
+
+def _drops_what_it_saw(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
+    """Drops the last token if its law was not confident: it was drawn, so it must be submitted."""
+    proposal = model_propose(self, state, count)
+    if proposal.draft_BKV is None:
+        return proposal
+    chosen = pick(proposal.draft_BKV, proposal.drafted_BK[..., None], 2)[..., 0]
+    kept = tuple(
+        n - 1 if n and float(chosen[row, n - 1]) < 0.5 else n for row, n in enumerate(proposal.count)
+    )
+    if not max(kept):
+        return drafters.nothing(state)
+    k = max(kept)
+    return Proposal(proposal.drafted_BK[:, :k], proposal.draft_BKV[:, :k], kept)
+
+
+def _declares_uniform(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
+    proposal = ngram_propose(self, state, count)
+    if proposal.draft_BKV is None:
+        return proposal
+    return replace(proposal, draft_BKV=torch.full_like(proposal.draft_BKV, 1 / proposal.draft_BKV.shape[-1]))
+
+
+def _keeps_stale(self: RaggedCache, key: Any, value: Any, layer_idx: int, *_: Any, **__: Any) -> Any:
+    """Slots that were written once stay as they are: rejected tokens leave their keys behind."""
+    before = [stored.clone() for stored in self._layers.get(layer_idx, ())]
+    found = cache_update(self, key, value, layer_idx)
+    for stored, old in zip(self._layers[layer_idx], before, strict=False):
+        stored.copy_(torch.where(old.abs().sum((1, 3), keepdim=True) > 0, old, stored))
+    return found
+
+
+def _sees_ahead(self: Feed, window: int | None) -> Any:
+    slot = torch.arange(self.span)
+    seen = slot <= self.positions()[..., None] + 1
+    return seen if window is None else seen & (slot > self.positions()[..., None] - window)
+
+
+def _late_positions(self: Feed) -> Any:
+    return torch.where(self.real(), feed_positions(self) + 1, 0).clamp(max=self.capacity - 1)
+
+
+def _committed_prefix_only(self: State, first: int, width: int) -> Prefix:
+    prefix = state_prefix(self, first, width)
+    return replace(prefix, length_BW=torch.tensor(self.lengths)[:, None].expand(-1, width))
+
+
+def _one_slot_a_text(self: State, purpose: Purpose, offset: int = 0) -> Slot:
+    return Slot(self.keys, self.prompt_lengths, purpose, offset)
+
+
+def _one_purpose(self: State, purpose: Purpose, offset: int = 0) -> Slot:
+    return Slot(self.keys, tuple(self.lengths), Purpose.ACCEPT, offset)
+
+
+def _runs_past_the_end(self: Any, state: State, row: int, tokens: list[int], context: int) -> Any:
+    """Sees an end only in a block's last token, as transformers' stopping criteria do."""
+    kept, reason = limits_trim(self, state, row, tokens, context)
+    return (len(tokens), None) if kept < len(tokens) else (kept, reason)
+
+
+def _first_row_decides(self: Any, state: State, proposal: Proposal, law: Any) -> Any:
+    accepted, correction, shared = engine_decide(self, state, proposal, law)
+    return accepted, correction[:1].expand_as(correction), shared
+
+
+def _unfiltered_target(self: Laws, logits: Any, prefix: Prefix) -> Any:
+    """Filters the draft (one position at a time), not the target."""
+    if logits.shape[1] == 1:
+        return laws_law(self, logits, prefix)
+    return torch.softmax(logits / self.controls.temperature, -1)
+
+
+def _soft_at_zero(self: Laws, logits: Any, prefix: Prefix) -> Any:
+    """Temperature 0 as a small temperature."""
+    controls = self.controls
+    return torch.softmax(logits / 0.3, -1) if controls.temperature == 0 else laws_law(self, logits, prefix)
+
+
+def _loose(self: CounterDraws, chance: Any, slot: Slot) -> Any:
+    return self._uniforms(slot, chance.shape[1]) <= chance
+
+
+def _adapts_to_the_future(self: Any, state: State, wanted: list[int]) -> Proposal:
+    """Drafts, looks whether the target would agree, and only then decides how much to submit."""
+    proposal = engine_draft(self, state, wanted)
+    if proposal.k < 2 or proposal.draft_BKV is None:
+        return proposal
+    certain = proposal.drafted_BK[:, -1] == proposal.draft_BKV[:, -1].argmax(-1)
+    kept = tuple(n if bool(ok) else 1 for n, ok in zip(proposal.count, certain, strict=True))
+    k = max(kept)
+    return Proposal(proposal.drafted_BK[:, :k], proposal.draft_BKV[:, :k], kept)
+
+
+# The originals that faults build on, taken before anything is patched.
+verify_ratios, verify_remaining = verify._ratios, verify._remaining_law
+model_propose, ngram_propose = drafters.ModelDrafter.propose, drafters.NgramDrafter.propose
+feed_positions, cache_update = Feed.positions, RaggedCache.update
+state_prefix, limits_trim = State.prefix, loop.Limits.trim
+engine_decide, engine_draft, laws_law = engine.Engine._decide, engine.Engine.draft, Laws._law
+
+MUTANTS = [
+    Mutant("ratio swapped", verify, "_ratios", _swapped, by_rational("token")),
+    Mutant("ratio swapped, block", verify, "_ratios", _swapped, by_rational("block")),
+    Mutant("lenience of 5 %", verify, "_ratios", _lenient(verify_ratios), by_rational("token")),
+    Mutant("lenience of 5 %, block", verify, "_ratios", _lenient(verify_ratios), by_rational("block")),
+    Mutant("draft law of the position before", verify, "_ratios", _shifted, by_rational("token")),
+    Mutant("accepts only where the target is surer", TokenRule, "accept_chances", _greedy_accept, by_rational("token")),
+    Mutant("accepts always", TokenRule, "accept_chances", _always, by_rational("token")),
+    Mutant("correction from the target's whole law", verify, "_remaining_law", _target_again, by_rational("token")),
+    Mutant("residual |target - draft|", verify, "_remaining_law", _residual(lambda t, d, _: abs(t - d)), by_rational("token")),
+    Mutant("residual masks the rejected token", verify, "_remaining_law", _residual(_masked), by_rational("token")),
+    Mutant("residual max(draft - target)", verify, "_remaining_law", _residual(lambda t, d, _: positive(d - t)), by_rational("block")),
+    Mutant("bonus token from the draft", verify, "_remaining_law", _bonus_from_draft, by_rational("token")),
+    Mutant("bonus token one position early", verify, "_remaining_law", _bonus_too_early, by_rational("block")),
+    Mutant("block: h = P everywhere", BlockRule, "accept_chances", _plain_h, by_rational("block")),
+    Mutant("block: the token rule's residual", BlockRule, "correction_law", _token_residual, by_rational("block", 60)),
+    Mutant("block: P forgets what came before", verify, "_carried", _uncapped, by_rational("block")),
+    Mutant("block: stops at the first failure", BlockRule, "accepted", _first_failure, by_rational("block")),
+    Mutant("declared law is not the drawn law (5 % uniform)", drafters.ModelDrafter, "propose", _declares_mixture, by_tree("plain")),
+    Mutant("drops an unlikely draft after looking", drafters.ModelDrafter, "propose", _drops_what_it_saw, by_tree("plain", "token")),
+    Mutant("K chosen after seeing the last draft", engine.Engine, "draft", _adapts_to_the_future, by_tree("plain", "token")),
+    Mutant("looked-up draft declared uniform", drafters.NgramDrafter, "propose", _declares_uniform, by_tree("n-gram drafts")),
+    Mutant("stale keys of rejected tokens", RaggedCache, "update", _keeps_stale, by_tree("plain", "token")),
+    Mutant("mask sees one slot ahead", Feed, "visible", _sees_ahead, by_tree("plain")),
+    Mutant("positions one too late", Feed, "positions", _late_positions, by_tree("plain")),
+    Mutant("controls see the committed prefix only", State, "prefix", _committed_prefix_only, by_tree("penalties, long block")),
+    Mutant("minimum length by the committed prefix only", State, "prefix", _committed_prefix_only, by_tree("minimum length")),
+    Mutant("filters on the draft's side only", Laws, "_law", _unfiltered_target, by_tree("every control")),
+    Mutant("temperature 0 as a small number", Laws, "_law", _soft_at_zero, by_tree("greedy")),
+    Mutant("one random number for accept and correct", State, "slot", _one_purpose, by_tree("plain")),
+    Mutant("draws not keyed by length", State, "slot", _one_slot_a_text, by_tree("plain")),
+    Mutant("accepts at u = ratio = 0", CounterDraws, "bernoulli", _loose, strict_draws),
+    Mutant("EOS seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("EOS inside the block")),
+    Mutant("stop seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("stop sequence across blocks")),
+    Mutant("one row's correction for all rows", engine.Engine, "_decide", _first_row_decides, by_tree("two ragged rows")),
+]  # fmt: skip
+
+
+def verdict(mutant: Mutant) -> str | None:
+    """What the proof found; None if the mutant lives."""
+    with patch.object(mutant.place, mutant.attribute, mutant.fault):
+        return mutant.caught_by()
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    lived = 0
+    for number, mutant in enumerate(MUTANTS, start=1):
+        healthy, found = mutant.caught_by(), verdict(mutant)
+        lived += found is None or healthy is not None
+        print(f"{number:2}  {mutant.name:50}  {'caught' if found else 'LIVES':7} {found or ''}", flush=True)
+        if healthy is not None:
+            print(f"    the proof fails without the fault, too: {healthy}")
+    print(f"{len(MUTANTS) - lived} of {len(MUTANTS)} planted faults caught")
+    return 1 if lived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

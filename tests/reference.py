@@ -1,0 +1,50 @@
+"""The sampling law once more, in plain Python and one position at a time: what the proofs compare with."""
+
+from __future__ import annotations
+
+import math
+
+from llama_ssp.config import SamplingConf
+
+
+def reference_law(
+    logits: list[float], prefix: list[int], prompt: int, sampling: SamplingConf, ends: frozenset[int]
+) -> list[float]:
+    """The law after `prefix`, whose first `prompt` tokens were given."""
+    generated = prefix[prompt:]
+    scores = list(logits)
+    for token in range(len(scores)):
+        scores[token] += sampling.logit_bias.get(token, 0.0)
+        if token in sampling.bad_tokens or (token in ends and len(generated) < sampling.min_new_tokens):
+            scores[token] = -math.inf
+        if token in prefix:
+            penalty = sampling.repetition_penalty
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        count = generated.count(token)
+        scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
+    if sampling.temperature == 0:
+        best = scores.index(max(scores))
+        return [1.0 if token == best else 0.0 for token in range(len(scores))]
+    top = max(scores)
+    law = _normalised([math.exp((score - top) / sampling.temperature) for score in scores])
+    if 0 < sampling.top_k < len(law):
+        law = _at_least(law, sorted(law, reverse=True)[sampling.top_k - 1])
+    if sampling.top_p < 1:
+        mass, last = 0.0, 1.0
+        for share in sorted(law, reverse=True):
+            if mass >= sampling.top_p:
+                break
+            mass, last = mass + share, share
+        law = _at_least(law, last)
+    if sampling.min_p > 0:
+        law = _at_least(law, sampling.min_p * max(law))
+    return law
+
+
+def _at_least(law: list[float], threshold: float) -> list[float]:
+    return _normalised([share if share >= threshold else 0.0 for share in law])
+
+
+def _normalised(weights: list[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights]

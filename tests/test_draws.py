@@ -1,0 +1,120 @@
+"""The real source of randomness: its statistics, and that a draw depends on its key alone.
+
+Each statistical check has a false-alarm rate of 1e-9, a fixed seed, a negative control that must be
+rejected, and enough draws to reject a total variation of 0.03 with a probability above 0.999.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from llama_ssp.draws import CounterDraws, Purpose, Slot, inverse_cdf, prompt_key
+
+FALSE_ALARM = 1e-9
+DRAWS = 60_000
+
+
+def g_test(counts: np.ndarray, law: np.ndarray) -> float:
+    """The p-value of a G-test; tokens of probability 0 must not occur."""
+    assert not counts[law == 0].any()
+    seen = law > 0
+    return float(stats.power_divergence(counts[seen], law[seen] * counts.sum(), lambda_="log-likelihood")[1])
+
+
+def draws_of(law: torch.Tensor, purpose: Purpose = Purpose.CORRECT, seed: int = 0) -> np.ndarray:
+    """Counts over many positions of one text, as a run would make them."""
+    source, rows = CounterDraws(seed), 200
+    counts = np.zeros(len(law), dtype=int)
+    for first in range(0, DRAWS, rows):
+        slot = Slot((7,) * rows, tuple(range(first, first + rows)), purpose)
+        counts += np.bincount(source.categorical(law.expand(rows, -1), slot).numpy(), minlength=len(law))
+    return counts
+
+
+def power(law: np.ndarray, other: np.ndarray) -> float:
+    """The probability that the G-test rejects `law` when `other` is drawn from."""
+    seen = law > 0
+    noncentrality = DRAWS * float(((other - law)[seen] ** 2 / law[seen]).sum())
+    freedom = int(seen.sum()) - 1
+    return float(stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, noncentrality))
+
+
+def random_law(seed: int, size: int = 27) -> torch.Tensor:
+    law = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 2
+    law[::9] = 0
+    return law / law.sum()
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_categorical_draws_its_law(purpose):
+    law = random_law(0)
+    assert g_test(draws_of(law, purpose), law.numpy()) > FALSE_ALARM
+
+
+def test_a_law_3_percent_away_is_rejected():
+    law = random_law(0)
+    moved = law.clone()
+    moved[1] += 0.03
+    moved[law.argmax()] -= 0.03
+    assert power(law.numpy(), moved.numpy()) > 0.999
+    assert g_test(draws_of(moved), law.numpy()) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.5, 0.97])
+def test_bernoulli_passes_at_its_chance(chance):
+    source, passed = CounterDraws(1), 0
+    for base in range(DRAWS // 8):
+        passed += int(source.bernoulli(torch.full((1, 8), chance), Slot((3,), (base,), Purpose.ACCEPT)).sum())
+    assert stats.binomtest(passed, DRAWS // 8 * 8, chance).pvalue > FALSE_ALARM
+    assert (
+        stats.binomtest(passed, DRAWS // 8 * 8, chance * 0.97 if chance > 0.5 else chance + 0.03).pvalue
+        < FALSE_ALARM
+    )
+
+
+def test_draws_with_different_keys_are_independent():
+    """Accept and correct of one position, neighbouring positions, and equal positions of two prompts."""
+    source, half = CounterDraws(2), torch.tensor([[0.5, 0.5]])
+    pairs = {"purpose": [], "base": [], "prompt": []}
+    for base in range(4000):
+
+        def bit(key: int, at: int, purpose: Purpose) -> int:
+            return int(source.categorical(half, Slot((key,), (at,), purpose)))
+
+        here = bit(1, base, Purpose.ACCEPT)
+        pairs["purpose"].append((here, bit(1, base, Purpose.CORRECT)))
+        pairs["base"].append((here, bit(1, base + 1, Purpose.ACCEPT)))
+        pairs["prompt"].append((here, bit(2, base, Purpose.ACCEPT)))
+    for both in pairs.values():
+        table = np.zeros((2, 2))
+        np.add.at(table, tuple(np.array(both).T), 1)
+        assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
+
+
+def test_a_draw_depends_on_its_key_alone():
+    """Whatever was drawn before, in whichever batch, however many at a time."""
+    law = random_law(3)
+    alone = [
+        int(CounterDraws(9).categorical(law[None], Slot((k,), (5,), Purpose.DRAFT, 2))) for k in range(6)
+    ]
+    source = CounterDraws(9)
+    source.bernoulli(torch.rand(6, 40), Slot(tuple(range(6)), (5,) * 6, Purpose.ACCEPT))
+    together = source.categorical(law.expand(6, -1), Slot(tuple(range(6)), (5,) * 6, Purpose.DRAFT, 2))
+    assert together.tolist() == alone
+    assert len(set(alone)) > 1
+    assert prompt_key("a") != prompt_key("b")
+
+
+def test_never_a_token_of_probability_zero():
+    law = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
+    for uniform in (0.0, 1e-300, 0.3 - 1e-12, 0.3, 1 - 2**-53):
+        assert int(inverse_cdf(law, torch.tensor([[uniform]], dtype=torch.float64))) in (1, 3)
+
+
+def test_a_chance_of_one_always_passes_and_of_zero_never():
+    slot = Slot((1,) * 1000, tuple(range(1000)), Purpose.ACCEPT)
+    assert CounterDraws(0).bernoulli(torch.ones(1000, 4), slot).all()
+    assert not CounterDraws(0).bernoulli(torch.zeros(1000, 4), slot).any()

@@ -1,0 +1,119 @@
+"""Imports point down, torch stays out of the command line, and what design forbids is nowhere."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "llama_ssp"
+
+# Lowest first; a module may import from its own row and from the rows above it in this list.
+LAYERS = [
+    {"llama_ssp", "errors"},
+    {"config"},
+    {"plan"},
+    {"checkpoint", "prompts", "inputs", "arrays", "text", "metrics", "lookahead"},
+    {"sampling", "verify", "draws"},
+    {"cache", "load"},
+    {"engine"},
+    {"loop"},
+    {"numerics", "report"},
+    {"tasks"},
+    {"cli"},
+]  # fmt: skip
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+WITHOUT_TORCH = {
+    "llama_ssp", "errors", "config", "plan", "checkpoint", "prompts", "inputs", "cli", "report", "text",
+    "metrics", "lookahead",
+}  # fmt: skip
+KNOWS_TRANSFORMERS = {"load"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "instantiate",
+    "manual_seed_all",
+    "broadcast_object_list",
+    "all_gather_object",
+}
+
+
+def modules() -> list[tuple[str, ast.Module, Path]]:
+    return [
+        (_room(path), ast.parse(path.read_text(encoding="utf-8")), path)
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
+
+
+def _room(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return "llama_ssp" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imports(tree: ast.Module, top_level_only: bool = False) -> list[str]:
+    found = []
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the room they come from"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def test_every_room_has_a_layer():
+    assert {room for room, _, _ in modules()} <= LEVEL.keys()
+
+
+def test_imports_point_down():
+    for room, tree, path in modules():
+        for name in imports(tree):
+            if name.startswith("llama_ssp."):
+                other = name.split(".")[1]
+                other = other if other in LEVEL else "llama_ssp"
+                assert LEVEL[other] <= LEVEL[room], f"{path.name} ({room}) imports {name}, a higher room"
+
+
+def test_rooms_without_torch():
+    for room, tree, path in modules():
+        if room in WITHOUT_TORCH:
+            heavy = {"torch", "transformers", "accelerate", "llama_ssp.tasks.execute"}
+            assert not heavy & {name.split(".")[0] for name in imports(tree, top_level_only=True)}, path
+
+
+def test_transformers_is_known_to_the_loading_rooms_only():
+    for room, tree, path in modules():
+        names = {name.split(".")[0] for name in imports(tree)}
+        assert room in KNOWS_TRANSFORMERS or not names & {
+            "transformers",
+            "accelerate",
+            "bitsandbytes",
+            "deepspeed",
+        }, path
+
+
+def test_forbidden_calls():
+    """No code from data, no pickle, no global seed; `trust_remote_code` is only ever False."""
+    for _, tree, path in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                is_method = isinstance(node.func, ast.Attribute)
+                name = node.func.attr if is_method else getattr(node.func, "id", "")
+                assert (is_method and name in ("eval",)) or name not in FORBIDDEN_CALLS, f"{path}: {name}"
+                owner = getattr(getattr(node.func, "value", None), "id", "")
+                assert (owner, name) not in {
+                    ("torch", "load"),
+                    ("torch", "manual_seed"),
+                    ("pickle", "load"),
+                }, path
+                for keyword in node.keywords:
+                    if keyword.arg == "trust_remote_code":
+                        assert isinstance(keyword.value, ast.Constant) and keyword.value.value is False, path
+
+
+def test_the_command_line_does_not_import_torch():
+    """Importing it, in a process of its own."""
+    code = "import sys, llama_ssp.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

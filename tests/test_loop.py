@@ -1,0 +1,154 @@
+"""What ends a row, what is counted, and how K is chosen."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, ModelDrafter, NoDrafter, Prompt, Runner, State, Verdict
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead, best_k
+from llama_ssp.loop import Limits, commit, generate
+from llama_ssp.metrics import Counts
+from llama_ssp.sampling import Laws
+from llama_ssp.text import Writing
+from llama_ssp.verify import RULES
+from tests.toy import Toy, toy
+
+quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
+
+
+def verdict(drafted: list[int], accepted: int, token: int) -> Verdict:
+    return Verdict([drafted], [accepted], [token], [[0.5] * len(drafted)], [False])
+
+
+def one_row(prompt: tuple[int, ...] = (1, 2), room: int = 50) -> State:
+    return State([Prompt("a", prompt)], room, torch.device("cpu"))
+
+
+def committed(result: Verdict, limits: Limits, context: int = 50):
+    state = one_row()
+    step = commit(state, result, limits, context, 0)
+    return state, step.rows[0]
+
+
+def test_a_block_is_cut_at_eos_before_it_is_counted():
+    state, row = committed(verdict([5, 9, 7, 8], 4, 6), Limits(20, frozenset({9})))
+    assert state.generated(0) == [5, 9] and state.finished == ["eos"]
+    assert (row.drafted, row.accepted, row.discarded) == ([5, 9], 2, 2)
+    counts = Counts()
+    counts.add(row)
+    summary = counts.summary()
+    assert summary["drafted_by_position"] == summary["accepted_by_position"] == [1, 1]
+    assert summary["tokens_discarded_after_end"] == 2 and summary["acceptance_rate"] == 1
+    assert summary["finish_reasons"] == {"eos": 1}
+
+
+def test_eos_as_the_correction_ends_the_row_and_counts_every_draft():
+    _, row = committed(verdict([5, 6, 7], 1, 9), Limits(20, frozenset({9})))
+    assert (row.tokens, row.finish, row.drafted, row.accepted) == ([5, 9], "eos", [5, 6, 7], 1)
+    assert [row.origin(i) for i in range(2)] == ["drafted", "corrected"]
+
+
+def test_a_rejected_eos_does_not_end_the_row():
+    _, row = committed(verdict([5, 9], 1, 4), Limits(20, frozenset({9})))
+    assert (row.tokens, row.finish) == ([5, 4], None)
+
+
+def test_origins():
+    _, row = committed(verdict([5, 6], 2, 7), Limits(20))
+    assert [row.origin(i) for i in range(3)] == ["drafted", "drafted", "bonus"]
+    _, row = committed(verdict([], 0, 7), Limits(20))
+    assert row.origin(0) == "sampled"
+
+
+def test_length_and_context_are_told_apart():
+    assert committed(verdict([5, 6], 2, 7), Limits(3))[1].finish == "length"
+    assert committed(verdict([5, 6], 2, 7), Limits(30), context=5)[1].finish == "context"
+
+
+def test_a_stop_string_across_blocks_cuts_the_second():
+    state = one_row()
+    writing = Writing(lambda ids: "".join(chr(96 + i) for i in ids), [(1, 2)], ["cde"])
+    limits = Limits(20, frozenset(), writing)
+    first = commit(state, verdict([3], 1, 4), limits, 50, 0).rows[0]
+    second = commit(state, verdict([5, 6, 7], 3, 8), limits, 50, 1).rows[0]
+    assert first.finish is None and writing.printable(0, ended=False) == ""
+    assert (second.finish, second.tokens, second.drafted, second.discarded) == ("stop", [5], [5], 2)
+    assert writing.text(0) == "" and state.generated(0) == [3, 4, 5]
+
+
+def test_damaged_logits_stop_their_row_only():
+    target = Toy(5, 0)
+    forward = target.forward
+
+    def broken(input_ids, **rest):
+        result = forward(input_ids, **rest)
+        if len(input_ids) == 3:
+            result.logits[1] = torch.nan
+        return result
+
+    target.forward = broken
+    laws, draws = Laws(SamplingConf(), (), 5), CounterDraws(0)
+    engine = Engine(Runner(CausalModel(target, "broken")), NoDrafter(), laws, RULES["block"], draws)
+    state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(3)], 6)
+    list(generate(engine, state, Limits(6), FixedLookahead(0, 3)))
+    assert state.finished == ["length", "error", "length"]
+    assert [len(state.generated(row)) for row in range(3)] == [6, 0, 6]
+
+
+@quiet
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=5),
+    st.integers(0, 6), st.integers(1, 12), st.booleans(), st.sampled_from(list(RULES)), st.integers(0, 10**6),
+)  # fmt: skip
+def test_counters_add_up(prompts, k, new, ends, rule, seed):
+    """Committed tokens are the texts; nothing follows EOS; no limit is passed; accepted <= drafted."""
+    end_ids = frozenset({2}) if ends else frozenset()
+    draws, laws = CounterDraws(seed), Laws(SamplingConf(), tuple(end_ids), 5)
+    target, draft = toy(5, 0, context=14), toy(5, 1, context=10)
+    engine = Engine(Runner(target, 3), ModelDrafter(Runner(draft, 3), laws, draws), laws, RULES[rule], draws)
+    state = engine.prefill([Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)], new)
+    counts, lookahead = Counts(), FixedLookahead(k, len(prompts))
+    for step in generate(engine, state, Limits(new, end_ids), lookahead):
+        for row in step.rows:
+            counts.add(row)
+            assert row.accepted <= len(row.drafted) <= k
+            assert len(row.tokens) <= row.accepted + 1
+    summary = counts.summary()
+    texts = [state.generated(row) for row in range(state.rows)]
+    assert summary["tokens_committed"] == sum(map(len, texts))
+    assert sum(summary["finish_reasons"].values()) == len(prompts)
+    for prompt, text, reason in zip(prompts, texts, state.finished, strict=True):
+        assert 1 <= len(text) <= new and len(prompt) + len(text) <= 14
+        assert 2 not in text[:-1] or not ends
+        full = "length" if len(text) == new else "context"
+        assert reason == ("eos" if ends and text[-1] == 2 else full)
+
+
+def test_best_k_follows_acceptance_and_cost():
+    assert best_k(0.0, 0.1, 16) == 0
+    assert best_k(0.8, 0.1, 16) == 6 and best_k(0.6, 0.3, 16) == 1  # research: the table of formulas
+    assert best_k(0.99, 0.01, 16) == 16
+
+
+def test_adaptive_k_grows_shrinks_and_tries_again():
+    class Seen:
+        row, drafted = 0, [1, 1, 1, 1]
+
+        def __init__(self, accepted: int) -> None:
+            self.accepted = accepted
+
+    lookahead = AdaptiveLookahead(16, 0.2, 1)
+    start = lookahead.choose()[0]
+    for _ in range(30):
+        lookahead.observe([Seen(4)])
+    grown = lookahead.choose()[0]
+    for _ in range(60):
+        lookahead.observe([Seen(0)])
+    chosen = [lookahead.choose()[0] for _ in range(40)]
+    assert grown > start > 0
+    assert chosen.count(0) > 30 and 1 in chosen

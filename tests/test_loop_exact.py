@@ -1,0 +1,36 @@
+"""The loop that ships gives the target's law over whole texts: every branch walked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llama_ssp.load.causal import CausalModel
+from tests.families import build
+from tests.trees import SCENARIOS, Scenario, walk
+
+FOLLOWED = {"greedy": 1}  # scenarios that have a single path; the others have many
+
+
+@pytest.mark.parametrize("name,rule", SCENARIOS)
+def test_joint_law_of_whole_texts(name, rule):
+    error, branches = walk(SCENARIOS[name, rule])
+    assert error < 1e-12
+    assert branches >= FOLLOWED.get(name, 8), "too few branches to prove anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "gpt_neo"])
+def test_joint_law_with_transformers_models(family, rule):
+    """The same with real model classes in fp64, two ragged rows, EOS, and a window shorter than the text."""
+
+    def real(vocab: int, seed: int, **_: object) -> CausalModel:
+        return CausalModel(build(family, seed, torch.float64, vocab_size=vocab, eos_token_id=1), family)
+
+    prompts = ((1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1), (0,))
+    scenario = Scenario(prompts=prompts, vocab=3, k=2, new=2, rule=rule, build=real, ends=frozenset({1}))
+    with torch.inference_mode():
+        error, branches = walk(scenario)
+    assert error < 1e-6  # these families compute rope or attention in fp32 whatever their weights
+    assert branches > 50

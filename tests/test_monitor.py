@@ -1,0 +1,49 @@
+"""The live monitor: under the token rule, accepted over sum(min(target, draft)) is 1."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from llama_ssp import verify
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
+from llama_ssp.lookahead import FixedLookahead
+from llama_ssp.loop import Limits, generate
+from llama_ssp.metrics import Counts
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+from tests.mutants import _lenient, verify_ratios
+from tests.toy import toy
+
+BAND = 0.005
+VOCAB, ROWS, NEW, K = 8, 800, 150, 4
+
+
+def run(rule: str, rows: int = ROWS) -> Counts:
+    draws = CounterDraws(11)
+    laws = Laws(SamplingConf(temperature=2.0), (), VOCAB)
+    target, draft = (toy(VOCAB, seed, context=NEW + 8, sharpness=0.8) for seed in (0, 1))
+    engine = Engine(Runner(target), ModelDrafter(Runner(draft), laws, draws), laws, RULES[rule], draws)
+    state = engine.prefill([Prompt(str(row), (row % VOCAB, 1)) for row in range(rows)], NEW)
+    counts = Counts()
+    for step in generate(engine, state, Limits(NEW), FixedLookahead(K, rows)):
+        for row in step.rows:
+            counts.add(row)
+    return counts
+
+
+def test_accepted_over_expected_is_one():
+    counts = run("token")
+    assert counts.decided >= 100_000
+    assert abs(counts.summary()["accepted_over_expected"] - 1) < BAND
+
+
+def test_the_monitor_sees_a_lenient_rule():
+    with patch.object(verify, "_ratios", _lenient(verify_ratios)):
+        counts = run("token")
+    assert counts.summary()["accepted_over_expected"] > 1 + BAND
+
+
+def test_the_block_rule_accepts_more():
+    assert run("block", 100).summary()["acceptance_rate"] > run("token", 100).summary()["acceptance_rate"]

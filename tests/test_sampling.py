@@ -1,0 +1,102 @@
+"""The vectorised law against the plain one, and what must hold for every law."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.sampling import Laws, Prefix, filtered
+from tests.reference import reference_law
+
+VOCAB, SLOTS, ENDS = 11, 16, frozenset({4, 9})
+quiet = settings(derandomize=True, deadline=None, database=None, max_examples=150)
+
+controls = st.builds(
+    SamplingConf,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 10, 50]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.4, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.6, -0.4]),
+    presence_penalty=st.sampled_from([0.0, 0.8]),
+    logit_bias=st.sampled_from([{}, {2: 1.5, 7: -3.0}]),
+    bad_tokens=st.sampled_from([[], [0], [1, 10]]),
+    min_new_tokens=st.sampled_from([0, 1, 5]),
+)
+
+
+def batch(seed: int) -> tuple[torch.Tensor, Prefix]:
+    """Three rows of five positions with ragged prefixes, and garbage behind each prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 5, VOCAB, generator=generator, dtype=torch.float64) * 3
+    tokens = torch.randint(0, VOCAB, (3, SLOTS), generator=generator)
+    prompt = torch.tensor([3, 1, 6])
+    start = prompt[:, None] + torch.tensor([[0], [4], [2]])
+    return logits, Prefix(tokens, start + torch.arange(5), prompt)
+
+
+@quiet
+@given(controls, st.integers(0, 10**6))
+def test_equals_the_plain_law_at_every_position(sampling, seed):
+    logits, prefix = batch(seed)
+    laws = Laws(sampling, tuple(ENDS), VOCAB)(logits, prefix)
+    for row in range(3):
+        for column in range(5):
+            text = prefix.token_BS[row, : int(prefix.length_BW[row, column])].tolist()
+            plain = reference_law(
+                logits[row, column].tolist(), text, int(prefix.prompt_B[row]), sampling, ENDS
+            )
+            assert torch.allclose(laws[row, column], torch.tensor(plain, dtype=torch.float64), atol=1e-12)
+
+
+@quiet
+@given(controls, st.integers(0, 10**6))
+def test_laws_are_laws(sampling, seed):
+    logits, prefix = batch(seed)
+    laws = Laws(sampling, tuple(ENDS), VOCAB)(logits.to(torch.bfloat16), prefix)
+    assert laws.dtype == torch.float32
+    assert (laws >= 0).all() and torch.allclose(laws.sum(-1), torch.ones(3, 5), atol=1e-5)
+    assert (laws[..., sampling.bad_tokens] == 0).all()
+
+
+@quiet
+@given(st.integers(0, 10**6), st.sampled_from([(3, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (4, 0.8, 0.1)]))
+def test_filters_do_not_depend_on_the_order_of_tokens(seed, cut):
+    generator = torch.Generator().manual_seed(seed)
+    law = torch.softmax(torch.randint(0, 4, (1, VOCAB), generator=generator).double(), -1)  # many ties
+    order = torch.randperm(VOCAB, generator=generator)
+    assert torch.allclose(filtered(law, *cut)[:, order], filtered(law[:, order], *cut), atol=1e-15)
+
+
+def test_temperature_zero_is_exactly_argmax():
+    logits, prefix = batch(1)
+    laws = Laws(SamplingConf(temperature=0.0), (), VOCAB)(logits, prefix)
+    assert torch.equal(laws, torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double())
+
+
+def test_a_vanishing_top_p_keeps_the_likeliest_token():
+    logits, prefix = batch(2)
+    laws = Laws(SamplingConf(top_p=1e-12), (), VOCAB)(logits, prefix)
+    assert torch.equal(laws.argmax(-1), logits.argmax(-1)) and (laws.amax(-1) == 1).all()
+
+
+@pytest.mark.parametrize("width", [VOCAB - 3, VOCAB + 3])
+def test_a_padded_vocabulary_is_cut_or_filled(width):
+    """A draft's logits beyond the target's vocabulary are never drawn; missing ones have no chance."""
+    logits, prefix = batch(3)
+    changed = torch.nn.functional.pad(logits, (0, width - VOCAB), value=50.0)
+    laws = Laws(SamplingConf(), (), VOCAB)(changed, prefix)
+    assert laws.shape[-1] == VOCAB and torch.allclose(laws.sum(-1), torch.ones(3, 5, dtype=torch.float64))
+    assert (laws[..., width:] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_damaged_logits_are_marked_and_only_they(bad):
+    logits, prefix = batch(4)
+    logits[1, 2, 5] = bad
+    damaged = Laws(SamplingConf(top_k=3), (), VOCAB)(logits, prefix).isnan().any(-1)
+    assert damaged.nonzero().tolist() == [[1, 2]]

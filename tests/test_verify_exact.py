@@ -1,0 +1,100 @@
+"""The verification rules are exact: enumerated in fractions, total variation 0."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llama_ssp.verify import RULES, Block, overlap
+from tests.rational import Case, as_block, cases, drafts, total_variation
+
+PAIRS = 120
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_random_pairs(rule):
+    assert [total_variation(RULES[rule], case) for case in cases(PAIRS)] == [0] * PAIRS
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("cut", ["top_k", "top_p", "min_p", "all"])
+def test_with_each_filter_on_both_laws(rule, cut):
+    assert not any(total_variation(RULES[rule], case) for case in cases(30, 1, cut))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_deterministic_drafts_are_one_hot_laws(rule):
+    assert not any(total_variation(RULES[rule], case) for case in cases(60, 2, one_hot=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_that_stop_by_what_they_kept(rule):
+    ragged = cases(60, 3, early=True)
+    assert any(len({len(path) for path, _ in drafts(case)}) > 1 for case in ragged)
+    assert not any(total_variation(RULES[rule], case) for case in ragged)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_laws_accept_everything(rule):
+    """The last position always passes; under the token rule, so does every other."""
+    for case in cases(20, 4):
+        same = Case(case.target, case.target, case.k)
+        chances = RULES[rule].accept_chances(as_block(same, drafts(same)))
+        assert (chances[:, -1] == 1).all()
+        assert rule == "block" or (chances == 1).all()
+
+
+def test_block_rule_accepts_at_least_as_many_tokens():
+    """And strictly more somewhere, else it would be the token rule."""
+    gains = []
+    for case in cases(60, 5):
+        paths = drafts(case)
+        block = as_block(case, paths)
+        mean = {name: _mean_accepted(rule, block, paths) for name, rule in RULES.items()}
+        gains.append(mean["block"] - mean["token"])
+    assert min(gains) >= 0
+    assert max(gains) > 0
+
+
+def _mean_accepted(rule, block, paths):
+    """Exact mean number of accepted drafts."""
+    chances, mean = rule.accept_chances(block), 0
+    for row, (_, weight) in enumerate(paths):
+        for bits in range(2**block.k):
+            passed = [bool(bits >> i & 1) for i in range(block.k)]
+            share = weight
+            for chance, ok in zip(chances[row], passed, strict=True):
+                share *= chance if ok else 1 - chance
+            mean += share * int(rule.accepted(np.array([passed]))[0])
+    return mean
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_torch_runs_the_same_functions(rule):
+    """The tensors that ship give what the fractions give, row by row."""
+    for case in cases(15, 6, early=True):
+        exact = as_block(case, drafts(case))
+        block = Block(
+            torch.tensor(exact.target_BWV.astype(float)),
+            torch.tensor(exact.draft_BKV.astype(float)),
+            torch.tensor(exact.drafted_BK),
+            torch.tensor(exact.count_B),
+        )
+        mine, theirs = RULES[rule].accept_chances(block), RULES[rule].accept_chances(exact)
+        assert np.allclose(mine.numpy(), theirs.astype(float), atol=1e-15)
+        for accepted in range(case.k + 1):
+            reached = np.minimum(exact.count_B, accepted)
+            mine = RULES[rule].correction_law(block, torch.tensor(reached))
+            theirs = RULES[rule].correction_law(exact, reached)
+            assert np.allclose(mine.numpy(), theirs.astype(float), atol=1e-15)
+
+
+def test_overlap_is_the_chance_that_the_token_rule_accepts():
+    for case in cases(20, 7):
+        one = Case(case.target, case.draft, 1)
+        paths = drafts(one)
+        block = as_block(one, paths)
+        chances = RULES["token"].accept_chances(block)
+        accepts = sum(weight * chances[row, 0] for row, (_, weight) in enumerate(paths))
+        assert accepts == overlap(block)[0, 0]

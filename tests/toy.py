@@ -1,0 +1,78 @@
+"""A causal model of one attention layer in fp64, with transformers' calling convention.
+
+Small enough that the whole tree of a run can be walked; real enough that a wrong position, a stale
+key or a mask that looks ahead changes its law.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.load.causal import CausalModel
+
+WIDTH = 6
+
+
+@dataclass
+class ToyConfig:
+    max_position_embeddings: int = 64
+    model_type: str = "toy"
+    _attn_implementation: str = "sdpa"
+    sliding_window: int | None = None
+
+
+class Toy(nn.Module):
+    """`sharpness` scales the logits: the higher, the more certain the law."""
+
+    def __init__(
+        self, vocab: int, seed: int, context: int = 64, sharpness: float = 1.5, window: int | None = None
+    ):
+        super().__init__()
+        self.config = ToyConfig(context, sliding_window=window)
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.embedding = nn.Embedding.from_pretrained(random(vocab, WIDTH))
+        self.place = random(context + 8, WIDTH)
+        self.query, self.key, self.value = random(WIDTH, WIDTH), random(WIDTH, WIDTH), random(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, vocab, bias=False).requires_grad_(False)
+        self.head.weight = nn.Parameter(random(vocab, WIDTH) * sharpness, requires_grad=False)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(
+        self,
+        input_ids,
+        position_ids=None,
+        attention_mask=None,
+        past_key_values=None,
+        use_cache=True,
+        logits_to_keep=0,
+    ):
+        length = input_ids.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(length).expand_as(input_ids)
+        state = self.embedding(input_ids) + self.place[position_ids]
+        key, value = (state @ self.key)[:, None], (state @ self.value)[:, None]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, 0)
+        else:
+            attention_mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        score = (state @ self.query)[:, None] @ key.transpose(-1, -2) / WIDTH**0.5
+        weight = score.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+        state = torch.tanh(state + (weight @ value)[:, 0])
+        return SimpleNamespace(logits=self.head(state[:, -logits_to_keep:] if logits_to_keep else state))
+
+
+def toy(vocab: int, seed: int, **changes) -> CausalModel:
+    return CausalModel(Toy(vocab, seed, **changes), f"toy-{seed}")

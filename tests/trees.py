@@ -1,0 +1,173 @@
+"""Scenarios whose whole tree is walked: the loop that ships against the target's law, text by text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.engine import Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead
+from llama_ssp.loop import Limits, generate
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+from tests.choices import ReplayDraws, distance, every_branch
+from tests.reference import reference_law
+from tests.toy import toy
+
+Outcome = tuple[tuple[tuple[int, ...], str | None], ...]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run small enough to walk. `draft` is a seed, or "ngram", "same" (the target), "none"."""
+
+    prompts: tuple[tuple[int, ...], ...] = ((1, 0),)
+    vocab: int = 3
+    k: int = 2
+    new: int = 3
+    rule: str = "block"
+    draft: int | str = 1
+    draft_vocab: int | None = None
+    draft_context: int = 64
+    context: int = 64
+    window: int | None = None
+    adaptive: bool = False
+    ends: frozenset[int] = frozenset()
+    stop: tuple[int, ...] | None = None
+    sampling: SamplingConf = field(default_factory=SamplingConf)
+    chunk: int = 512
+    build: Callable[..., CausalModel] = toy
+
+
+class StopAt:
+    """Ends a row when its generated tokens hold a sequence, as a stop string would."""
+
+    def __init__(self, sequence: tuple[int, ...], rows: int) -> None:
+        self._sequence, self._seen = sequence, [[] for _ in range(rows)]
+
+    def kept(self, row: int, tokens: list[int]) -> int | None:
+        for count, token in enumerate(tokens, start=1):
+            self._seen[row].append(token)
+            if tuple(self._seen[row][-len(self._sequence) :]) == self._sequence:
+                return count
+        return None
+
+
+def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | None]:
+    s = scenario
+    target = s.build(s.vocab, 0, context=s.context, window=s.window)
+    if s.draft == "same":
+        return target, s.build(s.vocab, 0, context=s.context, window=s.window)
+    if isinstance(s.draft, int):
+        return target, s.build(s.draft_vocab or s.vocab, s.draft, context=s.draft_context)
+    return target, None
+
+
+def walk(scenario: Scenario) -> tuple[float, int]:
+    """Total variation between the loop's joint law and the target's, and the number of branches."""
+    target, draft = models(scenario)
+    found, branches = every_branch(lambda draws: play(scenario, target, draft, draws))
+    return distance(found, expected(scenario, target)), branches
+
+
+def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any) -> Outcome:
+    """One run of the shipping loop under the given draws."""
+    laws = Laws(s.sampling, tuple(s.ends), target.vocab)
+    drafter: Any = NoDrafter()
+    if draft is not None:
+        drafter = ModelDrafter(Runner(draft, s.chunk), laws, draws)
+    elif s.draft == "ngram":
+        drafter = NgramDrafter(1, 2, target.vocab, torch.float64)
+    engine = Engine(Runner(target, s.chunk), drafter, laws, RULES[s.rule], draws)
+    prompts = [Prompt(str(row), ids) for row, ids in enumerate(s.prompts)]
+    state = engine.prefill(prompts, s.new)
+    limits = Limits(s.new, s.ends, StopAt(s.stop, len(prompts)) if s.stop else None)
+    rows = len(prompts)
+    lookahead = AdaptiveLookahead(s.k, 0.3, rows) if s.adaptive else FixedLookahead(s.k, rows)
+    for _ in generate(engine, state, limits, lookahead):
+        pass
+    return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
+
+
+def expected(s: Scenario, target: CausalModel) -> dict[Outcome, float]:
+    """The target's own law over whole texts: no cache, no draft, one forward a prefix."""
+    joint: dict[Outcome, float] = {(): 1.0}
+    for prompt in s.prompts:
+        row: dict[tuple[tuple[int, ...], str | None], float] = {}
+        _grow(s, target, prompt, (), 1.0, row)
+        joint = {(*texts, text): p * q for texts, p in joint.items() for text, q in row.items()}
+    return joint
+
+
+def _grow(
+    s: Scenario, target: CausalModel, prompt: tuple[int, ...], text: tuple[int, ...], weight: float, law: dict
+) -> None:
+    reason = _ended(s, prompt, text)
+    if reason is not None:
+        law[text, reason] = law.get((text, reason), 0.0) + weight
+        return
+    ids = [*prompt, *text]
+    logits = target.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].tolist()
+    for token, share in enumerate(reference_law(logits, ids, len(prompt), s.sampling, s.ends)):
+        if share > 0:
+            _grow(s, target, prompt, (*text, token), weight * share, law)
+
+
+def _ended(s: Scenario, prompt: tuple[int, ...], text: tuple[int, ...]) -> str | None:
+    if text and text[-1] in s.ends:
+        return "eos"
+    if s.stop and text[-len(s.stop) :] == s.stop:
+        return "stop"
+    if len(text) == s.new:
+        return "length"
+    return "context" if len(prompt) + len(text) == s.context else None
+
+
+_CONTROLS = SamplingConf(
+    temperature=2.5, top_k=3, top_p=0.98, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.2,
+    presence_penalty=0.3, logit_bias={0: 0.5}, bad_tokens=[3], min_new_tokens=2,
+)  # fmt: skip
+
+BASE: dict[str, Scenario] = {
+    "plain": Scenario(),
+    "full length": Scenario(vocab=2, k=3, new=4),
+    "regular sampling": Scenario(k=0, draft="none"),
+    "EOS inside the block": Scenario(ends=frozenset({2}), new=4),
+    "stop sequence across blocks": Scenario(vocab=2, stop=(0, 1), new=4, k=3),
+    "two ragged rows": Scenario(prompts=((1,), (0, 1, 1)), vocab=2, k=1, new=3),
+    "two ragged rows, longer block": Scenario(prompts=((1, 0, 0), (1,)), vocab=2, k=2, new=2),
+    "two ragged rows with EOS": Scenario(
+        prompts=((1, 1, 0), (0,)), vocab=2, k=1, new=3, ends=frozenset({1})
+    ),
+    "adaptive K": Scenario(adaptive=True, vocab=2, k=3, new=5),
+    "n-gram drafts": Scenario(draft="ngram", prompts=((0, 1, 0, 2, 0, 1),), k=3, new=3),
+    "n-gram drafts, two rows": Scenario(draft="ngram", prompts=((0, 1, 0), (1, 1)), vocab=2, k=2, new=3),
+    "draft equals target": Scenario(draft="same", vocab=2, k=3, new=5),
+    "every control": Scenario(vocab=4, k=2, new=3, sampling=_CONTROLS, ends=frozenset({2})),
+    "penalties, long block": Scenario(
+        vocab=2, k=3, new=4, sampling=SamplingConf(repetition_penalty=2.0, frequency_penalty=0.7)
+    ),
+    "minimum length": Scenario(k=3, sampling=SamplingConf(min_new_tokens=2), ends=frozenset({0})),
+    "greedy": Scenario(sampling=SamplingConf(temperature=0.0), new=3, k=2),
+    "the context ends": Scenario(context=5, new=10, vocab=2, k=3),
+    "the draft's context ends": Scenario(draft_context=4, new=4, vocab=2, k=3),
+    "sliding window": Scenario(window=2, vocab=2, k=2, new=4),
+    "narrower draft vocabulary": Scenario(draft_vocab=2),
+    "wider draft vocabulary": Scenario(draft_vocab=5),
+    "prefill in chunks of one": Scenario(prompts=((0, 1, 1, 0),), chunk=1, vocab=2, k=3, new=4),
+}  # fmt: skip
+
+SCENARIOS: dict[tuple[str, str], Scenario] = {
+    (name, rule): replace(scenario, rule=rule) for name, scenario in BASE.items() for rule in RULES
+}
+
+
+def one_path(scenario: Scenario) -> Outcome:
+    """The first branch, for scenarios that only need a text."""
+    target, draft = models(scenario)
+    return play(scenario, target, draft, ReplayDraws([]))
