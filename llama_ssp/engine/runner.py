@@ -45,12 +45,14 @@ class Runner:
     def warm(self, token_BS: Tensor, ends: list[int]) -> None:
         """Feeds up to `ends`, for the keys alone."""
         while any(c < e for c, e in zip(self.cached, ends, strict=True)):
-            self._pass(token_BS, ends, last_only=True)
+            chunk_ends = [min(e, c + self.prefill_chunk) for e, c in zip(ends, self.cached, strict=True)]
+            self._pass(token_BS, chunk_ends, last_only=True)
 
     def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).
 
-        They stand from column 0 on; what is in the columns behind them means nothing.
+        They stand from column 0 on; what is in the columns behind them means nothing. They come from
+        one pass, however small the prefill chunk is.
         """
         self.warm(token_BS, [max(e - w, 0) for e, w in zip(ends, wanted, strict=True)])
         feed, logit_BWV = self._pass(token_BS, ends, last_only=False)
@@ -65,10 +67,7 @@ class Runner:
 
     def _pass(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
         assert self._cache is not None, "start() comes first"
-        count = tuple(
-            min(max(end - cached, 0), self.prefill_chunk)
-            for end, cached in zip(ends, self.cached, strict=True)
-        )
+        count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
         feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device)
         token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
         logits = self.model.logits(token_BW, feed, self._cache, last_only)
