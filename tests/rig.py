@@ -1,0 +1,86 @@
+"""One call that runs the engine, and drafts that agree always, sometimes or never."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead
+from llama_ssp.loop import Limits, generate
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+
+GREEDY = SamplingConf(temperature=0.0)
+
+
+class Contrary(CausalModel):
+    """The target's own logits moved by one token: its argmax differs from the target's everywhere."""
+
+    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+        return super().logits(token_BW, feed, cache, last_only).roll(1, -1)
+
+
+def perturbed(module: Any, amount: float) -> Any:
+    """The module, changed in place by noise: it agrees sometimes."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(amount * parameter.std() * noise if parameter.ndim > 1 else 0.0)
+    return module
+
+
+@dataclass
+class Run:
+    """What came out: the generated tokens of each row, why it ended, and how drafting went."""
+
+    texts: list[list[int]]
+    finish: list[str | None]
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    longest: list[int] = field(default_factory=list)
+
+
+def speculate(
+    target: CausalModel,
+    prompts: list[Prompt],
+    draft: CausalModel | str | None,
+    *,
+    k: int,
+    rule: str = "block",
+    max_new: int = 24,
+    ends: frozenset[int] = frozenset(),
+    chunk: int = 512,
+    sampling: SamplingConf = GREEDY,
+    seed: int = 0,
+    adaptive: bool = False,
+    runner: type[Runner] = Runner,
+) -> Run:
+    """One batch through the engine. `draft` is a model, "ngram", or None."""
+    laws, draws = Laws(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(seed)
+    drafter: Drafter = NoDrafter()
+    if isinstance(draft, CausalModel):
+        drafter = ModelDrafter(Runner(draft, chunk), laws, draws)
+    elif draft == "ngram":
+        drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
+    engine = Engine(runner(target, chunk), drafter, laws, RULES[rule], draws)
+    state = engine.prefill(prompts, max_new)
+    lookahead = AdaptiveLookahead(k, 0.1, len(prompts)) if adaptive else FixedLookahead(k, len(prompts))
+    run = Run([], [])
+    for step in generate(engine, state, Limits(max_new, ends), lookahead):
+        run.rounds += 1
+        run.drafted += sum(len(row.drafted) for row in step.rows)
+        run.accepted += sum(row.accepted for row in step.rows)
+        run.longest.append(max(len(row.drafted) for row in step.rows))
+    run.texts = [state.generated(row) for row in range(state.rows)]
+    run.finish = list(state.finished)
+    return run

@@ -1,0 +1,314 @@
+"""Greedy, fp32: every text equals the one transformers' generate writes, token for token.
+
+References are written one prompt at a time, without padding, by a module of their own. Prompts whose
+reference runs through a near tie (top two logits closer than NEAR) are not used: there rounding may
+decide, and tests/test_numerics.py has the rule for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.engine import Prompt, Runner
+from llama_ssp.load.causal import CausalModel
+from tests.families import FAMILIES, VOCAB, WINDOW, build
+from tests.rig import Contrary, perturbed, speculate
+
+LENGTHS = (9, 2, 21, 1, 30, 13, 5, 26)
+NEW, NEAR, VARIED = 24, 1e-3, 8
+KS, ROWS, DRAFTS, RULES = (
+    (0, 1, 2, 4, 8, 16),
+    (1, 3, 8),
+    ("always", "sometimes", "never", "ngram"),
+    ("token", "block"),
+)
+CHUNKS, ENDS = (1, 4, 512), ("none", "early", "late")
+TIGHT = 48  # a context that the texts reach
+
+
+@dataclass(frozen=True)
+class Case:
+    k: int
+    rows: int
+    draft: str
+    rule: str
+    chunk: int
+    end: str
+
+    def __str__(self) -> str:
+        return f"k{self.k}-rows{self.rows}-{self.draft}-{self.rule}-chunk{self.chunk}-eos_{self.end}"
+
+
+def pairwise() -> list[Case]:
+    """Few cases that hold every pair of choices: greedily, the case with the most new pairs."""
+    axes: tuple[tuple[Any, ...], ...] = (KS, ROWS, DRAFTS, RULES, CHUNKS, ENDS)
+    product = list(itertools.product(*axes))
+    pairs = {c: set(itertools.combinations(enumerate(c), 2)) for c in product}
+    open_pairs = set().union(*pairs.values())
+    chosen = []
+    while open_pairs:
+        best = max(product, key=lambda c: len(pairs[c] & open_pairs))
+        open_pairs -= pairs[best]
+        chosen.append(Case(*best))
+    return chosen
+
+
+@cache
+def plain(family: str, context: int | None = None) -> Any:
+    """The reference module: never touched by this program."""
+    changes = {} if context is None else {"max_position_embeddings": context}
+    module = build(family, **changes)
+    module.generation_config.eos_token_id = None
+    return module
+
+
+@cache
+def model(family: str, draft: str = "", context: int | None = None) -> CausalModel | str:
+    """The target (and with it the draft that always agrees), or another draft."""
+    changes = {} if context is None else {"max_position_embeddings": context}
+    if draft == "ngram":
+        return "ngram"
+    if draft == "never":
+        return Contrary(build(family, **changes), family)
+    if draft == "sometimes":
+        return CausalModel(perturbed(build(family, **changes), 0.02), family)
+    return CausalModel(build(family, **changes), family)
+
+
+@cache
+def reference(
+    family: str, ids: tuple[int, ...], new: int = NEW, end: int | None = None, context: int | None = None
+) -> tuple[int, ...]:
+    """What transformers writes for one prompt alone."""
+    module, prompt = plain(family, context), torch.tensor([ids])
+    text = module.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=new,
+        eos_token_id=end,
+        pad_token_id=0,
+    )[0, len(ids) :].tolist()
+    if end in text:
+        assert set(text[text.index(end) + 1 :]) <= {0}
+        text = text[: text.index(end) + 1]
+    return tuple(text)
+
+
+def clear(family: str, ids: tuple[int, ...], new: int, context: int | None) -> bool:
+    """Whether no choice along the reference is a near tie."""
+    text = torch.tensor([ids + reference(family, ids, new, None, context)])
+    with torch.inference_mode():
+        top = plain(family, context)(text).logits[0, len(ids) - 1 : -1].topk(2).values
+    return bool((top[:, 0] - top[:, 1]).min() > NEAR)
+
+
+@cache
+def prompt(family: str, number: int, new: int, context: int | None) -> Prompt:
+    """A prompt whose reference varies and holds no near tie."""
+    generator = torch.Generator().manual_seed(number)
+    length = LENGTHS[number]
+    new = new if context is None else min(new, context - length)
+    for _ in range(9):
+        ids = tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+        varied = len(set(reference(family, ids, new, None, context))) >= min(VARIED, new)
+        if varied and clear(family, ids, new, context):
+            return Prompt(f"p{number}", ids)
+    raise AssertionError(f"{family} writes texts too plain to test with")
+
+
+def prompts(family: str, rows: int, new: int = NEW, context: int | None = None) -> list[Prompt]:
+    """Ragged prompts."""
+    return [prompt(family, number, new, context) for number in range(rows)]
+
+
+def end_of(family: str, end: str) -> int | None:
+    """A token that the first prompt's reference writes early, or first writes late."""
+    text = reference(family, prompt(family, 0, NEW, None).token_ids)
+    fresh = [token for i, token in enumerate(text) if token not in text[:i]]
+    return {"none": None, "early": fresh[2], "late": fresh[-1]}[end]
+
+
+def check(family: str, case: Case) -> None:
+    batch = prompts(family, case.rows)
+    end = end_of(family, case.end)
+    target = model(family)
+    assert isinstance(target, CausalModel)
+    run = speculate(
+        target, batch, model(family, case.draft) if case.draft != "always" else target,
+        k=case.k, rule=case.rule, max_new=NEW, chunk=case.chunk,
+        ends=frozenset() if end is None else frozenset({end}),
+    )  # fmt: skip
+    expected = [list(reference(family, prompt.token_ids, NEW, end)) for prompt in batch]
+    assert run.texts == expected
+    assert run.finish == ["eos" if text[-1] == end else "length" for text in expected]
+    if case.k == 0:
+        assert run.drafted == 0 and run.rounds == max(map(len, expected))
+    elif case.draft == "always":
+        assert run.accepted == run.drafted > 0
+        assert run.rounds == max(-(-len(text) // (case.k + 1)) for text in expected)
+    elif case.draft == "never":
+        assert run.drafted > 0 == run.accepted
+    if case.k and case.draft != "ngram" and case.end != "early":
+        assert max(run.longest) == case.k
+
+
+FAST = Case(4, 3, "sometimes", "block", 4, "late")
+QUICK = [
+    Case(0, 3, "always", "token", 4, "none"), Case(1, 8, "never", "token", 512, "early"),
+    Case(2, 3, "ngram", "block", 1, "late"), Case(4, 8, "always", "block", 4, "early"),
+    Case(8, 3, "sometimes", "token", 4, "none"), Case(16, 3, "never", "block", 1, "late"),
+    Case(16, 8, "always", "token", 512, "none"),
+]  # fmt: skip
+FULL = [
+    Case(k, rows, draft, RULES[i % 2], CHUNKS[i % 3], ENDS[(i // 3) % 3])
+    for i, (k, rows, draft) in enumerate(itertools.product(KS, ROWS, DRAFTS))
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    check(family, FAST)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_chosen_cases(case: Case) -> None:
+    check("llama-gqa", case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_full_matrix(case: Case) -> None:
+    """K x rows x kind of draft in full; the other choices turn along."""
+    check("llama-gqa", case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama-gqa"])
+def test_pairwise_matrix(family: str) -> None:
+    """Every pair of choices in every family."""
+    for case in pairwise():
+        try:
+            check(family, case)
+        except AssertionError as error:
+            raise AssertionError(f"{family} {case}") from error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_references_vary_and_pass_their_windows(family: str) -> None:
+    texts = [reference(family, prompt.token_ids) for prompt in prompts(family, 3)]
+    assert min(len(set(text)) for text in texts) >= VARIED
+    assert len(set(texts)) == len(texts)
+    assert all(len(text) == NEW > 2 * WINDOW for text in texts)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gpt_neo"])
+def test_the_perturbed_draft_agrees_sometimes(family: str) -> None:
+    target, draft = model(family), model(family, "sometimes")
+    assert isinstance(target, CausalModel)
+    run = speculate(target, prompts(family, 8), draft, k=4)
+    assert 0.1 * run.drafted < run.accepted < 0.95 * run.drafted
+
+
+def check_context(family: str, k: int, draft: str, rows: int) -> None:
+    """Texts that fill the context: the last token stands at its last position."""
+    batch = prompts(family, rows, 2 * TIGHT, TIGHT)
+    target = model(family, context=TIGHT)
+    assert isinstance(target, CausalModel) and target.context == TIGHT
+    run = speculate(
+        target, batch, target if draft == "always" else model(family, draft, TIGHT),
+        k=k, max_new=2 * TIGHT, chunk=8,
+    )  # fmt: skip
+    expected = [list(reference(family, p.token_ids, TIGHT - len(p.token_ids), None, TIGHT)) for p in batch]
+    assert run.texts == expected
+    assert run.finish == ["context"] * rows
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "opt"])
+def test_the_context_ends(family: str) -> None:
+    check_context(family, 4, "sometimes", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("draft", ["always", "never", "ngram"])
+def test_the_context_ends_in_every_family(family: str, draft: str) -> None:
+    check_context(family, 8, draft, 8)
+
+
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_a_draft_whose_context_is_shorter_stops_drafting(k: int) -> None:
+    """Behind the draft's context the target goes on alone, with the same text."""
+    target = model("llama-gqa")
+    assert isinstance(target, CausalModel)
+    short = CausalModel(build("llama-gqa", max_position_embeddings=28), "short")
+    batch = prompts("llama-gqa", 8)
+    run = speculate(target, batch, short, k=k, chunk=8)
+    assert run.texts == [list(reference("llama-gqa", p.token_ids)) for p in batch]
+    assert 0 < run.accepted == run.drafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral-window", "qwen2-window", "gemma2", "gpt_neo"])
+@pytest.mark.parametrize("draft", ["always", "sometimes", "ngram"])
+def test_texts_far_past_the_window(family: str, draft: str) -> None:
+    new = 8 * WINDOW
+    batch = prompts(family, 3, new)
+    target = model(family)
+    assert isinstance(target, CausalModel)
+    run = speculate(
+        target, batch, target if draft == "always" else model(family, draft),
+        k=16, max_new=new, chunk=WINDOW + 2,
+    )  # fmt: skip
+    assert run.texts == [list(reference(family, p.token_ids, new)) for p in batch]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_logits_equal_plain_ones(family: str, dtype: torch.dtype) -> None:
+    """Ragged rows, fed in pieces, rolled back and fed other tokens, against a plain pass of each text."""
+    tolerance = 2e-4
+    if dtype is torch.float64:  # of which RMS norms and the eager softmax of transformers keep fp32's digits
+        tolerance = 1e-11 if family in ("gpt_neox", "opt") else 1e-5
+    generator = torch.Generator().manual_seed(3)
+    texts = torch.randint(0, VOCAB, (4, 50), generator=generator)
+    wrong = torch.randint(0, VOCAB, (4, 50), generator=generator)
+    runner = Runner(CausalModel(build(family, dtype=dtype), family), prefill_chunk=7)
+    runner.start(4, 50)
+    reference_module = build(family, dtype=dtype)
+    with torch.inference_mode():
+        expected = torch.stack([reference_module(text[None]).logits[0] for text in texts])
+    worst, scale = 0.0, float(expected.abs().max())
+    done = [3, 17, 1, 29]
+    for wanted in ([1, 1, 1, 1], [5, 3, 9, 1], [2, 6, 1, 12], [4, 0, 11, 3], [17, 4, 8, 2]):
+        ends = [d + w for d, w in zip(done, wanted, strict=True)]
+        # Some of what is fed is a wrong draft, which must leave no trace.
+        fed = wrong.clone()
+        for row, d in enumerate(done):
+            fed[row, :d] = texts[row, :d]
+        runner.logits(fed, [e if w else d for e, w, d in zip(ends, wanted, done, strict=True)], wanted)
+        runner.roll_back([d + 1 for d in done])
+        assert runner.cached == done
+        logits = runner.logits(texts, ends, wanted)
+        for row, (d, w) in enumerate(zip(done, wanted, strict=True)):
+            if w:
+                worst = max(worst, float((logits[row, :w] - expected[row, d : d + w]).abs().max()))
+        done = ends
+    assert worst <= tolerance * scale, f"off by {worst:.2g} of {scale:.2g}"
+    assert scale > 1
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gpt_neo", "qwen2-window"])
+def test_windows_matter(family: str) -> None:
+    """Without its window the family writes other texts: the tests above would notice a lost one."""
+    wide = {"window_size": 150} if family == "gpt_neo" else {"sliding_window": 150}
+    module = CausalModel(build(family, **wide), family)
+    batch = prompts(family, 3)
+    run = speculate(module, batch, None, k=0)
+    assert all(text != list(reference(family, p.token_ids)) for text, p in zip(run.texts, batch, strict=True))
