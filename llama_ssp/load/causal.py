@@ -31,6 +31,12 @@ class CausalModel:
         self.module = module.eval()
         self.name = name
         config = module.config
+        if module.get_output_embeddings() is None:
+            raise ModelError(
+                "the model has no output layer that this program can find", where=name,
+                found=config.model_type,
+                allowed=", ".join(TESTED_FAMILIES), fix="choose another architecture",
+            )  # fmt: skip
         self.vocab = int(module.get_output_embeddings().weight.shape[0])
         self.context = context_of(config)
         self.device: torch.device = module.get_input_embeddings().weight.device
@@ -101,6 +107,12 @@ def windows_of(config: Any) -> dict[str, int | None]:
 
 def context_of(config: Any) -> int:
     """The longest text the model may see; up to where its position table does not depend on length."""
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise ModelError(
+            "the model's config names no context (max_position_embeddings)", where=config.model_type,
+            allowed="models with explicit positions, such as " + ", ".join(TESTED_FAMILIES),
+            fix="choose another architecture",
+        )  # fmt: skip
     context = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
@@ -110,8 +122,12 @@ def context_of(config: Any) -> int:
 
 def attention_of(config: Any) -> str:
     """Which attention implementation is exact for this model with explicit masks."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     softcapped = getattr(config, "attn_logit_softcapping", None) is not None
-    return "eager" if softcapped or config.model_type == "gpt_neo" else "sdpa"
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    fused = getattr(architecture, "_supports_sdpa", False)
+    return "eager" if softcapped or config.model_type == "gpt_neo" or not fused else "sdpa"
 
 
 def _adapt_gpt_neo(module: Any) -> None:

@@ -1,0 +1,149 @@
+"""Families that are not on the tested list: accepted if they obey, refused in one clear line if not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llama_ssp.engine import Prompt
+from llama_ssp.errors import ModelError
+from llama_ssp.load import probe
+from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, attention_of
+from llama_ssp.load.probe import require_faithful
+from tests.families import FAMILIES, VOCAB
+from tests.families import build as build_tested
+from tests.rig import Contrary, speculate
+
+COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+WIDE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+OBEY: dict[str, dict[str, Any]] = {
+    "gpt2": GPT,
+    "gptj": {**GPT, "rotary_dim": 4},
+    "codegen": {**GPT, "rotary_dim": 4},
+    "stablelm": {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2},
+    "falcon": {**WIDE, "alibi": False},
+    "gemma": {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "starcoder2": {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 6},
+    "phi": {**WIDE, "intermediate_size": 48},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "falcon": ({**WIDE, "alibi": True}, "cannot be run with explicit positions"),
+    "bloom": ({"hidden_size": 32, "n_layer": 3, "n_head": 4}, "names no context"),
+    "mpt": ({"d_model": 32, "n_layers": 3, "n_heads": 4}, "names no context"),
+    "bart": ({"d_model": 32, "is_decoder": True}, "does not obey"),
+    "mamba": ({"hidden_size": 32, "num_hidden_layers": 2}, "names no context"),
+}
+
+
+def build(family: str, sizes: dict[str, Any]) -> Any:
+    config = AutoConfig.for_model(family, **{**COMMON, **sizes})
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8.0)
+    return module.eval()
+
+
+@pytest.mark.parametrize("family", OBEY)
+def test_a_family_that_obeys_is_accepted(family: str) -> None:
+    """And rightly: in a ragged batch with rejected drafts its text is transformers' own."""
+    assert family not in TESTED_FAMILIES
+    module = build(family, OBEY[family])
+    causal = CausalModel(module, family)
+    require_faithful(causal)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        Prompt(str(n), tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist())) for n in (2, 9, 5)
+    ]
+    run = speculate(causal, prompts, Contrary(module, family), k=4, max_new=12)
+    assert run.accepted == 0 < run.drafted
+    plain = build(family, OBEY[family])
+    for prompt, text in zip(prompts, run.texts, strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        whole = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=0
+        )
+        assert text == whole[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_does_not_obey_is_refused(family: str) -> None:
+    sizes, why = REFUSED[family]
+    module = build(family, sizes)
+    with pytest.raises(ModelError, match=why) as caught:
+        require_faithful(CausalModel(module, "a name"))
+    line = str(caught.value)
+    assert family in line and "another architecture" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt_neo"])
+def test_the_tested_families_pass_the_trial(family: str) -> None:
+    """But for GPT-Neo, which has no plain pass once it is adapted."""
+    require_faithful(CausalModel(build_tested(family, mild=True), family))
+
+
+class Wrapped(nn.Module):
+    """A llama with a flaw. Calls without a cache are the plain pass, which has none."""
+
+    def __init__(self, flaw: str) -> None:
+        super().__init__()
+        self.inner = build_tested("llama-gqa", mild=True)
+        self.config = self.inner.config
+        self.flaw = flaw
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return None if self.flaw == "headless" else self.inner.get_output_embeddings()
+
+    def forward(self, **inputs: Any) -> Any:
+        mask = inputs.get("attention_mask")
+        if mask is not None and self.flaw == "positions":
+            width = inputs["input_ids"].shape[1]
+            inputs["position_ids"] = torch.arange(width).expand_as(inputs["input_ids"])
+        if mask is not None and self.flaw == "mask":
+            inputs["attention_mask"] = torch.ones_like(mask)
+        if mask is not None and self.flaw == "batch":
+            inputs["position_ids"] = inputs["position_ids"][:1].expand_as(inputs["input_ids"])
+        if mask is not None and self.flaw == "keywords":
+            raise TypeError("forward() got an unexpected keyword argument 'position_ids'")
+        output = self.inner(**inputs)
+        if mask is not None and self.flaw == "nan":
+            output.logits[-1, -1, 0] = torch.nan
+        return output
+
+
+@pytest.mark.parametrize(
+    "flaw, why",
+    [
+        ("positions", "does not obey"), ("mask", "does not obey"), ("batch", "does not obey"),
+        ("nan", "does not obey"), ("keywords", "TypeError.*position_ids"), ("headless", "no output layer"),
+    ],
+)  # fmt: skip
+def test_a_flaw_is_found(flaw: str, why: str) -> None:
+    require_faithful(CausalModel(Wrapped("none"), "sound"))
+    with pytest.raises(ModelError, match=why):
+        require_faithful(CausalModel(Wrapped(flaw), "flawed"))
+
+
+def test_running_out_of_memory_is_not_called_a_flaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(probe, "_trial", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        require_faithful(CausalModel(Wrapped("none"), "sound"))
+
+
+def test_the_fused_attention_is_used_where_there_is_one() -> None:
+    used = {family: build_tested(family).config._attn_implementation for family in FAMILIES}
+    assert {family for family, kind in used.items() if kind == "eager"} == {"gemma2", "gpt_neo"}
+    assert build("gptj", OBEY["gptj"]).config._attn_implementation == "eager"
