@@ -272,7 +272,7 @@ def _judge(
                 token = batch[row][position]
                 margin = _margin(logits[0], token)
                 worst = replays[row]
-                if worst is None or not margin <= worst.margin:
+                if worst is None or margin > worst.margin or math.isnan(margin):
                     replays[row] = Replay(number, token, margin)
                 other = _token(plain[first + row], number)
                 if number == forks[first + row] and other is not None:

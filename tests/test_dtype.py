@@ -1,0 +1,97 @@
+"""Number formats: weights are held as asked, and int8 through bitsandbytes runs on a CPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.engine import Prompt
+from llama_ssp.errors import ModelError
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.models import load
+from llama_ssp.numerics import Finding, check_greedy
+from tests.families import VOCAB, build
+from tests.rig import speculate
+
+# int8 rounds each weight to 1/254 of the largest of its row and each activation likewise, and the rest of
+# the pass is in bf16 (1/256): of a logit's size a tenth is allowed, several times what is seen.
+INT8_TOLERANCE = 0.1
+CPU = torch.device("cpu")
+HELD = [
+    (Dtype.fp64, torch.float64, 1e-5), (Dtype.fp32, torch.float32, 0.0), (Dtype.bf16, torch.bfloat16, 0.1),
+    (Dtype.fp16, torch.float16, 0.02),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    build("llama-gqa", mild=True).save_pretrained(path)
+    return path
+
+
+@cache
+def opened(path: Path, dtype: Dtype) -> CausalModel:
+    return load(ModelConf(name="tiny", path=str(path)), path, dtype, CPU, "model")
+
+
+def logits_of(model: CausalModel) -> torch.Tensor:
+    text = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits: torch.Tensor = model.module(text).logits[0].double()
+    return logits
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt("a", (5, 6, 7, 8)), Prompt("b", (9,)), Prompt("c", tuple(range(20, 40)))]
+
+
+@pytest.mark.parametrize("dtype, held, tolerance", HELD)
+def test_weights_are_held_as_asked(
+    checkpoint: Path, dtype: Dtype, held: torch.dtype, tolerance: float
+) -> None:
+    model = opened(checkpoint, dtype)
+    assert {p.dtype for p in model.module.parameters()} == {held} == {model.dtype}
+    assert model.new_cache(1, 4).nbytes() == 0
+    run = speculate(model, prompts(), model, k=4, max_new=12)
+    assert [len(text) for text in run.texts] == [12] * 3 and run.accepted > 0
+    logits, exact = logits_of(model), logits_of(opened(checkpoint, Dtype.fp32))
+    assert float((logits - exact).abs().max()) <= tolerance * float(exact.abs().max())
+
+
+def test_int8_loads_and_runs(checkpoint: Path) -> None:
+    from bitsandbytes.nn import Linear8bitLt
+
+    model = opened(checkpoint, Dtype.int8)
+    layers = [module for module in model.module.modules() if isinstance(module, Linear8bitLt)]
+    assert len(layers) == 3 * 7  # q, k, v, o, gate, up, down; the head stays as it is
+    assert all(layer.weight.dtype is torch.int8 for layer in layers)
+    assert model.dtype is torch.bfloat16
+    assert model.weights_bytes < opened(checkpoint, Dtype.bf16).weights_bytes
+    logits, exact = logits_of(model), logits_of(opened(checkpoint, Dtype.fp32))
+    assert torch.isfinite(logits).all()
+    off = float((logits - exact).abs().max()) / float(exact.abs().max())
+    assert 0 < off <= INT8_TOLERANCE
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_int8_speculates(checkpoint: Path, k: int) -> None:
+    """As target and as draft. Greedy equality is not promised; what is written must be a near tie."""
+    target, draft = opened(checkpoint, Dtype.int8), opened(checkpoint, Dtype.bf16)
+    plain = speculate(target, prompts(), None, k=0, max_new=16)
+    for own, other in ((target, draft), (draft, target)):
+        run = speculate(own, prompts(), other, k=k, max_new=16)
+        assert [len(text) for text in run.texts] == [16] * 3
+        assert 0 < run.accepted <= run.drafted
+        if own is target:
+            report = check_greedy(own, prompts(), plain.texts, run.texts, k, positions=100)
+            assert report.verdict is not Finding.unexplained
+
+
+def test_synthetic_weights_are_not_quantised() -> None:
+    with pytest.raises(ModelError, match="not quantised"):
+        load(ModelConf(name="made"), None, Dtype.int8, CPU, "model")
