@@ -18,11 +18,11 @@ from tests.families import VOCAB, build
 from tests.rig import speculate
 
 # int8 rounds each weight to 1/254 of the largest of its row and each activation likewise, and the rest of
-# the pass is in bf16 (1/256): of a logit's size a tenth is allowed, several times what is seen.
+# the pass is in bf16 (1/256): of a logit's size a tenth is allowed, twice what is seen.
 INT8_TOLERANCE = 0.1
 CPU = torch.device("cpu")
 HELD = [
-    (Dtype.fp64, torch.float64, 1e-5), (Dtype.fp32, torch.float32, 0.0), (Dtype.bf16, torch.bfloat16, 0.1),
+    (Dtype.fp64, torch.float64, 1e-5), (Dtype.fp32, torch.float32, 0.0), (Dtype.bf16, torch.bfloat16, 0.05),
     (Dtype.fp16, torch.float16, 0.02),
 ]  # fmt: skip
 

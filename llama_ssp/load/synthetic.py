@@ -131,7 +131,7 @@ def _write_law(module: Any, model: ModelConf, drafts: bool) -> None:
     norm = _final_norm(module)
     weight = torch.zeros(model.dim)
     weight[: 2 * HALF] = scale * _norm_signs().repeat(2)
-    norm.weight.copy_(weight - 1 if model.family == "gemma2" else weight)
+    norm.get_parameter("weight").copy_(weight - 1 if model.family == "gemma2" else weight)
 
 
 def _final_norm(module: Any) -> nn.Module:
