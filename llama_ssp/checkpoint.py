@@ -7,19 +7,28 @@ itself, needs no code of its own, and has the shape that the config says.
 from __future__ import annotations
 
 import json
+import math
 import stat
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import ModelConf, Weights
+from llama_ssp.config import ModelConf, Weights, home_expanded
 from llama_ssp.errors import ModelError, UsageError
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 INDEX = "model.safetensors.index.json"
+CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
+HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
+READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
+# Bits of an element of each number format that can be loaded here.
+BITS = {
+    "F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8,
+    "BOOL": 8, "U16": 16, "U32": 32, "U64": 64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Checkpoint:
 def find(model: ModelConf, role: str) -> Path:
     """The folder of a model: `path`, or the local copy of its hub repository."""
     if model.path is not None:
-        path = Path(model.path).expanduser()
+        path = home_expanded(model.path)
         if not path.is_dir():
             raise ModelError(
                 f"{role}.path is not a folder", where=str(path),
@@ -70,11 +79,15 @@ def find(model: ModelConf, role: str) -> Path:
 def inspect(path: Path) -> Checkpoint:
     """Reads and checks the folder."""
     config = _json(path / "config.json")
-    if "auto_map" in config or config.get("trust_remote_code"):
-        raise ModelError(
-            "the model wants to run code of its own", where=str(path / "config.json"), found="auto_map",
-            fix="use a model of a built-in architecture, or a copy whose config.json has no auto_map",
-        )  # fmt: skip
+    _require_plain(path)
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        content = _json(path / name) if (path / name).exists() else {}
+        wants = [key for key in CODE_KEYS if content.get(key)]
+        if wants:
+            raise ModelError(
+                "the model wants to run code of its own", where=str(path / name), found=", ".join(wants),
+                fix=f"use a model of a built-in architecture, or a copy whose {name} has no {wants[0]}",
+            )  # fmt: skip
     if not isinstance(config.get("model_type"), str):
         raise ModelError(
             "config.json names no model_type",
@@ -97,6 +110,16 @@ def inspect(path: Path) -> Checkpoint:
     return Checkpoint(path, config, shapes)
 
 
+def _require_plain(path: Path) -> None:
+    """What libraries open must be files: opening a pipe would wait for ever."""
+    for entry in sorted(path.iterdir()):
+        if entry.suffix in READ_BY_LIBRARIES and entry.exists() and not entry.is_file():
+            raise ModelError(
+                "not a regular file", where=str(entry), found="a folder, a pipe or a device",
+                fix="copy the model's files into the folder",
+            )  # fmt: skip
+
+
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
     """The model with the checkpoint's shape; a preset that says otherwise is refused."""
     found = shape_of(checkpoint)
@@ -104,7 +127,7 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
     wrong = [
         f"{key} {claimed[key]} in the config, {value} in config.json"
         for key, value in found.items()
-        if claimed[key] not in (0, "", None, value)
+        if key != "tied" and claimed[key] not in (0, "", None, value)  # a tied head may be saved, too
     ]
     if wrong:
         raise ModelError(
@@ -128,29 +151,30 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
             found=repr(config.get(names[0])), allowed="a positive whole number", fix="fetch the model again",
         )  # fmt: skip
 
-    heads = first("num_attention_heads", "num_heads", "n_head")
-    dim = first("hidden_size", "n_embd")
-    optional = {**{"num_key_value_heads": heads, "head_dim": dim // heads}, **_given(config)}
+    def given(default: int, *names: str) -> int:
+        return first(*names) if any(config.get(name) is not None for name in names) else default
+
+    heads, dim = first("num_attention_heads", "num_heads", "n_head"), first("hidden_size", "n_embd")
     shape = {
         "family": config["model_type"],
         "n_layers": first("num_hidden_layers", "num_layers", "n_layer"),
         "n_heads": heads,
-        "n_kv_heads": optional["num_key_value_heads"],
-        "head_dim": optional["head_dim"],
+        "n_kv_heads": given(heads, "num_key_value_heads"),
+        "head_dim": given(dim // heads, "head_dim"),
         "dim": dim,
-        "ffn": next(
-            (int(config[n]) for n in ("intermediate_size", "ffn_dim", "n_inner") if config.get(n)),
-            4 * dim,
-        ),
+        "ffn": given(4 * dim, "intermediate_size", "ffn_dim", "n_inner"),
         "vocab": first("vocab_size"),
         "context": first("max_position_embeddings", "n_positions"),
+        "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
     }
+    if heads % shape["n_kv_heads"]:
+        raise ModelError(
+            "query heads do not divide into groups of KV heads", where=str(checkpoint.path),
+            found=f"{heads} and {shape['n_kv_heads']}", allowed="a whole number of query heads per KV head",
+            fix="fetch the model again",
+        )  # fmt: skip
     _compare_embedding(checkpoint, shape["vocab"], dim)
     return shape
-
-
-def _given(config: dict[str, Any]) -> dict[str, int]:
-    return {name: int(config[name]) for name in ("num_key_value_heads", "head_dim") if config.get(name)}
 
 
 def _compare_embedding(checkpoint: Checkpoint, vocab: int, dim: int) -> None:
@@ -206,7 +230,7 @@ def _inside(path: Path, name: object, source: str) -> Path:
     file = path / name
     try:
         mode = file.stat().st_mode
-    except OSError:
+    except (OSError, ValueError):
         raise ModelError(
             "a shard is missing",
             where=f"{source}: {name}",
@@ -239,12 +263,24 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
             raise _damaged(file, f"a header of {length} bytes in a file of {size}")
         text = stream.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_no_twins)
         entries = {k: v for k, v in header.items() if k != "__metadata__"}
         shapes = {k: tuple(int(n) for n in v["shape"]) for k, v in entries.items()}
         spans = sorted((int(v["data_offsets"][0]), int(v["data_offsets"][1])) for v in entries.values())
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise _damaged(file, "a header that is not a table of tensors") from None
+        formats = {k: str(v["dtype"]) for k, v in entries.items()}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        twice = str(error) if isinstance(error, _TwinsError) else "that is not a table of tensors"
+        raise _damaged(file, f"a header {twice}") from None
+    for name, (first, last) in ((k, v["data_offsets"]) for k, v in entries.items()):
+        if formats[name] not in BITS:
+            raise ModelError(
+                "a tensor has a number format that cannot be loaded", where=f"{file}: {name}",
+                found=formats[name], allowed=", ".join(BITS), fix="use a copy of the model in bf16 or fp16",
+            )  # fmt: skip
+        if min(shapes[name], default=0) < 0 or math.prod(shapes[name]) * BITS[formats[name]] != 8 * (
+            last - first
+        ):
+            raise _damaged(file, f"{last - first} bytes for {name} of {shapes[name]} in {formats[name]}")
     end = 0
     for first, last in spans:
         if first != end or last < first:
@@ -253,6 +289,18 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
     if 8 + length + end != size:
         raise _damaged(file, f"{size} bytes where the header promises {8 + length + end}")
     return shapes
+
+
+class _TwinsError(ValueError):
+    """A key stands twice in a JSON object: which one holds is anyone's guess."""
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwinsError(f"where {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    return record
 
 
 def _damaged(file: Path, found: str) -> ModelError:
@@ -275,7 +323,7 @@ def _json(file: Path) -> dict[str, Any]:
                 found=file.stat().st_size,
                 allowed=str(MAX_JSON_BYTES),
             )
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
     except FileNotFoundError:
         raise ModelError(
             f"there is no {file.name}",

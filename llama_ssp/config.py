@@ -7,9 +7,12 @@ checked once (`check`). Nothing past this door sees a DictConfig. This room impo
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -18,6 +21,8 @@ from llama_ssp.errors import UsageError
 
 MAX_K = 64
 MAX_SEED = 2**63 - 1
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
+NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out")
 
 
 class Dtype(Enum):
@@ -243,6 +248,7 @@ def resolved(run: RunConf) -> dict[str, Any]:
 
 def check(run: RunConf) -> None:
     """Refuses values outside their range, naming key, value, range and remedy."""
+    _check_types(run, "")
     _check_sampling(run.sampling)
     _check_speculation(run)
     for role, model in (("model", run.model), ("draft", run.draft)):
@@ -260,27 +266,76 @@ def check(run: RunConf) -> None:
     if run.seed is not None:
         _between("seed", run.seed, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
     _between("cluster.reserve", run.cluster.reserve, 0.0, 0.9)
+    if run.cluster.gib is not None:
+        _between("cluster.gib", run.cluster.gib, 0.0, 2.0**20, "null measures the machine", above=True)
+    for role in ("target", "draft"):
+        asked = getattr(run.placement, f"{role}_device")
+        if not DEVICE.fullmatch(asked):
+            raise UsageError(
+                f"placement.{role}_device names no device", found=repr(asked),
+                allowed="auto, cpu, cuda, cuda:N", fix="correct it",
+            )  # fmt: skip
+
+
+def _check_types(node: Any, prefix: str) -> None:
+    """Refuses what OmegaConf lets through: values of nested lists and of interpolations, empty names."""
+    hints = get_type_hints(type(node))
+    for entry in fields(node):
+        key, value = prefix + entry.name, getattr(node, entry.name)
+        if is_dataclass(value):
+            _check_types(value, key + ".")
+        elif not _fits(value, hints[entry.name]):
+            raise UsageError(
+                f"{key} is of the wrong type", found=repr(value), allowed=_in_words(hints[entry.name]),
+                fix="write it as --help shows",
+            )  # fmt: skip
+        elif entry.name in NEVER_EMPTY and value is not None and (not value or "\0" in value):
+            raise UsageError(f"{key} is empty", found=repr(value), fix="give it a value, or leave it out")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, option) for option in inside)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(item, inside[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(
+            _fits(k, inside[0]) and _fits(v, inside[1]) for k, v in value.items()
+        )
+    if hint in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole or (hint is float and isinstance(value, float))
+    return isinstance(value, hint)
+
+
+def _in_words(hint: Any) -> str:
+    inside = [_in_words(option) for option in get_args(hint)]
+    if get_origin(hint) is UnionType:
+        return " or ".join(inside)
+    if get_origin(hint) is list:
+        return f"a list of {inside[0]}"
+    if get_origin(hint) is dict:
+        return f"a map from {inside[0]} to {inside[1]}"
+    return {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
 
 
 def _check_sampling(sampling: SamplingConf) -> None:
-    _between("sampling.temperature", sampling.temperature, 0.0, 100.0, "0 means argmax")
+    if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
+        _between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
     _between("sampling.top_p", sampling.top_p, 0.0, 1.0, "1 turns it off", above=True)
     _between("sampling.min_p", sampling.min_p, 0.0, 1.0, "0 turns it off")
     _between("sampling.top_k", sampling.top_k, 0, 2**31 - 1, "0 turns it off")
-    _between("sampling.repetition_penalty", sampling.repetition_penalty, 0.0, 100.0, above=True)
+    _between("sampling.repetition_penalty", sampling.repetition_penalty, 0.01, 100.0, "1 turns it off")
     _between("sampling.frequency_penalty", sampling.frequency_penalty, -100.0, 100.0)
     _between("sampling.presence_penalty", sampling.presence_penalty, -100.0, 100.0)
     _between("sampling.min_new_tokens", sampling.min_new_tokens, 0, 2**31 - 1)
     for token, bias in sampling.logit_bias.items():
         _between("sampling.logit_bias key", token, 0, 2**31 - 1)
-        if not math.isfinite(bias):
-            raise UsageError(
-                "sampling.logit_bias is not finite",
-                where=f"token {token}",
-                found=bias,
-                allowed="a finite number",
-                fix="to forbid a token use sampling.bad_tokens",
-            )
+        fix = "to forbid a token use sampling.bad_tokens"
+        _between(f"sampling.logit_bias.{token}", bias, -1e4, 1e4, fix)
     for token in sampling.bad_tokens:
         _between("sampling.bad_tokens entry", token, 0, 2**31 - 1)
 
@@ -309,8 +364,25 @@ def _check_model(role: str, model: ModelConf) -> None:
     _between(f"{role}.seed", model.seed, 0, MAX_SEED)
 
 
+def home_expanded(name: str) -> Path:
+    """The path, with a leading ~ for the home folder; an unknown user's stays as it is."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def check_context(run: RunConf) -> None:
-    """What depends on the model's context, once its files have been read."""
+    """What depends on the model's context and vocabulary, once its files have been read."""
+    vocab = run.model.vocab
+    for key, tokens in (("logit_bias", run.sampling.logit_bias), ("bad_tokens", run.sampling.bad_tokens)):
+        for token in tokens:
+            fix = f"model {run.model.name} has {vocab} tokens"
+            _between(f"sampling.{key} token", token, 0, vocab - 1, fix)
+    if len(set(run.sampling.bad_tokens)) >= vocab:
+        raise UsageError(
+            "sampling.bad_tokens forbids every token", found=f"all {vocab}", fix="leave at least one"
+        )
     if isinstance(run.task, GenerateConf):
         _between(
             "task.max_new_tokens",

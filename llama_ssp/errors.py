@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 
+MAX_FOUND = 300  # characters of what was found that a message repeats
 OK, FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT = 0, 1, 2, 3, 4, 5, 6
 
 
@@ -22,7 +23,7 @@ class RunError(Exception):
         facts = ", ".join(
             part
             for part in (
-                f"found {found}" if found is not None else "",
+                f"found {shortened(str(found), MAX_FOUND)}" if found is not None else "",
                 f"allowed {allowed}" if allowed else "",
             )
             if part
@@ -65,3 +66,8 @@ def one_line(text: str) -> str:
     """`text` without line breaks or control characters, so that a log line stays one line."""
     flat = " ".join(text.split())
     return "".join(c if unicodedata.category(c)[0] != "C" else "\N{REPLACEMENT CHARACTER}" for c in flat)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, cut to `most` characters: a message repeats a user's text only to point at it."""
+    return text if len(text) <= most else text[:most] + f"... ({len(text)} characters)"

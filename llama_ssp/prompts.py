@@ -7,6 +7,7 @@ optionally, `id`; an id names the prompt's random stream and its result. No torc
 from __future__ import annotations
 
 import json
+import logging
 import stat
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llama_ssp.config import GenerateConf, OnBadRow
+from llama_ssp.config import GenerateConf, OnBadRow, home_expanded
 from llama_ssp.errors import DataError, StorageError, UsageError
+
+log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ID_LENGTH = 256
+BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
 SAMPLE = ['def hello(name):\n    """Greet someone by name."""\n']
 
 
@@ -45,14 +49,21 @@ def read_prompts(task: GenerateConf) -> Reading:
         found = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
         return _checked(iter(found), task.on_bad_row)
     if task.prompt_file is not None:
-        data = _file_bytes(Path(task.prompt_file))
+        data = _file_bytes(home_expanded(task.prompt_file))
         jsonl = task.prompt_file.endswith((".jsonl", ".json"))
         return _checked(_parse(data, task.prompt_file, jsonl, task.on_bad_row), task.on_bad_row)
     if sys.stdin is None or sys.stdin.isatty():
         return Reading([TextPrompt(str(i), t, "sample") for i, t in enumerate(SAMPLE)], [])
-    data = sys.stdin.buffer.read()
-    jsonl = data.lstrip()[:1] == b"{"
+    data = _stdin_bytes()
+    jsonl = data.removeprefix(BOM).lstrip()[:1] == b"{"
     return _checked(_parse(data, "standard input", jsonl, task.on_bad_row), task.on_bad_row)
+
+
+def _stdin_bytes() -> bytes:
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise StorageError(f"cannot read standard input: {error.strerror}") from None
 
 
 def _file_bytes(path: Path) -> bytes:
@@ -75,7 +86,7 @@ def _parse(data: bytes, name: str, jsonl: bool, policy: OnBadRow) -> Iterator[Te
             "the prompts are UTF-16", where=name, allowed="UTF-8",
             fix="convert them: iconv -f utf-16 -t utf-8",
         )  # fmt: skip
-    offset = 3 if data.startswith(b"\xef\xbb\xbf") else 0
+    offset = len(BOM) if data.startswith(BOM) else 0
     for number, raw in enumerate(data[offset:].split(b"\n"), start=1):
         where = f"{name} line {number}"
         start, offset = offset, offset + len(raw) + 1
@@ -149,6 +160,7 @@ def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], pol
         elif problem is not None and policy is OnBadRow.fail:
             raise problem
         else:
+            log.warning("skipped: %s", problem)
             reading.skipped.append(str(problem))
     if not reading.prompts:
         if reading.skipped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import sys
 from datetime import datetime
@@ -15,7 +14,7 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from llama_ssp import __version__
-from llama_ssp.config import RunConf, resolved
+from llama_ssp.config import RunConf, home_expanded, resolved
 from llama_ssp.errors import StorageError
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
@@ -46,7 +45,7 @@ class RunFolder:
         if run.out is None:
             return
         now = datetime.now()
-        base = Path(run.out) / now.strftime("%Y-%m-%d")
+        base = home_expanded(run.out) / now.strftime("%Y-%m-%d")
         name = f"{now:%H-%M-%S}-{run.task.name}"
         try:
             base.mkdir(parents=True, exist_ok=True)
@@ -92,8 +91,6 @@ class Console:
             sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:
-            # Python would complain once more when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise StorageError("standard output was closed by its reader") from None
         except OSError as error:
             raise StorageError(f"cannot write to standard output: {error.strerror}") from None

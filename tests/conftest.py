@@ -1,14 +1,85 @@
-"""What every test runs under."""
+"""What every test gets: one thread, no network, and a folder of its own to run in."""
 
 from __future__ import annotations
 
+import gc
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 
-torch.set_num_threads(1)  # small models: threads cost more than they give, and results repeat exactly
+from llama_ssp import cli
+from tests import checkpoints
+
+torch.set_num_threads(1)
+gc.freeze()  # torch's and transformers' objects are many, and stay
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    """Run folders and other output land in the test's own folder."""
-    monkeypatch.chdir(tmp_path)
+@dataclass(frozen=True)
+class Answer:
+    """What a run of the command said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("error:")]
+
+
+class Command:
+    """Runs the command in this process, in a folder of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capfd = monkeypatch, capfd
+
+    def __call__(self, *overrides: str, stdin: bytes = b"") -> Answer:
+        self._monkeypatch.setattr(sys, "argv", ["llama-ssp", *overrides])
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        self._capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        said = self._capfd.readouterr()
+        return Answer(int(left.value.code or 0), said.out, said.err)
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Command]:
+    """The command line, callable; what `main` changes in the process is put back."""
+    home = tmp_path / "run"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # composes all again; the flags decide
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LLAMA_SSP_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield Command(monkeypatch, capfd)
+    signal.signal(signal.SIGTERM, handler)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Model folders that are whole; copy one to break it."""
+
+    whole: Path
+    sharded: Path
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    base = tmp_path_factory.mktemp("checkpoints")
+    return Saved(checkpoints.save(base / "whole"), checkpoints.save(base / "sharded", shard="100KB"))

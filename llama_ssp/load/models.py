@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
@@ -38,7 +40,7 @@ def require_supported(path: Path) -> None:
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelError(
             "config.json is not one that transformers knows", where=str(path), found=str(error)[:160],
             allowed=", ".join(TESTED_FAMILIES) + " and other causal models", fix="choose another model",
@@ -74,10 +76,11 @@ def _read(path: Path, dtype: Dtype, device: torch.device) -> Any:
                 output_loading_info=True,
                 **quantised,
             )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(
-            "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200]
-        ) from error
+            "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200],
+            fix="fetch the model again, or another dtype",
+        ) from error  # fmt: skip
     _require_complete(path, report)
     return module
 
@@ -100,7 +103,14 @@ def _synthetic(model: ModelConf, dtype: Dtype, device: torch.device, role: str) 
             "synthetic weights are not quantised", where=f"{role} {model.name}", found="int8",
             allowed="bf16, fp16, fp32", fix=f"use {role}.dtype=bf16",
         )  # fmt: skip
-    return fill(build(model, TORCH_DTYPES[dtype]), model, device, drafts=role == "draft")
+    try:
+        module = build(model, TORCH_DTYPES[dtype])
+    except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise ModelError(
+            "the sizes do not make a model", where=f"{role} {model.name}", found=str(error)[:200],
+            fix="take them from a model's config.json",
+        ) from None  # fmt: skip
+    return fill(module, model, device, drafts=role == "draft")
 
 
 def _require_finite(causal: CausalModel) -> None:

@@ -128,7 +128,7 @@ def _write_law(module: Any, model: ModelConf, drafts: bool) -> None:
         table[:, : 2 * HALF] = codes.to(table)
     # A normed vector has entries sqrt(dim / 2H); HALF products of signs, each standing twice.
     scale = SPREAD / HALF**0.5 / 2 / (model.dim / (2 * HALF)) ** 0.5
-    norm = _final_norm(module)
+    norm: Any = _final_norm(module)
     weight = torch.zeros(model.dim)
     weight[: 2 * HALF] = scale * _norm_signs().repeat(2)
     norm.get_parameter("weight").copy_(weight - 1 if model.family == "gemma2" else weight)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
+
+log = logging.getLogger(__name__)
 
 PROBES = [
     "The quick brown fox", " leading space", "trailing  ", "\n\n\tdef f(x):\n    return x ** 2",
@@ -38,11 +41,10 @@ class HubTokens:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False, use_fast=True
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-            raise ModelError(
-                "the tokenizer cannot be read", where=str(path), found=str(error)[:200],
-                fix="put the model's tokenizer.json and tokenizer_config.json beside its weights",
-            ) from None  # fmt: skip
+        except Exception as error:  # the Rust tokenizers raise bare Exceptions
+            raise _unreadable(path, str(error)) from None
+        if not len(self._tokenizer):
+            raise _unreadable(path, "no tokens")
         own = self._tokenizer.eos_token_id
         self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
         self.bos_id: int | None = self._tokenizer.bos_token_id
@@ -63,7 +65,15 @@ class HubTokens:
             )  # fmt: skip
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
-        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template is the model's own program and may raise anything
+            raise DataError(
+                "the model's chat template refuses the prompt", where="task.chat=true",
+                found=str(error)[:200], fix="leave out task.system, or use task.chat=false",
+            ) from None  # fmt: skip
         ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False)
         return ids
 
@@ -75,6 +85,13 @@ class HubTokens:
         """A hash of every token with its id, and of how a set of strings is cut."""
         content = [sorted(self.vocabulary().items()), [self.encode(text) for text in PROBES]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _unreadable(path: Path, found: str) -> ModelError:
+    return ModelError(
+        "the tokenizer cannot be read", where=str(path), found=found[:200],
+        fix="put the model's tokenizer.json and tokenizer_config.json beside its weights",
+    )  # fmt: skip
 
 
 class ByteTokens:
@@ -115,8 +132,11 @@ def end_ids_of(path: Path) -> frozenset[int]:
     return frozenset()
 
 
-def require_same_tokens(target: Tokens, draft: Tokens) -> None:
-    """Refuses a pair whose ids mean different things; padding rows without a token do not matter."""
+def require_same_tokens(target: Tokens, draft: Tokens, widths: tuple[int, int]) -> None:
+    """Refuses a pair whose ids mean different things.
+
+    `widths` are how many logits each has: they may differ by padding, which no token stands for.
+    """
     if not (isinstance(target, HubTokens) and isinstance(draft, HubTokens)):
         if type(target) is not type(draft):
             raise ModelError(
@@ -144,3 +164,16 @@ def require_same_tokens(target: Tokens, draft: Tokens) -> None:
             allowed="the same merges and special tokens",
             fix="choose a draft of the same family",
         )
+    beyond = sorted(t for t, i in ours.items() if min(widths) <= i < max(widths))
+    if beyond:
+        raise ModelError(
+            "target and draft have the same tokens but not the same vocabulary sizes",
+            found=f"{widths[0]} and {widths[1]} logits, {len(beyond)} tokens only in the larger "
+            f"({', '.join(map(repr, beyond[:3]))})",
+            allowed="sizes that differ by padding only", fix="choose a draft of the same family",
+        )  # fmt: skip
+    if target.end_ids != draft.end_ids:
+        log.warning(
+            "target and draft end texts with different tokens: %s and %s; the target's hold",
+            sorted(target.end_ids), sorted(draft.end_ids),
+        )  # fmt: skip

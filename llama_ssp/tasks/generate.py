@@ -78,13 +78,13 @@ class GenerateTask:
         }
 
     def _tokenised(self, tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:
-        context = self._inputs.run.model.context
+        model = self._inputs.run.model
         usable: list[tuple[TextPrompt, Prompt]] = []
         for text in self._inputs.reading.prompts:
             ids = tokens.chat(text.text, self._task.system) if self._task.chat else tokens.encode(text.text)
             if not ids and tokens.bos_id is not None:
                 ids = [tokens.bos_id]
-            problem = _unusable(text, ids, context)
+            problem = _unusable(text, ids, model.context, model.vocab)
             if problem is None:
                 usable.append((text, Prompt(text.id, tuple(ids))))
             elif self._task.on_bad_row is OnBadRow.fail:
@@ -210,7 +210,7 @@ def traced(number: int, name: str, row: RowStep, tokens: Tokens, text: str) -> d
     }  # fmt: skip
 
 
-def _unusable(text: TextPrompt, ids: list[int], context: int) -> DataError | None:
+def _unusable(text: TextPrompt, ids: list[int], context: int, vocab: int) -> DataError | None:
     if not ids:
         return DataError(
             "the prompt is empty and the model has no token to begin a text with", where=text.where,
@@ -220,6 +220,11 @@ def _unusable(text: TextPrompt, ids: list[int], context: int) -> DataError | Non
         return DataError(
             "the prompt fills the model's context", where=text.where, found=f"{len(ids)} tokens",
             allowed=f"at most {context - 1} of {context}", fix="shorten it; it is never cut silently",
+        )  # fmt: skip
+    if max(ids) >= vocab:
+        return DataError(
+            "the prompt has a token that the model does not know", where=text.where, found=f"id {max(ids)}",
+            allowed=f"ids below {vocab}", fix="remove the tokenizer's added tokens from the text",
         )  # fmt: skip
     return None
 

@@ -59,8 +59,8 @@ def seats(run: RunConf, target_path: Path | None, draft_path: Path | None) -> li
 def tokens_of(found: list[Seat]) -> Tokens:
     """The pair's tokenizer, after checking that both have the same."""
     own = [read_tokens(seat.path, seat.model.vocab) for seat in found]
-    for other in own[1:]:
-        require_same_tokens(own[0], other)
+    for other, seat in zip(own[1:], found[1:], strict=True):
+        require_same_tokens(own[0], other, (found[0].model.vocab, seat.model.vocab))
     return own[0]
 
 
@@ -83,7 +83,9 @@ def open_pair(found: list[Seat], reserve: float, gib: float | None, rows: int, s
 
 def engine_for(pair: Pair, run: RunConf, end_ids: frozenset[int], seed: int, chunk: int) -> Engine:
     """One engine with caches and draws of its own."""
-    laws = Laws(run.sampling, tuple(sorted(end_ids)), pair.target.vocab)
+    # Logits past the narrower model's are padding (require_same_tokens): no token, hence no chance.
+    narrowest = min(pair.target.vocab, pair.draft.vocab if pair.draft else pair.target.vocab)
+    laws = Laws(run.sampling, tuple(sorted(end_ids)), narrowest)
     draws = CounterDraws(seed)
     drafter: Drafter = NoDrafter()
     if pair.draft is not None:
@@ -125,7 +127,7 @@ def _warn(found: list[Seat], run: RunConf) -> None:
         if run.draft is None and run.speculation.drafter is Drafting.model and _drafts(run):
             log.info("no draft model: plain decoding")
         return
-    if draft.path is not None and draft.path == target.path:
+    if draft.path is not None and target.path is not None and draft.path.samefile(target.path):
         log.warning("the draft is the target itself: exact, but no gain is expected")
     elif parameters(draft.model) >= parameters(target.model):
         log.warning(

@@ -1,0 +1,146 @@
+"""The command as a process of its own: what it imports, how it ends, what its streams do to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUN = [sys.executable, str(ROOT / "launch" / "run.py")]
+PROMPT = 'task.prompts=["hello"]'
+LONG = [PROMPT, "task.max_new_tokens=1000", "seed=1", "task.trace=true"]
+# Runs the command, then says on standard error which heavy packages it has imported.
+WATCHED = """
+import sys
+from llama_ssp import cli
+try:
+    cli.main()
+except SystemExit as left:
+    code = left.code
+heavy = {"torch", "transformers", "accelerate", "numpy", "huggingface_hub"} & set(sys.modules)
+print("heavy:", sorted(heavy), file=sys.stderr)
+sys.exit(code)
+"""
+pytestmark = pytest.mark.slow
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LLAMA_SSP_DEBUG")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def errors(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error:")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "Configuration groups"),
+        (["--cfg", "job"], 0, "speculation:"),
+        (["--version"], 0, ""),
+        ([PROMPT, "speculation.k=-1"], 2, "speculation.k is out of range"),
+        ([PROMPT, "speculation.kk=1"], 2, "unknown key"),
+        (["task.prompt_file=/no/such"], 3, "does not exist"),
+        ([PROMPT, "model=local", "model.path=/no/such", "draft=none"], 4, "not a folder"),
+    ],
+    ids=["help", "cfg", "version", "range", "key", "prompts", "folder"],
+)
+def test_answers_without_torch(arguments: list[str], code: int, said: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *arguments], capture_output=True, text=True, timeout=60,
+        env=environment(), cwd=tmp_path, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert "heavy: []" in done.stderr
+    assert len(errors(done.stderr)) == (1 if code else 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_with_its_code(number: int, code: int, tmp_path: Path) -> None:
+    """Row 48: what was finished is in the run folder."""
+    with subprocess.Popen(
+        [*RUN, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(), cwd=tmp_path,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert "round 0" in process.stdout.readline()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert len(errors(said)) == 1 and "stopped by a signal" in said
+    assert "Traceback" not in said
+    (summary,) = (tmp_path / "outputs").rglob("summary.json")
+    content = json.loads(summary.read_text())
+    assert content["status"] == "interrupted"
+    assert content["outputs"][0]["output_tokens"] > 0
+
+
+@pytest.mark.parametrize("arguments", [LONG, ["--help"]], ids=["run", "help"])
+def test_a_reader_that_went_away(arguments: list[str], tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*RUN, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60,
+        env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    os.close(writing)
+    assert done.returncode == 6
+    assert len(errors(done.stderr)) == 1 and "closed by its reader" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [LONG, ["--help"]], ids=["run", "help"])
+def test_a_full_disk(arguments: list[str], tmp_path: Path) -> None:
+    """Row 47, with the device that is always full."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*RUN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            env=environment(), cwd=tmp_path,
+        )  # fmt: skip
+    assert done.returncode == 6
+    assert len(errors(done.stderr)) == 1 and "No space left" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_no_standard_output(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *RUN, PROMPT], stderr=subprocess.PIPE, text=True, timeout=60,
+        env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 6
+    assert len(errors(done.stderr)) == 1 and "standard output is closed" in done.stderr
+
+
+def test_any_character_in_any_locale(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*RUN, 'task.prompts=["日本"]', "task.max_new_tokens=1", "model=nöpe"], capture_output=True,
+        timeout=60, env=environment(PYTHONIOENCODING="ascii"), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "nöpe" in done.stderr.decode()
+
+
+def test_the_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*RUN, PROMPT, "speculation.k=-1"], capture_output=True, text=True, timeout=60,
+        env=environment(LLAMA_SSP_DEBUG="1"), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr and len(errors(done.stderr)) == 1
+
+
+def test_another_rank_keeps_silent(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*RUN, PROMPT], capture_output=True, text=True, timeout=60,
+        env=environment(WORLD_SIZE="2", RANK="1"), cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (5, "")

@@ -1,0 +1,148 @@
+"""Prompts: what is read, with which id, from which line; and which of them are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_ssp.config import GenerateConf, OnBadRow
+from llama_ssp.errors import DataError, StorageError, UsageError
+from llama_ssp.prompts import SAMPLE, Reading, _checked, _parse, read_prompts
+
+exhaustive = settings(derandomize=True, deadline=None, database=None)
+
+
+def reading(data: bytes, jsonl: bool = False, policy: OnBadRow = OnBadRow.fail) -> Reading:
+    return _checked(_parse(data, "f", jsonl, policy), policy)
+
+
+def found(data: bytes, jsonl: bool = False) -> list[tuple[str, str]]:
+    return [(prompt.id, prompt.text) for prompt in reading(data, jsonl).prompts]
+
+
+def test_the_config_s_prompts_are_numbered() -> None:
+    prompts = read_prompts(GenerateConf(prompts=["a", "b"])).prompts
+    assert [(p.id, p.text, p.where) for p in prompts] == [
+        ("0", "a", "task.prompts[0]"),
+        ("1", "b", "task.prompts[1]"),
+    ]
+
+
+def test_text_has_a_prompt_a_line_named_after_it() -> None:
+    assert found(b"one\n\n  \ntwo  \r\nthree") == [
+        ("line-1", "one"),
+        ("line-4", "two  "),
+        ("line-5", "three"),
+    ]
+
+
+def test_only_a_line_feed_ends_a_line() -> None:
+    text = "a\x0bb\x0cc\x85d\u2028e\rf"
+    assert found(text.encode()) == [("line-1", text)]
+
+
+def test_jsonl_has_its_own_ids_or_the_line_s() -> None:
+    lines = [{"id": "x", "prompt": "a"}, {"prompt": "b"}, {"id": 7, "prompt": "c", "other": [1]}]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    assert found(data, jsonl=True) == [("x", "a"), ("line-2", "b"), ("7", "c")]
+
+
+def test_a_byte_order_mark_is_no_text() -> None:
+    assert found(b"\xef\xbb\xbfa") == [("line-1", "a")]
+    assert found(b'\xef\xbb\xbf{"prompt": "a"}', jsonl=True) == [("line-1", "a")]
+
+
+@pytest.mark.parametrize("data", [b'{"prompt": "a"}', b'\n  {"prompt": "a"}', b'\xef\xbb\xbf{"prompt": "a"}'])
+def test_standard_input_shows_by_its_first_character_what_it_is(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert [p.text for p in read_prompts(GenerateConf()).prompts] == ["a"]
+
+
+def test_a_terminal_gets_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert [p.text for p in read_prompts(GenerateConf()).prompts] == SAMPLE
+
+
+def test_a_file_s_name_says_what_it_is(tmp_path: Path) -> None:
+    for name, text in (("a.txt", '{"prompt": "a"}'), ("a.jsonl", "a")):
+        (tmp_path / name).write_text('{"prompt": "a"}')
+        (prompt,) = read_prompts(GenerateConf(prompt_file=str(tmp_path / name))).prompts
+        assert prompt.text == text
+
+
+def test_a_leading_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("hello")
+    assert [p.text for p in read_prompts(GenerateConf(prompt_file="~/a.txt")).prompts] == ["hello"]
+
+
+def test_a_file_that_cannot_be_read_is_no_matter_of_data(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("a")
+    with pytest.raises(StorageError, match="cannot read"):
+        read_prompts(GenerateConf(prompt_file=str(tmp_path / "a")))
+
+
+def test_skipping_keeps_the_good_rows_and_says_what_was_wrong() -> None:
+    data = (
+        b'{"prompt": "a"}\n{\n\xff\n{"prompt": "\\u0000"}\n{"id": "line-1", "prompt": "b"}\n{"prompt": "c"}'
+    )
+    kept = reading(data, jsonl=True, policy=OnBadRow.skip)
+    assert [p.text for p in kept.prompts] == ["a", "c"]
+    assert [reason.split(";")[0] for reason in kept.skipped] == [
+        "the line is not JSON",
+        "the line is not UTF-8",
+        "the prompt holds a NUL character",
+        "an id stands twice",
+    ]
+
+
+def test_nothing_left_is_an_error_whatever_the_policy() -> None:
+    with pytest.raises(DataError, match="no usable prompt"):
+        reading(b"\xff", policy=OnBadRow.skip)
+    with pytest.raises(UsageError, match="there is no prompt"):
+        reading(b"\n")
+
+
+def test_a_file_of_utf16_is_refused_even_when_bad_rows_are_skipped() -> None:
+    with pytest.raises(DataError, match="UTF-16"):
+        reading("a\nb".encode("utf-16"), policy=OnBadRow.skip)
+
+
+@exhaustive
+@given(st.binary(max_size=60), st.booleans())
+def test_any_bytes_give_prompts_or_one_of_our_errors(data: bytes, jsonl: bool) -> None:
+    try:
+        prompts = reading(data, jsonl, OnBadRow.skip).prompts
+    except (DataError, UsageError) as error:
+        assert "\n" not in str(error)
+        return
+    assert len({p.id for p in prompts}) == len(prompts)
+    assert all("\0" not in p.text for p in prompts)
+
+
+printable = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=8)
+texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
+
+
+@exhaustive
+@given(st.dictionaries(printable, texts, min_size=1, max_size=5), st.booleans())
+def test_jsonl_survives_the_round_trip(records: dict[str, str], ascii_only: bool) -> None:
+    lines = (json.dumps({"id": i, "prompt": t}, ensure_ascii=ascii_only) for i, t in records.items())
+    data = "\n".join(lines).encode()
+    expected = {i: t for i, t in records.items() if i.isprintable()}
+    try:
+        assert dict(found(data, jsonl=True)) == records
+    except DataError:
+        assert expected != records

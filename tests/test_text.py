@@ -1,0 +1,177 @@
+"""Tokens to text: pieces that add up, characters that are whole, stop strings wherever they fall."""
+
+from __future__ import annotations
+
+import string
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_ssp.text import INCOMPLETE, Detokenizer, Writing
+from tests import checkpoints
+
+exhaustive = settings(derandomize=True, deadline=None, database=None)
+
+
+@cache
+def tokenizer() -> Any:
+    return checkpoints.tokenizer()
+
+
+def decode(ids: list[int]) -> str:
+    text: str = tokenizer().decode(ids, skip_special_tokens=True)
+    return text
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def letters(ids: list[int]) -> str:
+    """A tokenizer whose tokens are letters, and from 100 on pairs of letters."""
+    pairs = [a + b for a in "abc" for b in "abc"]
+    return "".join(pairs[i - 100] if i >= 100 else string.ascii_lowercase[i] for i in ids)
+
+
+def ids_of(text: str) -> list[int]:
+    return [string.ascii_lowercase.index(c) for c in text]
+
+
+def write(tokens: list[int], stops: list[str], blocks: list[int]) -> tuple[str, str, int]:
+    """Writes tokens in blocks as the loop does: the text, what was printed, tokens that were kept."""
+    writing = Writing(letters, [()], stops)
+    printed, kept, start, ended = "", 0, 0, False
+    for size in [*blocks, len(tokens)]:
+        block = tokens[start : start + size]
+        start += size
+        cut = writing.kept(0, block)
+        kept += len(block) if cut is None else cut
+        ended = cut is not None
+        printed += writing.printable(0, ended)
+        if ended:
+            break
+    printed += writing.printable(0, True)
+    return writing.text(0), printed, kept
+
+
+words = st.text("aé日🙂 \n\u0301z~", max_size=12)
+
+
+@exhaustive
+@given(words, words)
+def test_pieces_add_up_and_are_whole(prompt: str, text: str) -> None:
+    detokenizer = Detokenizer(decode, encode(prompt))
+    pieces = [detokenizer.push(token) for token in encode(text)]
+    assert "".join(pieces) == text
+    assert not any(INCOMPLETE in piece for piece in pieces)
+
+
+@exhaustive
+@given(st.lists(st.integers(0, 299), max_size=20))
+def test_any_tokens_give_what_decoding_them_at_once_gives(tokens: list[int]) -> None:
+    """But for a broken character, which is held back as long as nothing follows it."""
+    detokenizer = Detokenizer(decode, [])
+    written = "".join(detokenizer.push(token) for token in tokens)
+    whole = decode(tokens)
+    assert whole.startswith(written)
+    assert set(whole[len(written) :]) <= {INCOMPLETE} or whole.endswith(INCOMPLETE)
+
+
+def test_a_character_of_four_bytes_comes_at_once() -> None:
+    tokens = encode("🙂")
+    assert len(tokens) == 4
+    detokenizer = Detokenizer(decode, [])
+    assert [detokenizer.push(token) for token in tokens] == ["", "", "", "🙂"]
+
+
+def test_a_character_begun_in_the_prompt_is_finished() -> None:
+    *begun, last = encode("é~")[:2]
+    detokenizer = Detokenizer(decode, encode("caf") + begun)
+    assert "é" in decode(encode("caf") + [*begun, last])
+    assert not detokenizer.push(last).startswith("caf")
+
+
+def test_special_tokens_are_left_out() -> None:
+    start, end = (tokenizer().token_to_id(name) for name in checkpoints.SPECIAL)
+    detokenizer = Detokenizer(decode, [start])
+    assert "".join(map(detokenizer.push, [*encode("a"), end, *encode("b"), end])) == "ab"
+
+
+def test_a_long_text_is_decoded_in_short_pieces() -> None:
+    """A token costs the same whatever stands before it."""
+    seen: list[int] = []
+
+    def counted(ids: list[int]) -> str:
+        seen.append(len(ids))
+        return decode(ids)
+
+    text = "the quick brown fox " * 40
+    detokenizer = Detokenizer(counted, encode(text))
+    assert "".join(map(detokenizer.push, encode(text))) == text
+    assert max(seen) < 20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "blocks", "text", "kept"),
+    [
+        (ids_of("xxabyy"), ["ab"], [6], "xx", 4),
+        (ids_of("xxabyy"), ["ab"], [3, 3], "xx", 4),
+        (ids_of("xxabcyy"), ["abc"], [1] * 7, "xx", 5),
+        (ids_of("xabx"), ["zz", "ab", "b"], [4], "x", 3),
+        (ids_of("xabcx"), ["bc", "abc"], [5], "x", 4),
+        ([*ids_of("x"), 101, *ids_of("x")], ["a"], [3], "x", 2),
+        ([*ids_of("x"), 101, *ids_of("x")], ["b"], [3], "xa", 2),
+        ([*ids_of("x"), 101, 105, *ids_of("x")], ["bb"], [2, 2], "xa", 3),
+        (ids_of("aab"), ["ab"], [1, 1, 1], "a", 3),
+        (ids_of("aaab"), ["aab"], [2, 2], "a", 4),
+        (ids_of("xay"), ["ab"], [2, 1], "xay", 3),
+        (ids_of("xa"), ["ab"], [2], "xa", 2),
+        (ids_of("abx"), ["ab"], [3], "", 2),
+        (ids_of("xyz"), [], [3], "xyz", 3),
+    ],
+    ids=[
+        "in-one-block", "across-blocks", "a-token-a-block", "first-that-ends", "earliest-begins",
+        "begins-a-token", "ends-a-token", "across-tokens", "false-start", "overlapping-start",
+        "released", "released-at-the-end", "at-once", "none",
+    ],
+)  # fmt: skip
+def test_stop_strings(tokens: list[int], stops: list[str], blocks: list[int], text: str, kept: int) -> None:
+    assert write(tokens, stops, blocks) == (text, text, kept)
+
+
+def test_a_possible_beginning_is_held_back_then_released() -> None:
+    writing = Writing(letters, [()], ["abc"])
+    printed = []
+    for letter in "xabyab":
+        writing.kept(0, ids_of(letter))
+        printed.append(writing.printable(0, False))
+    assert printed == ["x", "", "", "aby", "", ""]
+    assert writing.printable(0, True) == "ab"
+    assert writing.printable(0, True) == ""
+
+
+def test_rows_do_not_share_text() -> None:
+    writing = Writing(letters, [(), (0,)], ["ab"])
+    assert writing.kept(0, ids_of("a")) is None
+    assert writing.kept(1, ids_of("b")) is None
+    assert [writing.text(0), writing.text(1)] == ["a", "b"]
+
+
+@exhaustive
+@given(
+    st.lists(st.sampled_from([0, 1, 2, *range(100, 109)]), min_size=1, max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(1, 4), max_size=6),
+)
+def test_stop_strings_against_the_plain_definition(
+    tokens: list[int], stops: list[str], blocks: list[int]
+) -> None:
+    """The text ends before the earliest stop string of the first token that completes one."""
+    ends = [n for n in range(1, len(tokens) + 1) if any(s in letters(tokens[:n]) for s in stops)]
+    whole = letters(tokens[: ends[0]] if ends else tokens)
+    text = whole[: min(whole.find(s) for s in stops if s in whole)] if ends else whole
+    assert write(tokens, stops, blocks) == (text, text, ends[0] if ends else len(tokens))
