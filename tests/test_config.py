@@ -1,0 +1,189 @@
+"""The configuration: every preset composes, counts its weights as published, and has its types checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from llama_ssp import cli, config
+from llama_ssp.config import GenerateConf, ModelConf, RunConf, Weights
+from llama_ssp.errors import UsageError
+from llama_ssp.load import synthetic
+from llama_ssp.plan import parameters
+
+PUBLISHED = {
+    "7B": 6_738_415_616,
+    "13B": 13_015_864_320,
+    "30B": 32_528_943_616,
+    "65B": 65_285_660_672,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gpt-neo-1.3b": 1_315_575_808,
+    "gpt-neox-20b": 20_554_567_680,
+    "smollm2-135m": 134_515_008,
+    "smollm2-135m-instruct": 134_515_008,
+    "smollm2-1.7b-instruct": 1_711_376_384,
+}
+UNCOUNTED = {"local", "tiny", "tiny_draft"}
+
+
+def presets(group: str) -> list[str]:
+    return sorted(file.stem for file in (cli.CONF / group).glob("*.yaml"))
+
+
+OTHERS = [(g, n) for g in cli.GROUPS if g != "model" for n in presets(g)]
+
+
+@pytest.fixture(scope="module")
+def hydra() -> Iterator[None]:
+    config.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(cli.CONF), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> RunConf:
+    return config.to_run(compose("run", list(overrides)))
+
+
+@pytest.mark.parametrize("name", presets("model"))
+def test_every_model_composes_and_counts_as_published(name: str, hydra: None) -> None:
+    model = composed(f"model={name}").model
+    assert model.name == name
+    if name in UNCOUNTED:
+        return
+    assert parameters(model) == PUBLISHED[name.removesuffix("_8bit")]
+    assert (model.dtype is config.Dtype.int8) == name.endswith("_8bit")
+
+
+@pytest.mark.parametrize(("group", "name"), OTHERS)
+def test_every_option_composes(group: str, name: str, hydra: None) -> None:
+    run = composed(f"{group}={name}")
+    if group == "draft" and name == "none":
+        assert run.draft is None
+    elif group == "draft":
+        assert run.draft == composed(f"model={name}").model
+    elif group == "task":
+        assert run.task.name == name
+
+
+def test_drafts_are_the_models() -> None:
+    assert set(presets("draft")) == {*presets("model"), "none"}
+    assert PUBLISHED.keys() | UNCOUNTED == {name.removesuffix("_8bit") for name in presets("model")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3.2-1b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "gemma2-2b", "gpt-neo-1.3b",
+        "gpt-neox-20b", "tiny",
+    ],
+)  # fmt: skip
+def test_the_closed_form_counts_what_transformers_builds(name: str, hydra: None) -> None:
+    import torch
+
+    model = composed(f"model={name}").model
+    module: Any = synthetic.build(model, torch.bfloat16)
+    module.tie_weights()  # as `fill` does
+    assert all(p.is_meta for p in module.parameters())
+    assert parameters(model) == sum(p.numel() for p in module.parameters())
+
+
+def test_the_defaults_are_the_schema_s(hydra: None) -> None:
+    """A preset says what it changes; what it leaves out is what the dataclass says."""
+    run = composed()
+    assert run.sampling == config.SamplingConf()
+    assert run.speculation == config.SpeculationConf()
+    assert run.placement == config.PlacementConf()
+    assert run.cluster == config.ClusterConf()
+    assert isinstance(run.task, GenerateConf)
+    assert run.task == GenerateConf(name="generate")
+
+
+def test_a_config_survives_its_record(hydra: None) -> None:
+    run = composed("model=gemma2-2b", "draft=none", "+sampling.logit_bias={5: -1}", 'task.stop=["a"]')
+    plain = config.resolved(run)
+    again = OmegaConf.to_yaml(OmegaConf.create(plain))
+    assert OmegaConf.to_container(OmegaConf.create(again)) == plain
+    assert plain["draft"] is None and plain["model"]["weights"] == "checkpoint"
+
+
+def test_known_keys_reach_every_leaf() -> None:
+    keys = config.known_keys()
+    for key in ("model.path", "draft.dtype", "sampling.top_k", "task.prompts", "speculation.k", "seed"):
+        assert key in keys
+    assert len(keys) == len(set(keys))
+
+
+def filled(**changes: Any) -> RunConf:
+    sizes = dict.fromkeys(config.SIZES, 8)
+    run = RunConf(model=ModelConf(name="m", weights=Weights.synthetic, **sizes), task=GenerateConf(name="g"))
+    for dotted, value in changes.items():
+        *parents, leaf = dotted.split("__")
+        node: Any = run
+        for name in parents:
+            node = getattr(node, name)
+        setattr(node, leaf, value)
+    return run
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculation__k": 1.0}, {"speculation__k": True}, {"speculation__k": "1"}, {"speculation__k": None},
+        {"sampling__temperature": "1"}, {"sampling__temperature": True}, {"task__prompts": ["a", None]},
+        {"task__prompts": [["a"]]}, {"task__prompts": "a"}, {"task__stop": None}, {"task__chat": 1},
+        {"sampling__logit_bias": {"5": 1.0}}, {"sampling__logit_bias": {5: "x"}},
+        {"sampling__bad_tokens": [1.5]}, {"model__dtype": "bf16"}, {"model__path": ""},
+        {"model__path": "a\0"}, {"model__name": ""}, {"out": ""},
+        {"cluster__gib": 0.0}, {"cluster__gib": -1.0}, {"cluster__gib": float("inf")},
+        {"placement__draft_device": "cuda:x"}, {"placement__draft_device": "CPU"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_types_and_ranges_are_checked_whoever_made_the_config(changes: dict[str, Any]) -> None:
+    config.check(filled())
+    with pytest.raises(UsageError) as raised:
+        config.check(filled(**changes))
+    key = next(iter(changes)).replace("__", ".")
+    assert str(raised.value).startswith(key)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling__temperature": 0}, {"sampling__temperature": 1}, {"sampling__logit_bias": {5: -1}},
+        {"task__prompts": ["a"]}, {"cluster__gib": 24}, {"out": None}, {"speculation__k": 0},
+        {"placement__target_device": "cuda:1"}, {"sampling__top_p": 1e-9},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_allowed(changes: dict[str, Any]) -> None:
+    config.check(filled(**changes))
+
+
+def test_an_unknown_home_stays_as_it_was() -> None:
+    assert config.home_expanded("~no-such-user-here/x") == Path("~no-such-user-here/x")
+    assert config.home_expanded("~/x") == Path.home() / "x"
