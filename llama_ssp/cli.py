@@ -309,11 +309,12 @@ def _translated(error: Exception) -> UsageError:
     text = f"{error}\n{error.__cause__ or ''}"
     key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
     if found := NO_OPTION.search(text):
-        group, option = found["group"].removeprefix("/"), found["option"]
+        group, option = found["group"], found["option"]
+        otherwise = f"or use {group}=local with {group}.path" if group in ("model", "draft") else "choose one"
         close = difflib.get_close_matches(option, _options(group), n=1)
         return UsageError(
             f"there is no {group}={option}", allowed=", ".join(_options(group)),
-            fix=f"did you mean {group}={close[0]}?" if close else f"or use {group}=local with a path",
+            fix=f"did you mean {group}={close[0]}?" if close else otherwise,
         ) if _options(group) else UsageError(f"there is no {group}={option}", fix="see --help")  # fmt: skip
     if found := WRONG_TYPE.search(text):
         allowed = TYPE_NAMES.get(found["wanted"], found["wanted"])

@@ -249,6 +249,11 @@ def resolved(run: RunConf) -> dict[str, Any]:
 def check(run: RunConf) -> None:
     """Refuses values outside their range, naming key, value, range and remedy."""
     _check_types(run, "")
+    if TASKS.get(run.task.name) is not type(run.task):  # the name becomes part of a folder's name
+        raise UsageError(
+            "task.name is no task", found=repr(run.task.name), allowed=", ".join(TASKS),
+            fix="choose a task with task=NAME, and leave task.name",
+        )  # fmt: skip
     _check_sampling(run.sampling)
     _check_speculation(run)
     for role, model in (("model", run.model), ("draft", run.draft)):

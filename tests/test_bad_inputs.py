@@ -294,6 +294,8 @@ SETTINGS = [
     usage(31, "no-such-device", "placement.target_device=tpu", holds=("target_device", "'tpu'", "cuda:N")),
     usage(32, "no-gib", "cluster.gib=nan", holds=("cluster.gib", "found nan")),
     usage(46, "hydra-run-dir", "hydra.run.dir=../../x", holds=("Hydra's own settings", "out=FOLDER")),
+    usage(46, "task-name", "task.name=../../x", holds=("task.name is no task", "generate")),
+    usage(1, "unknown-experiment", "experiment=chen", holds=("experiment=chen", "mean experiment=chen2023")),
     usage(46, "hydra-added", "+hydra.job.chdir=true", holds=("Hydra's own settings",)),
     usage(46, "hydra-group", "hydra/launcher=basic", holds=("Hydra's own settings",)),
     usage(46, "hydra-package", "+model@hydra.run=tiny", holds=("Hydra's own settings",)),

@@ -53,7 +53,7 @@ def presets(group: str) -> list[str]:
     return sorted(file.stem for file in (cli.CONF / group).glob("*.yaml"))
 
 
-OTHERS = [(g, n) for g in cli.GROUPS if g != "model" for n in presets(g)]
+OTHERS = [(g, n) for g in cli.GROUPS if g not in ("model", "draft") for n in presets(g)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,10 @@ def composed(*overrides: str) -> RunConf:
 
 @pytest.mark.parametrize("name", presets("model"))
 def test_every_model_composes_and_counts_as_published(name: str, hydra: None) -> None:
-    model = composed(f"model={name}").model
+    """As a target and as a draft."""
+    run = composed(f"model={name}", f"draft={name}")
+    model = run.model
+    assert run.draft == model
     assert model.name == name
     if name in UNCOUNTED:
         return
@@ -81,16 +84,13 @@ def test_every_model_composes_and_counts_as_published(name: str, hydra: None) ->
 @pytest.mark.parametrize(("group", "name"), OTHERS)
 def test_every_option_composes(group: str, name: str, hydra: None) -> None:
     run = composed(f"{group}={name}")
-    if group == "draft" and name == "none":
-        assert run.draft is None
-    elif group == "draft":
-        assert run.draft == composed(f"model={name}").model
-    elif group == "task":
+    if group == "task":
         assert run.task.name == name
 
 
-def test_drafts_are_the_models() -> None:
+def test_drafts_are_the_models(hydra: None) -> None:
     assert set(presets("draft")) == {*presets("model"), "none"}
+    assert composed("draft=none").draft is None
     assert PUBLISHED.keys() | UNCOUNTED == {name.removesuffix("_8bit") for name in presets("model")}
 
 
@@ -139,7 +139,9 @@ def test_known_keys_reach_every_leaf() -> None:
 
 def filled(**changes: Any) -> RunConf:
     sizes = dict.fromkeys(config.SIZES, 8)
-    run = RunConf(model=ModelConf(name="m", weights=Weights.synthetic, **sizes), task=GenerateConf(name="g"))
+    run = RunConf(
+        model=ModelConf(name="m", weights=Weights.synthetic, **sizes), task=GenerateConf(name="generate")
+    )
     for dotted, value in changes.items():
         *parents, leaf = dotted.split("__")
         node: Any = run
@@ -157,7 +159,7 @@ def filled(**changes: Any) -> RunConf:
         {"task__prompts": [["a"]]}, {"task__prompts": "a"}, {"task__stop": None}, {"task__chat": 1},
         {"sampling__logit_bias": {"5": 1.0}}, {"sampling__logit_bias": {5: "x"}},
         {"sampling__bad_tokens": [1.5]}, {"model__dtype": "bf16"}, {"model__path": ""},
-        {"model__path": "a\0"}, {"model__name": ""}, {"out": ""},
+        {"model__path": "a\0"}, {"model__name": ""}, {"out": ""}, {"task__name": "plan"},
         {"cluster__gib": 0.0}, {"cluster__gib": -1.0}, {"cluster__gib": float("inf")},
         {"placement__draft_device": "cuda:x"}, {"placement__draft_device": "CPU"},
     ],
