@@ -14,6 +14,7 @@ import re
 import secrets
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,7 +125,10 @@ def _compose() -> list[DictConfig]:
         found.append(cfg)
 
     try:
-        keep()
+        with tempfile.TemporaryDirectory() as scratch:
+            if {"--multirun", "-m"} & set(sys.argv):  # Hydra keeps a record of a sweep, the user none
+                sys.argv.append(f"hydra.sweep.dir={scratch}")
+            keep()
     except RecursionError:
         raise
     except OverrideParseException as error:

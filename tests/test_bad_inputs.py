@@ -557,6 +557,13 @@ def test_what_looks_odd_but_is_allowed(command: Command) -> None:
     assert [o["output_tokens"] for o in fingers(answer)["outputs"]] == [3]
 
 
+def test_a_sweep_leaves_nothing_behind(command: Command) -> None:
+    answer = command("-m", PROMPT, "seed=1,2", "out=null", "output=json", "task.max_new_tokens=1")
+    assert (answer.code, answer.errors) == (0, [])
+    assert [json.loads(line)["seed"] for line in answer.out.splitlines()] == [1, 2]
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_k_shrinks_where_the_context_ends(command: Command) -> None:
     answer = command('task.prompts=["' + "x" * 1020 + '"]', "speculation.k=64", "output=json", "seed=1")
     assert (answer.code, fingers(answer)["outputs"][0]["finish_reason"]) == (0, "context")
