@@ -87,7 +87,7 @@ class Laws:
         if controls.frequency_penalty or controls.presence_penalty:
             count_BWV = token_counts(prefix, width, generated_only=True).to(logit_BWV.dtype)
             logit_BWV = logit_BWV - controls.frequency_penalty * count_BWV
-            logit_BWV = logit_BWV - controls.presence_penalty * (count_BWV > 0)
+            logit_BWV = logit_BWV - controls.presence_penalty * count_BWV.clamp(max=1)
         return logit_BWV
 
 

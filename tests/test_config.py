@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from llama_ssp import cli, config
+from llama_ssp import checks, config, overrides
 from llama_ssp.config import GenerateConf, ModelConf, RunConf, Weights
 from llama_ssp.errors import UsageError
 from llama_ssp.load import synthetic
@@ -50,22 +50,22 @@ UNCOUNTED = {"local", "tiny", "tiny_draft"}
 
 
 def presets(group: str) -> list[str]:
-    return sorted(file.stem for file in (cli.CONF / group).glob("*.yaml"))
+    return sorted(file.stem for file in (overrides.CONF / group).glob("*.yaml"))
 
 
-OTHERS = [(g, n) for g in cli.GROUPS if g not in ("model", "draft") for n in presets(g)]
+OTHERS = [(g, n) for g in overrides.GROUPS if g not in ("model", "draft") for n in presets(g)]
 
 
 @pytest.fixture(scope="module")
 def hydra() -> Iterator[None]:
     config.register()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(cli.CONF), version_base="1.3"):
+    with initialize_config_dir(str(overrides.CONF), version_base="1.3"):
         yield
 
 
 def composed(*overrides: str) -> RunConf:
-    return config.to_run(compose("run", list(overrides)))
+    return checks.to_run(compose("run", list(overrides)))
 
 
 @pytest.mark.parametrize("name", presets("model"))
@@ -166,9 +166,9 @@ def filled(**changes: Any) -> RunConf:
     ids=str,
 )  # fmt: skip
 def test_types_and_ranges_are_checked_whoever_made_the_config(changes: dict[str, Any]) -> None:
-    config.check(filled())
+    checks.check(filled())
     with pytest.raises(UsageError) as raised:
-        config.check(filled(**changes))
+        checks.check(filled(**changes))
     key = next(iter(changes)).replace("__", ".")
     assert str(raised.value).startswith(key)
 
@@ -183,7 +183,7 @@ def test_types_and_ranges_are_checked_whoever_made_the_config(changes: dict[str,
     ids=str,
 )  # fmt: skip
 def test_what_is_allowed(changes: dict[str, Any]) -> None:
-    config.check(filled(**changes))
+    checks.check(filled(**changes))
 
 
 def test_an_unknown_home_stays_as_it_was() -> None:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "llama_ssp"
 LAYERS = [
     {"llama_ssp", "errors"},
     {"config"},
-    {"plan"},
+    {"plan", "checks", "overrides"},
     {"checkpoint", "prompts", "inputs", "arrays", "text", "metrics", "lookahead"},
     {"sampling", "verify", "draws"},
     {"cache", "load"},
@@ -26,8 +26,8 @@ LAYERS = [
 ]  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
-    "llama_ssp", "errors", "config", "plan", "checkpoint", "prompts", "inputs", "cli", "report", "text",
-    "metrics", "lookahead",
+    "llama_ssp", "errors", "config", "plan", "checkpoint", "prompts", "inputs", "cli", "checks",
+    "overrides", "report", "text", "metrics", "lookahead",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

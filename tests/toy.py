@@ -67,7 +67,8 @@ class Toy(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, 0)
         else:
-            attention_mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+            window = self.config.sliding_window or length
+            attention_mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)[None, None]
         score = (state @ self.query)[:, None] @ key.transpose(-1, -2) / WIDTH**0.5
         weight = score.masked_fill(~attention_mask, -torch.inf).softmax(-1)
         state = torch.tanh(state + (weight @ value)[:, 0])

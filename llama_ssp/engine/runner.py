@@ -69,7 +69,10 @@ class Runner:
         assert self._cache is not None, "start() comes first"
         count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
         feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device)
+        # A draft's vocabulary may lack padding rows that the target has. Should one be drawn, the draft
+        # reads another token in its place: its law stays the one it draws from, so nothing is lost.
         token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
+        token_BW = token_BW.clamp(max=self.model.vocab - 1)
         logits = self.model.logits(token_BW, feed, self._cache, last_only)
         self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
         self.forwards += 1

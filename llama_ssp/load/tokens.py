@@ -23,6 +23,7 @@ class Tokens(Protocol):
 
     end_ids: frozenset[int]
     bos_id: int | None
+    size: int  # ids from here on have no token: rows that pad a model's vocabulary
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -48,6 +49,7 @@ class HubTokens:
         own = self._tokenizer.eos_token_id
         self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
         self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.size = 1 + max(self.vocabulary().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text)
@@ -101,10 +103,10 @@ class ByteTokens:
     bos_id: int | None = None
 
     def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
+        self.size = vocab
 
     def encode(self, text: str) -> list[int]:
-        return [byte % self._vocab for byte in text.encode()]
+        return [byte % self.size for byte in text.encode()]
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from llama_ssp.config import GenerateConf, Output
-from llama_ssp.errors import UsageError
+from llama_ssp.config import GenerateConf, Output, TaskConf
 from llama_ssp.inputs import Inputs
 from llama_ssp.report import Console, RunFolder, config_sha256, versions
 from llama_ssp.tasks.generate import GenerateTask
 
-log = logging.getLogger(__name__)
+
+class Task(Protocol):
+    """One run of a task."""
+
+    def run(self) -> str:
+        """Does the work; the status that the summary shows."""
+
+    def has_output(self) -> bool:
+        """Whether there is anything to report, should it have been stopped."""
+
+    def figures(self) -> dict[str, Any]:
+        """The task's part of the summary, right at any moment."""
+
+
+TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder], Task]] = {GenerateConf: GenerateTask}
 
 
 def execute(inputs: Inputs) -> int:
@@ -20,9 +33,7 @@ def execute(inputs: Inputs) -> int:
     run = inputs.run
     console, folder = Console(), RunFolder(run, inputs.seed)
     began = time.perf_counter()
-    if not isinstance(run.task, GenerateConf):
-        raise UsageError("there is no such task", found=run.task.name, allowed="generate")
-    task = GenerateTask(inputs, run.task, console, folder)
+    task = TASKS[type(run.task)](inputs, console, folder)
     status = "error"
     try:
         status = task.run()

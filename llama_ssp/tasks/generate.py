@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 class GenerateTask:
     """One run of the task. `figures` is right at any moment, also after a failure."""
 
-    def __init__(self, inputs: Inputs, task: GenerateConf, console: Console, folder: RunFolder) -> None:
-        self._inputs, self._task = inputs, task
+    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder) -> None:
+        assert isinstance(inputs.run.task, GenerateConf)
+        self._inputs, self._task = inputs, inputs.run.task
         self._console, self._folder = console, folder
         self._counts = Counts()
         self._outputs: list[dict[str, Any]] = []
@@ -47,7 +48,7 @@ class GenerateTask:
         slots = min(longest + task.max_new_tokens, run.model.context)
         self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, rows, slots)
         ends = frozenset() if task.ignore_eos else tokens.end_ids
-        self._engine = engine_for(self._pair, run, ends, self._inputs.seed, task.prefill_chunk)
+        self._engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
         batches = range(0, len(prompts), task.batch_size)
         for number, first in enumerate(batches, start=1):
             self._batch(prompts[first : first + task.batch_size], tokens, ends)

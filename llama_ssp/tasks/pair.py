@@ -81,11 +81,12 @@ def open_pair(found: list[Seat], reserve: float, gib: float | None, rows: int, s
     return Pair(loaded["model"], loaded.get("draft"), devices)
 
 
-def engine_for(pair: Pair, run: RunConf, end_ids: frozenset[int], seed: int, chunk: int) -> Engine:
-    """One engine with caches and draws of its own."""
-    # Logits past the narrower model's are padding (require_same_tokens): no token, hence no chance.
-    narrowest = min(pair.target.vocab, pair.draft.vocab if pair.draft else pair.target.vocab)
-    laws = Laws(run.sampling, tuple(sorted(end_ids)), narrowest)
+def engine_for(
+    pair: Pair, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int
+) -> Engine:
+    """One engine with caches and draws of its own; only real tokens are ever drawn."""
+    vocab = min(pair.target.vocab, tokens.size)
+    laws = Laws(run.sampling, tuple(sorted(end_ids)), vocab)
     draws = CounterDraws(seed)
     drafter: Drafter = NoDrafter()
     if pair.draft is not None:
@@ -93,7 +94,7 @@ def engine_for(pair: Pair, run: RunConf, end_ids: frozenset[int], seed: int, chu
     elif run.speculation.drafter is Drafting.ngram:
         wide = torch.promote_types(pair.target.dtype, torch.float32)
         spec = run.speculation
-        drafter = NgramDrafter(spec.ngram_min, spec.ngram_max, pair.target.vocab, wide)
+        drafter = NgramDrafter(spec.ngram_min, spec.ngram_max, vocab, wide)
     rule = RULES[run.speculation.verification.value]
     return Engine(Runner(pair.target, chunk), drafter, laws, rule, draws)
 

@@ -1,0 +1,207 @@
+"""What a value may be: ranges and types of the configuration, checked once at the door. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from llama_ssp.config import SIZES, TASKS, GenerateConf, ModelConf, RunConf, SamplingConf, Weights
+from llama_ssp.errors import UsageError
+
+MAX_K = 64
+
+MAX_SEED = 2**63 - 1
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
+
+NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out")
+
+
+def to_run(cfg: DictConfig) -> RunConf:
+    """The one conversion from Hydra's merged config to dataclasses, checked."""
+    run = OmegaConf.to_object(cfg)
+    if not isinstance(run, RunConf):
+        raise UsageError("the configuration does not start from the schema", where="conf/run.yaml")
+    check(run)
+    return run
+
+
+def check(run: RunConf) -> None:
+    """Refuses values outside their range, naming key, value, range and remedy."""
+    _check_types(run, "")
+    if TASKS.get(run.task.name) is not type(run.task):  # the name becomes part of a folder's name
+        raise UsageError(
+            "task.name is no task", found=repr(run.task.name), allowed=", ".join(TASKS),
+            fix="choose a task with task=NAME, and leave task.name",
+        )  # fmt: skip
+    _check_sampling(run.sampling)
+    _check_speculation(run)
+    for role, model in (("model", run.model), ("draft", run.draft)):
+        if model is not None:
+            _check_model(role, model)
+    if isinstance(run.task, GenerateConf):
+        _check_generate(run.task)
+    if run.sampling.min_new_tokens > getattr(run.task, "max_new_tokens", math.inf):
+        raise UsageError(
+            "sampling.min_new_tokens exceeds task.max_new_tokens",
+            found=run.sampling.min_new_tokens,
+            allowed=f"0..{getattr(run.task, 'max_new_tokens', '')}",
+            fix="lower the one or raise the other",
+        )
+    if run.seed is not None:
+        _between("seed", run.seed, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
+    _between("cluster.reserve", run.cluster.reserve, 0.0, 0.9)
+    if run.cluster.gib is not None:
+        _between("cluster.gib", run.cluster.gib, 0.0, 2.0**20, "null measures the machine", above=True)
+    for role in ("target", "draft"):
+        asked = getattr(run.placement, f"{role}_device")
+        if not DEVICE.fullmatch(asked):
+            raise UsageError(
+                f"placement.{role}_device names no device", found=repr(asked),
+                allowed="auto, cpu, cuda, cuda:N", fix="correct it",
+            )  # fmt: skip
+
+
+def check_context(run: RunConf) -> None:
+    """What depends on the model's context and vocabulary, once its files have been read."""
+    vocab = run.model.vocab
+    for key, tokens in (("logit_bias", run.sampling.logit_bias), ("bad_tokens", run.sampling.bad_tokens)):
+        for token in tokens:
+            fix = f"model {run.model.name} has {vocab} tokens"
+            _between(f"sampling.{key} token", token, 0, vocab - 1, fix)
+    if len(set(run.sampling.bad_tokens)) >= vocab:
+        raise UsageError(
+            "sampling.bad_tokens forbids every token", found=f"all {vocab}", fix="leave at least one"
+        )
+    if isinstance(run.task, GenerateConf):
+        _between(
+            "task.max_new_tokens",
+            run.task.max_new_tokens,
+            1,
+            run.model.context - 1,
+            f"model {run.model.name} has a context of {run.model.context} tokens, prompt included",
+        )
+
+
+def _check_types(node: Any, prefix: str) -> None:
+    """Refuses what OmegaConf lets through: values of nested lists and of interpolations, empty names."""
+    hints = get_type_hints(type(node))
+    for entry in fields(node):
+        key, value = prefix + entry.name, getattr(node, entry.name)
+        if is_dataclass(value):
+            _check_types(value, key + ".")
+        elif not _fits(value, hints[entry.name]):
+            raise UsageError(
+                f"{key} is of the wrong type", found=repr(value), allowed=_in_words(hints[entry.name]),
+                fix="write it as --help shows",
+            )  # fmt: skip
+        elif entry.name in NEVER_EMPTY and value is not None and (not value or "\0" in value):
+            raise UsageError(f"{key} is empty", found=repr(value), fix="give it a value, or leave it out")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, option) for option in inside)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(item, inside[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(
+            _fits(k, inside[0]) and _fits(v, inside[1]) for k, v in value.items()
+        )
+    if hint in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole or (hint is float and isinstance(value, float))
+    return isinstance(value, hint)
+
+
+def _in_words(hint: Any) -> str:
+    inside = [_in_words(option) for option in get_args(hint)]
+    if get_origin(hint) is UnionType:
+        return " or ".join(inside)
+    if get_origin(hint) is list:
+        return f"a list of {inside[0]}"
+    if get_origin(hint) is dict:
+        return f"a map from {inside[0]} to {inside[1]}"
+    return {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
+
+
+def _check_sampling(sampling: SamplingConf) -> None:
+    if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
+        _between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
+    _between("sampling.top_p", sampling.top_p, 0.0, 1.0, "1 turns it off", above=True)
+    _between("sampling.min_p", sampling.min_p, 0.0, 1.0, "0 turns it off")
+    _between("sampling.top_k", sampling.top_k, 0, 2**31 - 1, "0 turns it off")
+    _between("sampling.repetition_penalty", sampling.repetition_penalty, 0.01, 100.0, "1 turns it off")
+    _between("sampling.frequency_penalty", sampling.frequency_penalty, -100.0, 100.0)
+    _between("sampling.presence_penalty", sampling.presence_penalty, -100.0, 100.0)
+    _between("sampling.min_new_tokens", sampling.min_new_tokens, 0, 2**31 - 1)
+    for token, bias in sampling.logit_bias.items():
+        _between("sampling.logit_bias key", token, 0, 2**31 - 1)
+        fix = "to forbid a token use sampling.bad_tokens"
+        _between(f"sampling.logit_bias.{token}", bias, -1e4, 1e4, fix)
+    for token in sampling.bad_tokens:
+        _between("sampling.bad_tokens entry", token, 0, 2**31 - 1)
+
+
+def _check_speculation(run: RunConf) -> None:
+    spec = run.speculation
+    _between("speculation.k", spec.k, 0, MAX_K, "0 is plain decoding")
+    _between("speculation.k_max", spec.k_max, 1, MAX_K)
+    _between("speculation.cost_ratio", spec.cost_ratio, 0.0, 10.0)
+    _between("speculation.ngram_min", spec.ngram_min, 1, 32)
+    _between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
+
+
+def _check_model(role: str, model: ModelConf) -> None:
+    least = 1 if model.weights is Weights.synthetic else 0
+    for name in SIZES:
+        _between(f"{role}.{name}", getattr(model, name), least, 2**31 - 1)
+    if model.n_kv_heads and model.n_heads % model.n_kv_heads:
+        raise UsageError(
+            f"{role}.n_heads is not a multiple of {role}.n_kv_heads",
+            found=f"{model.n_heads} and {model.n_kv_heads}",
+            allowed="whole groups of query heads per KV head",
+            fix="take the numbers from the model's config.json",
+        )
+    _between(f"{role}.agreement", model.agreement, 0.0, 1.0)
+    _between(f"{role}.seed", model.seed, 0, MAX_SEED)
+
+
+def _check_generate(task: GenerateConf) -> None:
+    _between("task.max_new_tokens", task.max_new_tokens, 1, 2**31 - 1)
+    _between("task.batch_size", task.batch_size, 1, 4096)
+    _between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
+    if any(not text for text in task.stop):
+        raise UsageError(
+            "task.stop holds an empty string",
+            found="''",
+            allowed="non-empty strings",
+            fix="an empty stop string would end every text at once; drop it",
+        )
+    if task.prompts is not None and task.prompt_file is not None:
+        raise UsageError(
+            "both task.prompts and task.prompt_file are given",
+            allowed="one source of prompts",
+            fix="drop one of them",
+        )
+    if task.prompts is not None and not task.prompts:
+        raise UsageError("task.prompts is an empty list", fix='write task.prompts=["your prompt"]')
+
+
+def _between(key: str, value: float, low: float, high: float, fix: str = "", above: bool = False) -> None:
+    inside = low < value <= high if above else low <= value <= high  # NaN is never inside
+    if not inside:
+        raise UsageError(
+            f"{key} is out of range",
+            found=value,
+            allowed=f"{'(' if above else '['}{low}, {high}]",
+            fix=fix or "choose a value inside",
+        )

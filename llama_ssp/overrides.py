@@ -1,0 +1,231 @@
+"""Overrides and flags, checked before Hydra sees them; and Hydra's messages in our words. No torch.
+
+A slip gets one line with a suggestion, and no override or private config folder reaches Hydra's own
+settings, which can run code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+
+from llama_ssp import config
+from llama_ssp.errors import DistributedError, UsageError, shortened
+
+_packaged = Path(__file__).parent / "conf"  # in an installed wheel
+CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[1] / "conf"
+GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
+REFUSED_FLAGS = {
+    "--config-path": "it would replace the project's configuration",
+    "-cp": "it would replace the project's configuration",
+    "--config-name": "it would replace the project's configuration",
+    "-cn": "it would replace the project's configuration",
+    "--experimental-rerun": "it reads pickled files",
+}
+ADDED_TO = "sampling.logit_bias"
+HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
+UNSAFE_KEYS = re.compile(r"hydra|_target_|_partial_|_recursive_|\(\)|class")
+PACKAGE_HEADER = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
+# Hydra's flags and the values each may have: () is none, None is any. Hydra itself would take the
+# beginning of a flag for the flag, past what is refused above.
+FLAGS: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve"), ()),
+    **dict.fromkeys(("--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"), ()),
+    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), None),
+    **dict.fromkeys(
+        ("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    ),
+}
+WRONG_TYPE = re.compile(
+    r"[Vv]alue '(?P<found>.*?)' .*(?:could not be converted to|is not a valid) (?P<wanted>\w+)",
+    re.DOTALL,
+)
+NOT_IN_ENUM = re.compile(r"Invalid value '(?P<found>.*?)', expected one of \[(?P<wanted>.*?)\]", re.DOTALL)
+NOT_A_LIST = re.compile(r"Invalid value assigned: (?P<found>\w+) is not a ListConfig")
+NOT_OPTIONAL = re.compile(r"is not Optional|Incompatible value '?None'?")
+NO_OPTION = re.compile(r"Could not find '(?P<group>[^'/]+)/(?P<option>[^']*)'")
+TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Refuses what Hydra would take but we do not, and suggests what was meant."""
+    known, dropped = config.known_keys(), "draft=none" in arguments
+    waiting = iter(arguments)
+    for argument in waiting:
+        name, equals, value = argument.partition("=")
+        if argument.startswith("-"):
+            _check_flag(name, value if equals else None, waiting)
+        elif equals or name.startswith("~"):
+            _check_override(name, value if equals else None, known)
+            if dropped and name.startswith("draft."):
+                raise UsageError(f"{name} is set, but draft=none leaves no draft", fix="drop one of the two")
+
+
+def check_config_folder(folder: Path) -> None:
+    """A private config folder may hold models and settings, nothing that Hydra would run."""
+    if not folder.is_dir():
+        raise UsageError("--config-dir is not a folder", found=str(folder), fix="check the path")
+    if (folder / "run.yaml").exists():
+        raise UsageError(
+            "a private run.yaml is refused", where=str(folder), fix=REFUSED_FLAGS["--config-name"]
+        )
+    for file in _yaml_files(folder):
+        unsafe = sorted({key for key in _keys(file) if _is_unsafe(key)})
+        if unsafe or file.relative_to(folder).parts[0] == "hydra":
+            raise UsageError(
+                "a private config may not set what Hydra itself runs", where=str(file),
+                found=", ".join(unsafe) or "a hydra/ group", allowed=", ".join(GROUPS), fix="remove it",
+            )  # fmt: skip
+
+
+def translated(error: Exception) -> UsageError:
+    """Hydra's and OmegaConf's messages as one of our lines: the key, what was found, what may stand there."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
+    if found := NO_OPTION.search(text):
+        group, option = found["group"], found["option"]
+        otherwise = f"or use {group}=local with {group}.path" if group in ("model", "draft") else "choose one"
+        close = difflib.get_close_matches(option, _options(group), n=1)
+        return UsageError(
+            f"there is no {group}={option}", allowed=", ".join(_options(group)),
+            fix=f"did you mean {group}={close[0]}?" if close else otherwise,
+        ) if _options(group) else UsageError(f"there is no {group}={option}", fix="see --help")  # fmt: skip
+    if found := WRONG_TYPE.search(text):
+        allowed = TYPE_NAMES.get(found["wanted"], found["wanted"])
+        return UsageError(f"{key} is of the wrong type", found=repr(found["found"]), allowed=allowed)
+    if found := NOT_IN_ENUM.search(text):
+        return UsageError(f"{key} has no such choice", found=repr(found["found"]), allowed=found["wanted"])
+    if found := NOT_A_LIST.search(text):
+        return UsageError(
+            f"{key} is not a list", found=found["found"], allowed="a list", fix=f"write '{key}=[\"...\"]'"
+        )
+    if NOT_OPTIONAL.search(text):
+        return UsageError(f"{key} may not be null", found="null", fix="give it a value, or leave it out")
+    return UsageError(_plain(error), fix="see --help for keys and values")
+
+
+def ranks() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal():
+        raise DistributedError(
+            "WORLD_SIZE is not a number", where="environment", found=repr(text), fix="start with torchrun"
+        )
+    return int(text)
+
+
+def _check_flag(flag: str, value: str | None, waiting: Iterator[str]) -> None:
+    if flag in REFUSED_FLAGS:
+        raise UsageError(f"{flag} is refused", fix=REFUSED_FLAGS[flag])
+    if flag not in FLAGS:
+        close = difflib.get_close_matches(flag, FLAGS, n=1)
+        raise UsageError(f"unknown flag {flag}", fix=f"did you mean {close[0]}?" if close else "see --help")
+    if flag in ("--multirun", "-m") and ranks() > 1:
+        raise UsageError(f"{flag} needs one process", fix="loop over torchrun in the shell")
+    allowed = FLAGS[flag]
+    if allowed == ():
+        return
+    value = next(waiting, "") if value is None else value
+    optional = flag in ("--info", "-i")
+    if (not value and not optional) or (value and allowed and value not in allowed):
+        raise UsageError(
+            f"{flag} needs a value", found=repr(value), allowed=", ".join(allowed or ("text",)),
+            fix=f"write {flag} {(allowed or ('VALUE',))[0]}",
+        )  # fmt: skip
+    if flag in ("--config-dir", "-cd"):
+        check_config_folder(Path(value))
+
+
+def _check_override(key: str, value: str | None, known: list[str]) -> None:
+    bare, _, package = key.lstrip("+~").partition("@")
+    if _is_unsafe(bare) or package:
+        raise UsageError(
+            "Hydra's own settings are not for overriding",
+            found=key,
+            fix="use out=FOLDER for where results go",
+        )
+    if key.startswith("~"):
+        raise UsageError(
+            f"{key} is refused: a setting cannot be deleted",
+            fix="write draft=none" if bare == "draft" else f"give {bare} another value",
+        )
+    if bare in GROUPS and value in ("", "null") and bare != "experiment":
+        raise UsageError(
+            f"{bare}={value} names no option", allowed=", ".join(_options(bare)),
+            fix="write draft=none" if bare == "draft" else "choose one",
+        )  # fmt: skip
+    if bare.startswith(f"{ADDED_TO}.") or key == ADDED_TO:  # Hydra adds to maps, and takes keys for text
+        raise UsageError(f"{key} cannot be set so", fix=f"write '+{ADDED_TO}={{5: -2.0}}', token: bias")
+    if bare in known or bare in GROUPS:
+        return
+    leaf = bare.rpartition(".")[2]
+    if leaf in config.LOSSY:
+        raise UsageError(
+            f"{bare} is refused: not lossless", found=config.LOSSY[leaf],
+            fix="the output law here is exactly the target's; there is no option to change that",
+        )  # fmt: skip
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    close = difflib.get_close_matches(bare, [*known, *GROUPS], n=1, cutoff=0.6)
+    meant = (same_leaf or close or [""])[0]
+    raise UsageError(
+        f"unknown key {bare}", fix=f"did you mean {meant}?" if meant else "see --help for the keys"
+    )
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    """Every yaml that Hydra could reach below the folder; links are refused, as they lead elsewhere."""
+    for entry in sorted(folder.rglob("*")):
+        linked = entry.is_symlink() and entry.is_dir()
+        if linked or (entry.suffix == ".yaml" and not entry.is_file()):
+            raise UsageError(
+                "a private config folder may hold plain files only", where=str(entry),
+                found="a link to a folder" if linked else "no regular file", fix="copy the files into it",
+            )  # fmt: skip
+        if entry.suffix == ".yaml":
+            yield entry
+
+
+def _is_unsafe(key: str) -> bool:
+    """Whether a key, or the group or package it names, is Hydra's own."""
+    names = [name.strip().lstrip("/") for name in re.split(r"[@:]", key)]
+    return any(UNSAFE_KEYS.fullmatch(re.split(r"[./]", name)[0] or name) for name in names)
+
+
+def _keys(file: Path) -> list[str]:
+    """Every key, every entry of a defaults list, and the package that a header names."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError("the file is not yaml", where=str(file), found=str(error)) from None
+    keys = PACKAGE_HEADER.findall(text)
+    if isinstance(content, dict) and isinstance(content.get("defaults"), list):
+        keys += [item for item in content["defaults"] if isinstance(item, str)]
+    stack, seen = [content], set[int]()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, (dict, list)) or id(node) in seen:  # an alias may stand many times
+            continue
+        seen.add(id(node))
+        keys += [str(key) for key in node] if isinstance(node, dict) else []
+        stack += node.values() if isinstance(node, dict) else node
+    return [key.removeprefix("override ") for key in keys]
+
+
+def _options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def _plain(error: Exception) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if cause is not None:
+        lines = [*lines[:1], *(line.strip() for line in str(cause).splitlines() if line.strip())]
+    lines = [line for line in dict.fromkeys(lines) if not line.startswith(HYDRA_NOISE)]
+    return shortened("; ".join(lines) or type(error).__name__, 400)
