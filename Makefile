@@ -3,6 +3,7 @@
 .PHONY: demo test test-fast lint bench mutants clean
 
 PY := .venv/bin/python
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
 
 # Sets up what is not set up yet; instant when nothing changed.
 .venv/.installed: requirements.lock pyproject.toml machine-install.sh
@@ -12,10 +13,10 @@ demo: .venv/.installed
 	@$(PY) launch/run.py 'task.prompts=["def hello"]' task.max_new_tokens=48
 
 test: .venv/.installed
-	$(PY) -m pytest
+	$(PYTEST)
 
 test-fast: .venv/.installed
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 lint: .venv/.installed
 	$(PY) -m ruff check .
@@ -27,7 +28,7 @@ mutants: .venv/.installed
 	$(PY) -m tests.mutants
 
 bench: .venv/.installed
-	$(PY) bench/round_cost.py
+	$(PY) bench/side_by_side.py
 
 clean:
 	rm -rf .venv outputs .mypy_cache .ruff_cache .pytest_cache

@@ -17,7 +17,7 @@ from tests.mutants import _lenient, verify_ratios
 from tests.toy import toy
 
 BAND = 0.005
-VOCAB, ROWS, NEW, K = 8, 800, 150, 4
+VOCAB, ROWS, NEW, K = 8, 725, 150, 4
 
 
 def run(rule: str, rows: int = ROWS) -> Counts:
@@ -41,7 +41,7 @@ def test_accepted_over_expected_is_one():
 
 def test_the_monitor_sees_a_lenient_rule():
     with patch.object(verify, "_ratios", _lenient(verify_ratios)):
-        counts = run("token")
+        counts = run("token", 250)
     assert counts.summary()["accepted_over_expected"] > 1 + BAND
 
 
