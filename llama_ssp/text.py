@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 Decode = Callable[[list[int]], str]
 
-# How many tokens before the text are decoded with it: a token's text may depend on its neighbours.
+# How many of a prompt's tokens are decoded with the text: a token's text may depend on its neighbours.
 CONTEXT_TOKENS = 8
+CHARACTER_TOKENS = 4  # the most that one character is cut into
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -15,24 +16,31 @@ class Detokenizer:
     """Turns a growing list of tokens into growing text.
 
     A byte-level token may hold part of a character: its text then ends in a replacement character
-    and is held back until the character is whole.
+    and is held back until the character is whole. What is decoded always begins where a character
+    does: from half a character on, some tokenizers give no character of a run of byte tokens.
     """
 
     def __init__(self, decode: Decode, before: list[int]) -> None:
         self._decode = decode
-        self._tokens = before[-CONTEXT_TOKENS:]
+        self._tokens = _tail(decode, before)
         self._read = len(self._tokens)
 
     def push(self, token: int) -> str:
         """The text that became certain with this token."""
         self._tokens.append(token)
-        start = max(0, self._read - CONTEXT_TOKENS)
-        known = self._decode(self._tokens[start : self._read])
-        grown = self._decode(self._tokens[start:])
+        known = self._decode(self._tokens[: self._read])
+        grown = self._decode(self._tokens)
         if len(grown) <= len(known) or grown.endswith(INCOMPLETE):
             return ""
+        self._tokens = self._tokens[self._read :]
         self._read = len(self._tokens)
         return grown[len(known) :]
+
+
+def _tail(decode: Decode, tokens: list[int]) -> list[int]:
+    """The last few tokens, from the beginning of a character on."""
+    tails = [tokens[-CONTEXT_TOKENS - more :] for more in range(CHARACTER_TOKENS)]
+    return next((tail for tail in tails if not decode(tail).startswith(INCOMPLETE)), tails[0])
 
 
 class Writing:

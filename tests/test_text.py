@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from llama_ssp.text import INCOMPLETE, Detokenizer, Writing
 from tests import checkpoints
@@ -29,6 +30,17 @@ def decode(ids: list[int]) -> str:
 def encode(text: str) -> list[int]:
     ids: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
     return ids
+
+
+@cache
+def byte_fallback() -> Tokenizer:
+    """Like Llama's: a few words, and bytes for every other character."""
+    words = {"<unk>": 0, "\u2581a": 1, "b": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+    made = Tokenizer(models.BPE(vocab=words, merges=[], byte_fallback=True, unk_token="<unk>"))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
 
 
 def letters(ids: list[int]) -> str:
@@ -79,6 +91,19 @@ def test_any_tokens_give_what_decoding_them_at_once_gives(tokens: list[int]) -> 
     whole = decode(tokens)
     assert whole.startswith(written)
     assert set(whole[len(written) :]) <= {INCOMPLETE} or whole.endswith(INCOMPLETE)
+
+
+@exhaustive
+@given(st.text("aé日本語🙂", max_size=9), st.text("aé日本語🙂", min_size=1, max_size=9))
+def test_bytes_for_rare_characters(prompt: str, text: str) -> None:
+    """One broken byte makes a whole run of them unreadable, so none may be cut out of its character."""
+
+    def tokens(written: str) -> list[int]:
+        return [t for c in written for t in ([1] if c == "a" else [3 + byte for byte in c.encode()])]
+
+    detokenizer = Detokenizer(byte_fallback().decode, [2, *tokens(prompt)])
+    pieces = [detokenizer.push(token) for token in tokens(text)]
+    assert "".join(pieces) == text.replace("a", " a")
 
 
 def test_a_character_of_four_bytes_comes_at_once() -> None:
