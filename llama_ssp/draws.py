@@ -80,7 +80,9 @@ class CounterDraws:
         table = self._tables.get((key, base))
         if table is None or len(table) <= index:
             # A longer table starts with the shorter one, so its length never changes a draw.
-            generator = np.random.Philox(key=[self.seed, key], counter=[0, 0, 0, base])
+            # As an array: of a list with a number beyond 2**63 numpy makes floats, which cut both keys.
+            keys = np.array([self.seed, key], dtype=np.uint64)
+            generator = np.random.Philox(key=keys, counter=[0, 0, 0, base])
             table = generator.random_raw(max(32, 2 * index)) >> np.uint64(11)
             if len(self._tables) > 4096:
                 self._tables.clear()

@@ -118,3 +118,13 @@ def test_a_chance_of_one_always_passes_and_of_zero_never():
     slot = Slot((1,) * 1000, tuple(range(1000)), Purpose.ACCEPT)
     assert CounterDraws(0).bernoulli(torch.ones(1000, 4), slot).all()
     assert not CounterDraws(0).bernoulli(torch.zeros(1000, 4), slot).any()
+
+
+def test_every_bit_of_seed_and_prompt_counts():
+    """Also beside a number of 64 bits, which numpy would turn into a float with its neighbour."""
+
+    def first(seed: int, key: int) -> float:
+        return CounterDraws(seed)._uniform(key, 1, Purpose.DRAFT, 0)
+
+    seeds, keys = (0, 1, 2**62, 2**62 + 1, 2**63 - 1), (0, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
+    assert len({first(seed, key) for seed in seeds for key in keys}) == len(seeds) * len(keys)
