@@ -152,3 +152,16 @@ def test_adaptive_k_grows_shrinks_and_tries_again():
     chosen = [lookahead.choose()[0] for _ in range(40)]
     assert grown > start > 0
     assert chosen.count(0) > 30 and 1 in chosen
+
+
+def test_a_draft_token_costs_one_draft_forward():
+    """Also after wholly accepted blocks, when the draft model lacks two tokens."""
+    draws, laws, rows, k = CounterDraws(0), Laws(SamplingConf(), (), 5), 3, 4
+    drafter = ModelDrafter(Runner(toy(5, 0)), laws, draws)
+    engine = Engine(Runner(toy(5, 0)), drafter, laws, RULES["block"], draws)
+    state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(rows)], 4 * (k + 1))
+    before, target_before = drafter.forwards, engine.target.forwards
+    steps = list(generate(engine, state, Limits(4 * (k + 1)), FixedLookahead(k, rows)))
+    assert all(row.accepted == len(row.drafted) == k for step in steps for row in step.rows)
+    assert drafter.forwards - before == k * len(steps) == 4 * k
+    assert engine.target.forwards - target_before == len(steps)

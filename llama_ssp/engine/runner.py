@@ -27,6 +27,10 @@ class Model(Protocol):
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor: ...
 
 
+# What a draft model lacks after a wholly accepted block; it is fed in one pass, not in two.
+LAG = 2
+
+
 class Runner:
     """Counts forwards, holds the cache of one batch."""
 
@@ -54,7 +58,7 @@ class Runner:
         They stand from column 0 on; what is in the columns behind them means nothing. They come from
         one pass, however small the prefill chunk is.
         """
-        self.warm(token_BS, [max(e - w, 0) for e, w in zip(ends, wanted, strict=True)])
+        self.warm(token_BS, [max(e - max(w, LAG), 0) for e, w in zip(ends, wanted, strict=True)])
         feed, logit_BWV = self._pass(token_BS, ends, last_only=False)
         first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
         column_BW = torch.tensor(first)[:, None] + torch.arange(max(wanted))
