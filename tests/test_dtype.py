@@ -12,6 +12,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.engine import Prompt
 from llama_ssp.errors import ModelError
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.devices import device_of
 from llama_ssp.load.models import load
 from llama_ssp.numerics import Finding, check_greedy
 from tests.families import VOCAB, build
@@ -95,3 +96,20 @@ def test_int8_speculates(checkpoint: Path, k: int) -> None:
 def test_synthetic_weights_are_not_quantised() -> None:
     with pytest.raises(ModelError, match="not quantised"):
         load(ModelConf(name="made"), None, Dtype.int8, CPU, "model")
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "llama-tied"])
+def test_weights_bytes_counts_what_is_held(family: str) -> None:
+    """A tied head once, and of GPT-Neo's opened mask tables the one entry that is stored."""
+    model = CausalModel(build(family), family)
+    own = sum(p.nbytes for p in model.module.parameters())
+    assert own <= model.weights_bytes < 1.01 * own
+
+
+def test_a_device_has_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (
+        device_of("cuda", "x") == device_of("auto", "x") == device_of("cuda:0", "x") == torch.device("cuda:0")
+    )
+    assert device_of("cuda:1", "x") == torch.device("cuda:1")

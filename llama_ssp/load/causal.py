@@ -49,9 +49,9 @@ class CausalModel:
 
     @property
     def weights_bytes(self) -> int:
-        """What the weights occupy; a tied tensor counts once."""
+        """What the weights occupy; a tied tensor counts once, an expanded one by what it holds."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+        return sum({t.data_ptr(): min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors}.values())
 
     @property
     def parameters(self) -> int:

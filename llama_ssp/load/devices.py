@@ -32,7 +32,9 @@ def device_of(asked: str, key: str) -> torch.device:
             allowed="auto, cpu, cuda:N",
         )
     count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda:0")  # one name a device, or two roles would each count it as theirs
+    if device.type == "cuda" and device.index >= count:
         raise DistributedError(
             f"{key} names a GPU that is not there", found=asked,
             allowed=f"{count} visible to torch {torch.__version__}",
