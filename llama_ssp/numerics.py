@@ -18,6 +18,9 @@ It sees a text from outside, hence a fault of whatever kind: of the cache, of th
 A fault that makes a block's logits wrong would widen the band and so excuse itself; the wide copy, for
 which rounding is no excuse, must therefore give blocks and single tokens the same logits. Not seen are
 faults that move no token out of the band, and those the module itself has.
+
+It judges by bare logits: of texts written with penalties, biases, bans or a minimum length, which move the
+argmax, it cannot say anything but that they are unexplained.
 """
 
 from __future__ import annotations
