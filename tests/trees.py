@@ -156,6 +156,21 @@ BASE: dict[str, Scenario] = {
     "greedy": Scenario(sampling=SamplingConf(temperature=0.0), new=3, k=2),
     "the context ends": Scenario(context=5, new=10, vocab=2, k=3),
     "the draft's context ends": Scenario(draft_context=4, new=4, vocab=2, k=3),
+    "two ragged rows, one a token from the context's end": Scenario(
+        prompts=((1, 0, 1, 1), (1,)), vocab=2, k=2, new=3, context=5
+    ),
+    "two ragged rows, the draft's context ends": Scenario(
+        prompts=((1,), (0, 1, 1)), vocab=2, k=2, new=2, draft_context=3
+    ),
+    "two ragged rows, one beyond the draft's context": Scenario(
+        prompts=((1, 0, 1, 1, 0), (1,)), vocab=2, k=2, new=2, draft_context=3
+    ),
+    "n-gram drafts for one of two rows, stop": Scenario(
+        draft="ngram", prompts=((0, 1, 0), (1,)), vocab=2, k=2, new=3, stop=(0, 1)
+    ),
+    "two ragged rows, prefill in chunks of one": Scenario(
+        prompts=((1,), (0, 1, 1, 0, 1)), vocab=2, k=2, new=2, chunk=1
+    ),
     "sliding window": Scenario(window=2, vocab=2, k=2, new=4),
     "narrower draft vocabulary": Scenario(draft_vocab=2),
     "wider draft vocabulary": Scenario(draft_vocab=5),
