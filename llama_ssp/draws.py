@@ -95,4 +95,7 @@ def inverse_cdf(law_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     rising_BV = law_BV.double().cumsum(-1)
     top_B1 = rising_BV[:, -1:]
     mark_B1 = torch.minimum(uniform_B1 * top_B1, torch.nextafter(top_B1, torch.zeros_like(top_B1)))
-    return torch.searchsorted(rising_BV, mark_B1, right=True)[:, 0]
+    token_B1 = torch.searchsorted(rising_BV, mark_B1, right=True)
+    # A parallel sum may round a token of probability 0 into a sliver; it must not be drawn even so.
+    possible_B1 = law_BV.gather(1, token_B1) > 0
+    return torch.where(possible_B1, token_B1, law_BV.argmax(-1, keepdim=True))[:, 0]

@@ -72,8 +72,8 @@ class ModelDrafter:
         self._runner.start(rows, min(capacity, self._runner.model.context))
 
     def warm(self, state: State) -> None:
-        context = self._runner.model.context
-        self._runner.warm(state.token_BS, [min(n - 1, context) for n in state.lengths])
+        ends = [length - 1 if self.limit(length) else 0 for length in state.lengths]
+        self._runner.warm(state.token_BS, ends)
 
     def limit(self, length: int) -> int:
         return max(0, self._runner.model.context - length + 1)

@@ -114,9 +114,10 @@ def context_of(config: Any) -> int:
             fix="choose another architecture",
         )  # fmt: skip
     context = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        context = min(context, int(rope.get("original_max_position_embeddings") or context))
+    whole = getattr(config, "rope_parameters", None) or {}
+    for rope in (whole, *(part for part in whole.values() if isinstance(part, dict))):
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            context = min(context, int(rope.get("original_max_position_embeddings") or context))
     return context
 
 

@@ -22,6 +22,7 @@ from llama_ssp.load.causal import attention_of
 HALF = 32  # signs per token; each stands twice, once negated, so that a vector's mean is zero
 SPREAD = 3.0  # standard deviation of the logits
 RESIDUAL_WRITERS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "out_proj", "fc2", "c_proj")
+WITHOUT_ROPE = ("gpt_neo", "opt")
 POSITION_TABLES = ("wpe", "embed_positions")
 TILE = 2**18
 
@@ -65,6 +66,11 @@ def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    if model.head_dim % 2 and model.family not in WITHOUT_ROPE:
+        raise ModelError(
+            "rotary positions need an even head size", where=f"model {model.name}", found=model.head_dim,
+            fix="correct head_dim",
+        )  # fmt: skip
     config = config_for(model)
     with init_empty_weights(include_buffers=False):
         module: nn.Module = AutoModelForCausalLM.from_config(
