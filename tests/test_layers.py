@@ -14,8 +14,8 @@ PACKAGE = ROOT / "llama_ssp"
 LAYERS = [
     {"llama_ssp", "errors"},
     {"config"},
-    {"plan", "checks", "overrides"},
-    {"checkpoint", "prompts", "inputs", "arrays", "text", "metrics", "lookahead"},
+    {"plan", "checks", "overrides", "statistics", "arithmetic", "plot"},
+    {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "lookahead"},
     {"sampling", "verify", "draws"},
     {"cache", "load"},
     {"engine"},
@@ -27,7 +27,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "checkpoint", "prompts", "inputs", "cli", "checks",
-    "overrides", "report", "text", "metrics", "lookahead",
+    "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {
