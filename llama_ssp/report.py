@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import sys
+import time
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +18,8 @@ from omegaconf import OmegaConf
 from llama_ssp import __version__
 from llama_ssp.config import RunConf, home_expanded, resolved
 from llama_ssp.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
 
@@ -100,6 +104,44 @@ class Console:
 
     def document(self, summary: dict[str, Any]) -> None:
         self.line(json.dumps(summary))
+
+
+class Progress:
+    """How far a long work is: a line that is rewritten on a terminal, now and then a line in a log."""
+
+    LOG_EVERY_S = 15.0
+
+    def __init__(self, what: str, total: int, units: str) -> None:
+        self._what, self._total, self._units = what, total, units
+        self._done = 0
+        self._live = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
+
+    def __enter__(self) -> Progress:
+        self._began = self._said = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            sys.stderr.write("\r\x1b[K")
+        if self._done:
+            log.info("%s", self._line())
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.perf_counter()
+        if self._live:
+            sys.stderr.write(f"\r\x1b[K{self._line()}")
+            sys.stderr.flush()
+        elif now - self._said >= self.LOG_EVERY_S and self._done < self._total:
+            self._said = now
+            log.info("%s", self._line())
+
+    def _line(self) -> str:
+        spent = time.perf_counter() - self._began
+        rate = self._done / spent if spent > 0 else 0.0
+        left = self._total - self._done
+        rest = f"{left / rate:.0f} s left" if left and rate else f"{spent:.1f} s"
+        return f"{self._what}: {self._done} of {self._total} {self._units}, {rate:.1f}/s, {rest}"
 
 
 def _new_folder(base: Path, name: str) -> Path:

@@ -1,0 +1,65 @@
+"""Pictures. matplotlib is optional: it is looked for here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.config import home_expanded
+from llama_ssp.errors import StorageError, UsageError
+
+log = logging.getLogger(__name__)
+
+COLOURS = {"regular": "#8a8f98", "speculative": "#1f77b4"}
+
+
+def check_plot(asked: str | None) -> None:
+    """A picture that was asked for by name must be possible, before anything is run."""
+    if asked is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise UsageError("task.plot needs matplotlib", fix="pip install matplotlib, or leave out task.plot")
+    if not home_expanded(asked).parent.is_dir():
+        raise UsageError("task.plot is in no folder", found=asked, fix="make the folder, or correct the path")
+
+
+def plot_place(asked: str | None, folder: Path | None) -> Path | None:
+    """Where the picture goes: where it was asked for, else into the run folder, if there is one."""
+    if asked is not None:
+        return home_expanded(asked)
+    if folder is not None and find_spec("matplotlib") is None:
+        log.info("no plot: matplotlib is not installed (pip install matplotlib)")
+        return None
+    return folder / "plot.png" if folder is not None else None
+
+
+def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars with their intervals, regular beside speculative, one group for each pair and size."""
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys((row["pair"], row["prompts_per_seed"]) for row in rows))
+    sizes = {size for _, size in groups}
+    figure = Figure(figsize=(2.5 + 1.3 * len(groups), 4), layout="constrained")
+    axes = figure.subplots()
+    for side, (mode, colour) in enumerate(COLOURS.items()):
+        shown = [row for row in rows if row["mode"] == mode]
+        if not shown:
+            continue
+        places = [groups.index((row["pair"], row["prompts_per_seed"])) + 0.4 * side - 0.2 for row in shown]
+        heights = [100 * row["score"] for row in shown]
+        below = [100 * (row["score"] - row["score_low"]) for row in shown]
+        above = [100 * (row["score_high"] - row["score"]) for row in shown]
+        axes.bar(places, heights, 0.36, yerr=[below, above], capsize=4, color=colour, label=mode)
+    labels = [pair if len(sizes) == 1 else f"{pair}\n{size} a seed" for pair, size in groups]
+    axes.set_xticks(range(len(groups)), labels)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_ylim(0, 105)
+    axes.set_ylabel("right products, % (95 % interval)")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise StorageError(f"cannot write the plot: {error.strerror}", where=str(path)) from None
