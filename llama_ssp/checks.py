@@ -10,7 +10,16 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from llama_ssp.config import SIZES, TASKS, GenerateConf, ModelConf, RunConf, SamplingConf, Weights
+from llama_ssp.config import (
+    SIZES,
+    TASKS,
+    EvalConf,
+    GenerateConf,
+    ModelConf,
+    RunConf,
+    SamplingConf,
+    Weights,
+)
 from llama_ssp.errors import UsageError
 
 MAX_K = 64
@@ -19,7 +28,11 @@ MAX_SEED = 2**63 - 1
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
-NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out")
+NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out", "plot")
+
+PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
+
+PLOTS = (".png", ".svg", ".pdf")
 
 
 def to_run(cfg: DictConfig) -> RunConf:
@@ -46,6 +59,8 @@ def check(run: RunConf) -> None:
             _check_model(role, model)
     if isinstance(run.task, GenerateConf):
         _check_generate(run.task)
+    if isinstance(run.task, EvalConf):
+        _check_eval(run.task)
     if run.sampling.min_new_tokens > getattr(run.task, "max_new_tokens", math.inf):
         raise UsageError(
             "sampling.min_new_tokens exceeds task.max_new_tokens",
@@ -78,7 +93,7 @@ def check_context(run: RunConf) -> None:
         raise UsageError(
             "sampling.bad_tokens forbids every token", found=f"all {vocab}", fix="leave at least one"
         )
-    if isinstance(run.task, GenerateConf):
+    if isinstance(run.task, GenerateConf | EvalConf):
         _between(
             "task.max_new_tokens",
             run.task.max_new_tokens,
@@ -194,6 +209,35 @@ def _check_generate(task: GenerateConf) -> None:
         )
     if task.prompts is not None and not task.prompts:
         raise UsageError("task.prompts is an empty list", fix='write task.prompts=["your prompt"]')
+
+
+def _check_eval(task: EvalConf) -> None:
+    for key, values, least, most in (
+        ("task.seeds", task.seeds, 0, MAX_SEED),
+        ("task.sizes", task.sizes, 1, 10**6),
+    ):
+        if not values:
+            raise UsageError(f"{key} is an empty list", fix=f"leave it out, or write {key}=[{least}]")
+        for value in values:
+            _between(f"{key} entry", value, least, most)
+        if len(set(values)) < len(values):
+            raise UsageError(f"{key} holds a number twice", found=values, fix="give each once")
+    _between("task.shots", task.shots, 0, 100)
+    _between("task.max_new_tokens", task.max_new_tokens, 1, 2**31 - 1)
+    _between("task.batch_size", task.batch_size, 1, 4096)
+    for entry in task.pairs:
+        if not PAIR.fullmatch(entry):
+            raise UsageError(
+                "a task.pairs entry names no pair", found=repr(entry), allowed="TARGET or TARGET/DRAFT",
+                fix="use the names under conf/model, such as 13B/7B",
+            )  # fmt: skip
+    if len(set(task.pairs)) < len(task.pairs):
+        raise UsageError("task.pairs holds a pair twice", found=task.pairs, fix="give each once")
+    if task.plot is not None and not task.plot.endswith(PLOTS):
+        raise UsageError(
+            "task.plot is no picture's name", found=repr(task.plot), allowed=", ".join(PLOTS),
+            fix="let its ending say which kind of picture it is",
+        )  # fmt: skip
 
 
 def _between(key: str, value: float, low: float, high: float, fix: str = "", above: bool = False) -> None:

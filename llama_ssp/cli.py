@@ -10,18 +10,20 @@ import signal
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks, config
-from llama_ssp.checkpoint import complete
-from llama_ssp.config import GenerateConf, RunConf
+from llama_ssp.config import EvalConf, GenerateConf
+from llama_ssp.entries import entries
 from llama_ssp.errors import (
     INPUT_OUTPUT,
     USAGE,
@@ -33,7 +35,8 @@ from llama_ssp.errors import (
 )
 from llama_ssp.inputs import Inputs
 from llama_ssp.overrides import CONF, check_arguments, ranks, translated
-from llama_ssp.prompts import read_prompts
+from llama_ssp.plot import check_plot
+from llama_ssp.prompts import Reading, read_prompts
 
 
 def main() -> NoReturn:
@@ -53,7 +56,7 @@ def main() -> NoReturn:
 def _guarded() -> int:
     try:
         _prepare_output()
-        code = max((run(cfg) for cfg in _compose()), default=0)
+        code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
         sys.stdout.flush()
         return code
     except RunError as error:
@@ -69,16 +72,20 @@ def _guarded() -> int:
         return _fail("stopped by a signal; what was finished is in the run folder", 128 + number, stop)
 
 
-def _compose() -> list[DictConfig]:
-    """The merged config, one for each job of a sweep; none when Hydra only printed something."""
+def _compose() -> list[tuple[DictConfig, list[Path]]]:
+    """The merged config and the private folders it may name presets of, one for each job of a sweep.
+
+    None when Hydra only printed something.
+    """
     check_arguments(sys.argv[1:])
     config.register()
     GlobalHydra.instance().clear()
-    found: list[DictConfig] = []
+    found: list[tuple[DictConfig, list[Path]]] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
     def keep(cfg: DictConfig) -> None:
-        found.append(cfg)
+        sources = HydraConfig.get().runtime.config_sources
+        found.append((cfg, [Path(s.path) for s in sources if s.provider == "command-line"]))
 
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -100,7 +107,7 @@ def _compose() -> list[DictConfig]:
     return found
 
 
-def run(cfg: DictConfig) -> int:
+def run(cfg: DictConfig, folders: list[Path]) -> int:
     """One run: everything that needs no model is checked, then torch enters."""
     try:
         checked = checks.to_run(cfg)
@@ -111,24 +118,20 @@ def run(cfg: DictConfig) -> int:
             "this version runs in one process", where="torchrun", found=f"{ranks()} ranks",
             allowed="1", fix="use --nproc-per-node 1",
         )  # fmt: skip
-    checked.model, target_path = complete(checked.model, "model")
-    draft_path = None
-    if checked.draft is not None:
-        checked.draft, draft_path = complete(checked.draft, "draft")
-    checks.check_context(checked)
-    reading = read_prompts(_generate(checked))
+    pairs = entries(checked, folders)
+    task = checked.task
+    if isinstance(task, EvalConf):
+        check_plot(task.plot)
+    named = isinstance(task, EvalConf) and task.pairs
+    recorded = checked if named else pairs[0].run
+    reading = read_prompts(task) if isinstance(task, GenerateConf) else Reading([], [])
     seed = checked.seed if checked.seed is not None else secrets.randbelow(2**31)
     if checked.seed is None:
         logging.getLogger(__name__).info("seed=%d (drawn; give it again to repeat this run)", seed)
-    inputs = Inputs(checked, seed, target_path, draft_path, reading)
+    inputs = Inputs(recorded, seed, pairs, reading)
     from llama_ssp.tasks import execute
 
     return execute(inputs)
-
-
-def _generate(run: RunConf) -> GenerateConf:
-    assert isinstance(run.task, GenerateConf)
-    return run.task
 
 
 def _prepare_output() -> None:

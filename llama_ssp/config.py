@@ -160,6 +160,25 @@ class GenerateConf(TaskConf):
 
 
 @dataclass
+class EvalConf(TaskConf):
+    """task=eval: few-shot multiplications, answered by regular and by speculative sampling.
+
+    `sampling=` says by which law: the score is highest with sampling=greedy; the ancestor had
+    sampling.temperature=0.5. An entry of `pairs` is TARGET or TARGET/DRAFT, presets under conf/model;
+    with none, the run's own model and draft are scored.
+    """
+
+    pairs: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
+    sizes: list[int] = field(default_factory=lambda: [1000])
+    quick: bool = False
+    shots: int = 4
+    max_new_tokens: int = 6
+    batch_size: int = 64
+    plot: str | None = None
+
+
+@dataclass
 class RunConf:
     """The whole run."""
 
@@ -175,7 +194,7 @@ class RunConf:
     out: str | None = "outputs"
 
 
-TASKS: dict[str, type[TaskConf]] = {"generate": GenerateConf}
+TASKS: dict[str, type[TaskConf]] = {"generate": GenerateConf, "eval": EvalConf}
 
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
 

@@ -5,16 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_ssp.config import RunConf
+from llama_ssp.config import Drafting, RunConf
 from llama_ssp.prompts import Reading
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One pair: the run as it is for it, and where the models' files are (None: synthetic)."""
+
+    run: RunConf
+    target_path: Path | None
+    draft_path: Path | None
+
+    @property
+    def target(self) -> str:
+        return self.run.model.name
+
+    @property
+    def drafter(self) -> str | None:
+        """Who drafts, in a word; None where nobody does."""
+        spec = self.run.speculation
+        if spec.drafter is Drafting.ngram and (spec.k or spec.adaptive):
+            return "ngram"
+        drafts = spec.drafter is Drafting.model and (spec.k > 0 or spec.adaptive)
+        return self.run.draft.name if drafts and self.run.draft is not None else None
+
+
+@dataclass(frozen=True)
 class Inputs:
-    """The checked config, where the models' files are (None: synthetic), and the prompts as text."""
+    """The checked config, the pairs it is about, and the prompts as text."""
 
     run: RunConf
     seed: int
-    target_path: Path | None
-    draft_path: Path | None
+    pairs: tuple[Entry, ...]
     reading: Reading

@@ -508,7 +508,62 @@ PROMPTS = [
     Case(47, "out-is-a-file", occupied, 6, ("cannot write the run folder", "out=FOLDER"), FILES),
 ]  # fmt: skip
 
-TABLE = [*SETTINGS, *PRIVATE, *TOKENIZERS, *CHECKPOINTS, *MACHINES, *PROMPTS]
+
+def scored(name: str, *overrides: str, holds: tuple[str, ...], **more: Any) -> Case:
+    """A case of task=eval, whose settings have no row of their own in the table."""
+    return Case(0, f"eval-{name}", ("task=eval", *overrides), more.pop("code", 2), holds, **more)
+
+
+def broken_preset(making: Making) -> list[str]:
+    making.write("conf/model/mine.yaml", "defaults: [tiny]\nname: mine\nn_heads: 6\n")
+    return ["--config-dir", str(making.folder / "conf"), "task=eval", "task.pairs=[mine]"]
+
+
+EVALUATIONS = [
+    scored("no-target", "task.pairs=[llama2-7B]", holds=("no model=llama2-7B", "mean model=llama2-7b?")),
+    scored("no-draft", "task.pairs=[tiny,tiny/tiny_drafts]", holds=("no draft=tiny_drafts", "=tiny_draft?")),
+    scored("no-model", "task.pairs=[tiny,none]", holds=("there is no model=none",)),
+    scored("three", "task.pairs=[a/b/c]", holds=("task.pairs", "'a/b/c'", "TARGET/DRAFT")),
+    scored("half", "task.pairs=[tiny/]", holds=("task.pairs", "'tiny/'", "TARGET/DRAFT")),
+    scored("outside", "task.pairs=['../x']", holds=("task.pairs", "'../x'")),
+    scored("injected", "task.pairs=['tiny,7B']", holds=("task.pairs", "'tiny,7B'")),
+    scored("empty-pair", 'task.pairs=[""]', holds=("task.pairs", "''")),
+    scored("number-pair", "task.pairs=[tiny,[7]]", holds=("task.pairs",)),
+    scored("twice", "task.pairs=[tiny,tiny]", holds=("task.pairs holds a pair twice",)),
+    scored("word-as-pairs", "task.pairs=tiny", holds=("task.pairs is not a list",)),
+    scored("no-files", "task.pairs=[tiny,30B/7B]", holds=("30B is not at hand", "huggyllama"), code=4),
+    scored("no-path", "task.pairs=[local]", holds=("local has no files of its own", "model.path=FOLDER")),
+    Case(0, "eval-private-preset", broken_preset, 2, ("model.n_heads", "6 and 4")),
+    scored("no-seeds", "task.seeds=[]", holds=("task.seeds is an empty list",)),
+    scored("negative-seed", "task.seeds=[0,-1]", holds=("task.seeds entry", "found -1")),
+    scored("seed-twice", "task.seeds=[1,1]", holds=("task.seeds holds a number twice",)),
+    scored("word-as-seed", "task.seeds=[a]", holds=("task.seeds", "'a'", "a whole number")),
+    scored("no-sizes", "task.sizes=[]", holds=("task.sizes is an empty list",)),
+    scored("size-zero", "task.sizes=[0]", holds=("task.sizes entry", "found 0")),
+    scored("size-huge", "task.sizes=[10000000]", holds=("task.sizes entry", "1000000")),
+    scored("size-number", "task.sizes=100", holds=("task.sizes is not a list",)),
+    scored("shots", "task.shots=-1", holds=("task.shots", "[0, 100]")),
+    scored("batch", "task.batch_size=0", holds=("task.batch_size", "found 0")),
+    scored("tokens", "task.max_new_tokens=0", holds=("task.max_new_tokens", "found 0")),
+    scored("past-context", "task.max_new_tokens=1024", holds=("1024", "1023", "context of 1024")),
+    scored("quick", "task.quick=soon", holds=("task.quick", "'soon'", "true or false")),
+    scored("min-above-max", "sampling.min_new_tokens=7", holds=("min_new_tokens", "found 7")),
+    scored("generate-key", "task.trace=true", holds=("task.trace",)),
+    scored("no-key", "task.prompt=5", holds=("unknown key task.prompt",)),
+    scored("banned", "task.pairs=[tiny]", "sampling.bad_tokens=[512]", holds=("bad_tokens", "[0, 511]")),
+    scored("plot-kind", "task.plot=scores.doc", holds=("task.plot", "'scores.doc'", ".png")),
+    scored("plot-empty", "task.plot=", holds=("task.plot is empty",)),
+    Case(
+        0, "eval-short-context",
+        lambda m: [
+            "task=eval", "task.quick=true", "task.shots=30", "model=local", f"model.path={m.saved.whole}",
+            "draft=none",
+        ], 3, ("fills the model's context", "task.shots"), FILES,
+    ),
+    scored("no-room", "cluster.gib=0.001", holds=("do not fit", "GiB needed"), code=5, reach=FILES),
+]  # fmt: skip
+
+TABLE = [*SETTINGS, *PRIVATE, *TOKENIZERS, *CHECKPOINTS, *MACHINES, *PROMPTS, *EVALUATIONS]
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)

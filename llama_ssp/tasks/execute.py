@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from llama_ssp.config import GenerateConf, Output, TaskConf
+from llama_ssp.config import EvalConf, GenerateConf, Output, TaskConf
 from llama_ssp.inputs import Inputs
 from llama_ssp.report import Console, RunFolder, config_sha256, versions
+from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
 
 
@@ -25,7 +26,10 @@ class Task(Protocol):
         """The task's part of the summary, right at any moment."""
 
 
-TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder], Task]] = {GenerateConf: GenerateTask}
+TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder], Task]] = {
+    GenerateConf: GenerateTask,
+    EvalConf: EvalTask,
+}
 
 
 def execute(inputs: Inputs) -> int:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from llama_ssp.config import GenerateConf, OnBadRow, Output
-from llama_ssp.engine import Engine, Prompt, State
-from llama_ssp.errors import DataError, ModelError
+from llama_ssp.engine import Prompt, State
+from llama_ssp.errors import DataError
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
-from llama_ssp.loop import Limits, RowStep, Step, generate
-from llama_ssp.metrics import Counts, ratio
+from llama_ssp.loop import RowStep, Step
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.report import Console, RunFolder
+from llama_ssp.tasks.batches import Batches, begun, damaged, nothing_run, unusable
 from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
 from llama_ssp.text import Writing
 
@@ -29,18 +29,15 @@ class GenerateTask:
         assert isinstance(inputs.run.task, GenerateConf)
         self._inputs, self._task = inputs, inputs.run.task
         self._console, self._folder = console, folder
-        self._counts = Counts()
         self._outputs: list[dict[str, Any]] = []
         self._skipped = list(inputs.reading.skipped)
         self._pair: Pair | None = None
-        self._engine: Engine | None = None
-        self._prefill_s = self._decode_s = 0.0
-        self._prefill_forwards = 0
+        self._runs: Batches | None = None
 
     def run(self) -> str:
         """Loads the pair, continues every prompt; the status."""
         run, task = self._inputs.run, self._task
-        found = seats(run, self._inputs.target_path, self._inputs.draft_path)
+        found = seats(self._inputs.pairs[0])
         tokens = tokens_of(found)
         prompts = self._tokenised(tokens)
         rows = min(task.batch_size, len(prompts))
@@ -48,10 +45,12 @@ class GenerateTask:
         slots = min(longest + task.max_new_tokens, run.model.context)
         self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, rows, slots)
         ends = frozenset() if task.ignore_eos else tokens.end_ids
-        self._engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
+        engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
+        lookahead = partial(lookahead_for, run)
+        self._runs = Batches(engine, tokens.decode, lookahead, task.max_new_tokens, ends, task.stop)
         batches = range(0, len(prompts), task.batch_size)
         for number, first in enumerate(batches, start=1):
-            self._batch(prompts[first : first + task.batch_size], tokens, ends)
+            self._batch(self._runs, prompts[first : first + task.batch_size], tokens)
             if len(batches) > 1:
                 log.info("batch %d of %d done", number, len(batches))
         self._raise_if_damaged()
@@ -62,20 +61,11 @@ class GenerateTask:
 
     def figures(self) -> dict[str, Any]:
         """The task's part of the summary."""
-        counted = self._counts.summary()
-        decode_ms = 1000 * self._decode_s
-        engine = self._engine
         return {
             "outputs": self._outputs,
             "rows_skipped": len(self._skipped),
             "devices": self._pair.devices if self._pair else {},
-            "target_forwards": engine.target.forwards if engine else 0,
-            "target_forwards_prefill": self._prefill_forwards,
-            "draft_forwards": engine.drafter.forwards if engine else 0,
-            **counted,
-            "prefill_ms": 1000 * self._prefill_s,
-            "decode_ms": decode_ms,
-            "ms_per_token": ratio(decode_ms, counted["tokens_committed"]),
+            **(self._runs.figures() if self._runs else nothing_run()),
         }
 
     def _tokenised(self, tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:
@@ -83,9 +73,8 @@ class GenerateTask:
         usable: list[tuple[TextPrompt, Prompt]] = []
         for text in self._inputs.reading.prompts:
             ids = tokens.chat(text.text, self._task.system) if self._task.chat else tokens.encode(text.text)
-            if not ids and tokens.bos_id is not None:
-                ids = [tokens.bos_id]
-            problem = _unusable(text, ids, model.context, model.vocab)
+            ids = begun(ids, tokens)
+            problem = unusable(text, ids, model.context, model.vocab)
             if problem is None:
                 usable.append((text, Prompt(text.id, tuple(ids))))
             elif self._task.on_bad_row is OnBadRow.fail:
@@ -97,49 +86,36 @@ class GenerateTask:
             raise DataError("no usable prompt is left", found=f"{len(self._skipped)} bad ones")
         return usable
 
-    def _batch(self, batch: list[tuple[TextPrompt, Prompt]], tokens: Tokens, ends: frozenset[int]) -> None:
-        assert self._engine is not None
-        task, prompts = self._task, [prompt for _, prompt in batch]
-        writing = Writing(tokens.decode, [p.token_ids for p in prompts], task.stop)
-        limits = Limits(task.max_new_tokens, ends, writing)
-        began, forwards = time.perf_counter(), self._engine.target.forwards
-        state = self._engine.prefill(prompts, task.max_new_tokens)
-        self._prefill_s += time.perf_counter() - began
-        self._prefill_forwards += self._engine.target.forwards - forwards
-        stream = _Stream(self._console, batch, writing, task.trace, self._inputs.run.output)
+    def _batch(self, runs: Batches, rows: list[tuple[TextPrompt, Prompt]], tokens: Tokens) -> None:
+        prompts = [prompt for _, prompt in rows]
+        batch = runs.begin(prompts)
+        stream = _Stream(self._console, rows, batch.writing, self._task.trace, self._inputs.run.output)
         try:
-            began = time.perf_counter()
-            for step in generate(self._engine, state, limits, lookahead_for(self._inputs.run, len(prompts))):
-                self._decode_s += time.perf_counter() - began
-                self._record(step, prompts, tokens, writing, stream)
+            for step in runs.steps(batch):
+                if self._task.trace:
+                    self._trace(step, prompts, tokens, batch.writing, stream)
                 stream.show(step)
-                began = time.perf_counter()
         finally:
+            written = zip(rows, batch.texts(), strict=True)
             self._outputs += [
-                _output(text, state, row, writing.text(row)) for row, (text, _) in enumerate(batch)
+                _output(text, batch.state, row, said) for row, ((text, _), said) in enumerate(written)
             ]
             stream.end()
 
-    def _record(
+    def _trace(
         self, step: Step, prompts: list[Prompt], tokens: Tokens, writing: Writing, stream: _Stream
     ) -> None:
         for row in step.rows:
-            self._counts.add(row)
-            if self._task.trace:
-                record = traced(step.round, prompts[row.row].id, row, tokens, writing.text(row.row))
-                self._folder.round(record)
-                stream.trace(record)
+            record = traced(step.round, prompts[row.row].id, row, tokens, writing.text(row.row))
+            self._folder.round(record)
+            stream.trace(record)
 
     def _raise_if_damaged(self) -> None:
-        damaged = [output for output in self._outputs if output["finish_reason"] == "error"]
-        if damaged:
-            first = damaged[0]
-            raise ModelError(
-                "a model gave logits that are not numbers (NaN or infinite)",
-                where=f"prompt {first['id']!r}, position {first['prompt_tokens'] + first['output_tokens']}",
-                found=f"{len(damaged)} of {len(self._outputs)} prompts stopped there",
-                fix="try model.dtype=bf16 or fp32; model.scan=true names a damaged weight",
-            )
+        stopped = [output for output in self._outputs if output["finish_reason"] == "error"]
+        if stopped:
+            first = stopped[0]
+            position = first["prompt_tokens"] + first["output_tokens"]
+            raise damaged(first["id"], position, len(stopped), len(self._outputs))
 
 
 class _Stream:
@@ -209,25 +185,6 @@ def traced(number: int, name: str, row: RowStep, tokens: Tokens, text: str) -> d
         "last_text": tokens.decode(row.tokens[-1:]),
         "text": text,
     }  # fmt: skip
-
-
-def _unusable(text: TextPrompt, ids: list[int], context: int, vocab: int) -> DataError | None:
-    if not ids:
-        return DataError(
-            "the prompt is empty and the model has no token to begin a text with", where=text.where,
-            fix="give the prompt some text",
-        )  # fmt: skip
-    if len(ids) >= context:
-        return DataError(
-            "the prompt fills the model's context", where=text.where, found=f"{len(ids)} tokens",
-            allowed=f"at most {context - 1} of {context}", fix="shorten it; it is never cut silently",
-        )  # fmt: skip
-    if max(ids) >= vocab:
-        return DataError(
-            "the prompt has a token that the model does not know", where=text.where, found=f"id {max(ids)}",
-            allowed=f"ids below {vocab}", fix="remove the tokenizer's added tokens from the text",
-        )  # fmt: skip
-    return None
 
 
 def _output(text: TextPrompt, state: State, row: int, written: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf
 from llama_ssp.draws import CounterDraws
 from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Runner
+from llama_ssp.inputs import Entry
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.devices import TORCH_DTYPES, describe, device_of, dtype_of, memory_of
 from llama_ssp.load.models import load, require_supported
@@ -43,9 +45,10 @@ class Pair:
     devices: dict[str, str]
 
 
-def seats(run: RunConf, target_path: Path | None, draft_path: Path | None) -> list[Seat]:
-    """The roles this run needs, each with its device and number format."""
-    asked = [("model", run.model, target_path, run.placement.target_device)]
+def seats(entry: Entry) -> list[Seat]:
+    """The roles this pair needs, each with its device and number format."""
+    run, draft_path = entry.run, entry.draft_path
+    asked = [("model", run.model, entry.target_path, run.placement.target_device)]
     if run.draft is not None and run.speculation.drafter is Drafting.model and _drafts(run):
         asked.append(("draft", run.draft, draft_path, run.placement.draft_device))
     found = []
@@ -66,6 +69,12 @@ def tokens_of(found: list[Seat]) -> Tokens:
 
 def open_pair(found: list[Seat], reserve: float, gib: float | None, rows: int, slots: int) -> Pair:
     """Loads the models, if they fit with caches of `rows` texts of `slots` tokens."""
+    require_loadable(found, reserve, gib, rows, slots)
+    return Shelf().open(found)
+
+
+def require_loadable(found: list[Seat], reserve: float, gib: float | None, rows: int, slots: int) -> None:
+    """Refuses what cannot be run or does not fit, before weights are read."""
     for seat in found:
         if seat.path is not None:
             require_supported(seat.path)
@@ -76,9 +85,31 @@ def open_pair(found: list[Seat], reserve: float, gib: float | None, rows: int, s
     for device, bills in by_device.items():
         capacity = memory_of(device) if gib is None else int(gib * 2**30)
         require_room(bills, str(device), capacity, reserve)
-    loaded = {seat.role: load(seat.model, seat.path, seat.dtype, seat.device, seat.role) for seat in found}
-    devices = {seat.role: f"{describe(seat.device)}, {seat.dtype.value}" for seat in found}
-    return Pair(loaded["model"], loaded.get("draft"), devices)
+
+
+class Shelf:
+    """Keeps the models of the last pair, so that what the next one shares is not loaded again."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Seat, CausalModel]] = []
+
+    def open(self, found: list[Seat]) -> Pair:
+        """Loads the pair; what it does not need is let go of first."""
+        if self._held:
+            self._held = [(seat, model) for seat, model in self._held if seat in found]
+            gc.collect()
+            torch.cuda.empty_cache()
+        loaded = {seat.role: self._model(seat) for seat in found}
+        devices = {seat.role: f"{describe(seat.device)}, {seat.dtype.value}" for seat in found}
+        return Pair(loaded["model"], loaded.get("draft"), devices)
+
+    def _model(self, seat: Seat) -> CausalModel:
+        for known, model in self._held:
+            if known == seat:
+                return model
+        model = load(seat.model, seat.path, seat.dtype, seat.device, seat.role)
+        self._held.append((seat, model))
+        return model
 
 
 def engine_for(

@@ -1,0 +1,56 @@
+"""Which pairs a run is about, with their shapes and files checked: its own, or presets by name. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from llama_ssp import checks
+from llama_ssp.checkpoint import complete
+from llama_ssp.config import Drafting, EvalConf, RunConf, Weights
+from llama_ssp.errors import UsageError
+from llama_ssp.inputs import Entry
+from llama_ssp.overrides import CONF, translated
+
+
+def entries(run: RunConf, folders: list[Path]) -> tuple[Entry, ...]:
+    """Every pair of the run; `folders` are private ones that may hold presets, too."""
+    named = run.task.pairs if isinstance(run.task, EvalConf) else []
+    runs = [_with_presets(run, name, folders) for name in named] or [run]
+    return tuple(_completed(one) for one in runs)
+
+
+def _completed(run: RunConf) -> Entry:
+    model, target_path = complete(run.model, "model")
+    draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft")
+    whole = replace(run, model=model, draft=draft)
+    checks.check_context(whole)
+    return Entry(whole, target_path, draft_path)
+
+
+def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
+    """The run with the models of TARGET or TARGET/DRAFT; a target alone is sampled regularly."""
+    target, _, draft = name.partition("/")
+    places = ",".join(f"'file://{_quoted(folder)}'" for folder in folders)
+    overrides = [f"model={target}", f"draft={draft or 'none'}", f"hydra.searchpath=[{places}]"]
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            preset = checks.to_run(compose("run", overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translated(error) from error
+    for role, model in (("model", preset.model), ("draft", preset.draft)):
+        if model and model.weights is Weights.checkpoint and model.path is None and model.repo is None:
+            raise UsageError(
+                f"task.pairs: {model.name} has no files of its own", found=repr(name),
+                fix=f"leave out task.pairs and write {role}={model.name} {role}.path=FOLDER",
+            )  # fmt: skip
+    spec = run.speculation if draft else replace(run.speculation, drafter=Drafting.none)
+    return replace(run, model=preset.model, draft=preset.draft, speculation=spec)
+
+
+def _quoted(folder: Path) -> str:
+    return str(folder).replace("\\", "\\\\").replace("'", "\\'")

@@ -1,0 +1,123 @@
+"""Prompts through one engine, batch by batch: the clocks and counters that tasks share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llama_ssp.engine import Engine, Prompt, State
+from llama_ssp.errors import DataError, ModelError
+from llama_ssp.load.tokens import Tokens
+from llama_ssp.lookahead import Lookahead
+from llama_ssp.loop import Limits, Step, generate
+from llama_ssp.metrics import Counts, ratio
+from llama_ssp.prompts import TextPrompt
+from llama_ssp.text import Decode, Writing
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts that are being written together."""
+
+    state: State
+    writing: Writing
+
+    def texts(self) -> list[str]:
+        """What each row has written so far."""
+        return [self.writing.text(row) for row in range(self.state.rows)]
+
+
+class Batches:
+    """Runs batches on one engine. `figures` is right at any moment, also after a failure."""
+
+    def __init__(
+        self, engine: Engine, decode: Decode, lookahead: Callable[[int], Lookahead],
+        max_new_tokens: int, ends: frozenset[int], stops: list[str],
+    ) -> None:  # fmt: skip
+        """`lookahead` makes the choice of K for a batch of so many rows."""
+        self._engine, self._decode, self._lookahead = engine, decode, lookahead
+        self._max_new_tokens, self._ends, self._stops = max_new_tokens, ends, stops
+        self._counts = Counts()
+        self._prefill_s = self._decode_s = 0.0
+        self._prefill_forwards = 0
+
+    def begin(self, prompts: list[Prompt]) -> Batch:
+        """Reads a batch's prompts."""
+        began, forwards = time.perf_counter(), self._engine.target.forwards
+        state = self._engine.prefill(prompts, self._max_new_tokens)
+        self._prefill_s += time.perf_counter() - began
+        self._prefill_forwards += self._engine.target.forwards - forwards
+        return Batch(state, Writing(self._decode, [p.token_ids for p in prompts], self._stops))
+
+    def steps(self, batch: Batch) -> Iterator[Step]:
+        """Rounds until every row has ended; what the caller does between them is on no clock."""
+        limits = Limits(self._max_new_tokens, self._ends, batch.writing)
+        began = time.perf_counter()
+        for step in generate(self._engine, batch.state, limits, self._lookahead(batch.state.rows)):
+            self._decode_s += time.perf_counter() - began
+            for row in step.rows:
+                self._counts.add(row)
+            yield step
+            began = time.perf_counter()
+
+    def figures(self) -> dict[str, Any]:
+        """The counters and clocks under the names of the JSON interface."""
+        return {
+            "target_forwards": self._engine.target.forwards,
+            "target_forwards_prefill": self._prefill_forwards,
+            "draft_forwards": self._engine.drafter.forwards,
+            **_counted(self._counts, self._prefill_s, self._decode_s),
+        }
+
+
+def nothing_run() -> dict[str, Any]:
+    """The same figures of a run that got no further than its checks."""
+    forwards = dict.fromkeys(("target_forwards", "target_forwards_prefill", "draft_forwards"), 0)
+    return {**forwards, **_counted(Counts(), 0.0, 0.0)}
+
+
+def _counted(counts: Counts, prefill_s: float, decode_s: float) -> dict[str, Any]:
+    counted = counts.summary()
+    return {
+        **counted,
+        "prefill_ms": 1000 * prefill_s,
+        "decode_ms": 1000 * decode_s,
+        "ms_per_token": ratio(1000 * decode_s, counted["tokens_committed"]),
+    }
+
+
+def unusable(text: TextPrompt, ids: list[int], context: int, vocab: int) -> DataError | None:
+    """What keeps a model from continuing this prompt."""
+    if not ids:
+        return DataError(
+            "the prompt is empty and the model has no token to begin a text with", where=text.where,
+            fix="give the prompt some text",
+        )  # fmt: skip
+    if len(ids) >= context:
+        return DataError(
+            "the prompt fills the model's context", where=text.where, found=f"{len(ids)} tokens",
+            allowed=f"at most {context - 1} of {context}", fix="shorten it; it is never cut silently",
+        )  # fmt: skip
+    if max(ids) >= vocab:
+        return DataError(
+            "the prompt has a token that the model does not know", where=text.where, found=f"id {max(ids)}",
+            allowed=f"ids below {vocab}", fix="remove the tokenizer's added tokens from the text",
+        )  # fmt: skip
+    return None
+
+
+def begun(ids: list[int], tokens: Tokens) -> list[int]:
+    """A text that has no tokens begins with the model's own first token, if it has one."""
+    return [tokens.bos_id] if not ids and tokens.bos_id is not None else ids
+
+
+def damaged(name: str, position: int, stopped: int, of: int) -> ModelError:
+    """What is said when a model's logits made no law."""
+    return ModelError(
+        "a model gave logits that are not numbers (NaN or infinite)",
+        where=f"prompt {name!r}, position {position}",
+        found=f"{stopped} of {of} prompts stopped there",
+        fix="try model.dtype=bf16 or fp32; model.scan=true names a damaged weight",
+    )

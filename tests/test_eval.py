@@ -1,0 +1,340 @@
+"""task=eval: what is scored, what is said, and what remains of a run that was stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp import arithmetic, report
+from llama_ssp.cache import Feed
+from llama_ssp.config import ModelConf
+from llama_ssp.tasks import eval as scoring
+from llama_ssp.tasks import pair
+from tests import checkpoints
+from tests.conftest import Answer, Command, Saved
+
+ROW = {
+    "pair", "target", "draft", "mode", "prompts_per_seed", "prompts", "correct", "score", "score_low",
+    "score_high", "per_seed", "ms_per_token", "tokens_per_target_forward", "acceptance_rate",
+    "target_forwards", "draft_forwards", "tokens_committed", "prefill_ms", "decode_ms",
+}  # fmt: skip
+DIFFERENCE = {
+    "pair", "prompts_per_seed", "prompts", "correct_speculative_only", "correct_regular_only",
+    "difference", "difference_low", "difference_high", "includes_zero",
+}  # fmt: skip
+EVAL = ("task=eval", "seed=1")
+OPEN_LINE = re.compile(r"(\d+) \* (\d+) = (\d*)$")
+
+
+@dataclass
+class Sheet:
+    """The stub's cache: the tokens themselves."""
+
+    token_BS: Tensor
+    capacity: int
+
+
+class Calculator:
+    """A model of bytes that knows multiplication; `knows` tells which questions it gets right."""
+
+    vocab, context, device, dtype = 256, 1024, torch.device("cpu"), torch.float32
+
+    def __init__(self, model: ModelConf, knows: Callable[[int, int], bool]) -> None:
+        self.name, self._knows = model.name, knows
+
+    def new_cache(self, rows: int, capacity: int) -> Sheet:
+        return Sheet(torch.zeros(rows, capacity + 1, dtype=torch.int64), capacity)
+
+    def logits(self, token_BW: Tensor, feed: Feed, cache: Sheet, last_only: bool) -> Tensor:
+        cache.token_BS.scatter_(1, feed.slots(), token_BW)
+        logit_BWV = torch.full((*token_BW.shape, self.vocab), -50.0)
+        for row, (start, count) in enumerate(zip(feed.start, feed.count, strict=True)):
+            text = bytes(cache.token_BS[row, : start + count].tolist()).decode("latin-1")
+            for column in range(count):
+                logit_BWV[row, column, ord(self._next(text[: start + column + 1]))] = 50.0
+        return logit_BWV
+
+    def _next(self, text: str) -> str:
+        found = OPEN_LINE.search(text)
+        if not found:
+            return "\n"
+        a, b, written = int(found[1]), int(found[2]), found[3]
+        answer = f"{a * b if self._knows(a, b) else 0}\n"
+        return answer[len(written)] if answer.startswith(written) else "\n"
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+def calculators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Models that know multiplication; a draft only with an even number. The names of those loaded."""
+    loaded: list[str] = []
+
+    def load(model: ModelConf, _path: object, _dtype: object, _device: object, role: str) -> Calculator:
+        loaded.append(f"{role} {model.name}")
+        return Calculator(model, lambda a, b: role == "model" or a * b % 2 == 0)
+
+    monkeypatch.setattr(pair, "load", load)
+    return loaded
+
+
+def test_quick(command: Command) -> None:
+    """The synthetic pair: two modes of the same law on ten prompts, a table, then the document."""
+    answer = command(*EVAL, "task.quick=true")
+    assert (answer.code, answer.errors) == (0, [])
+    head, regular, speculative, difference, _ = answer.out.splitlines()
+    assert head.split()[:5] == ["pair", "sampling", "prompts", "right", "score"]
+    assert regular.split()[:3] == ["tiny/tiny_draft", "regular", "10"]
+    assert speculative.split()[:3] == ["tiny/tiny_draft", "speculative", "10"]
+    assert len(head) == len(regular) == len(speculative)
+    assert "less regular" in difference and "holds zero" in difference
+    found = document(answer)
+    assert (found["task"], found["status"]) == ("eval", "done")
+    assert [row["mode"] for row in found["rows"]] == ["regular", "speculative"]
+    assert all(row.keys() >= ROW for row in found["rows"])
+    assert [row["draft"] for row in found["rows"]] == [None, "tiny_draft"]
+    assert [one.keys() for one in found["differences"]] == [DIFFERENCE]
+    assert found["differences"][0]["includes_zero"] is True
+    one, other = found["rows"]
+    assert one["tokens_committed"] == other["tokens_committed"] == 60  # no end token: the same limit
+    assert one["tokens_per_target_forward"] == 1 < other["tokens_per_target_forward"]
+    assert (one["draft_forwards"], one["acceptance_rate"]) == (0, None)
+
+
+def test_models_that_know_multiplication(command: Command, calculators: list[str]) -> None:
+    answer = command(*EVAL, "task.seeds=[0,7]", "task.sizes=[30]", "task.batch_size=8")
+    assert (answer.code, answer.errors) == (0, [])
+    found = document(answer)
+    assert [(row["correct"], row["score"], row["score_high"]) for row in found["rows"]] == [(60, 1, 1)] * 2
+    assert [one["seed"] for one in found["rows"][0]["per_seed"]] == [0, 7]
+    assert [one["prompts"] for one in found["rows"][1]["per_seed"]] == [30, 30]
+    assert found["rows"][0]["finish_reasons"] == {"stop": 60}
+    assert 0 < found["rows"][1]["acceptance_rate"] < 1  # the draft is wrong where the product is odd
+    assert found["differences"][0]["correct_regular_only"] == 0
+    assert calculators == ["model tiny", "draft tiny_draft"]
+
+
+def test_a_model_that_knows_the_even_products(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "load", lambda m, *_: Calculator(m, lambda a, b: a * b % 2 == 0))
+    found = document(command(*EVAL, "draft=none", "task.seeds=[0]", "task.sizes=[40]", "output=json"))
+    even = sum(int(question.answer) % 2 == 0 for question in arithmetic.questions(0, 40, 4))
+    assert [row["correct"] for row in found["rows"]] == [even]
+    assert found["differences"] == []
+
+
+def test_several_pairs_and_sizes(command: Command, calculators: list[str]) -> None:
+    """A smaller size is the beginning of a larger one; what pairs share is neither loaded nor run twice."""
+    answer = command(
+        *EVAL, "task.pairs=[tiny,tiny/tiny_draft,tiny_draft]", "task.sizes=[20,5]", "task.seeds=[0]",
+        "output=json",
+    )  # fmt: skip
+    assert (answer.code, answer.errors) == (0, [])
+    (line,) = answer.out.splitlines()
+    found = json.loads(line)
+    rows = [(row["pair"], row["mode"], row["prompts"]) for row in found["rows"]]
+    assert rows == [
+        (name, mode, size)
+        for name, mode in [
+            ("tiny", "regular"), ("tiny/tiny_draft", "regular"), ("tiny/tiny_draft", "speculative"),
+            ("tiny_draft", "regular"),
+        ]
+        for size in (5, 20)
+    ]  # fmt: skip
+    assert calculators == ["model tiny", "draft tiny_draft", "model tiny_draft"]
+    assert [row["row_rounds"] for row in found["rows"][:2]] == [
+        sum(len(q.answer) + 1 for q in arithmetic.questions(0, n, 4)) for n in (5, 20)
+    ]
+    assert [one["prompts"] for one in found["differences"]] == [5, 20]
+    assert found["devices"].keys() == {"tiny", "tiny/tiny_draft", "tiny_draft"}
+
+
+def test_the_size_does_not_change_a_prompt_s_answer(command: Command) -> None:
+    """Nor does its batch: scores of 5 prompts are those of the first 5 of 9."""
+    both = document(command(*EVAL, "task.sizes=[5,9]", "task.seeds=[0,1]", "task.batch_size=4"))
+    small = document(command(*EVAL, "task.sizes=[5]", "task.seeds=[0,1]", "task.batch_size=64"))
+    assert [row["correct"] for row in both["rows"] if row["prompts_per_seed"] == 5] == [
+        row["correct"] for row in small["rows"]
+    ]
+    assert both["rows"][0]["tokens_committed"] == small["rows"][0]["tokens_committed"] == 60
+
+
+def test_ngram_drafts(command: Command, calculators: list[str]) -> None:
+    found = document(command(*EVAL, "draft=none", "speculation=ngram", "task.quick=true"))
+    assert [(row["pair"], row["mode"]) for row in found["rows"]] == [
+        ("tiny/ngram", "regular"), ("tiny/ngram", "speculative"),
+    ]  # fmt: skip
+    assert [row["score"] for row in found["rows"]] == [1, 1]
+
+
+@pytest.mark.parametrize("setting", ["draft=none", "speculation=none", "speculation.k=0"])
+def test_without_a_drafter_there_is_one_mode(setting: str, command: Command, calculators: list[str]) -> None:
+    found = document(command(*EVAL, setting, "task.quick=true"))
+    assert [(row["pair"], row["mode"]) for row in found["rows"]] == [("tiny", "regular")]
+    assert calculators == ["model tiny"]
+
+
+def test_modes_draw_from_streams_of_their_own(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids that name the streams: never the same in both modes, and never twice."""
+    seen: list[str] = []
+    begin = scoring.Batches.begin
+
+    def spied(self: scoring.Batches, prompts: list[Any]) -> Any:
+        seen.extend(prompt.id for prompt in prompts)
+        return begin(self, prompts)
+
+    monkeypatch.setattr(scoring.Batches, "begin", spied)
+    assert command(*EVAL, "task.quick=true").code == 0
+    assert len(seen) == len(set(seen)) == 20
+
+
+def test_greedy_texts_agree_prompt_by_prompt(command: Command, saved: Saved) -> None:
+    """A checkpoint with a tokenizer, and fp32 so that near ties do not matter."""
+    answer = command(
+        *EVAL, "model=local", f"model.path={saved.whole}", "draft=local", f"draft.path={saved.whole}",
+        "model.dtype=fp32", "draft.dtype=fp32", "sampling=greedy", "task.quick=true", "task.shots=1",
+    )  # fmt: skip
+    assert (answer.code, answer.errors) == (0, [])
+    (one,) = document(answer)["differences"]
+    assert (one["correct_speculative_only"], one["correct_regular_only"]) == (0, 0)
+    assert document(answer)["rows"][1]["acceptance_rate"] == 1
+
+
+def test_what_was_finished_is_reported(
+    command: Command, calculators: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the last of six batches: the speculative mode has done the first size and half the rest."""
+    begin, calls = scoring.Batches.begin, []
+
+    def stopped(self: scoring.Batches, prompts: list[Any]) -> Any:
+        calls.append(len(prompts))
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return begin(self, prompts)
+
+    monkeypatch.setattr(scoring.Batches, "begin", stopped)
+    answer = command(*EVAL, "task.seeds=[0,1]", "task.sizes=[4,12]", "task.batch_size=8")
+    assert answer.code == 130
+    assert "stopped by a signal" in answer.errors[0]
+    assert len([line for line in answer.out.splitlines() if line.startswith("tiny/tiny_draft ")]) == 4
+    found = document(answer)
+    assert found["status"] == "interrupted"
+    assert [(row["mode"], row["prompts"]) for row in found["rows"]] == [
+        ("regular", 8), ("regular", 24), ("speculative", 8), ("speculative", 16),
+    ]  # fmt: skip
+    assert found["rows"][2]["row_rounds"] < found["rows"][3]["row_rounds"]
+    assert [one["prompts"] for one in found["rows"][3]["per_seed"]] == [8, 8]
+    assert [one["prompts"] for one in found["differences"]] == [8, 16]
+    (summary,) = Path("outputs").rglob("summary.json")
+    assert json.loads(summary.read_text())["rows"] == found["rows"]
+
+
+def test_a_run_stopped_at_once_says_nothing(
+    command: Command, calculators: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scoring.Batches, "begin", stopped)
+    answer = command(*EVAL, "task.quick=true")
+    assert (answer.code, answer.out) == (130, "")
+
+
+def test_damaged_logits_end_the_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Calculator):
+        def logits(self, token_BW: Tensor, feed: Feed, cache: Sheet, last_only: bool) -> Tensor:
+            return super().logits(token_BW, feed, cache, last_only) * torch.nan
+
+    monkeypatch.setattr(pair, "load", lambda m, *_: Broken(m, lambda a, b: True))
+    answer = command(*EVAL, "task.quick=true")
+    assert answer.code == 4
+    assert "not numbers" in answer.errors[0] and "10 of 10" in answer.errors[0]
+
+
+def test_private_presets_can_be_named(command: Command, calculators: list[str], tmp_path: Path) -> None:
+    home = tmp_path / "it's here" / "model"
+    home.mkdir(parents=True)
+    (home / "mine.yaml").write_text("defaults: [tiny]\nname: mine\nn_layers: 2\n")
+    answer = command("--config-dir", str(home.parent), *EVAL, "task.pairs=[mine]", "task.quick=true")
+    assert (answer.code, answer.errors) == (0, [])
+    assert [row["pair"] for row in document(answer)["rows"]] == ["mine"]
+
+
+def test_a_plot_in_the_run_folder(command: Command, calculators: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    found = document(command(*EVAL, "task.quick=true"))
+    place = Path(found["plot"])
+    assert place.parent == Path(found["run_folder"])
+    assert place.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_where_it_was_asked_for(command: Command, calculators: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    answer = command(
+        *EVAL, "task.quick=true", "task.plot=bars.svg", "out=null", "task.pairs=[tiny,tiny/tiny_draft]"
+    )
+    assert document(answer)["plot"] == "bars.svg"
+    assert "speculative" in Path("bars.svg").read_text()
+
+
+def test_no_plot_without_matplotlib(
+    command: Command,
+    calculators: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("llama_ssp.plot.find_spec", lambda _: None)
+    caplog.set_level(logging.INFO)
+    answer = command(*EVAL, "task.quick=true")
+    assert (answer.code, document(answer)["plot"]) == (0, None)
+    assert "no plot: matplotlib is not installed" in caplog.text
+    asked = command(*EVAL, "task.quick=true", "task.plot=a.png")
+    assert asked.code == 2
+    assert "needs matplotlib" in asked.errors[0]
+
+
+def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(report.Progress, "LOG_EVERY_S", 0.0)
+    with report.Progress("a/b, regular", 30, "prompts") as progress:
+        for _ in range(3):
+            progress.advance(10)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(",")[2].partition(" prompts")[0] for line in lines] == [
+        " regular: 10 of 30", " regular: 20 of 30", " regular: 30 of 30",
+    ]  # fmt: skip
+    assert "s left" in lines[0] and "s left" not in lines[-1]
+
+
+def test_progress_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    import sys
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with report.Progress("a", 20, "prompts") as progress:
+        progress.advance(10)
+        progress.advance(10)
+    said = capsys.readouterr().err
+    assert said.count("\r\x1b[K") == 3 and "\n" not in said
+    assert "10 of 20" in said and "20 of 20" in said
+
+
+def test_the_prompts_are_checked_against_each_model(command: Command, tmp_path: Path) -> None:
+    """A context too short for the worked lines is found before weights are read."""
+    path = checkpoints.save(tmp_path / "short", max_position_embeddings=16)
+    answer = command(*EVAL, "model=local", f"model.path={path}", "draft=none", "task.quick=true")
+    assert answer.code == 3
+    assert "fills the model's context" in answer.errors[0] and "task.shots" in answer.errors[0]
