@@ -13,11 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from llama_ssp.config import (
     SIZES,
     TASKS,
+    Drafting,
     EvalConf,
     GenerateConf,
     ModelConf,
     RunConf,
     SamplingConf,
+    SpeculationConf,
     Weights,
 )
 from llama_ssp.errors import UsageError
@@ -61,6 +63,7 @@ def check(run: RunConf) -> None:
         _check_generate(run.task)
     if isinstance(run.task, EvalConf):
         _check_eval(run.task)
+        _check_drafts(run.task, run.speculation)
     if run.sampling.min_new_tokens > getattr(run.task, "max_new_tokens", math.inf):
         raise UsageError(
             "sampling.min_new_tokens exceeds task.max_new_tokens",
@@ -237,6 +240,17 @@ def _check_eval(task: EvalConf) -> None:
         raise UsageError(
             "task.plot is no picture's name", found=repr(task.plot), allowed=", ".join(PLOTS),
             fix="let its ending say which kind of picture it is",
+        )  # fmt: skip
+
+
+def _check_drafts(task: EvalConf, spec: SpeculationConf) -> None:
+    """A draft that is named must have something to do."""
+    named = next((entry for entry in task.pairs if "/" in entry and not entry.endswith("/none")), None)
+    if named and (spec.drafter is not Drafting.model or not (spec.k or spec.adaptive)):
+        raise UsageError(
+            "task.pairs names a draft model, but none drafts", where="speculation",
+            found=f"{named}, drafter {spec.drafter.value}, k {spec.k}",
+            fix="name the target alone, or choose speculation=default",
         )  # fmt: skip
 
 

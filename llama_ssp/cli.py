@@ -118,10 +118,10 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
             "this version runs in one process", where="torchrun", found=f"{ranks()} ranks",
             allowed="1", fix="use --nproc-per-node 1",
         )  # fmt: skip
-    pairs = entries(checked, folders)
     task = checked.task
     if isinstance(task, EvalConf):
         check_plot(task.plot)
+    pairs = entries(checked, folders)
     named = isinstance(task, EvalConf) and task.pairs
     recorded = checked if named else pairs[0].run
     reading = read_prompts(task) if isinstance(task, GenerateConf) else Reading([], [])

@@ -165,7 +165,8 @@ class EvalConf(TaskConf):
 
     `sampling=` says by which law: the score is highest with sampling=greedy; the ancestor had
     sampling.temperature=0.5. An entry of `pairs` is TARGET or TARGET/DRAFT, presets under conf/model;
-    with none, the run's own model and draft are scored.
+    with none, the run's own model and draft are scored. The first n questions of each seed are scored for
+    every n of `sizes`; `quick` asks 10 of one seed. `plot` null puts plot.png into the run folder.
     """
 
     pairs: list[str] = field(default_factory=list)

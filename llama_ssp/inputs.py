@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_ssp.config import Drafting, RunConf
+from llama_ssp.config import Drafting, ModelConf, RunConf
 from llama_ssp.prompts import Reading
 
 
@@ -19,7 +19,7 @@ class Entry:
 
     @property
     def target(self) -> str:
-        return self.run.model.name
+        return _name(self.run.model, self.target_path)
 
     @property
     def drafter(self) -> str | None:
@@ -28,7 +28,7 @@ class Entry:
         if spec.drafter is Drafting.ngram and (spec.k or spec.adaptive):
             return "ngram"
         drafts = spec.drafter is Drafting.model and (spec.k > 0 or spec.adaptive)
-        return self.run.draft.name if drafts and self.run.draft is not None else None
+        return _name(self.run.draft, self.draft_path) if drafts and self.run.draft is not None else None
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,8 @@ class Inputs:
     seed: int
     pairs: tuple[Entry, ...]
     reading: Reading
+
+
+def _name(model: ModelConf, path: Path | None) -> str:
+    """The preset's name; any folder, preset `local`, is called by its own."""
+    return path.name if model.name == "local" and path is not None else model.name

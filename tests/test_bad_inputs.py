@@ -531,6 +531,12 @@ EVALUATIONS = [
     scored("number-pair", "task.pairs=[tiny,[7]]", holds=("task.pairs",)),
     scored("twice", "task.pairs=[tiny,tiny]", holds=("task.pairs holds a pair twice",)),
     scored("word-as-pairs", "task.pairs=tiny", holds=("task.pairs is not a list",)),
+    scored(
+        "idle-draft", "task.pairs=[tiny/tiny_draft]", "speculation=none", holds=("none drafts", "alone")
+    ),
+    scored(
+        "ngram-draft", "task.pairs=[tiny/tiny_draft]", "speculation=ngram", holds=("none drafts", "ngram")
+    ),
     scored("no-files", "task.pairs=[tiny,30B/7B]", holds=("30B is not at hand", "huggyllama"), code=4),
     scored("no-path", "task.pairs=[local]", holds=("local has no files of its own", "model.path=FOLDER")),
     Case(0, "eval-private-preset", broken_preset, 2, ("model.n_heads", "6 and 4")),

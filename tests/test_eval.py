@@ -209,6 +209,7 @@ def test_greedy_texts_agree_prompt_by_prompt(command: Command, saved: Saved) -> 
     (one,) = document(answer)["differences"]
     assert (one["correct_speculative_only"], one["correct_regular_only"]) == (0, 0)
     assert document(answer)["rows"][1]["acceptance_rate"] == 1
+    assert one["pair"] == "whole/whole"  # any folder goes by its own name
 
 
 def test_what_was_finished_is_reported(

@@ -47,10 +47,12 @@ def errors(text: str) -> list[str]:
         (["--version"], 0, ""),
         ([PROMPT, "speculation.k=-1"], 2, "speculation.k is out of range"),
         ([PROMPT, "speculation.kk=1"], 2, "unknown key"),
+        (["task=eval", "task.pairs=[tiny,8B]"], 2, "there is no model=8B"),
+        (["task=eval", "task.pairs=[tiny/7B]", "task.plot=a.doc"], 2, "task.plot"),
         (["task.prompt_file=/no/such"], 3, "does not exist"),
         ([PROMPT, "model=local", "model.path=/no/such", "draft=none"], 4, "not a folder"),
     ],
-    ids=["help", "cfg", "version", "range", "key", "prompts", "folder"],
+    ids=["help", "cfg", "version", "range", "key", "pair", "plot", "prompts", "folder"],
 )
 def test_answers_without_torch(arguments: list[str], code: int, said: str, tmp_path: Path) -> None:
     done = subprocess.run(
