@@ -57,7 +57,7 @@ def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.set_ylim(0, 105)
     axes.set_ylabel("right products, % (95 % interval)")
-    axes.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=150)
