@@ -10,7 +10,9 @@ PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
 	@./machine-install.sh $(INSTALL)
 
 demo: .venv/.installed
-	@$(PY) launch/run.py 'task.prompts=["def hello"]' task.max_new_tokens=48
+	@$(PY) launch/run.py experiment=demo
+	@$(PY) bench/side_by_side.py repeats=3 new=48 ks=2,4 sampling.temperature=0.5
+	@$(PY) launch/run.py experiment=demo_score
 
 test: .venv/.installed
 	$(PYTEST)

@@ -26,10 +26,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 
-from llama_ssp.checkpoint import complete  # noqa: E402
 from llama_ssp.checks import to_run  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
 from llama_ssp.engine import Prompt  # noqa: E402
+from llama_ssp.entries import entries  # noqa: E402
 from llama_ssp.load.tokens import Tokens  # noqa: E402
 from llama_ssp.lookahead import FixedLookahead  # noqa: E402
 from llama_ssp.loop import Limits, generate  # noqa: E402
@@ -58,11 +58,8 @@ def main() -> None:
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", overrides))
-    run.model, target_path = complete(run.model, "model")
-    draft_path = None
-    if run.draft is not None:
-        run.draft, draft_path = complete(run.draft, "draft")
-    found = seats(run, target_path, draft_path)
+    entry = entries(run, [])[0]
+    run, found = entry.run, seats(entry)
     tokens = tokens_of(found)
     new = int(own["new"])
     pair = open_pair(found, run.cluster.reserve, run.cluster.gib, 1, 256 + new)

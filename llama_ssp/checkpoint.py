@@ -19,6 +19,7 @@ from llama_ssp.errors import ModelError, UsageError
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20
+SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parent / "shipped"  # models that come with us
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 INDEX = "model.safetensors.index.json"
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
@@ -43,7 +44,8 @@ class Checkpoint:
 def find(model: ModelConf, role: str) -> Path:
     """The folder of a model: `path`, or the local copy of its hub repository."""
     if model.path is not None:
-        path = home_expanded(model.path)
+        own = model.path.removeprefix(SHIPPED)
+        path = home_expanded(model.path) if own == model.path else SHIPPED_FOLDER / Path(own).name
         if not path.is_dir():
             raise ModelError(
                 f"{role}.path is not a folder", where=str(path),

@@ -47,6 +47,7 @@ class Batches:
         """Reads a batch's prompts."""
         began, forwards = time.perf_counter(), self._engine.target.forwards
         state = self._engine.prefill(prompts, self._max_new_tokens)
+        self._engine.wait()
         self._prefill_s += time.perf_counter() - began
         self._prefill_forwards += self._engine.target.forwards - forwards
         return Batch(state, Writing(self._decode, [p.token_ids for p in prompts], self._stops))

@@ -54,6 +54,7 @@ class GenerateTask:
             if len(batches) > 1:
                 log.info("batch %d of %d done", number, len(batches))
         self._raise_if_damaged()
+        log.info("%s", in_words(self._runs.figures()))
         return "done"
 
     def has_output(self) -> bool:
@@ -172,6 +173,17 @@ class _Stream:
         self._console.write("\n")
         self._begun = False
         self._row += 1
+
+
+def in_words(figures: dict[str, Any]) -> str:
+    """A run's figures as one line for people."""
+    words = [f"{figures['tokens_committed']} tokens"]
+    if figures["ms_per_token"] is not None:
+        words.append(f"{figures['ms_per_token']:.2f} ms/token without prefill")
+    if figures["acceptance_rate"] is not None:
+        words.append(f"{figures['tokens_per_target_forward']:.2f} tokens a round")
+        words.append(f"{figures['acceptance_rate']:.0%} of drafts accepted")
+    return ", ".join(words)
 
 
 def traced(number: int, name: str, row: RowStep, tokens: Tokens, text: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The making of the small trained models that ship with llama-ssp."""

@@ -1,0 +1,114 @@
+"""What is trained: the shapes, shares and budgets of the three models."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from demo.vocab import BOS, CONTEXT, EOS
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model: its shape, what it learns from, and how long."""
+
+    name: str
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    minutes: float
+    vocabulary: str  # "bpe" or "bytes"
+    teacher: str | None = None
+    # The share of multiplications in a batch, from a step on: products are learnt after the look
+    # of code, so they get more room in the middle, and the end goes to both.
+    math_shares: tuple[tuple[int, float], ...] = ((0, 0.5),)
+    batch_tokens: int = 4096
+    row: int = 256
+    long_every: int = 8  # every so many steps the rows are as long as the context
+    matrix_rate: float = 0.02
+    other_rate: float = 3e-3
+    bpe_size: int = 4096
+    files: int | None = None  # of the library; all of them by default
+    steps: int | None = None  # instead of minutes
+    compile: bool = True  # not worth its minute in a short run
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "demo",
+            layers=8,
+            width=224,
+            hidden=576,
+            heads=4,
+            minutes=67,
+            vocabulary="bpe",
+            math_shares=((0, 0.5), (700, 0.6875), (900, 0.8125), (1550, 0.5), (1760, 0.1875)),
+        ),
+        Recipe(
+            "demo_draft",
+            layers=2,
+            width=128,
+            hidden=344,
+            heads=2,
+            minutes=13.5,
+            vocabulary="bpe",
+            teacher="demo",
+            math_shares=((0, 0.2),),
+            batch_tokens=2048,
+            row=512,
+            other_rate=5e-3,
+        ),
+        Recipe(
+            "demo_bytes",
+            layers=4,
+            width=128,
+            hidden=344,
+            heads=2,
+            minutes=3.5,
+            vocabulary="bytes",
+            math_shares=((0, 0.3),),
+            row=1024,
+        ),
+    )
+}
+
+
+def smaller(recipe: Recipe) -> Recipe:
+    """A budget of seconds for tests: it learns a little, and goes the same way."""
+    return replace(
+        recipe,
+        layers=min(recipe.layers, 2),
+        width=64,
+        hidden=128,
+        heads=2,
+        batch_tokens=1024,
+        row=128,
+        long_every=0,
+        bpe_size=512,
+        files=60,
+        steps=60,
+        compile=False,
+    )
+
+
+def build(recipe: Recipe, tokenizer: Tokenizer, seed: int) -> LlamaForCausalLM:
+    """A fresh model of the recipe's shape, the same for the same seed."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.token_to_id(BOS),
+        eos_token_id=tokenizer.token_to_id(EOS),
+        pad_token_id=tokenizer.token_to_id(EOS),
+    )
+    return LlamaForCausalLM(config).float()

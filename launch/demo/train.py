@@ -1,0 +1,202 @@
+"""The training loop: the same for the three models, with or without a teacher."""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from demo import checkpoint
+from demo.batches import Batch, Batches
+from demo.recipes import Recipe
+
+WARM_UP = 0.02  # of the budget
+SAVE_EVERY = 60.0  # seconds
+LOG_EVERY = 10  # steps
+DRAFT_TEMPERATURE = 0.5  # where the draft's agreement with its teacher is wanted most
+
+
+@dataclass
+class Progress:
+    """What a checkpoint must remember besides tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+def make_optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, which learn about twice as fast by it; AdamW for the rest."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        inner = parameter.ndim == 2 and "embed" not in name
+        (matrices if inner else others).append(parameter)
+    muon = torch.optim.Muon(matrices, lr=recipe.matrix_rate, weight_decay=0.02, momentum=0.95)
+    adam = torch.optim.AdamW(others, lr=recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    for optimizer in (muon, adam):
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return [muon, adam]
+
+
+def rate_at(share: float) -> float:
+    """The learning rate's factor when a share of the budget is spent: up, flat, down."""
+    if share < WARM_UP:
+        return max(share / WARM_UP, 0.02)
+    return min(1.0, max(0.0, (1.0 - share) / 0.6))
+
+
+def token_losses(
+    model: LlamaForCausalLM,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    wanted: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Cross entropy at each token and, with a teacher's logits, KL and disagreement too."""
+    logits = model(input_ids=inputs, use_cache=False).logits.float()
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    each = each.view_as(labels)
+    return (each,) if wanted is None else (each, *disagreement(logits, wanted.float()))
+
+
+def losses(
+    model: LlamaForCausalLM,
+    batch: Batch,
+    teacher: LlamaForCausalLM | None,
+    compute: Callable[..., tuple[torch.Tensor, ...]] = token_losses,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """What is minimised, and the plain losses of text and of multiplications to look at."""
+    inputs, labels, weights = batch.ids[:, :-1], batch.ids[:, 1:], batch.weights[:, 1:]
+    if teacher is None:
+        (each,) = compute(model, inputs, labels)
+        return (each * weights).sum() / weights.sum(), observed(each.detach(), batch)
+    with torch.no_grad():
+        wanted = teacher(input_ids=inputs, use_cache=False).logits
+    each, kl, apart = compute(model, inputs, labels, wanted)
+    seen = observed(each.detach(), batch)
+    seen["overlap"] = 1.0 - float(apart.detach()[~batch.is_math].mean())
+    return ((0.1 * each + 0.5 * kl + 1.5 * apart) * weights).sum() / weights.sum(), seen
+
+
+def disagreement(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL from the teacher, and the share of drafts that it would reject at low temperature."""
+    kl = F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    draft = (logits / DRAFT_TEMPERATURE).softmax(-1)
+    target = (wanted / DRAFT_TEMPERATURE).softmax(-1)
+    return kl, 1.0 - torch.minimum(draft, target).sum(-1)
+
+
+def observed(each: torch.Tensor, batch: Batch) -> dict[str, float]:
+    """Mean losses of the text rows and of the multiplications' answers."""
+    seen = {}
+    text = each[~batch.is_math]
+    if text.numel():
+        seen["text"] = float(text.mean())
+    answers = batch.is_math[:, None] & (batch.weights[:, 1:] > 1.0)
+    if bool(answers.any()):
+        seen["math"] = float(each[answers].mean())
+    return seen
+
+
+def train(
+    model: LlamaForCausalLM,
+    recipe: Recipe,
+    batches: Batches,
+    folder: Path,
+    device: torch.device,
+    teacher: LlamaForCausalLM | None = None,
+    stop_at: int | None = None,
+) -> Progress:
+    """Train until the budget is spent, from the last checkpoint if there is one.
+
+    `stop_at` ends the run early at that step, as a kill right after a checkpoint would.
+    """
+    model.to(device).train()
+    optimizers = make_optimizers(model, recipe)
+    compute = compiled(teacher) if recipe.compile else token_losses
+    stored = checkpoint.load(folder, model, optimizers)
+    progress = Progress(**stored) if stored else Progress()
+    before, begun, saved = progress.seconds, time.monotonic(), time.monotonic()
+    while (share := spent(recipe, progress)) < 1.0:
+        if stop_at is not None and progress.step >= stop_at:
+            break
+        batch = move(batches.batch(progress.step), device)
+        seen = one_step(model, optimizers, batch, teacher, rate_at(share), compute)
+        progress.step += 1
+        progress.tokens += batch.ids[:, 1:].numel()
+        progress.seconds = before + time.monotonic() - begun
+        if progress.step % LOG_EVERY == 0:
+            note(progress, seen, recipe)
+        if time.monotonic() - saved > SAVE_EVERY:
+            checkpoint.save(folder, model, optimizers, vars(progress))
+            saved = time.monotonic()
+    checkpoint.save(folder, model, optimizers, vars(progress))
+    return progress
+
+
+def compiled(teacher: LlamaForCausalLM | None) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A third faster after a minute of compiling, where there is a compiler at all."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return token_losses
+    if teacher is not None:
+        teacher.compile(dynamic=False)
+    return torch.compile(token_losses, dynamic=False)
+
+
+def spent(recipe: Recipe, progress: Progress) -> float:
+    """The share of the budget, of steps or of minutes, that is used up."""
+    if recipe.steps is not None:
+        return progress.step / recipe.steps
+    return progress.seconds / (60.0 * recipe.minutes)
+
+
+def move(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the model's device."""
+    return Batch(batch.ids.to(device), batch.weights.to(device), batch.is_math.to(device))
+
+
+def one_step(
+    model: LlamaForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    batch: Batch,
+    teacher: LlamaForCausalLM | None,
+    rate: float,
+    compute: Callable[..., tuple[torch.Tensor, ...]] = token_losses,
+) -> dict[str, float]:
+    """Forward, backward and update, at a factor of the peak learning rates."""
+    with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
+        loss, seen = losses(model, batch, teacher, compute)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {"loss": float(loss.detach()), **seen}
+
+
+def note(progress: Progress, seen: dict[str, float], recipe: Recipe) -> None:
+    """Add a point to the curve and a line to the log."""
+    point: dict[str, Any] = {
+        "step": progress.step,
+        "tokens": progress.tokens,
+        "seconds": round(progress.seconds, 1),
+    }
+    point.update({name: round(value, 4) for name, value in seen.items()})
+    progress.curve.append(point)
+    speed = progress.tokens / max(progress.seconds, 1e-9)
+    parts = " ".join(f"{name} {value:.3f}" for name, value in seen.items())
+    print(
+        f"{recipe.name}: {100 * spent(recipe, progress):5.1f} %  step {progress.step}  {parts}  "
+        f"{speed:,.0f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )

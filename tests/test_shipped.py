@@ -1,0 +1,71 @@
+"""The pair that ships: whole, what its records say, and good at what the README claims."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from llama_ssp.checkpoint import SHIPPED_FOLDER, inspect, with_shape
+from llama_ssp.config import ModelConf
+from llama_ssp.plan import parameters
+from tests.conftest import Command
+
+NAMES = ("demo", "demo_draft", "demo_bytes")
+PAIR = ("model=demo", "draft=demo_draft", "out=null", "output=json", "seed=1")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_are_those_that_were_recorded(name: str) -> None:
+    folder = SHIPPED_FOLDER / name
+    record = json.loads((folder / "training.json").read_text())
+    assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == record["weights_sha256"]
+    assert record["steps"] > 0 and record["curve"]
+    model = with_shape(ModelConf(name=name), inspect(folder), "model")
+    assert parameters(model) == record["parameters"]
+
+
+def test_all_three_fit_into_24_mib() -> None:
+    files = [file for name in NAMES for file in (SHIPPED_FOLDER / name).rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 24 * 2**20
+
+
+def test_the_seeds_prompts_stop_properly(command: Command) -> None:
+    """Greedy and sampled, alone and together: each text ends by EOS or by the limit, and only there."""
+    factorial = json.dumps('def factorial(n):\\n    \\"\\"\\"Return n!\\"\\"\\"')
+    lines = [
+        '{"prompt": "def hello"}',
+        '{"prompt": "In which country is Hamburg?"}',
+        f'{{"prompt": {factorial}}}',
+    ]
+    for sampling in ("sampling=greedy", "sampling.temperature=0.5"):
+        answer = command(*PAIR, sampling, "task.max_new_tokens=40", stdin="\n".join(lines).encode())
+        assert answer.code == 0
+        for output in json.loads(answer.out)["outputs"]:
+            assert output["finish_reason"] in ("eos", "length")
+            assert (output["output_tokens"] == 40) or output["token_ids"][-1] == 1
+            assert output["text"].strip()
+            assert "</s>" not in output["text"]
+
+
+def test_greedy_is_the_same_with_and_without_the_draft(command: Command) -> None:
+    common = (*PAIR, "sampling=greedy", "model.dtype=fp32", "draft.dtype=fp32", "task.max_new_tokens=60")
+    stdin = b"def hello\nclass Stack:\n12 * 7 = 84\nimport os\n"
+    speculative = json.loads(command(*common, stdin=stdin).out)
+    regular = json.loads(command(*common, "speculation=none", stdin=stdin).out)
+    texts = [[output["token_ids"] for output in run["outputs"]] for run in (speculative, regular)]
+    assert texts[0] == texts[1]
+    assert speculative["tokens_accepted"] > speculative["tokens_drafted"] / 3
+
+
+@pytest.mark.slow
+def test_it_multiplies_and_its_draft_does_not(command: Command) -> None:
+    """200 questions, greedy: the target at least 75 %, the draft at least 25 points below."""
+    answer = command(
+        "task=eval", "task.pairs=[demo,demo_draft]", "task.seeds=[5]", "task.sizes=[200]", "sampling=greedy",
+        "out=null", "output=json", "seed=1",
+    )  # fmt: skip
+    target, draft = (row["score"] for row in json.loads(answer.out)["rows"])
+    assert target >= 0.75
+    assert draft <= target - 0.25
