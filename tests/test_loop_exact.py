@@ -25,11 +25,15 @@ def test_joint_law_of_whole_texts(name, rule):
 def test_joint_law_with_transformers_models(family, rule):
     """The same with real model classes in fp64, two ragged rows, EOS, and a window shorter than the text."""
 
-    def real(vocab: int, seed: int, **_: object) -> CausalModel:
-        return CausalModel(build(family, seed, torch.float64, vocab_size=vocab, eos_token_id=1), family)
+    def module(seed: int = 0) -> object:
+        return build(family, seed, torch.float64, vocab_size=3, eos_token_id=1)
+
+    def real(_: int, seed: int, **__: object) -> CausalModel:
+        return CausalModel(module(seed), family)
 
     prompts = ((1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1), (0,))
-    scenario = Scenario(prompts=prompts, vocab=3, k=2, new=2, rule=rule, build=real, ends=frozenset({1}))
+    ends = frozenset({1})
+    scenario = Scenario(prompts=prompts, k=2, new=2, rule=rule, build=real, plain=module, ends=ends)
     with torch.inference_mode():
         error, branches = walk(scenario)
     assert error < 1e-6  # these families compute rope or attention in fp32 whatever their weights

@@ -42,6 +42,7 @@ class Scenario:
     sampling: SamplingConf = field(default_factory=SamplingConf)
     chunk: int = 512
     build: Callable[..., CausalModel] = toy
+    plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
 
 
 class StopAt:
@@ -72,7 +73,8 @@ def walk(scenario: Scenario) -> tuple[float, int]:
     """Total variation between the loop's joint law and the target's, and the number of branches."""
     target, draft = models(scenario)
     found, branches = every_branch(lambda draws: play(scenario, target, draft, draws))
-    return distance(found, expected(scenario, target)), branches
+    module = scenario.plain() if scenario.plain else target.module
+    return distance(found, expected(scenario, module)), branches
 
 
 def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any) -> Outcome:
@@ -94,28 +96,28 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any
     return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
 
 
-def expected(s: Scenario, target: CausalModel) -> dict[Outcome, float]:
+def expected(s: Scenario, module: Any) -> dict[Outcome, float]:
     """The target's own law over whole texts: no cache, no draft, one forward a prefix."""
     joint: dict[Outcome, float] = {(): 1.0}
     for prompt in s.prompts:
         row: dict[tuple[tuple[int, ...], str | None], float] = {}
-        _grow(s, target, prompt, (), 1.0, row)
+        _grow(s, module, prompt, (), 1.0, row)
         joint = {(*texts, text): p * q for texts, p in joint.items() for text, q in row.items()}
     return joint
 
 
 def _grow(
-    s: Scenario, target: CausalModel, prompt: tuple[int, ...], text: tuple[int, ...], weight: float, law: dict
+    s: Scenario, module: Any, prompt: tuple[int, ...], text: tuple[int, ...], weight: float, law: dict
 ) -> None:
     reason = _ended(s, prompt, text)
     if reason is not None:
         law[text, reason] = law.get((text, reason), 0.0) + weight
         return
     ids = [*prompt, *text]
-    logits = target.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].tolist()
+    logits = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].tolist()
     for token, share in enumerate(reference_law(logits, ids, len(prompt), s.sampling, s.ends)):
         if share > 0:
-            _grow(s, target, prompt, (*text, token), weight * share, law)
+            _grow(s, module, prompt, (*text, token), weight * share, law)
 
 
 def _ended(s: Scenario, prompt: tuple[int, ...], text: tuple[int, ...]) -> str | None:
