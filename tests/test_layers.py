@@ -14,7 +14,7 @@ PACKAGE = ROOT / "llama_ssp"
 LAYERS = [
     {"llama_ssp", "errors"},
     {"config"},
-    {"plan", "checks", "overrides", "statistics", "arithmetic", "plot"},
+    {"plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges"},
     {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "lookahead"},
     {"sampling", "verify", "draws"},
     {"cache", "load"},
@@ -27,7 +27,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "checkpoint", "prompts", "inputs", "cli", "checks",
-    "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
+    "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot", "ranges",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

@@ -1,0 +1,112 @@
+"""Who holds which part of a model that is split over ranks: units, shares, refusals. No torch.
+
+A share always ends on a unit: a KV head with its query heads, 64 columns of the MLP, one row of the
+vocabulary. Shares may be uneven, by one unit at most: 52 heads over 8 ranks are 7,7,7,7,6,6,6,6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.errors import DistributedError
+
+WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
+# Families whose layers are cut by load.tensor and compared with the whole model in tests.
+SPLIT_FAMILIES = (
+    "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
+)  # fmt: skip
+
+Span = tuple[int, int]  # half-open
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The query and KV heads of one rank."""
+
+    query: Span
+    kv: Span
+
+    @property
+    def queries(self) -> int:
+        return self.query[1] - self.query[0]
+
+    @property
+    def kvs(self) -> int:
+        return self.kv[1] - self.kv[0]
+
+
+def share(total: int, world: int, rank: int, unit: int = 1) -> Span:
+    """The rank's part of `total` in whole units; the last unit may be short."""
+    base, extra = divmod(-(-total // unit), world)
+    first = rank * base + min(rank, extra)
+    last = first + base + (rank < extra)
+    return min(first * unit, total), min(last * unit, total)
+
+
+def filled_share(what: str, total: int, world: int, rank: int, unit: int = 1) -> Span:
+    """`share`, refused where a rank would hold nothing."""
+    if -(-total // unit) < world:
+        raise DistributedError(
+            f"the model has too little {what} for the ranks", found=f"{total} over {world} ranks",
+            allowed=f"at most {-(-total // unit)} ranks", fix="start fewer ranks",
+        )  # fmt: skip
+    return share(total, world, rank, unit)
+
+
+def mlp_share(width: int, world: int, rank: int) -> Span:
+    """The rank's columns of the MLP, in the widest unit, up to 64, that leaves no rank empty."""
+    unit = WIDEST_UNIT
+    while unit > 1 and -(-width // unit) < world:
+        unit //= 2
+    return filled_share("MLP width", width, world, rank, unit)
+
+
+def vocab_share(vocab: int, world: int, rank: int) -> Span:
+    return filled_share("vocabulary", vocab, world, rank)
+
+
+def head_ranges(n_heads: int, n_kv: int, world: int, rank: int) -> Heads:
+    """Whole KV groups; where there are fewer KV heads than ranks, each is held by several ranks alike."""
+    if world <= n_kv:
+        first, last = share(n_kv, world, rank)
+        group = n_heads // n_kv
+        return Heads((first * group, last * group), (first, last))
+    if n_kv == n_heads or world % n_kv or n_heads % world:
+        fitting = [n for n in range(1, n_heads + 1) if n <= n_kv or _replicates(n_heads, n_kv, n)]
+        raise DistributedError(
+            "the model's heads cannot be split over the ranks",
+            found=f"{n_heads} heads, {n_kv} KV heads, {world} ranks",
+            allowed=f"{_in_words(fitting)} ranks",
+            fix="start another number of ranks (torchrun --nproc-per-node)",
+        )
+    query = share(n_heads, world, rank)
+    kv = query[0] * n_kv // n_heads
+    return Heads(query, (kv, kv + 1))
+
+
+def require_split(model: ModelConf, world: int) -> None:
+    """Refuses, alike on every rank and before anything is opened, a model that cannot be split so."""
+    if model.family not in SPLIT_FAMILIES:
+        raise DistributedError(
+            "the architecture cannot be split over ranks", where=f"model {model.name}", found=model.family,
+            allowed=", ".join(SPLIT_FAMILIES), fix="run it in one process",
+        )  # fmt: skip
+    if model.dtype is Dtype.int8:
+        raise DistributedError(
+            "a model split over ranks is not quantised", where=f"model {model.name}", found="int8",
+            allowed="auto, bf16, fp16, fp32, fp64", fix="use model.dtype=bf16, or one process",
+        )  # fmt: skip
+    head_ranges(model.n_heads, model.n_kv_heads, world, 0)
+    mlp_share(model.ffn, world, 0)
+    vocab_share(model.vocab, world, 0)
+
+
+def _replicates(n_heads: int, n_kv: int, world: int) -> bool:
+    return n_kv != n_heads and world % n_kv == 0 and n_heads % world == 0
+
+
+def _in_words(counts: list[int]) -> str:
+    """1..4, 8 for 1, 2, 3, 4, 8."""
+    run = next((i for i, n in enumerate(counts, start=1) if n != i), len(counts) + 1) - 1
+    return ", ".join([f"1..{run}"] * (run > 2) + [str(n) for n in counts[run if run > 2 else 0 :]])
