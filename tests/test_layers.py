@@ -16,7 +16,7 @@ LAYERS = [
     {"config"},
     {"plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges"},
     {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "lookahead"},
-    {"sampling", "verify", "draws"},
+    {"sampling", "verify", "draws", "ranks"},
     {"cache", "load"},
     {"engine"},
     {"loop"},
@@ -92,6 +92,18 @@ def test_transformers_is_known_to_the_loading_rooms_only():
             "bitsandbytes",
             "deepspeed",
         }, path
+
+
+def test_one_room_knows_torch_distributed():
+    for room, tree, path in modules():
+        names = imports(tree)
+        assert room == "ranks" or not any(n.startswith("torch.distributed") for n in names), path
+        used = {
+            n.attr
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "torch"
+        }
+        assert "distributed" not in used, path
 
 
 def test_forbidden_calls():

@@ -1,0 +1,58 @@
+"""Real gloo ranks: runs a function on each of N fresh processes and returns what each returned."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from llama_ssp.ranks import Ranks, open_ranks
+
+PATIENCE_S = 120
+
+
+def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> dict[int, Any]:
+    """{rank: job(ranks, *args)}; a job that raised gives its exception. No process is left behind."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = _free_port()
+    ranks = [
+        context.Process(target=_rank, args=(rank, world, port, results, job, args), daemon=True)
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        return dict(results.get(timeout=PATIENCE_S) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+
+
+def _rank(rank: int, world: int, port: int, results: Any, job: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    ranks: Ranks = open_ranks(torch.device("cpu"))
+    try:
+        results.put((rank, job(ranks, *args)))
+    except Exception as error:
+        traceback.print_exc()
+        results.put((rank, RuntimeError(f"{type(error).__name__}: {error}")))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # a group that has failed aborts when it is taken down
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,71 @@
+"""What ranks say to each other arrives whole, in step, or ends them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llama_ssp.errors import DistributedError
+from llama_ssp.ranks import PACKET, Alone, Ranks, open_ranks
+from tests.dist.processes import on_ranks
+
+LONG = list(range(-PACKET, 3 * PACKET))
+MESSAGES = [[], [5], [-1, 2**62], LONG]
+
+
+def test_alone_there_is_nothing_to_say():
+    ranks = Alone()
+    tensor = torch.ones(2)
+    assert ranks.is_leader and ranks.world == 1
+    assert ranks.broadcast_ints([1, 2]) == [1, 2]
+    assert ranks.all_reduce(tensor) is tensor and ranks.all_gather(tensor) == [tensor]
+
+
+def test_one_rank_opens_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert isinstance(open_ranks(torch.device("cpu")), Alone)
+
+
+def test_ranks_come_from_torchrun(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DistributedError, match=r"found no RANK, .*fix|torchrun"):
+        open_ranks(torch.device("cpu"))
+
+
+def talk(ranks: Ranks) -> dict[str, object]:
+    """Everything that ranks do, then a message that one of them skips."""
+    heard = [ranks.broadcast_ints(m if ranks.is_leader else [77]) for m in MESSAGES]
+    mine = torch.full((3,), float(ranks.rank + 1))
+    gathered = [t.tolist() for t in ranks.all_gather(mine.clone())]
+    summed = ranks.all_reduce(mine)
+    ranks.require_same("the configuration", "alike")
+    ranks.barrier()
+    refused = ""
+    try:
+        ranks.require_same("the configuration", f"rank {ranks.rank}")
+    except DistributedError as error:
+        refused = str(error)
+    astray = ""
+    try:
+        if ranks.is_leader:
+            ranks.broadcast_ints([1])  # the other is not listening: it takes the next one for this one
+            ranks._sent += 1  # type: ignore[attr-defined]
+        ranks.broadcast_ints([2])
+        ranks.broadcast_ints([3])
+    except DistributedError as error:
+        astray = str(error)
+    return {"heard": heard, "gathered": gathered, "summed": summed.tolist(), "in place": summed is mine,
+            "refused": refused, "astray": astray}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_real_ranks():
+    results = on_ranks(2, talk)
+    for rank, said in results.items():
+        assert said["heard"] == MESSAGES, rank
+        assert said["gathered"] == [[1.0] * 3, [2.0] * 3]
+        assert said["summed"] == [3.0] * 3 and said["in place"]
+        assert "the ranks differ in the configuration" in said["refused"]
+    assert "out of step" in results[1]["astray"] and "allowed number" in results[1]["astray"]
