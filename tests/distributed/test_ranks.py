@@ -7,7 +7,7 @@ import torch
 
 from llama_ssp.errors import DistributedError
 from llama_ssp.ranks import PACKET, Alone, Ranks, open_ranks
-from tests.dist.processes import on_ranks
+from tests.distributed.processes import on_ranks
 
 LONG = list(range(-PACKET, 3 * PACKET))
 MESSAGES = [[], [5], [-1, 2**62], LONG]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from llama_ssp.config import Dtype, ModelConf
@@ -19,7 +21,7 @@ def sizes(spans: list[tuple[int, int]]) -> list[int]:
 def test_shares_follow_one_another_and_differ_by_one_unit(total: int, world: int, unit: int):
     spans = [share(total, world, rank, unit) for rank in range(world)]
     assert spans[0][0] == 0 and spans[-1][1] == total
-    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(spans))
     units = [-(-size // unit) for size in sizes(spans)]
     assert max(units) - min(units) <= 1
 
@@ -54,8 +56,9 @@ def test_query_heads_stay_with_their_kv_heads(n_heads: int, n_kv: int):
 
 
 @pytest.mark.parametrize(
-    ("n_heads", "n_kv", "world", "allowed"), [(12, 3, 4, "1..3, 6, 12"), (7, 7, 8, "1..7"), (8, 1, 3, "1, 2, 4, 8")]
-)  # fmt: skip
+    ("n_heads", "n_kv", "world", "allowed"),
+    [(12, 3, 4, "1..3, 6, 12"), (7, 7, 8, "1..7"), (8, 1, 3, "1, 2, 4, 8")],
+)
 def test_heads_that_cannot_be_split(n_heads: int, n_kv: int, world: int, allowed: str):
     with pytest.raises(DistributedError) as refused:
         head_ranges(n_heads, n_kv, world, 0)
@@ -79,7 +82,9 @@ def model(**changes: object) -> ModelConf:
 def test_a_model_is_refused_for_what_cannot_be_split():
     require_split(model(), 4)
     for changes, found in (
-        ({"family": "mixtral"}, "mixtral"), ({"dtype": Dtype.int8}, "int8"), ({"n_heads": 3, "n_kv_heads": 3}, "3 heads"),
-    ):  # fmt: skip
+        ({"family": "mixtral"}, "mixtral"),
+        ({"dtype": Dtype.int8}, "int8"),
+        ({"n_heads": 3, "n_kv_heads": 3}, "3 heads"),
+    ):
         with pytest.raises(DistributedError, match=found):
             require_split(model(**changes), 4)
