@@ -27,7 +27,8 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 class CausalModel:
     """A loaded model: `logits` is one forward pass."""
 
-    def __init__(self, module: Any, name: str) -> None:
+    def __init__(self, module: Any, name: str, vocab: int | None = None) -> None:
+        """`vocab` is how many logits it gives, where the head at hand holds only some of them."""
         self.module = module.eval()
         self.name = name
         config = module.config
@@ -37,7 +38,7 @@ class CausalModel:
                 found=config.model_type,
                 allowed=", ".join(TESTED_FAMILIES), fix="choose another architecture",
             )  # fmt: skip
-        self.vocab = int(module.get_output_embeddings().weight.shape[0])
+        self.vocab = vocab or int(module.get_output_embeddings().weight.shape[0])
         self.context = context_of(config)
         self.device: torch.device = module.get_input_embeddings().weight.device
         self.dtype: torch.dtype = module.get_input_embeddings().weight.dtype

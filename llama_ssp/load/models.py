@@ -17,6 +17,8 @@ from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, attention_of, wi
 from llama_ssp.load.devices import TORCH_DTYPES
 from llama_ssp.load.probe import require_faithful
 from llama_ssp.load.synthetic import build, fill
+from llama_ssp.load.tensor import FileSource, ModuleSource, cut_module, differences
+from llama_ssp.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,47 @@ def load(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device
         _require_finite(causal)
     log.info("%s %s: %s on %s", role, model.name, dtype.value, device)
     return causal
+
+
+def load_part(
+    model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str, ranks: Ranks
+) -> CausalModel:
+    """This rank's part of the model; the ranks together give its logits, each of them all.
+
+    Only a checkpoint is read by slices; synthetic weights are made whole first, on the CPU.
+    """
+    if path is None:
+        source = ModuleSource(_synthetic(model, dtype, torch.device("cpu"), role))
+        module: Any = build(model, TORCH_DTYPES[dtype])
+        vocab = cut_module(module, source, ranks, TORCH_DTYPES[dtype], device)
+    else:
+        module, vocab = _read_part(path, dtype, device, ranks)
+    causal = CausalModel(module, model.name, vocab)
+    if model.scan:
+        _require_finite(causal)
+    log.info("%s %s: %s on %s, over %d ranks", role, model.name, dtype.value, device, ranks.world)
+    return causal
+
+
+def _read_part(path: Path, dtype: Dtype, device: torch.device, ranks: Ranks) -> tuple[Any, int]:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    require_supported(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    try:
+        with init_empty_weights(include_buffers=False):
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention_of(config)
+            )
+        with FileSource(path, module) as source:
+            _require_complete(path, differences(module, source))
+            return module, cut_module(module, source, ranks, TORCH_DTYPES[dtype], device)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(
+            "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200],
+            fix="fetch the model again, or another dtype",
+        ) from error  # fmt: skip
 
 
 def require_supported(path: Path) -> None:

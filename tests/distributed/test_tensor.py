@@ -1,0 +1,233 @@
+"""A model cut over ranks gives the whole model's logits, on every rank, from the ranks' slices alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llama_ssp.cache import Feed
+from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.errors import DistributedError, ModelError
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.models import load, load_part
+from llama_ssp.load.tensor import TABLE
+from llama_ssp.ranges import head_ranges
+from llama_ssp.ranks import Ranks
+from tests.distributed.processes import on_ranks
+from tests.distributed.threads import ranks_of, together
+from tests.families import FAMILIES, VOCAB, build
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # of the largest logit
+CAPACITY = 24
+# What each pass feeds: (kept before, fed) a row. Prefill, ragged steps, rollbacks over stale keys.
+PASSES = [((0, 0, 0), (9, 5, 1)), ((9, 5, 1), (4, 1, 3)), ((10, 6, 2), (3, 5, 0)), ((13, 11, 2), (1, 2, 4))]
+UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "seven-heads": ("llama-mha", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7}),
+    "three-kv": ("llama-gqa", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "one-kv": ("llama-mqa", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 1}),
+    "odd-mlp": ("llama-mha", {"intermediate_size": 687}),
+    "odd-neox": ("gpt_neox", {"hidden_size": 40, "num_attention_heads": 5, "intermediate_size": 99}),
+    "neox-tied": ("gpt_neox", {"tie_word_embeddings": True}),
+    "opt-tied": ("opt", {"tie_word_embeddings": True}),
+    "neo-tied": ("gpt_neo", {"tie_word_embeddings": True}),
+    "even-vocabulary": ("llama-gqa", {"vocab_size": 96}),
+    "phi3-uneven": ("phi3", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    **{
+        f"{family}-three-kv": (
+            family, {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+        )
+        for family in ("mistral-window", "qwen2", "qwen3", "gemma2")
+    },
+    "mlp-bias": ("llama-gqa", {"mlp_bias": True, "attention_bias": True}),
+}  # fmt: skip
+
+
+def randomised_biases(module: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory):
+    """Saves a family once, in one file or in several."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def saved(name: str, shard: str = "1GB") -> Path:
+        if (name, shard) not in made:
+            family, changes = UNEVEN.get(name, (name, {}))
+            folder = tmp_path_factory.mktemp(name)
+            randomised_biases(build(family, mild=True, **changes)).save_pretrained(
+                folder, max_shard_size=shard
+            )
+            made[name, shard] = folder
+        return made[name, shard]
+
+    return saved
+
+
+def walked(causal: CausalModel) -> list[torch.Tensor]:
+    """The real columns' logits of every pass, over one ragged cache."""
+    cache = causal.new_cache(3, CAPACITY)
+    found = []
+    for number, (start, count) in enumerate(PASSES):
+        feed = Feed(start, count, CAPACITY, CPU)
+        tokens = torch.randint(
+            0, causal.vocab, (3, feed.width), generator=torch.Generator().manual_seed(number)
+        )
+        logits = causal.logits(tokens, feed, cache, last_only=False)
+        found.append(logits[feed.real()])
+    return found
+
+
+def parts_of(folder: Path, world: int, dtype: Dtype = Dtype.fp32) -> tuple[list[CausalModel], Any]:
+    ranks = ranks_of(world)
+    model = ModelConf(name="small")
+    return [load_part(model, folder, dtype, CPU, "model", rank) for rank in ranks], ranks
+
+
+def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: float = TOLERANCE) -> None:
+    whole = load(ModelConf(name="small"), folder, dtype, CPU, "model")
+    expected = walked(whole)
+    parts, ranks = parts_of(folder, world, dtype)
+    found = together([lambda part=part: walked(part) for part in parts], ranks)
+    for rank, logits in enumerate(found):
+        assert parts[rank].vocab == whole.vocab
+        for ours, theirs in zip(logits, expected, strict=True):
+            worst, scale = float((ours - theirs).abs().max()), float(theirs.abs().max())
+            assert ours.shape == theirs.shape and worst <= tolerance * scale, (rank, worst, scale)
+    for pass_logits in zip(*found, strict=True):
+        assert all(torch.equal(one, pass_logits[0]) for one in pass_logits)
+    layers = whole.module.config.num_hidden_layers
+    assert {rank.counts["sums"] for rank in ranks} == {len(PASSES) * (2 * layers + 1)}
+    assert {rank.counts["gathers"] for rank in ranks} == {len(PASSES)}
+
+
+def splits(name: str, world: int) -> bool:
+    family, changes = UNEVEN.get(name, (name, {}))
+    config = build(family, **changes).config
+    heads = config.num_attention_heads
+    try:
+        head_ranges(heads, getattr(config, "num_key_value_heads", None) or heads, world, 0)
+    except DistributedError:
+        return False
+    return True
+
+
+assert VOCAB % 2 and VOCAB % 3, "the vocabulary is to be cut unevenly"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", [*FAMILIES, *UNEVEN])
+def test_the_parts_give_the_whole_models_logits(name: str, world: int, folder_of: Any):
+    if not splits(name, world):
+        with pytest.raises(DistributedError, match="heads cannot be split"):
+            parts_of(folder_of(name), world)
+        return
+    compare(folder_of(name), world)
+
+
+def test_every_rank_count_of_a_model_with_seven_heads(folder_of: Any):
+    for world in (1, 4, 7):
+        compare(folder_of("seven-heads"), world)
+
+
+@pytest.mark.parametrize("name", ["three-kv", "gpt_neox", "phi3", "gpt_neo"])
+def test_several_files(name: str, folder_of: Any):
+    folder = folder_of(name, "20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    compare(folder, 2)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "opt"])
+def test_half_precision(name: str, folder_of: Any):
+    compare(folder_of(name), 2, Dtype.bf16, tolerance=0.05)
+
+
+def test_a_rank_holds_its_share_only(folder_of: Any):
+    folder = folder_of("odd-mlp")
+    whole = load(ModelConf(name="small"), folder, Dtype.fp32, CPU, "model")
+    parts, _ = parts_of(folder, 2)
+    norms = sum(p.numel() for n, p in whole.module.named_parameters() if "norm" in n)
+    assert sum(part.parameters - norms for part in parts) == whole.parameters - norms
+    for part in parts:
+        for name, parameter in part.module.named_parameters():
+            held = parameter.untyped_storage().nbytes()
+            assert held == parameter.nbytes, f"{name} keeps more of the file than its slice"
+
+
+def test_a_tied_head_is_held_once(folder_of: Any):
+    parts, _ = parts_of(folder_of("llama-tied"), 2)
+    for part in parts:
+        assert part.module.lm_head.weight is part.module.model.embed_tokens.weight
+
+
+def test_synthetic_weights_are_cut_alike():
+    model = ModelConf(
+        name="made", weights=Weights.synthetic, family="llama", n_layers=2, n_heads=4, n_kv_heads=2,
+        head_dim=16, dim=64, ffn=96, vocab=101, context=64,
+    )  # fmt: skip
+    expected = walked(load(model, None, Dtype.fp32, CPU, "model"))
+    ranks = ranks_of(2)
+    parts = [load_part(model, None, Dtype.fp32, CPU, "model", rank) for rank in ranks]
+    for found in together([lambda part=part: walked(part) for part in parts], ranks):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert float((ours - theirs).abs().max()) <= TOLERANCE * float(theirs.abs().max())
+
+
+def test_a_missing_weight_is_refused(folder_of: Any, tmp_path: Path):
+    source = folder_of("llama-gqa")
+    weights = load_file(source / "model.safetensors")
+    key = "model.layers.1.mlp.up_proj.weight"
+    for change, message in (
+        (lambda w: w.pop(key), "missing keys"),
+        (lambda w: w.update({key: w[key][:5].clone()}), "mismatched keys"),
+        (lambda w: w.update({"model.extra.weight": w[key].clone()}), "unexpected keys"),
+    ):
+        broken = dict(weights)
+        change(broken)
+        folder = tmp_path / message.split()[0]
+        folder.mkdir()
+        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+        save_file(broken, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            parts_of(folder, 2)
+
+
+def test_a_plan_that_the_table_contradicts_is_refused(folder_of: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(TABLE, "down_proj", TABLE["up_proj"])
+    with pytest.raises(ModelError, match="down_proj: rowwise"):
+        parts_of(folder_of("llama-gqa"), 2)
+
+
+def logits_on(ranks: Ranks, folders: dict[str, Path]) -> dict[str, list[list[float]]]:
+    return {
+        name: [
+            logits.flatten().tolist()
+            for logits in walked(load_part(ModelConf(name="small"), folder, Dtype.fp32, CPU, "model", ranks))
+        ]
+        for name, folder in folders.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_real_ranks(world: int, folder_of: Any):
+    names = [name for name in ("llama-gqa", "seven-heads", "gpt_neox", "opt-tied") if splits(name, world)]
+    folders = {name: folder_of(name) for name in names}
+    every = on_ranks(world, logits_on, folders)
+    for name, folder in folders.items():
+        expected = walked(load(ModelConf(name="small"), folder, Dtype.fp32, CPU, "model"))
+        for rank, found in every.items():
+            assert found[name] == every[0][name], rank
+            for ours, theirs in zip(found[name], expected, strict=True):
+                worst = float((torch.tensor(ours) - theirs.flatten()).abs().max())
+                assert worst <= TOLERANCE * float(theirs.abs().max())

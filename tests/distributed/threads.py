@@ -1,0 +1,87 @@
+"""Ranks that are threads of one process: real values, no sockets, for many small cases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PATIENCE_S = 60
+
+
+class Meeting:
+    """Where threads put what they bring, and find what all brought."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.brought: list[Any] = [None] * world
+        self.barrier = threading.Barrier(world, timeout=PATIENCE_S)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.brought[rank] = value
+        self.barrier.wait()
+        found = list(self.brought)
+        self.barrier.wait()
+        return found
+
+
+class ThreadRank:
+    """One thread's `Ranks`; counts what it takes part in."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.world, self.is_leader = rank, meeting.world, rank == 0
+        self._meeting = meeting
+        self.counts = {"sums": 0, "gathers": 0, "messages": 0}
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.counts["sums"] += 1
+        return tensor.copy_(torch.stack(self._meeting.exchange(self.rank, tensor.clone())).sum(0))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self.counts["gathers"] += 1
+        parts = self._meeting.exchange(self.rank, tensor.clone())
+        assert len({part.shape for part in parts}) == 1, "a gather wants tensors of one shape"
+        return parts
+
+    def broadcast_ints(self, values: list[int]) -> list[int]:
+        self.counts["messages"] += 1
+        return list(self._meeting.exchange(self.rank, values)[0])
+
+    def require_same(self, what: str, text: str) -> None:
+        assert len(set(self._meeting.exchange(self.rank, text))) == 1, what
+
+    def barrier(self) -> None:
+        self._meeting.exchange(self.rank, None)
+
+    def close(self) -> None:
+        pass
+
+
+def ranks_of(world: int) -> list[ThreadRank]:
+    meeting = Meeting(world)
+    return [ThreadRank(rank, meeting) for rank in range(world)]
+
+
+def together(jobs: list[Callable[[], Any]], ranks: list[ThreadRank]) -> list[Any]:
+    """Runs a job a rank at the same time; what each returned. The first exception is raised."""
+    results: list[Any] = [None] * len(jobs)
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = jobs[rank]()
+        except BaseException as error:
+            errors.append(error)
+            ranks[rank]._meeting.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
