@@ -27,7 +27,6 @@ from llama_ssp.entries import entries
 from llama_ssp.errors import (
     INPUT_OUTPUT,
     USAGE,
-    DistributedError,
     RunError,
     StorageError,
     UsageError,
@@ -37,12 +36,13 @@ from llama_ssp.inputs import Inputs
 from llama_ssp.overrides import CONF, check_arguments, ranks, translated
 from llama_ssp.plot import check_plot
 from llama_ssp.prompts import Reading, read_prompts
+from llama_ssp.ranges import require_split
 
 
 def main() -> NoReturn:
     """Runs the command and leaves with its exit code."""
     logging.basicConfig(
-        level=logging.INFO if _is_leader() else logging.WARNING,
+        level=logging.INFO if _is_leader() else logging.ERROR,
         format="%(message)s",
         stream=sys.stderr,
     )
@@ -50,6 +50,10 @@ def main() -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as exceptions
     code = _guarded()
     _forget_unwritable_output()
+    if code and _is_among_ranks():  # the others may be waited for without end when a group is taken down
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -113,18 +117,17 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
         checked = checks.to_run(cfg)
     except OmegaConfBaseException as error:
         raise translated(error) from error
-    if ranks() > 1:
-        raise DistributedError(
-            "this version runs in one process", where="torchrun", found=f"{ranks()} ranks",
-            allowed="1", fix="use --nproc-per-node 1",
-        )  # fmt: skip
     task = checked.task
     if isinstance(task, EvalConf):
         check_plot(task.plot)
     pairs = entries(checked, folders)
+    if ranks() > 1:
+        for pair in pairs:
+            require_split(pair.run.model, ranks())
     named = isinstance(task, EvalConf) and task.pairs
     recorded = checked if named else pairs[0].run
-    reading = read_prompts(task) if isinstance(task, GenerateConf) else Reading([], [])
+    # The leader reads, and draws the seed; the other ranks are told.
+    reading = read_prompts(task) if isinstance(task, GenerateConf) and _is_leader() else Reading([], [])
     seed = checked.seed if checked.seed is not None else secrets.randbelow(2**31)
     if checked.seed is None:
         logging.getLogger(__name__).info("seed=%d (drawn; give it again to repeat this run)", seed)
@@ -159,6 +162,11 @@ def _fail(message: str, code: int, error: BaseException) -> int:
     if _is_leader() and sys.stderr is not None:
         print(f"error: {one_line(message)}", file=sys.stderr)
     return code
+
+
+def _is_among_ranks() -> bool:
+    opened = sys.modules.get("llama_ssp.ranks")  # comes with the task, if it got so far
+    return opened is not None and opened.are_open()
 
 
 def _is_leader() -> bool:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, RunError
 
 LEADER = 0
 PACKET = 512  # integers of a message's first broadcast; a round's fit, a list of prompts takes a second one
@@ -29,6 +31,8 @@ LOADING = timedelta(minutes=30)  # until all ranks have come, or have loaded
 WORKING = timedelta(minutes=5)  # while one waits for another in a round
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "lo"
+COMPLAINT = "llama_ssp_complaint"
+PATIENCE_S = 2.0  # for a rank that has failed to say why
 
 
 class Ranks(Protocol):
@@ -55,6 +59,9 @@ class Ranks(Protocol):
     def barrier(self) -> None:
         """Waits until every rank has come here; for as long as loading may take."""
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Why this rank ends: the error, which the others get to know, or the one they ended with."""
+
     def close(self) -> None:
         """Leaves in good order, after every rank has come here."""
 
@@ -79,16 +86,26 @@ class Alone:
     def barrier(self) -> None:
         pass
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        return error
+
     def close(self) -> None:
         pass
+
+
+ALONE = Alone()
+
+
+class LostPeer(DistributedError):
+    """Another rank has ended, or is stuck: the cause is there, not here."""
 
 
 class Group:
     """All ranks of torchrun: tensors over one group, messages over a group of their own on the CPU."""
 
-    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, store: Any) -> None:
         self.rank, self.world = rank, world
-        self._device = device
+        self._store = store
         self._sent = 0
         # Messages and waiting go by gloo also where tensors go by NCCL: a stuck kernel is still reported.
         self._messages: Any = dist.new_group(backend="gloo", timeout=WORKING)
@@ -147,6 +164,25 @@ class Group:
         with self._spoken("waiting for the others"):
             dist.barrier(group=self._waiting)
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        if isinstance(error, LostPeer | KeyboardInterrupt):
+            left = self._complaint(PATIENCE_S if isinstance(error, LostPeer) else 0.0)
+            return error if left is None else DistributedError(left)
+        what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the others find that this rank is gone
+            self._store.compare_set(COMPLAINT, "", f"{what}; rank {self.rank}")
+        return error if isinstance(error, RunError) else DistributedError(f"rank {self.rank} failed; {what}")
+
+    def _complaint(self, patience_s: float) -> str | None:
+        """What the first rank that failed has left, waiting a little for it."""
+        until = time.monotonic() + patience_s
+        with suppress(RuntimeError):  # the store may be gone, too
+            while not (left := self._store.check([COMPLAINT])) and time.monotonic() < until:
+                time.sleep(0.05)
+            if left:
+                return str(self._store.get(COMPLAINT).decode())
+        return None
+
     def close(self) -> None:
         self.barrier()
         dist.destroy_process_group()
@@ -167,7 +203,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            raise DistributedError(
+            raise LostPeer(
                 "another rank has gone or does not answer", where=f"rank {self.rank}, {phase}",
                 found=str(error)[-160:], fix="look for the first error of the other ranks",
             ) from error  # fmt: skip
@@ -191,8 +227,9 @@ def open_ranks(device: torch.device) -> Ranks:
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world) and _has_loopback():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     try:
-        dist.init_process_group(backend="gloo", timeout=LOADING, rank=rank, world_size=world)
-        return Group(rank, world, device)
+        store, rank, world = next(rendezvous("env://", rank, world, timeout=LOADING))
+        dist.init_process_group("gloo", store=store, timeout=LOADING, rank=rank, world_size=world)
+        return Group(rank, world, device, store)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             "the ranks do not find each other", where=f"rank {rank} of {world}", found=str(error)[:160],
@@ -200,8 +237,15 @@ def open_ranks(device: torch.device) -> Ranks:
         ) from error  # fmt: skip
 
 
+def are_open() -> bool:
+    """Whether this process is one of several that have found each other, and have not parted."""
+    return dist.is_initialized()
+
+
 def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+    """NCCL where every rank of the machine has a GPU of its own."""
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    return "nccl" if device.type == "cuda" and own else "gloo"
 
 
 def _has_loopback() -> bool:

@@ -106,6 +106,13 @@ class Console:
         self.line(json.dumps(summary))
 
 
+class NoConsole(Console):
+    """Says nothing: the console of every rank but the leader."""
+
+    def write(self, text: str) -> None:
+        pass
+
+
 class Progress:
     """How far a long work is: a line that is rewritten on a terminal, now and then a line in a log."""
 

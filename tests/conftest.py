@@ -71,7 +71,7 @@ def command(
     monkeypatch.chdir(home)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # composes all again; the flags decide
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LLAMA_SSP_DEBUG"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LLAMA_SSP_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     handler = signal.getsignal(signal.SIGTERM)
     yield Command(monkeypatch, capfd)

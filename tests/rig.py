@@ -15,6 +15,7 @@ from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDraf
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead
 from llama_ssp.loop import Limits, generate
+from llama_ssp.ranks import ALONE, Ranks
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
 
@@ -64,6 +65,7 @@ def speculate(
     seed: int = 0,
     adaptive: bool = False,
     runner: type[Runner] = Runner,
+    ranks: Ranks = ALONE,
 ) -> Run:
     """One batch through the engine. `draft` is a model, "ngram", or None."""
     laws, draws = Laws(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(seed)
@@ -72,7 +74,7 @@ def speculate(
         drafter = ModelDrafter(Runner(draft, chunk), laws, draws)
     elif draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
-    engine = Engine(runner(target, chunk), drafter, laws, RULES[rule], draws)
+    engine = Engine(runner(target, chunk), drafter, laws, RULES[rule], draws, ranks)
     state = engine.prefill(prompts, max_new)
     lookahead = AdaptiveLookahead(k, 0.1, len(prompts)) if adaptive else FixedLookahead(k, len(prompts))
     run = Run([], [])

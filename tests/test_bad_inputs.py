@@ -442,7 +442,21 @@ CHECKPOINTS = [
 MACHINES = [
     Case(30, "not-a-number", (PROMPT,), 5, ("WORLD_SIZE", "'many'", "torchrun"), env={"WORLD_SIZE": "many"}),
     Case(
-        30, "ranks", (PROMPT,), 5, ("one process", "2 ranks", "--nproc-per-node 1"), env={"WORLD_SIZE": "2"}
+        30,
+        "ranks",
+        (PROMPT,),
+        5,
+        ("not by torchrun", "no RANK", "--nproc-per-node"),
+        FILES,
+        env={"WORLD_SIZE": "2"},
+    ),
+    Case(
+        30,
+        "heads",
+        (PROMPT, "model.n_heads=7", "model.n_kv_heads=7"),
+        5,
+        ("7 heads", "8 ranks", "1..7 ranks"),
+        env={"WORLD_SIZE": "8"},
     ),
     Case(31, "no-gpu", (PROMPT, "placement.target_device=cuda:99"), 5, ("cuda:99", "placement=cpu"), FILES),
     Case(32, "no-room", (PROMPT, "cluster.gib=0.001"), 5, ("do not fit", "GiB needed", "smaller"), FILES),

@@ -27,7 +27,8 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "checkpoint", "prompts", "inputs", "cli", "checks",
-    "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot", "ranges",
+    "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
+    "ranges",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

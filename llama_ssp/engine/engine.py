@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from llama_ssp.draws import Draws, Purpose
+from llama_ssp.engine.agreement import FollowingDrafter, LeadingDrafter, Verdict, agreed
 from llama_ssp.engine.drafters import Drafter, certain_where, sound
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
+from llama_ssp.ranks import ALONE, Ranks
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import Block, Rule, overlap
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What was decided, on the host. Row b commits its first `accepted[b]` drafts and `token[b]`."""
-
-    drafted: list[list[int]]
-    accepted: list[int]
-    token: list[int]
-    overlap: list[list[float]]
-    damaged: list[bool]
-
-    def tokens(self, row: int) -> list[int]:
-        return [*self.drafted[row][: self.accepted[row]], self.token[row]]
-
-
 class Engine:
-    """Holds the models; knows token ids only."""
+    """Holds the models; knows token ids only.
 
-    def __init__(self, target: Runner, drafter: Drafter, laws: Laws, rule: Rule, draws: Draws) -> None:
+    Over several ranks each has an engine, whose target is a part; the leader's alone drafts and decides.
+    """
+
+    def __init__(
+        self, target: Runner, drafter: Drafter, laws: Laws, rule: Rule, draws: Draws,
+        ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
         self.target = target
         self.drafter = drafter
+        self._ranks = ranks
+        if ranks.world > 1:
+            self.drafter = LeadingDrafter(drafter, ranks) if ranks.is_leader else FollowingDrafter(ranks)
         self._laws = laws
         self._rule = rule
         self._draws = draws
@@ -67,8 +62,7 @@ class Engine:
         return self.drafter.propose(state, count)
 
     def verify(self, state: State, proposal: Proposal) -> Verdict:
-        """One target forward over K+1 positions, and the decision. Finished rows are fed nothing."""
-        width = proposal.k + 1
+        """One target forward over K+1 positions, and the leader's decision. Finished rows are fed nothing."""
         ends = [
             cached if finished else length + drafted
             for cached, finished, length, drafted in zip(
@@ -76,7 +70,16 @@ class Engine:
             )
         ]
         logit_BWV = self.target.logits(state.token_BS, ends, [n + 1 for n in proposal.count])
-        law_BWV, damaged_BW = sound(self._laws(logit_BWV, state.prefix(0, width)))
+        verdict = self._judge(state, proposal, logit_BWV) if self._ranks.is_leader else None
+        return agreed(self._ranks, state, proposal, verdict)
+
+    def roll_back(self, state: State) -> None:
+        """Every cache forgets what was not committed."""
+        self.target.roll_back(state.lengths)
+        self.drafter.roll_back(state.lengths)
+
+    def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
+        law_BWV, damaged_BW = sound(self._laws(logit_BWV, state.prefix(0, proposal.k + 1)))
         idle_B = torch.tensor([f is not None for f in state.finished], device=state.device)
         if proposal.k:
             accepted_B, law_BV, overlap_BK = self._decide(state, proposal, law_BWV)
@@ -86,11 +89,6 @@ class Engine:
         law_BV = certain_where(idle_B, law_BV)
         token_B = self._draws.categorical(law_BV, state.slot(Purpose.CORRECT))
         return _on_host(proposal, accepted_B, token_B, overlap_BK, self._damage(proposal, damaged_BW))
-
-    def roll_back(self, state: State) -> None:
-        """Every cache forgets what was not committed."""
-        self.target.roll_back(state.lengths)
-        self.drafter.roll_back(state.lengths)
 
     def _decide(self, state: State, proposal: Proposal, law_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert proposal.draft_BKV is not None

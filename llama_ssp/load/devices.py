@@ -16,9 +16,11 @@ TORCH_DTYPES = {
 
 
 def device_of(asked: str, key: str) -> torch.device:
-    """The device a config value names; `auto` is the first GPU, else the CPU."""
+    """The device a config value names; `auto` is the first GPU (the rank's own), else the CPU."""
     if asked == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        rank = int(os.environ.get("LOCAL_RANK", "0"))  # each rank of a machine takes the next GPU
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return torch.device(f"cuda:{rank % count}" if count else "cpu")
     try:
         device = torch.device(asked)
     except RuntimeError:

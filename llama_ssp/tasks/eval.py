@@ -18,6 +18,7 @@ from llama_ssp.inputs import Entry, Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.plot import plot_place, plot_scores
 from llama_ssp.prompts import TextPrompt
+from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, Progress, RunFolder
 from llama_ssp.statistics import paired_difference, wilson
 from llama_ssp.tasks.batches import Batch, Batches, begun, damaged, unusable
@@ -84,8 +85,9 @@ class Result:
 class EvalTask:
     """One run of the task. `figures` is right at any moment, also after an interrupt."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder) -> None:
+    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, EvalConf)
+        self._ranks = ranks
         self._inputs, self._task = inputs, inputs.run.task
         self._console, self._folder = console, folder
         seeds, sizes = self._task.seeds, sorted(self._task.sizes)
@@ -98,14 +100,14 @@ class EvalTask:
         """Checks every pair, then answers all prompts with each; the status."""
         asked = self._questions()
         prepared = [self._prepared(entry, asked) for entry in self._inputs.pairs]
-        shelf = Shelf()
+        shelf = Shelf(self._ranks)
         try:
             for one in prepared:
                 self._answer_all(one, shelf)
         finally:
             self._show()
         place = plot_place(self._task.plot, self._folder.path)
-        if place is not None:
+        if place is not None and self._ranks.is_leader:
             plot_scores(self._rows(), place)
             self._plot = str(place)
         return "done"
@@ -138,7 +140,7 @@ class EvalTask:
         longest = max(len(prompt.token_ids) for block in blocks for _, prompt in block)
         slots = min(longest + task.max_new_tokens, run.model.context)
         rows = min(task.batch_size, max(len(block) for block in blocks))
-        require_loadable(found, run.cluster.reserve, run.cluster.gib, rows, slots)
+        require_loadable(found, run.cluster.reserve, run.cluster.gib, rows, slots, self._ranks)
         return Prepared(entry, found, tokens, blocks)
 
     def _answer_all(self, one: Prepared, shelf: Shelf) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from llama_ssp.config import EvalConf, GenerateConf, Output, TaskConf
 from llama_ssp.inputs import Inputs
-from llama_ssp.report import Console, RunFolder, config_sha256, versions
+from llama_ssp.load.devices import device_of
+from llama_ssp.prompts import Reading, TextPrompt
+from llama_ssp.ranks import Ranks, open_ranks
+from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
 
@@ -26,18 +31,44 @@ class Task(Protocol):
         """The task's part of the summary, right at any moment."""
 
 
-TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder], Task]] = {
+TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]] = {
     GenerateConf: GenerateTask,
     EvalConf: EvalTask,
 }
 
 
 def execute(inputs: Inputs) -> int:
-    """Runs the task; the exit code. Whatever stops it, what was finished is reported."""
+    """Runs the task on every rank there is; the exit code. A rank that fails ends all, by its cause."""
+    ranks = open_ranks(device_of(inputs.run.placement.target_device, "placement.target_device"))
+    try:
+        code = _run(shared(inputs, ranks), ranks)
+        ranks.close()
+        return code
+    except BaseException as error:
+        cause = ranks.cause_of(error)
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def shared(inputs: Inputs, ranks: Ranks) -> Inputs:
+    """The leader's seed and prompts, on every rank; their configs have to be the same already."""
+    if ranks.world == 1:
+        return inputs
+    ranks.require_same("configuration or versions", json.dumps([config_sha256(inputs.run), versions()]))
+    own = json.dumps({"seed": inputs.seed, "reading": asdict(inputs.reading)})
+    told = json.loads(bytes(ranks.broadcast_ints(list(own.encode()))))
+    prompts = [TextPrompt(**prompt) for prompt in told["reading"]["prompts"]]
+    return replace(inputs, seed=told["seed"], reading=Reading(prompts, told["reading"]["skipped"]))
+
+
+def _run(inputs: Inputs, ranks: Ranks) -> int:
+    """The task, of which only the leader prints and writes. Whatever stops it, what is done is reported."""
     run = inputs.run
-    console, folder = Console(), RunFolder(run, inputs.seed)
+    console = Console() if ranks.is_leader else NoConsole()
+    folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed)
     began = time.perf_counter()
-    task = TASKS[type(run.task)](inputs, console, folder)
+    task = TASKS[type(run.task)](inputs, console, folder, ranks)
     status = "error"
     try:
         status = task.run()

@@ -14,6 +14,7 @@ from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.loop import RowStep, Step
 from llama_ssp.prompts import TextPrompt
+from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, RunFolder
 from llama_ssp.tasks.batches import Batches, begun, damaged, nothing_run, unusable
 from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
@@ -25,8 +26,9 @@ log = logging.getLogger(__name__)
 class GenerateTask:
     """One run of the task. `figures` is right at any moment, also after a failure."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder) -> None:
+    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, GenerateConf)
+        self._ranks = ranks
         self._inputs, self._task = inputs, inputs.run.task
         self._console, self._folder = console, folder
         self._outputs: list[dict[str, Any]] = []
@@ -43,7 +45,7 @@ class GenerateTask:
         rows = min(task.batch_size, len(prompts))
         longest = max(len(prompt.token_ids) for _, prompt in prompts)
         slots = min(longest + task.max_new_tokens, run.model.context)
-        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, rows, slots)
+        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, rows, slots, self._ranks)
         ends = frozenset() if task.ignore_eos else tokens.end_ids
         engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
         lookahead = partial(lookahead_for, run)

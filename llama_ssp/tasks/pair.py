@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,10 +15,11 @@ from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDraf
 from llama_ssp.inputs import Entry
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.devices import TORCH_DTYPES, describe, device_of, dtype_of, memory_of
-from llama_ssp.load.models import load, require_supported
+from llama_ssp.load.models import load, load_part, require_supported
 from llama_ssp.load.tokens import Tokens, read_tokens, require_same_tokens
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
 from llama_ssp.plan import Bill, bill, parameters, require_room
+from llama_ssp.ranks import ALONE, Ranks
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
 
@@ -38,11 +39,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class Pair:
-    """Loaded models; `draft` is None when nobody or the text itself drafts."""
+    """Loaded models; `draft` is None when nobody, another rank or the text itself drafts."""
 
     target: CausalModel
     draft: CausalModel | None
     devices: dict[str, str]
+    ranks: Ranks = ALONE
 
 
 def seats(entry: Entry) -> list[Seat]:
@@ -67,13 +69,17 @@ def tokens_of(found: list[Seat]) -> Tokens:
     return own[0]
 
 
-def open_pair(found: list[Seat], reserve: float, gib: float | None, rows: int, slots: int) -> Pair:
+def open_pair(
+    found: list[Seat], reserve: float, gib: float | None, rows: int, slots: int, ranks: Ranks = ALONE
+) -> Pair:
     """Loads the models, if they fit with caches of `rows` texts of `slots` tokens."""
-    require_loadable(found, reserve, gib, rows, slots)
-    return Shelf().open(found)
+    require_loadable(found, reserve, gib, rows, slots, ranks)
+    return Shelf(ranks).open(found)
 
 
-def require_loadable(found: list[Seat], reserve: float, gib: float | None, rows: int, slots: int) -> None:
+def require_loadable(
+    found: list[Seat], reserve: float, gib: float | None, rows: int, slots: int, ranks: Ranks
+) -> None:
     """Refuses what cannot be run or does not fit, before weights are read."""
     for seat in found:
         if seat.path is not None:
@@ -81,7 +87,8 @@ def require_loadable(found: list[Seat], reserve: float, gib: float | None, rows:
     by_device: dict[torch.device, list[Bill]] = {}
     for seat in found:
         bills = by_device.setdefault(seat.device, [])
-        bills.append(bill(seat.role, seat.model, seat.dtype, rows, slots))
+        whole = bill(seat.role, seat.model, seat.dtype, rows, slots)
+        bills.append(_own_part(whole, seat, ranks))
     for device, bills in by_device.items():
         capacity = memory_of(device) if gib is None else int(gib * 2**30)
         require_room(bills, str(device), capacity, reserve)
@@ -90,7 +97,8 @@ def require_loadable(found: list[Seat], reserve: float, gib: float | None, rows:
 class Shelf:
     """Keeps the models of the last pair, so that what the next one shares is not loaded again."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._held: list[tuple[Seat, CausalModel]] = []
 
     def open(self, found: list[Seat]) -> Pair:
@@ -99,15 +107,24 @@ class Shelf:
             self._held = [(seat, model) for seat, model in self._held if seat in found]
             gc.collect()
             torch.cuda.empty_cache()
-        loaded = {seat.role: self._model(seat) for seat in found}
-        devices = {seat.role: f"{describe(seat.device)}, {seat.dtype.value}" for seat in found}
-        return Pair(loaded["model"], loaded.get("draft"), devices)
+        self._ranks.barrier()  # all have found that it fits
+        loaded = {seat.role: self._model(seat) for seat in found if _is_held(seat, self._ranks)}
+        self._ranks.barrier()
+        over = f", over {self._ranks.world} ranks" if self._ranks.world > 1 else ""
+        devices = {
+            seat.role: f"{describe(seat.device)}, {seat.dtype.value}{over if seat.role == 'model' else ''}"
+            for seat in found
+        }
+        return Pair(loaded["model"], loaded.get("draft"), devices, self._ranks)
 
     def _model(self, seat: Seat) -> CausalModel:
         for known, model in self._held:
             if known == seat:
                 return model
-        model = load(seat.model, seat.path, seat.dtype, seat.device, seat.role)
+        if seat.role == "model" and self._ranks.world > 1:
+            model = load_part(seat.model, seat.path, seat.dtype, seat.device, seat.role, self._ranks)
+        else:
+            model = load(seat.model, seat.path, seat.dtype, seat.device, seat.role)
         self._held.append((seat, model))
         return model
 
@@ -127,7 +144,7 @@ def engine_for(
         spec = run.speculation
         drafter = NgramDrafter(spec.ngram_min, spec.ngram_max, vocab, wide)
     rule = RULES[run.speculation.verification.value]
-    return Engine(Runner(pair.target, chunk), drafter, laws, rule, draws)
+    return Engine(Runner(pair.target, chunk), drafter, laws, rule, draws, pair.ranks)
 
 
 def lookahead_for(run: RunConf, rows: int) -> Lookahead:
@@ -136,6 +153,20 @@ def lookahead_for(run: RunConf, rows: int) -> Lookahead:
     if spec.adaptive:
         return AdaptiveLookahead(spec.k_max, spec.cost_ratio, rows)
     return FixedLookahead(spec.k, rows)
+
+
+def _is_held(seat: Seat, ranks: Ranks) -> bool:
+    """The target is split over all ranks; the leader alone drafts."""
+    return seat.role == "model" or ranks.is_leader
+
+
+def _own_part(whole: Bill, seat: Seat, ranks: Ranks) -> Bill:
+    """What this rank's device holds of it; the ranks of a machine without GPUs share its memory."""
+    if ranks.world == 1 or seat.device.type == "cpu":
+        return whole
+    if seat.role != "model":
+        return whole if ranks.is_leader else replace(whole, weights=0, cache=0)
+    return replace(whole, weights=-(-whole.weights // ranks.world), cache=-(-whole.cache // ranks.world))
 
 
 def _drafts(run: RunConf) -> bool:
