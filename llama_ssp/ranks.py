@@ -169,9 +169,10 @@ class Group:
             left = self._complaint(PATIENCE_S if isinstance(error, LostPeer) else 0.0)
             return error if left is None else DistributedError(left)
         what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        line = f"rank {self.rank} failed; {what}"
         with suppress(RuntimeError):  # the others find that this rank is gone
-            self._store.compare_set(COMPLAINT, "", f"{what}; rank {self.rank}")
-        return error if isinstance(error, RunError) else DistributedError(f"rank {self.rank} failed; {what}")
+            self._store.compare_set(COMPLAINT, "", line)
+        return error if isinstance(error, RunError | OSError) else DistributedError(line)
 
     def _complaint(self, patience_s: float) -> str | None:
         """What the first rank that failed has left, waiting a little for it."""
