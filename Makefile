@@ -10,7 +10,7 @@ PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
 	@./machine-install.sh $(INSTALL)
 
 demo: .venv/.installed
-	@$(PY) launch/run.py experiment=demo
+	@OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 launch/run.py experiment=demo
 	@$(PY) bench/side_by_side.py repeats=3 new=48 ks=2,4 sampling.temperature=0.5
 	@$(PY) launch/run.py experiment=demo_score
 

@@ -74,6 +74,7 @@ def main() -> None:
     print(text)
     print(json.dumps({"rows": rows, "versions": versions()}))
     if own["write"]:
+        Path(own["write"]).parent.mkdir(parents=True, exist_ok=True)
         Path(own["write"]).write_text(text, encoding="utf-8")
 
 
