@@ -11,6 +11,7 @@ for one token is taken off).
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def main() -> None:
     for k in map(int, own["ks"].split(",")):
         contenders[f"speculative, K = {k}"] = lambda i, k=k: by_us(pair, run, tokens, new, i, k)
     rows = measured(contenders, int(own["repeats"]))
-    text = table(rows, run, overrides, pair)
+    text = table(rows, run, pair)
     print(text)
     print(json.dumps({"rows": rows, "versions": versions()}))
     if own["write"]:
@@ -135,7 +136,15 @@ def by_transformers(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: in
     return 1000 * spent / (new * len(PROMPTS)), Counts()
 
 
-def table(rows: list[dict], run: RunConf, overrides: list[str], pair: Pair) -> str:
+def processor() -> str:
+    """The processor's name where the system tells it."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def table(rows: list[dict], run: RunConf, pair: Pair) -> str:
     """A results file that needs nothing beside it."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
@@ -145,8 +154,8 @@ def table(rows: list[dict], run: RunConf, overrides: list[str], pair: Pair) -> s
     lines = [
         f"# {run.model.name} with {draft}: regular, speculative, transformers",
         "",
-        f"Command: `python bench/side_by_side.py {' '.join(overrides)}`",
-        f"Hardware: {platform.processor() or platform.machine()}, {pair.devices}",
+        f"Command: `python bench/side_by_side.py {' '.join(sys.argv[1:])}`",
+        f"Hardware: {processor()}, {os.cpu_count()} cores; {pair.devices}",
         f"Versions: python {found['python']}, torch {found['torch']}, transformers {found['transformers']}",
         f"Commit {commit}, {time.strftime('%Y-%m-%d')}. Batch 1, {len(PROMPTS)} prompts.",
         "Ratios are medians over interleaved repeats, with the least and the most.",
