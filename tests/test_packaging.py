@@ -20,6 +20,7 @@ def test_the_wheel_holds_the_configuration(tmp_path):
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     shipped = {f"llama_ssp/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+    shipped |= {str(path.relative_to(ROOT)) for path in (ROOT / "llama_ssp/shipped").rglob("*.*")}
     assert shipped <= set(names)
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "llama_ssp").rglob("*.py")} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "launch", "bench"))]
