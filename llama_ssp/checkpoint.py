@@ -6,30 +6,17 @@ itself, needs no code of its own, and has the shape that the config says.
 
 from __future__ import annotations
 
-import json
-import math
-import stat
-import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import ModelConf, Weights, home_expanded
 from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.folder import header, read_json, require_plain, weight_files
 
-MAX_JSON_BYTES = 64 * 2**20
-MAX_HEADER_BYTES = 100 * 2**20
 SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parent / "shipped"  # models that come with us
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-INDEX = "model.safetensors.index.json"
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
-READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
-# Bits of an element of each number format that can be loaded here.
-BITS = {
-    "F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8,
-    "BOOL": 8, "U16": 16, "U32": 32, "U64": 64,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,10 +67,10 @@ def find(model: ModelConf, role: str) -> Path:
 
 def inspect(path: Path) -> Checkpoint:
     """Reads and checks the folder."""
-    config = _json(path / "config.json")
-    _require_plain(path)
+    config = read_json(path / "config.json")
+    require_plain(path)
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        content = _json(path / name) if (path / name).exists() else {}
+        content = read_json(path / name) if (path / name).exists() else {}
         wants = [key for key in CODE_KEYS if content.get(key)]
         if wants:
             raise ModelError(
@@ -97,8 +84,8 @@ def inspect(path: Path) -> Checkpoint:
             fix="use a Hugging Face model folder",
         )
     shapes: dict[str, tuple[int, ...]] = {}
-    for file, expected in _weight_files(path).items():
-        found = _header(file)
+    for file, expected in weight_files(path).items():
+        found = header(file)
         missing = sorted(set(expected) - set(found)) if expected is not None else []
         extra = sorted(set(found) - set(expected)) if expected is not None else []
         twins = sorted(set(found) & set(shapes))
@@ -110,16 +97,6 @@ def inspect(path: Path) -> Checkpoint:
                 )  # fmt: skip
         shapes.update(found)
     return Checkpoint(path, config, shapes)
-
-
-def _require_plain(path: Path) -> None:
-    """What libraries open must be files: opening a pipe would wait for ever."""
-    for entry in sorted(path.iterdir()):
-        if entry.suffix in READ_BY_LIBRARIES and entry.exists() and not entry.is_file():
-            raise ModelError(
-                "not a regular file", where=str(entry), found="a folder, a pipe or a device",
-                fix="copy the model's files into the folder",
-            )  # fmt: skip
 
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
@@ -189,159 +166,6 @@ def _compare_embedding(checkpoint: Checkpoint, vocab: int, dim: int) -> None:
                 "a tensor's shape contradicts config.json", where=f"{checkpoint.path}: {name}",
                 found=shape, allowed=str((vocab, dim)), fix="fetch the model again",
             )  # fmt: skip
-
-
-def _weight_files(path: Path) -> dict[Path, list[str] | None]:
-    """The files that hold weights, with the tensors each should hold where an index says so."""
-    if (path / INDEX).exists():
-        weight_map = _json(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError("the index has no weight_map", where=str(path / INDEX), fix="fetch it again")
-        files: dict[Path, list[str] | None] = {}
-        for tensor, name in weight_map.items():
-            names = files.setdefault(_inside(path, name, str(path / INDEX)), [])
-            assert names is not None
-            names.append(tensor)
-        return files
-    if (path / "model.safetensors").exists() or (path / "model.safetensors").is_symlink():
-        return {_inside(path, "model.safetensors", str(path)): None}
-    pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
-    if pickled:
-        raise ModelError(
-            "the weights are pickled, which can run code", where=str(path), found=", ".join(pickled[:5]),
-            allowed="*.safetensors",
-            fix="convert them where you trust them: AutoModelForCausalLM.from_pretrained(DIR)"
-            ".save_pretrained(NEW_DIR, safe_serialization=True)",
-        )  # fmt: skip
-    raise ModelError(
-        "the folder holds no weights", where=str(path), allowed=f"model.safetensors or {INDEX}",
-        fix="give the folder of a saved model",
-    )  # fmt: skip
-
-
-def _inside(path: Path, name: object, source: str) -> Path:
-    """The file a checkpoint names, if it is a plain file of that folder.
-
-    Hub copies keep links to a `blobs` folder two levels up; those count as inside.
-    """
-    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
-        raise ModelError(
-            "a shard's name leaves the folder", where=source, found=repr(name), allowed="a plain file name",
-            fix="do not use this model: its index points outside",
-        )  # fmt: skip
-    file = path / name
-    try:
-        mode = file.stat().st_mode
-    except (OSError, ValueError):
-        raise ModelError(
-            "a shard is missing",
-            where=f"{source}: {name}",
-            found="no such file",
-            fix=f"put it into {path}",
-        ) from None
-    real, home = file.resolve(), path.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if not stat.S_ISREG(mode) or not (real.is_relative_to(home) or real.is_relative_to(blobs)):
-        raise ModelError(
-            "a shard is not a plain file of the folder", where=str(file), found=str(real),
-            fix="copy the weights into the folder",
-        )  # fmt: skip
-    return file
-
-
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes in a safetensors file, whose length must be exactly what its header says."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        if start.startswith(b"version "):
-            raise ModelError(
-                "the weights are a Git LFS pointer, not the file",
-                where=str(file),
-                fix="run git lfs pull",
-            )
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise _damaged(file, f"a header of {length} bytes in a file of {size}")
-        text = stream.read(length)
-    try:
-        header = json.loads(text, object_pairs_hook=_no_twins)
-        entries = {k: v for k, v in header.items() if k != "__metadata__"}
-        shapes = {k: tuple(int(n) for n in v["shape"]) for k, v in entries.items()}
-        spans = sorted((int(v["data_offsets"][0]), int(v["data_offsets"][1])) for v in entries.values())
-        formats = {k: str(v["dtype"]) for k, v in entries.items()}
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        twice = str(error) if isinstance(error, _TwinsError) else "that is not a table of tensors"
-        raise _damaged(file, f"a header {twice}") from None
-    for name, (first, last) in ((k, v["data_offsets"]) for k, v in entries.items()):
-        if formats[name] not in BITS:
-            raise ModelError(
-                "a tensor has a number format that cannot be loaded", where=f"{file}: {name}",
-                found=formats[name], allowed=", ".join(BITS), fix="use a copy of the model in bf16 or fp16",
-            )  # fmt: skip
-        if min(shapes[name], default=0) < 0 or math.prod(shapes[name]) * BITS[formats[name]] != 8 * (
-            last - first
-        ):
-            raise _damaged(file, f"{last - first} bytes for {name} of {shapes[name]} in {formats[name]}")
-    end = 0
-    for first, last in spans:
-        if first != end or last < first:
-            raise _damaged(file, f"tensors that overlap or leave a gap at byte {end}")
-        end = last
-    if 8 + length + end != size:
-        raise _damaged(file, f"{size} bytes where the header promises {8 + length + end}")
-    return shapes
-
-
-class _TwinsError(ValueError):
-    """A key stands twice in a JSON object: which one holds is anyone's guess."""
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _TwinsError(f"where {next(n for n in names if names.count(n) > 1)!r} stands twice")
-    return record
-
-
-def _damaged(file: Path, found: str) -> ModelError:
-    return ModelError(
-        "the weights file is damaged or cut short",
-        where=str(file),
-        found=found,
-        fix="fetch it again",
-    )
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ModelError("not a regular file", where=str(file), fix="use a Hugging Face model folder")
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(
-                "the file is too large",
-                where=str(file),
-                found=file.stat().st_size,
-                allowed=str(MAX_JSON_BYTES),
-            )
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
-    except FileNotFoundError:
-        raise ModelError(
-            f"there is no {file.name}",
-            where=str(file.parent),
-            fix="use a Hugging Face model folder",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(
-            f"{file.name} is not JSON",
-            where=str(file.parent),
-            found=str(error),
-            fix="fetch it again",
-        ) from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{file.name} is not a JSON object", where=str(file.parent), fix="fetch it again")
-    return content
 
 
 def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:

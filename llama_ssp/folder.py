@@ -1,0 +1,187 @@
+"""The files of a model folder, opened with suspicion: plain, inside it, whole, no pickle. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.errors import ModelError
+
+MAX_JSON_BYTES = 64 * 2**20
+MAX_HEADER_BYTES = 100 * 2**20
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+INDEX = "model.safetensors.index.json"
+READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
+
+# Bits of an element of each number format that can be loaded here.
+BITS = {
+    "F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8,
+    "BOOL": 8, "U16": 16, "U32": 32, "U64": 64,
+}  # fmt: skip
+
+
+def weight_files(path: Path) -> dict[Path, list[str] | None]:
+    """The files that hold weights, with the tensors each should hold where an index says so."""
+    if (path / INDEX).exists():
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError("the index has no weight_map", where=str(path / INDEX), fix="fetch it again")
+        files: dict[Path, list[str] | None] = {}
+        for tensor, name in weight_map.items():
+            names = files.setdefault(_inside(path, name, str(path / INDEX)), [])
+            assert names is not None
+            names.append(tensor)
+        return files
+    if (path / "model.safetensors").exists() or (path / "model.safetensors").is_symlink():
+        return {_inside(path, "model.safetensors", str(path)): None}
+    pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
+    if pickled:
+        raise ModelError(
+            "the weights are pickled, which can run code", where=str(path), found=", ".join(pickled[:5]),
+            allowed="*.safetensors",
+            fix="convert them where you trust them: AutoModelForCausalLM.from_pretrained(DIR)"
+            ".save_pretrained(NEW_DIR, safe_serialization=True)",
+        )  # fmt: skip
+    raise ModelError(
+        "the folder holds no weights", where=str(path), allowed=f"model.safetensors or {INDEX}",
+        fix="give the folder of a saved model",
+    )  # fmt: skip
+
+
+def header(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes in a safetensors file, whose length must be exactly what its header says."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start.startswith(b"version "):
+            raise ModelError(
+                "the weights are a Git LFS pointer, not the file",
+                where=str(file),
+                fix="run git lfs pull",
+            )
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            raise _damaged(file, f"a header of {length} bytes in a file of {size}")
+        text = stream.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_no_twins)
+        entries = {k: v for k, v in header.items() if k != "__metadata__"}
+        shapes = {k: tuple(int(n) for n in v["shape"]) for k, v in entries.items()}
+        spans = sorted((int(v["data_offsets"][0]), int(v["data_offsets"][1])) for v in entries.values())
+        formats = {k: str(v["dtype"]) for k, v in entries.items()}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        twice = str(error) if isinstance(error, _TwinsError) else "that is not a table of tensors"
+        raise _damaged(file, f"a header {twice}") from None
+    for name, (first, last) in ((k, v["data_offsets"]) for k, v in entries.items()):
+        if formats[name] not in BITS:
+            raise ModelError(
+                "a tensor has a number format that cannot be loaded", where=f"{file}: {name}",
+                found=formats[name], allowed=", ".join(BITS), fix="use a copy of the model in bf16 or fp16",
+            )  # fmt: skip
+        if min(shapes[name], default=0) < 0 or math.prod(shapes[name]) * BITS[formats[name]] != 8 * (
+            last - first
+        ):
+            raise _damaged(file, f"{last - first} bytes for {name} of {shapes[name]} in {formats[name]}")
+    end = 0
+    for first, last in spans:
+        if first != end or last < first:
+            raise _damaged(file, f"tensors that overlap or leave a gap at byte {end}")
+        end = last
+    if 8 + length + end != size:
+        raise _damaged(file, f"{size} bytes where the header promises {8 + length + end}")
+    return shapes
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ModelError("not a regular file", where=str(file), fix="use a Hugging Face model folder")
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(
+                "the file is too large",
+                where=str(file),
+                found=file.stat().st_size,
+                allowed=str(MAX_JSON_BYTES),
+            )
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
+    except FileNotFoundError:
+        raise ModelError(
+            f"there is no {file.name}",
+            where=str(file.parent),
+            fix="use a Hugging Face model folder",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{file.name} is not JSON",
+            where=str(file.parent),
+            found=str(error),
+            fix="fetch it again",
+        ) from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{file.name} is not a JSON object", where=str(file.parent), fix="fetch it again")
+    return content
+
+
+def require_plain(path: Path) -> None:
+    """What libraries open must be files: opening a pipe would wait for ever."""
+    for entry in sorted(path.iterdir()):
+        if entry.suffix in READ_BY_LIBRARIES and entry.exists() and not entry.is_file():
+            raise ModelError(
+                "not a regular file", where=str(entry), found="a folder, a pipe or a device",
+                fix="copy the model's files into the folder",
+            )  # fmt: skip
+
+
+def _inside(path: Path, name: object, source: str) -> Path:
+    """The file a checkpoint names, if it is a plain file of that folder.
+
+    Hub copies keep links to a `blobs` folder two levels up; those count as inside.
+    """
+    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+        raise ModelError(
+            "a shard's name leaves the folder", where=source, found=repr(name), allowed="a plain file name",
+            fix="do not use this model: its index points outside",
+        )  # fmt: skip
+    file = path / name
+    try:
+        mode = file.stat().st_mode
+    except (OSError, ValueError):
+        raise ModelError(
+            "a shard is missing",
+            where=f"{source}: {name}",
+            found="no such file",
+            fix=f"put it into {path}",
+        ) from None
+    real, home = file.resolve(), path.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not stat.S_ISREG(mode) or not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+        raise ModelError(
+            "a shard is not a plain file of the folder", where=str(file), found=str(real),
+            fix="copy the weights into the folder",
+        )  # fmt: skip
+    return file
+
+
+def _damaged(file: Path, found: str) -> ModelError:
+    return ModelError(
+        "the weights file is damaged or cut short",
+        where=str(file),
+        found=found,
+        fix="fetch it again",
+    )
+
+
+class _TwinsError(ValueError):
+    """A key stands twice in a JSON object: which one holds is anyone's guess."""
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwinsError(f"where {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    return record
