@@ -27,10 +27,12 @@ def main() -> None:
     code = os.waitstatus_to_exitcode(pty.spawn(command, keep))
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {' '.join(command)}", style="bold"))
-    for line in b"".join(shown).decode(errors="replace").replace("\r\n", "\n").splitlines():
+    for line in b"".join(shown).decode(errors="replace").replace("\r\n", "\n").split("\n"):
         line = line.rpartition("\r")[2]  # a line that was rewritten shows its last state
-        text = Text.from_ansi(line[:LONGEST_LINE] + ("..." if len(line) > LONGEST_LINE else ""))
-        console.print(text)
+        longest = WIDTH - 4 if line.startswith("{") else LONGEST_LINE  # of JSON, the beginning will do
+        text = Text.from_ansi(line[:longest] + ("..." if len(line) > longest else ""))
+        indent = len(text.plain) - len(text.plain.lstrip(" "))
+        console.print(Text("\N{NO-BREAK SPACE}" * indent) + text[indent:])
     console.save_svg(str(out), title="llama-ssp")
     sys.exit(code)
 
