@@ -17,9 +17,11 @@ from llama_ssp.config import (
     EvalConf,
     GenerateConf,
     ModelConf,
+    PlacementConf,
     RunConf,
     SamplingConf,
     SpeculationConf,
+    Splitting,
     Weights,
 )
 from llama_ssp.errors import UsageError
@@ -28,9 +30,11 @@ MAX_K = 64
 
 MAX_SEED = 2**63 - 1
 
+MEMORY = re.compile(r"\d+(\.\d+)? ?(KiB|MiB|GiB|KB|MB|GB)")
+
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
-NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out", "plot")
+NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out", "plot", "offload_folder")
 
 PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 
@@ -76,13 +80,7 @@ def check(run: RunConf) -> None:
     _between("cluster.reserve", run.cluster.reserve, 0.0, 0.9)
     if run.cluster.gib is not None:
         _between("cluster.gib", run.cluster.gib, 0.0, 2.0**20, "null measures the machine", above=True)
-    for role in ("target", "draft"):
-        asked = getattr(run.placement, f"{role}_device")
-        if not DEVICE.fullmatch(asked):
-            raise UsageError(
-                f"placement.{role}_device names no device", found=repr(asked),
-                allowed="auto, cpu, cuda, cuda:N", fix="correct it",
-            )  # fmt: skip
+    _check_placement(run.placement)
 
 
 def check_context(run: RunConf) -> None:
@@ -176,6 +174,29 @@ def _check_speculation(run: RunConf) -> None:
     _between("speculation.cost_ratio", spec.cost_ratio, 0.0, 10.0)
     _between("speculation.ngram_min", spec.ngram_min, 1, 32)
     _between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
+
+
+def _check_placement(placement: PlacementConf) -> None:
+    for role in ("target", "draft"):
+        asked = getattr(placement, f"{role}_device")
+        if not DEVICE.fullmatch(asked):
+            raise UsageError(
+                f"placement.{role}_device names no device", found=repr(asked),
+                allowed="auto, cpu, cuda, cuda:N", fix="correct it",
+            )  # fmt: skip
+    if placement.draft_degree is not None:
+        _between("placement.draft_degree", placement.draft_degree, 1, 4096)
+    if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
+        raise UsageError(
+            "placement.max_memory and offload_folder are for splitting by layers",
+            found=f"placement.splitting={placement.splitting.value}", fix="use placement=layers",
+        )  # fmt: skip
+    for device, size in placement.max_memory.items():
+        if not re.fullmatch(r"cpu|disk|\d{1,4}", device) or not MEMORY.fullmatch(size):
+            raise UsageError(
+                "a placement.max_memory entry cannot be read", found=f"{device}: {size}",
+                allowed='a device index or cpu, and a size such as "20GiB"', fix="correct it",
+            )  # fmt: skip
 
 
 def _check_model(role: str, model: ModelConf) -> None:

@@ -48,6 +48,28 @@ class Verification(Enum):
     token = "token"
 
 
+class Splitting(Enum):
+    """How one model is spread over devices.
+
+    `tensor` gives each rank a slice of every layer; `layers` gives each device of one process whole
+    layers (accelerate); `deepspeed` lets DeepSpeed slice a model that every rank has loaded whole.
+    """
+
+    tensor = "tensor"
+    layers = "layers"
+    deepspeed = "deepspeed"
+
+
+class DraftSeat(Enum):
+    """Where the draft sits: beside the target (leader, replicated, sharded), or on ranks of its own."""
+
+    auto = "auto"
+    leader = "leader"
+    replicated = "replicated"
+    sharded = "sharded"
+    own = "own"
+
+
 class Output(Enum):
     text = "text"
     json = "json"
@@ -90,10 +112,22 @@ class ModelConf:
 
 @dataclass
 class PlacementConf:
-    """Where the models sit. `auto` takes the first accelerator, else the CPU."""
+    """Where the models sit (placement.resolve makes a table of ranks of it).
 
+    A device `auto` is the rank's own accelerator, else the CPU. `draft_degree` null is all of the target's
+    ranks for replicated and sharded, one rank for own; lists of ranks say it one by one. `max_memory`
+    (device index, cpu: "20GiB") and `offload_folder` are for splitting=layers.
+    """
+
+    splitting: Splitting = Splitting.tensor
+    draft: DraftSeat = DraftSeat.auto
+    draft_degree: int | None = None
+    target_ranks: list[int] | None = None
+    draft_ranks: list[int] | None = None
     target_device: str = "auto"
     draft_device: str = "auto"
+    max_memory: dict[str, str] = field(default_factory=dict)
+    offload_folder: str | None = None
 
 
 @dataclass

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "llama_ssp"
 LAYERS = [
     {"llama_ssp", "errors"},
     {"config"},
-    {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges"},
+    {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement"},
     {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "lookahead"},
     {"sampling", "verify", "draws", "ranks"},
     {"cache", "load"},
@@ -28,7 +28,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
-    "ranges",
+    "ranges", "placement",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {
