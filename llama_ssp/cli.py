@@ -36,7 +36,6 @@ from llama_ssp.inputs import Inputs
 from llama_ssp.overrides import CONF, check_arguments, ranks, translated
 from llama_ssp.plot import check_plot
 from llama_ssp.prompts import Reading, read_prompts
-from llama_ssp.ranges import require_split
 
 
 def main() -> NoReturn:
@@ -120,10 +119,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     task = checked.task
     if isinstance(task, EvalConf):
         check_plot(task.plot)
-    pairs = entries(checked, folders)
-    if ranks() > 1:
-        for pair in pairs:
-            require_split(pair.run.model, ranks())
+    pairs = entries(checked, folders, ranks())
     named = isinstance(task, EvalConf) and task.pairs
     recorded = checked if named else pairs[0].run
     # The leader reads, and draws the seed; the other ranks are told.

@@ -11,25 +11,32 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks
 from llama_ssp.checkpoint import complete
-from llama_ssp.config import Drafting, EvalConf, RunConf, Weights
+from llama_ssp.config import Drafting, EvalConf, RunConf, Splitting, Weights
 from llama_ssp.errors import UsageError
-from llama_ssp.inputs import Entry
+from llama_ssp.inputs import Entry, drafts
 from llama_ssp.overrides import CONF, translated
+from llama_ssp.placement import resolve
+from llama_ssp.ranges import require_split
 
 
-def entries(run: RunConf, folders: list[Path]) -> tuple[Entry, ...]:
-    """Every pair of the run; `folders` are private ones that may hold presets, too."""
+def entries(run: RunConf, folders: list[Path], world: int) -> tuple[Entry, ...]:
+    """Every pair of the run on so many ranks; `folders` are private ones that may hold presets, too."""
     named = run.task.pairs if isinstance(run.task, EvalConf) else []
     runs = [_with_presets(run, name, folders) for name in named] or [run]
-    return tuple(_completed(one) for one in runs)
+    return tuple(_completed(one, world) for one in runs)
 
 
-def _completed(run: RunConf) -> Entry:
+def _completed(run: RunConf, world: int) -> Entry:
     model, target_path = complete(run.model, "model")
     draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft")
     whole = replace(run, model=model, draft=draft)
     checks.check_context(whole)
-    return Entry(whole, target_path, draft_path)
+    placement = resolve(whole.placement, world, drafts(whole))
+    if placement.splitting is Splitting.tensor:
+        for conf, degree in ((model, len(placement.target)), (draft, placement.draft_degree)):
+            if conf is not None and degree > 1:
+                require_split(conf, degree)
+    return Entry(whole, target_path, draft_path, placement)
 
 
 def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ssp.config import Drafting, ModelConf, RunConf
+from llama_ssp.placement import Placement
 from llama_ssp.prompts import Reading
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One pair: the run as it is for it, and where the models' files are (None: synthetic)."""
+    """One pair: its run, where the models' files are (None: synthetic), and which ranks hold what."""
 
     run: RunConf
     target_path: Path | None
     draft_path: Path | None
+    placement: Placement
 
     @property
     def target(self) -> str:
@@ -27,8 +29,7 @@ class Entry:
         spec = self.run.speculation
         if spec.drafter is Drafting.ngram and (spec.k or spec.adaptive):
             return "ngram"
-        drafts = spec.drafter is Drafting.model and (spec.k > 0 or spec.adaptive)
-        return _name(self.run.draft, self.draft_path) if drafts and self.run.draft is not None else None
+        return _name(self.run.draft, self.draft_path) if self.run.draft and drafts(self.run) else None
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class Inputs:
     seed: int
     pairs: tuple[Entry, ...]
     reading: Reading
+
+
+def drafts(run: RunConf) -> bool:
+    """Whether a draft model takes part."""
+    spec = run.speculation
+    return run.draft is not None and spec.drafter is Drafting.model and (spec.k > 0 or spec.adaptive)
 
 
 def _name(model: ModelConf, path: Path | None) -> str:

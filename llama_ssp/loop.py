@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llama_ssp.engine import Engine, State, Verdict
+from llama_ssp.engine import AnyEngine, State, Verdict
 from llama_ssp.lookahead import Lookahead
 
 
@@ -88,8 +88,11 @@ class Step:
     rows: list[RowStep] = field(default_factory=list)
 
 
-def generate(engine: Engine, state: State, limits: Limits, lookahead: Lookahead) -> Iterator[Step]:
-    """Rounds until every row has ended. `state` comes from `engine.prefill`."""
+def generate(engine: AnyEngine, state: State, limits: Limits, lookahead: Lookahead) -> Iterator[Step]:
+    """Rounds until every row has ended. `state` comes from `engine.prefill`.
+
+    Who stops before the end, alike on every rank, calls `engine.settle`.
+    """
     number = 0
     while not limits.reached(state):
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
@@ -101,6 +104,7 @@ def generate(engine: Engine, state: State, limits: Limits, lookahead: Lookahead)
         lookahead.observe(step.rows)
         yield step
         number += 1
+    engine.settle()
 
 
 def commit(state: State, verdict: Verdict, limits: Limits, context: int, number: int) -> Step:

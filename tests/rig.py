@@ -11,11 +11,10 @@ from torch import Tensor
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.config import SamplingConf
 from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
+from llama_ssp.engine import AnyEngine, Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead
 from llama_ssp.loop import Limits, generate
-from llama_ssp.ranks import ALONE, Ranks
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
 
@@ -49,6 +48,8 @@ class Run:
     accepted: int = 0
     rounds: int = 0
     longest: list[int] = field(default_factory=list)
+    target_forwards: int = 0
+    draft_forwards: int = 0
 
 
 def speculate(
@@ -65,7 +66,6 @@ def speculate(
     seed: int = 0,
     adaptive: bool = False,
     runner: type[Runner] = Runner,
-    ranks: Ranks = ALONE,
 ) -> Run:
     """One batch through the engine. `draft` is a model, "ngram", or None."""
     laws, draws = Laws(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(seed)
@@ -74,7 +74,15 @@ def speculate(
         drafter = ModelDrafter(Runner(draft, chunk), laws, draws)
     elif draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
-    engine = Engine(runner(target, chunk), drafter, laws, RULES[rule], draws, ranks)
+    engine = Engine(runner(target, chunk), drafter, laws, RULES[rule], draws)
+    return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive)
+
+
+def drive(
+    engine: AnyEngine, prompts: list[Prompt], *, k: int, max_new: int = 24,
+    ends: frozenset[int] = frozenset(), adaptive: bool = False, most: int | None = None,
+) -> Run:  # fmt: skip
+    """One batch through any rank's engine; `most` rounds of it."""
     state = engine.prefill(prompts, max_new)
     lookahead = AdaptiveLookahead(k, 0.1, len(prompts)) if adaptive else FixedLookahead(k, len(prompts))
     run = Run([], [])
@@ -83,6 +91,10 @@ def speculate(
         run.drafted += sum(len(row.drafted) for row in step.rows)
         run.accepted += sum(row.accepted for row in step.rows)
         run.longest.append(max(len(row.drafted) for row in step.rows))
+        if run.rounds == most:
+            engine.settle()
+            break
     run.texts = [state.generated(row) for row in range(state.rows)]
     run.finish = list(state.finished)
+    run.target_forwards, run.draft_forwards = engine.target_forwards, engine.draft_forwards
     return run

@@ -1,12 +1,16 @@
 """One round of speculation over a target and a drafter: prefill, draft, verify, roll back."""
 
 from llama_ssp.engine.agreement import Verdict
-from llama_ssp.engine.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.engine.apart import RemoteDrafter, SendingDrafter
+from llama_ssp.engine.drafters import Assistant, Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from llama_ssp.engine.engine import Engine
+from llama_ssp.engine.follower import Follower
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
 
+AnyEngine = Engine | Follower  # one rank's: the leader's, or another's
+
 __all__ = [
-    "Drafter", "Engine", "ModelDrafter", "NgramDrafter", "NoDrafter", "Prompt", "Proposal",
-    "Runner", "State", "Verdict",
+    "AnyEngine", "Assistant", "Drafter", "Engine", "Follower", "ModelDrafter", "NgramDrafter", "NoDrafter",
+    "Prompt", "Proposal", "RemoteDrafter", "Runner", "SendingDrafter", "State", "Verdict",
 ]  # fmt: skip

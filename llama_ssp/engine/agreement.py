@@ -1,20 +1,23 @@
-"""How ranks agree: the leader drafts and decides, and the others do what they are told.
+"""How ranks agree: the leader decides, and the others do what they are told.
 
-A round has two messages: what was drafted, and what was decided. From them every rank derives all
-that it does, so nothing hangs on equal seeds or equal rounding. Each message carries a checksum of
-what the leader holds the texts' lengths to be.
+A round has one message to the ranks of the target: what the round before decided, and what is drafted
+for this one. Ranks that take part in drafting are asked before: the decision, and how much to draft.
+From these every rank derives all that it does, so nothing hangs on equal seeds or equal rounding. Each
+message carries a checksum of what the leader holds the texts to be.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from llama_ssp.engine.drafters import Drafter
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.errors import DistributedError
-from llama_ssp.ranks import Ranks, checksum
+from llama_ssp.ranks import Crew, Ranks, checksum
+
+Count = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -30,95 +33,127 @@ class Verdict:
     def tokens(self, row: int) -> list[int]:
         return [*self.drafted[row][: self.accepted[row]], self.token[row]]
 
+    def told(self) -> list[int]:
+        """As integers. Overlaps, which steer only the leader's drafting, stay behind."""
+        values = []
+        for row, drafted in enumerate(self.drafted):
+            values += [self.accepted[row], self.token[row], int(self.damaged[row]), len(drafted), *drafted]
+        return values
 
-class LeadingDrafter:
-    """The leader's: what it proposes, the other ranks are told."""
-
-    def __init__(self, drafter: Drafter, ranks: Ranks) -> None:
-        self._drafter, self._ranks = drafter, ranks
-
-    @property
-    def forwards(self) -> int:
-        return self._drafter.forwards
-
-    def start(self, rows: int, capacity: int) -> None:
-        self._drafter.start(rows, capacity)
-
-    def warm(self, state: State) -> None:
-        self._drafter.warm(state)
-
-    def limit(self, length: int) -> int:
-        return self._drafter.limit(length)
-
-    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        proposal = self._drafter.propose(state, count)
-        drafted = [token for row in proposal.drafted_BK.tolist() for token in row]
-        _tell(self._ranks, state, [*proposal.count, *drafted])
-        return proposal
-
-    def roll_back(self, lengths: list[int]) -> None:
-        self._drafter.roll_back(lengths)
+    @staticmethod
+    def heard(values: Iterator[int], rows: int) -> Verdict:
+        verdict = Verdict([], [], [], [], [])
+        for _ in range(rows):
+            verdict.accepted.append(next(values))
+            verdict.token.append(next(values))
+            verdict.damaged.append(bool(next(values)))
+            verdict.drafted.append([next(values) for _ in range(next(values))])
+            verdict.overlap.append([0.0] * len(verdict.drafted[-1]))
+        return verdict
 
 
-class FollowingDrafter:
-    """Every other rank's: proposes what the leader does, and knows no law of it."""
+class Leading:
+    """The leader's side. It holds a decision back until it can be sent with what is drafted next."""
 
-    forwards: int = 0
+    def __init__(self, crew: Crew) -> None:
+        self._target = crew.target if crew.target is not None and crew.target.world > 1 else None
+        self._asked = crew.asked
+        self._untold: list[int] = []  # the last decision
+        self._basis: int | None = None  # what the texts were when it was taken
+        self._rows = 0
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def ask(self, state: State, count: Count) -> None:
+        """Tells those who draft what was decided, and how much to draft now."""
+        self._tell(self._asked, self._basis_of(state), [*count])
 
-    def start(self, rows: int, capacity: int) -> None:
-        pass
+    def submit(self, state: State, proposal: Proposal) -> None:
+        """Tells the ranks of the target what was decided, and what is drafted now."""
+        if self._target is not None:
+            drafted = [token for row in proposal.drafted_BK.tolist() for token in row]
+            self._tell(self._target, self._basis_of(state), [*proposal.count, *drafted])
+        self._untold, self._basis = [], None
 
-    def warm(self, state: State) -> None:
-        pass
+    def decide(self, state: State, verdict: Verdict) -> None:
+        """Keeps the decision for the next messages."""
+        if self._target is not None or self._asked is not None:
+            self._untold, self._basis = verdict.told(), checksum(state.lengths)
+            self._rows = state.rows
 
-    def limit(self, length: int) -> int:
-        return 0  # how far drafting reaches is the leader's to say
+    def settle(self) -> None:
+        """Tells a decision that no drafts follow."""
+        if self._basis is not None:
+            for ranks in (self._asked, self._target):
+                self._tell(ranks, self._basis, [0] * self._rows)
+            self._untold, self._basis = [], None
 
-    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        told = _hear(self._ranks, state)
+    def _tell(self, ranks: Ranks | None, basis: int, values: list[int]) -> None:
+        if ranks is not None:
+            ranks.broadcast_ints([basis, int(bool(self._untold)), *self._untold, *values])
+
+    def _basis_of(self, state: State) -> int:
+        """What the texts were at the last decision; before the first, what they are."""
+        return checksum(state.lengths) if self._basis is None else self._basis
+
+
+class Following:
+    """Any other rank's side: it hears the end of one round and the start of the next together."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._me, self._asked = crew.everyone.rank, crew.asked
+        self._target = crew.target
+        self._start: list[int] | None = None  # of the round to come
+        self._basis: int | None = None  # what the texts were at the last decision
+        self._rows = 0
+
+    def count(self, state: State) -> Count:
+        """How much to draft; for ranks that are asked."""
+        return tuple(self._begun(self._asked, state))
+
+    def drafts(self, state: State) -> Proposal:
+        """What is drafted, put behind the texts; for ranks of the target. Its law is the leader's to know."""
+        alone = self._asked is None
+        told = self._begun(self._target, state) if alone else self._heard(self._target, state)[1]
         count, drafted = tuple(told[: state.rows]), told[state.rows :]
-        drafted_BK = torch.tensor(drafted, dtype=torch.int64, device=state.device).view(
-            state.rows, max(count)
-        )
+        drafted_BK = torch.tensor(drafted, dtype=torch.int64, device=state.device)
+        drafted_BK = drafted_BK.view(state.rows, max(count))
         for offset in range(max(count)):
             state.place(drafted_BK[:, offset], offset, count)
         return Proposal(drafted_BK, None, count)
 
-    def roll_back(self, lengths: list[int]) -> None:
-        pass
-
-
-def agreed(ranks: Ranks, state: State, proposal: Proposal, verdict: Verdict | None) -> Verdict:
-    """The leader's verdict, on every rank. Overlaps, which steer only the leader's drafting, stay there."""
-    if ranks.world == 1:
-        assert verdict is not None, "one rank leads itself"
+    def verdict(self, state: State) -> Verdict:
+        """What was decided. What comes with it starts the next round."""
+        self._basis, self._rows = checksum(state.lengths), state.rows
+        verdict, self._start = self._heard(self._target if self._asked is None else self._asked, state)
+        if verdict is None:
+            raise self._astray("a round ended without a decision")
         return verdict
-    if verdict is not None:
-        _tell(ranks, state, [*verdict.accepted, *verdict.token, *map(int, verdict.damaged)])
-        return verdict
-    told, rows = _hear(ranks, state), state.rows
-    drafted = [row[:n] for row, n in zip(proposal.drafted_BK.tolist(), proposal.count, strict=True)]
-    return Verdict(
-        drafted=drafted,
-        accepted=told[:rows],
-        token=told[rows : 2 * rows],
-        overlap=[[0.0] * n for n in proposal.count],
-        damaged=[bool(d) for d in told[2 * rows :]],
-    )
 
+    def settle(self) -> None:
+        """Hears out the leader's last messages."""
+        if self._basis is not None and self._asked is not None and self._target is not None:
+            self._hear(self._target, self._basis, self._rows)
+        self._start = self._basis = None
 
-def _tell(ranks: Ranks, state: State, values: list[int]) -> None:
-    ranks.broadcast_ints([checksum(state.lengths), *values])
+    def _begun(self, ranks: Ranks | None, state: State) -> list[int]:
+        """The start of this round; the first one's comes by itself."""
+        told = self._heard(ranks, state)[1] if self._start is None else self._start
+        self._start = None
+        return told
 
+    def _heard(self, ranks: Ranks | None, state: State) -> tuple[Verdict | None, list[int]]:
+        basis = checksum(state.lengths) if self._basis is None else self._basis
+        return self._hear(ranks, basis, state.rows)
 
-def _hear(ranks: Ranks, state: State) -> list[int]:
-    lengths, *values = ranks.broadcast_ints([])
-    if lengths != checksum(state.lengths):
-        raise DistributedError(
-            "the ranks are out of step: their texts differ in length", where=f"rank {ranks.rank}",
-            found=str(state.lengths), fix="report it: ranks derive all they do from the leader's messages",
+    def _hear(self, ranks: Ranks | None, basis: int, rows: int) -> tuple[Verdict | None, list[int]]:
+        assert ranks is not None, "whom a rank hears from follows from its place"
+        theirs, decided, *values = ranks.broadcast_ints([])
+        if theirs != basis:
+            raise self._astray("their texts differ in length")
+        rest = iter(values)
+        return Verdict.heard(rest, rows) if decided else None, list(rest)
+
+    def _astray(self, how: str) -> DistributedError:
+        return DistributedError(
+            f"the ranks are out of step: {how}", where=f"rank {self._me}",
+            fix="report it: ranks derive all they do from the leader's messages",
         )  # fmt: skip
-    return values

@@ -56,17 +56,19 @@ class NoDrafter:
         pass
 
 
-class ModelDrafter:
-    """A small model that samples from its own law, under the same controls as the target."""
+class DraftModel:
+    """A draft model's passes; who draws from its laws is said by what is made of it."""
 
-    def __init__(self, runner: Runner, laws: Laws, draws: Draws) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._laws = laws
-        self._draws = draws
 
     @property
     def forwards(self) -> int:
         return self._runner.forwards
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.model.device
 
     def start(self, rows: int, capacity: int) -> None:
         self._runner.start(rows, min(capacity, self._runner.model.context))
@@ -76,19 +78,34 @@ class ModelDrafter:
         self._runner.warm(state.token_BS, ends)
 
     def limit(self, length: int) -> int:
-        return max(0, self._runner.model.context - length + 1)
+        return reach(self._runner.model.context, length)
+
+    def roll_back(self, lengths: list[int]) -> None:
+        self._runner.roll_back(lengths)
+
+    def _pass(self, state: State, offset: int, count: tuple[int, ...]) -> Tensor:
+        """Logits for draft number `offset` of each row that wants one; other rows are fed nothing."""
+        ends = [
+            length + offset if offset < wanted else cached
+            for length, wanted, cached in zip(state.lengths, count, self._runner.cached, strict=True)
+        ]
+        return self._runner.logits(state.token_BS, ends, [1] * state.rows)
+
+
+class ModelDrafter(DraftModel):
+    """A small model that samples from its own law, under the same controls as the target."""
+
+    def __init__(self, runner: Runner, laws: Laws, draws: Draws) -> None:
+        super().__init__(runner)
+        self._laws = laws
+        self._draws = draws
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
         drafted, laws, damaged = [], [], []
         for offset in range(max(count)):
-            ends = [
-                length + offset if offset < wanted else cached
-                for length, wanted, cached in zip(state.lengths, count, self._runner.cached, strict=True)
-            ]
-            logit_B1V = self._runner.logits(state.token_BS, ends, [1] * state.rows)
-            logit_B1V = logit_B1V.to(state.device)
+            logit_B1V = self._pass(state, offset, count).to(state.device)
             law_BV = self._laws(logit_B1V, state.prefix(offset, 1))[:, 0]
             law_BV, damaged_B = sound(law_BV)
             idle_B = torch.tensor([offset >= n for n in count], device=state.device)
@@ -102,8 +119,18 @@ class ModelDrafter:
         damaged_B = torch.stack(damaged, 1).any(1)
         return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), count, damaged_B)
 
-    def roll_back(self, lengths: list[int]) -> None:
-        self._runner.roll_back(lengths)
+
+class Assistant(DraftModel):
+    """Computes its share of a split draft's passes, in step with the rank that draws.
+
+    Which tokens are drawn it need not know: that rank holds the whole embedding, and the sum over ranks
+    that follows every look-up brings the rows here (load.tensor).
+    """
+
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        for offset in range(max(count)):
+            self._pass(state, offset, count)
+        return nothing(state)
 
 
 class NgramDrafter:
@@ -143,6 +170,11 @@ class NgramDrafter:
 
     def roll_back(self, lengths: list[int]) -> None:
         pass
+
+
+def reach(context: int, length: int) -> int:
+    """How many tokens a model of this context can draft for a text of this length."""
+    return max(0, context - length + 1)
 
 
 def continuation(text: list[int], wanted: int, shortest: int, longest: int) -> list[int]:

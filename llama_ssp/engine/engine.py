@@ -6,45 +6,52 @@ import torch
 from torch import Tensor
 
 from llama_ssp.draws import Draws, Purpose
-from llama_ssp.engine.agreement import FollowingDrafter, LeadingDrafter, Verdict, agreed
+from llama_ssp.engine.agreement import Leading, Verdict
 from llama_ssp.engine.drafters import Drafter, certain_where, sound
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
-from llama_ssp.ranks import ALONE, Ranks
+from llama_ssp.ranks import SOLE, Crew
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import Block, Rule, overlap
 
 
 class Engine:
-    """Holds the models; knows token ids only.
+    """The leader's: holds its part of the target and a drafter, and decides. Knows token ids only.
 
-    Over several ranks each has an engine, whose target is a part; the leader's alone drafts and decides.
+    The other ranks of a placement have a `Follower` each, with the same calls in the same order.
     """
 
     def __init__(
         self, target: Runner, drafter: Drafter, laws: Laws, rule: Rule, draws: Draws,
-        ranks: Ranks = ALONE,
+        crew: Crew = SOLE,
     ) -> None:  # fmt: skip
         self.target = target
         self.drafter = drafter
-        self._ranks = ranks
-        if ranks.world > 1:
-            self.drafter = LeadingDrafter(drafter, ranks) if ranks.is_leader else FollowingDrafter(ranks)
         self._laws = laws
         self._rule = rule
         self._draws = draws
+        self._rounds = Leading(crew)
+        self._enter = crew.everyone.enter
 
     @property
     def context(self) -> int:
         return self.target.model.context
 
+    @property
+    def target_forwards(self) -> int:
+        return self.target.forwards
+
+    @property
+    def draft_forwards(self) -> int:
+        return self.drafter.forwards
+
     def prefill(self, prompts: list[Prompt], max_new_tokens: int) -> State:
         """The batch's state, with every cache holding all but each prompt's last token."""
-        room = max(min(len(prompt.token_ids) + max_new_tokens, self.context) for prompt in prompts)
-        state = State(prompts, room, self.target.model.device)
-        self.target.start(state.rows, room)
+        self._enter("prefill")
+        state = State(prompts, room_of(prompts, max_new_tokens, self.context), self.target.model.device)
+        self.target.start(state.rows, state.capacity)
         self.target.warm(state.token_BS, [length - 1 for length in state.lengths])
-        self.drafter.start(state.rows, room)
+        self.drafter.start(state.rows, state.capacity)
         self.drafter.warm(state)
         return state
 
@@ -56,27 +63,31 @@ class Engine:
 
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """At most `wanted` tokens a row, fewer where the drafter cannot reach further."""
+        self._enter("draft")
         count = tuple(
             min(k, self.drafter.limit(length)) for k, length in zip(wanted, state.lengths, strict=True)
         )
-        return self.drafter.propose(state, count)
+        self._rounds.ask(state, count)
+        proposal = self.drafter.propose(state, count)
+        self._rounds.submit(state, proposal)
+        return proposal
 
     def verify(self, state: State, proposal: Proposal) -> Verdict:
-        """One target forward over K+1 positions, and the leader's decision. Finished rows are fed nothing."""
-        ends = [
-            cached if finished else length + drafted
-            for cached, finished, length, drafted in zip(
-                self.target.cached, state.finished, state.lengths, proposal.count, strict=True
-            )
-        ]
-        logit_BWV = self.target.logits(state.token_BS, ends, [n + 1 for n in proposal.count])
-        verdict = self._judge(state, proposal, logit_BWV) if self._ranks.is_leader else None
-        return agreed(self._ranks, state, proposal, verdict)
+        """One target forward over K+1 positions, and the decision. Finished rows are fed nothing."""
+        self._enter("verify")
+        verdict = self._judge(state, proposal, target_logits(self.target, state, proposal.count))
+        self._rounds.decide(state, verdict)
+        self._enter("commit")
+        return verdict
 
     def roll_back(self, state: State) -> None:
         """Every cache forgets what was not committed."""
         self.target.roll_back(state.lengths)
         self.drafter.roll_back(state.lengths)
+
+    def settle(self) -> None:
+        """No round follows: whoever waits for the last decision gets to know it."""
+        self._rounds.settle()
 
     def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
         law_BWV, damaged_BW = sound(self._laws(logit_BWV, state.prefix(0, proposal.k + 1)))
@@ -110,6 +121,22 @@ class Engine:
         count_B1 = torch.tensor(proposal.count, device=damaged_BW.device)[:, None]
         damaged_B = (damaged_BW & (column_W <= count_B1)).any(1)
         return damaged_B if proposal.damaged is None else damaged_B | proposal.damaged
+
+
+def room_of(prompts: list[Prompt], max_new_tokens: int, context: int) -> int:
+    """How many tokens the longest text of a batch can grow to."""
+    return max(min(len(prompt.token_ids) + max_new_tokens, context) for prompt in prompts)
+
+
+def target_logits(target: Runner, state: State, count: tuple[int, ...]) -> Tensor:
+    """The target over each row's drafts and the position behind them."""
+    ends = [
+        cached if finished else length + drafted
+        for cached, finished, length, drafted in zip(
+            target.cached, state.finished, state.lengths, count, strict=True
+        )
+    ]
+    return target.logits(state.token_BS, ends, [n + 1 for n in count])
 
 
 def _in_double(law: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from llama_ssp.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
+DRAFT = "draft"
+
 
 def load(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> CausalModel:
     """The model, ready to run. A family that is not among the tested ones is tried before it is used."""
@@ -40,14 +42,16 @@ def load_part(
 ) -> CausalModel:
     """This rank's part of the model; the ranks together give its logits, each of them all.
 
+    What a draft is fed, its first rank alone knows: that one looks tokens up for all.
+
     Only a checkpoint is read by slices; synthetic weights are made whole first, on the CPU.
     """
     if path is None:
         source = ModuleSource(_synthetic(model, dtype, torch.device("cpu"), role))
         module: Any = build(model, TORCH_DTYPES[dtype])
-        vocab = cut_module(module, source, ranks, TORCH_DTYPES[dtype], device)
+        vocab = cut_module(module, source, ranks, TORCH_DTYPES[dtype], device, role == DRAFT)
     else:
-        module, vocab = _read_part(path, dtype, device, ranks)
+        module, vocab = _read_part(path, dtype, device, ranks, role == DRAFT)
     causal = CausalModel(module, model.name, vocab)
     if model.scan:
         _require_finite(causal)
@@ -55,7 +59,9 @@ def load_part(
     return causal
 
 
-def _read_part(path: Path, dtype: Dtype, device: torch.device, ranks: Ranks) -> tuple[Any, int]:
+def _read_part(
+    path: Path, dtype: Dtype, device: torch.device, ranks: Ranks, leader_looks_up: bool
+) -> tuple[Any, int]:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,7 +74,8 @@ def _read_part(path: Path, dtype: Dtype, device: torch.device, ranks: Ranks) -> 
             )
         with FileSource(path, module) as source:
             _require_complete(path, differences(module, source))
-            return module, cut_module(module, source, ranks, TORCH_DTYPES[dtype], device)
+            vocab = cut_module(module, source, ranks, TORCH_DTYPES[dtype], device, leader_looks_up)
+            return module, vocab
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
             "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200],
@@ -153,7 +160,7 @@ def _synthetic(model: ModelConf, dtype: Dtype, device: torch.device, role: str) 
             "the sizes do not make a model", where=f"{role} {model.name}", found=str(error)[:200],
             fix="take them from a model's config.json",
         ) from None  # fmt: skip
-    return fill(module, model, device, drafts=role == "draft")
+    return fill(module, model, device, drafts=role == DRAFT)
 
 
 def _require_finite(causal: CausalModel) -> None:

@@ -180,10 +180,14 @@ class GatheredHead(nn.Linear):
         return torch.cat([part[..., :n] for part, n in zip(parts, self.shares, strict=True)], -1)
 
 
-def cut_module(module: Any, source: Source, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> int:
+def cut_module(
+    module: Any, source: Source, ranks: Ranks, dtype: torch.dtype, device: torch.device,
+    leader_looks_up: bool = False,
+) -> int:  # fmt: skip
     """Turns a module without weights into this rank's part, with weights; the vocabulary's size.
 
-    The module's names and shapes have been compared with the source's (`differences`).
+    The module's names and shapes have been compared with the source's (`differences`). Where the leader
+    looks up, it alone holds the embedding, and the others need not know which tokens are fed.
     """
     sizes = Sizes.of(module.config, ranks.world, ranks.rank)
     _require_known(module)
@@ -191,8 +195,11 @@ def cut_module(module: Any, source: Source, ranks: Ranks, dtype: torch.dtype, de
     vocab = int(head.weight.shape[0])
     cuts = _cuts(module, sizes)
     shares = [vocab_share(vocab, ranks.world, rank) for rank in range(ranks.world)]
-    for table in (embedding, head):
-        cuts[table] = Cut(ROWS, (shares[ranks.rank],))
+    cuts[head] = Cut(ROWS, (shares[ranks.rank],))
+    looked_up = shares[ranks.rank]
+    if leader_looks_up:
+        looked_up = (0, vocab if ranks.is_leader else 0)
+    cuts[embedding] = Cut(ROWS, (looked_up if looked_up[1] else (0, 1),))
     tied = bool(getattr(module.config, "tie_word_embeddings", False))
     for name, layer in list(module.named_modules()):
         for leaf, parameter in list(layer._parameters.items()):
@@ -204,16 +211,30 @@ def cut_module(module: Any, source: Source, ranks: Ranks, dtype: torch.dtype, de
                 cut = None
             weight = source.read(key, cut).to(device, dtype)
             layer._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
-    if tied and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
+    if tied and leader_looks_up:
+        head.weight = _tied_rows(module, source, cuts, dtype, device)
+    elif tied and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
     for layer, cut in cuts.items():
         _work_together(layer, cut, ranks)
-    _cut_embedding(embedding, shares[ranks.rank], ranks)
+    _cut_embedding(embedding, looked_up, ranks)
     head.__class__, head.ranks, head.shares = GatheredHead, ranks, [b - a for a, b in shares]
     _count_heads(module, sizes)
     _require_filled(module)
     module.to(device)
     return vocab
+
+
+def _tied_rows(
+    module: Any, source: Source, cuts: dict[nn.Module, Cut], dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    """The head's rows of a tied table that only the leader holds whole."""
+    table, head = module.get_input_embeddings(), module.get_output_embeddings()
+    first, last = cuts[head].spans[0]
+    if table.weight.shape[0] >= last:
+        return nn.Parameter(table.weight[first:last], requires_grad=False)
+    name = next(name for name, layer in module.named_modules() if layer is table)
+    return nn.Parameter(source.read(f"{name}.weight", cuts[head]).to(device, dtype), requires_grad=False)
 
 
 def differences(module: Any, source: Source) -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llama_ssp.engine import Engine, Prompt, State
+from llama_ssp.engine import AnyEngine, Prompt, State
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.lookahead import Lookahead
@@ -33,7 +33,7 @@ class Batches:
     """Runs batches on one engine. `figures` is right at any moment, also after a failure."""
 
     def __init__(
-        self, engine: Engine, decode: Decode, lookahead: Callable[[int], Lookahead],
+        self, engine: AnyEngine, decode: Decode, lookahead: Callable[[int], Lookahead],
         max_new_tokens: int, ends: frozenset[int], stops: list[str],
     ) -> None:  # fmt: skip
         """`lookahead` makes the choice of K for a batch of so many rows."""
@@ -45,11 +45,11 @@ class Batches:
 
     def begin(self, prompts: list[Prompt]) -> Batch:
         """Reads a batch's prompts."""
-        began, forwards = time.perf_counter(), self._engine.target.forwards
+        began, forwards = time.perf_counter(), self._engine.target_forwards
         state = self._engine.prefill(prompts, self._max_new_tokens)
         self._engine.wait()
         self._prefill_s += time.perf_counter() - began
-        self._prefill_forwards += self._engine.target.forwards - forwards
+        self._prefill_forwards += self._engine.target_forwards - forwards
         return Batch(state, Writing(self._decode, [p.token_ids for p in prompts], self._stops))
 
     def steps(self, batch: Batch) -> Iterator[Step]:
@@ -66,9 +66,9 @@ class Batches:
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""
         return {
-            "target_forwards": self._engine.target.forwards,
+            "target_forwards": self._engine.target_forwards,
             "target_forwards_prefill": self._prefill_forwards,
-            "draft_forwards": self._engine.drafter.forwards,
+            "draft_forwards": self._engine.draft_forwards,
             **_counted(self._counts, self._prefill_s, self._decode_s),
         }
 

@@ -165,7 +165,6 @@ class EvalTask:
     def _answer(self, one: Prepared, mode: str, pair: Pair, answers: Answers) -> None:
         run, tokens, task = one.entry.run, one.tokens, self._task
         if mode == REGULAR:
-            pair = replace(pair, draft=None)
             run = replace(run, speculation=replace(run.speculation, drafter=Drafting.none))
         engine = engine_for(pair, run, tokens, tokens.end_ids, self._inputs.seed, PREFILL_CHUNK)
         answers.running = Batches(

@@ -5,21 +5,34 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Runner
-from llama_ssp.inputs import Entry
+from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting
+from llama_ssp.draws import CounterDraws, Draws
+from llama_ssp.engine import (
+    AnyEngine,
+    Assistant,
+    Drafter,
+    Engine,
+    Follower,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    RemoteDrafter,
+    Runner,
+    SendingDrafter,
+)
+from llama_ssp.inputs import Entry, drafts
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.devices import TORCH_DTYPES, describe, device_of, dtype_of, memory_of
-from llama_ssp.load.models import load, load_part, require_supported
+from llama_ssp.load.models import DRAFT, load, load_part, require_supported
 from llama_ssp.load.tokens import Tokens, read_tokens, require_same_tokens
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
 from llama_ssp.plan import Bill, bill, parameters, require_room
-from llama_ssp.ranks import ALONE, Ranks
+from llama_ssp.ranks import ALONE, Crew, Ranks, crew_of
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
 
@@ -28,37 +41,62 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Seat:
-    """One role's model, its files, and where and how it is held."""
+    """One role's model, its files, and where and how it is held: by which ranks, and on this one's device."""
 
     role: str
     model: ModelConf
     path: Path | None
     device: torch.device
     dtype: Dtype
+    splitting: Splitting
+    world: int
+    ranks: tuple[int, ...]
+    copies: bool = False
+
+    @property
+    def degree(self) -> int:
+        """Over how many ranks the model is split."""
+        return 1 if self.copies else len(self.ranks)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Loaded models; `draft` is None when nobody, another rank or the text itself drafts."""
+    """This rank's models: None where it holds none, because another rank or the text itself drafts.
 
-    target: CausalModel
+    `vocab` and `context` are the target's, `draft_context` and `draft_dtype` the draft model's.
+    """
+
+    target: CausalModel | None
     draft: CausalModel | None
     devices: dict[str, str]
-    ranks: Ranks = ALONE
+    crew: Crew
+    vocab: int
+    context: int
+    draft_context: int
+    draft_dtype: torch.dtype
 
 
 def seats(entry: Entry) -> list[Seat]:
     """The roles this pair needs, each with its device and number format."""
-    run, draft_path = entry.run, entry.draft_path
-    asked = [("model", run.model, entry.target_path, run.placement.target_device)]
-    if run.draft is not None and run.speculation.drafter is Drafting.model and _drafts(run):
-        asked.append(("draft", run.draft, draft_path, run.placement.draft_device))
-    found = []
-    for role, model, path, device_name in asked:
-        device = device_of(device_name, f"placement.{'target' if role == 'model' else role}_device")
-        found.append(Seat(role, model, path, device, dtype_of(model.dtype, device, f"{role}.dtype")))
+    run, placement = entry.run, entry.placement
+    how = placement.splitting, placement.world
+    found = [
+        _seat("model", run.model, entry.target_path, run.placement.target_device, *how, placement.target)
+    ]
+    if run.draft is not None and placement.draft:
+        where = entry.draft_path, run.placement.draft_device
+        found.append(_seat(DRAFT, run.draft, *where, *how, placement.draft, placement.copies))
     _warn(found, run)
     return found
+
+
+def _seat(
+    role: str, model: ModelConf, path: Path | None, device_name: str, splitting: Splitting, world: int,
+    ranks: tuple[int, ...], copies: bool = False,
+) -> Seat:  # fmt: skip
+    device = device_of(device_name, f"placement.{'draft' if role == DRAFT else 'target'}_device")
+    dtype = dtype_of(model.dtype, device, f"{role}.dtype")
+    return Seat(role, model, path, device, dtype, splitting, world, ranks, copies)
 
 
 def tokens_of(found: list[Seat]) -> Tokens:
@@ -88,7 +126,7 @@ def require_loadable(
     for seat in found:
         bills = by_device.setdefault(seat.device, [])
         whole = bill(seat.role, seat.model, seat.dtype, rows, slots)
-        bills.append(_own_part(whole, seat, ranks))
+        bills.append(_own_part(whole, seat, ranks.rank))
     for device, bills in by_device.items():
         capacity = memory_of(device) if gib is None else int(gib * 2**30)
         require_room(bills, str(device), capacity, reserve)
@@ -99,30 +137,45 @@ class Shelf:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._crews: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Crew] = {}
         self._held: list[tuple[Seat, CausalModel]] = []
 
     def open(self, found: list[Seat]) -> Pair:
-        """Loads the pair; what it does not need is let go of first."""
+        """Loads what this rank holds of the pair; what it does not need is let go of first."""
         if self._held:
             self._held = [(seat, model) for seat, model in self._held if seat in found]
             gc.collect()
             torch.cuda.empty_cache()
+        self._ranks.enter("load")
+        self._ranks.require_same("number formats", ", ".join(seat.dtype.value for seat in found))
         self._ranks.barrier()  # all have found that it fits
-        loaded = {seat.role: self._model(seat) for seat in found if _is_held(seat, self._ranks)}
-        self._ranks.barrier()
-        over = f", over {self._ranks.world} ranks" if self._ranks.world > 1 else ""
-        devices = {
-            seat.role: f"{describe(seat.device)}, {seat.dtype.value}{over if seat.role == 'model' else ''}"
-            for seat in found
-        }
-        return Pair(loaded["model"], loaded.get("draft"), devices, self._ranks)
+        crew = self._crew(found)
+        models = {seat.role: self._model(seat, crew) for seat in found}
+        target, draft = models["model"], models.get(DRAFT)
+        every = self._ranks.gather_ints([*_facts(target), *_facts(draft)])
+        vocab, context, _, draft_context = (max(known) for known in zip(*every, strict=True))
+        devices = {seat.role: _seated(seat) for seat in found}
+        draft_dtype = TORCH_DTYPES[found[-1].dtype]
+        return Pair(target, draft, devices, crew, vocab, context, draft_context, draft_dtype)
 
-    def _model(self, seat: Seat) -> CausalModel:
+    def _crew(self, found: list[Seat]) -> Crew:
+        """Groups are made once: they cost connections."""
+        target, draft = found[0].ranks, found[1].ranks if len(found) > 1 else ()
+        key = target, draft, found[-1].copies
+        if key not in self._crews:
+            self._crews[key] = crew_of(*key, self._ranks)
+        return self._crews[key]
+
+    def _model(self, seat: Seat, crew: Crew) -> CausalModel | None:
+        """This rank's part of it, if it has one."""
+        group = crew.draft if seat.role == DRAFT else crew.target
+        if group is None:
+            return None
         for known, model in self._held:
             if known == seat:
                 return model
-        if seat.role == "model" and self._ranks.world > 1:
-            model = load_part(seat.model, seat.path, seat.dtype, seat.device, seat.role, self._ranks)
+        if group.world > 1:
+            model = load_part(seat.model, seat.path, seat.dtype, seat.device, seat.role, group)
         else:
             model = load(seat.model, seat.path, seat.dtype, seat.device, seat.role)
         self._held.append((seat, model))
@@ -131,20 +184,42 @@ class Shelf:
 
 def engine_for(
     pair: Pair, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int
-) -> Engine:
+) -> AnyEngine:
     """One engine with caches and draws of its own; only real tokens are ever drawn."""
-    vocab = min(pair.target.vocab, tokens.size)
+    vocab = min(pair.vocab, tokens.size)
     laws = Laws(run.sampling, tuple(sorted(end_ids)), vocab)
     draws = CounterDraws(seed)
-    drafter: Drafter = NoDrafter()
-    if pair.draft is not None:
-        drafter = ModelDrafter(Runner(pair.draft, chunk), laws, draws)
-    elif run.speculation.drafter is Drafting.ngram:
-        wide = torch.promote_types(pair.target.dtype, torch.float32)
-        spec = run.speculation
-        drafter = NgramDrafter(spec.ngram_min, spec.ngram_max, vocab, wide)
-    rule = RULES[run.speculation.verification.value]
-    return Engine(Runner(pair.target, chunk), drafter, laws, rule, draws, pair.ranks)
+    crew, drafter = pair.crew, _drafter(pair, run, laws, draws, chunk)
+    if not drafts(run) and not crew.drafts_apart:
+        crew = replace(crew, asked=None)
+    target = Runner(pair.target, chunk) if pair.target else None
+    if target is not None and crew.leads:
+        rule = RULES[run.speculation.verification.value]
+        return Engine(target, drafter or NoDrafter(), laws, rule, draws, crew)
+    device = next(model.device for model in (pair.target, pair.draft) if model)
+    return Follower(target, drafter, crew, pair.context, device)
+
+
+def _drafter(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) -> Drafter | None:
+    """This rank's part in drafting; None where it has none."""
+    crew, wide = pair.crew, partial(torch.promote_types, torch.float32)
+    spec = run.speculation
+    if pair.target and crew.leads and spec.drafter is Drafting.ngram and _may_draft(run):
+        return NgramDrafter(spec.ngram_min, spec.ngram_max, laws.vocab, wide(pair.target.dtype))
+    if not drafts(run):
+        return NoDrafter() if pair.draft and crew.drafts_apart else None
+    if pair.draft is None:
+        if not crew.leads or crew.asked is None:
+            return None
+        return RemoteDrafter(
+            crew.asked, crew.drafted_at, pair.draft_context, laws.vocab, wide(pair.draft_dtype)
+        )
+    runner = Runner(pair.draft, chunk)
+    if crew.draft is not None and not crew.draft.is_leader:
+        return Assistant(runner)
+    if crew.drafts_apart and crew.asked is not None:
+        return SendingDrafter(runner, laws, draws, crew.asked)
+    return ModelDrafter(runner, laws, draws)
 
 
 def lookahead_for(run: RunConf, rows: int) -> Lookahead:
@@ -155,21 +230,28 @@ def lookahead_for(run: RunConf, rows: int) -> Lookahead:
     return FixedLookahead(spec.k, rows)
 
 
-def _is_held(seat: Seat, ranks: Ranks) -> bool:
-    """The target is split over all ranks; the leader alone drafts."""
-    return seat.role == "model" or ranks.is_leader
+def _facts(model: CausalModel | None) -> tuple[int, int]:
+    """What ranks without the model have to know of it."""
+    return (model.vocab, model.context) if model else (0, 0)
 
 
-def _own_part(whole: Bill, seat: Seat, ranks: Ranks) -> Bill:
+def _seated(seat: Seat) -> str:
+    """Where a role sits, in words for records."""
+    over = f", over {seat.degree} ranks" if seat.degree > 1 else ""
+    copies = f", {len(seat.ranks)} copies" if len(seat.ranks) > seat.degree else ""
+    return f"{describe(seat.device)}, {seat.dtype.value}{over}{copies}"
+
+
+def _own_part(whole: Bill, seat: Seat, rank: int) -> Bill:
     """What this rank's device holds of it; the ranks of a machine without GPUs share its memory."""
-    if ranks.world == 1 or seat.device.type == "cpu":
+    if seat.world == 1 or seat.device.type == "cpu":
         return whole
-    if seat.role != "model":
-        return whole if ranks.is_leader else replace(whole, weights=0, cache=0)
-    return replace(whole, weights=-(-whole.weights // ranks.world), cache=-(-whole.cache // ranks.world))
+    if rank not in seat.ranks:
+        return replace(whole, weights=0, cache=0)
+    return replace(whole, weights=-(-whole.weights // seat.degree), cache=-(-whole.cache // seat.degree))
 
 
-def _drafts(run: RunConf) -> bool:
+def _may_draft(run: RunConf) -> bool:
     return run.speculation.k > 0 or run.speculation.adaptive
 
 
@@ -187,7 +269,7 @@ def _warn(found: list[Seat], run: RunConf) -> None:
         if seat.device.type == "cpu" and TORCH_DTYPES[seat.dtype] is torch.float16:
             log.warning("%s.dtype=fp16 is several times slower than bf16 on a CPU", seat.role)
     if draft is None:
-        if run.draft is None and run.speculation.drafter is Drafting.model and _drafts(run):
+        if run.draft is None and run.speculation.drafter is Drafting.model and _may_draft(run):
             log.info("no draft model: plain decoding")
         return
     if draft.path is not None and target.path is not None and draft.path.samefile(target.path):

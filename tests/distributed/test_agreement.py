@@ -1,8 +1,10 @@
-"""A target cut over ranks writes what the whole one writes, with any drafter; the leader alone decides."""
+"""Every placement of a pair writes what one process writes; the leader alone decides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,95 +13,168 @@ import torch
 from torch import Tensor
 
 from llama_ssp.cache import Feed, RaggedCache
-from llama_ssp.config import Dtype, ModelConf, SamplingConf
-from llama_ssp.engine import Prompt
+from llama_ssp.config import DraftSeat, PlacementConf, SamplingConf, Verification
 from llama_ssp.errors import DistributedError
 from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.models import load, load_part
-from llama_ssp.ranks import Ranks
+from llama_ssp.ranks import ALONE, Ranks
+from llama_ssp.tasks import pair as pairs
+from llama_ssp.tasks.pair import Pair
+from tests.distributed.pairs import RAGGED, Case, opened, written
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ThreadRank, ranks_of, together
-from tests.families import VOCAB, build
-from tests.rig import GREEDY, Run, perturbed, speculate
+from tests.families import build
+from tests.rig import Run, perturbed
 
-CPU = torch.device("cpu")
-MODEL = ModelConf(name="small")
+LAYERS = 3  # of the tiny models
 SAMPLED = SamplingConf(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
-TOKENS = torch.randint(3, VOCAB, (3, 9), generator=torch.Generator().manual_seed(4)).tolist()
-PROMPTS = [
-    Prompt(str(row), tuple(ids[:n])) for row, (ids, n) in enumerate(zip(TOKENS, (9, 4, 1), strict=True))
+SHARDED, OWN, COPIES, LEADER = DraftSeat.sharded, DraftSeat.own, DraftSeat.replicated, DraftSeat.leader
+PLACEMENTS: dict[str, tuple[int, PlacementConf]] = {
+    "2 leader": (2, PlacementConf(draft=LEADER)),
+    "2 copies": (2, PlacementConf(draft=COPIES)),
+    "2 split": (2, PlacementConf(draft=SHARDED)),
+    "1+1 own": (2, PlacementConf(draft=OWN)),
+    "3 leader": (3, PlacementConf(draft=LEADER)),
+    "3 split over 2": (3, PlacementConf(draft=SHARDED, draft_degree=2)),
+    "2+1 own": (3, PlacementConf(draft=OWN)),
+    "1+2 own": (3, PlacementConf(draft=OWN, draft_degree=2)),
+    "3 copies": (3, PlacementConf(draft=COPIES)),
+    "4 leader": (4, PlacementConf(draft=LEADER)),
+    "4 split": (4, PlacementConf(draft=SHARDED)),
+    "4 split over 2": (4, PlacementConf(draft=SHARDED, draft_degree=2)),
+    "4 copies": (4, PlacementConf(draft=COPIES, draft_degree=2)),
+    "3+1 own": (4, PlacementConf(draft=OWN)),
+    "2+2 own": (4, PlacementConf(draft=OWN, draft_degree=2)),
+    "2+2 listed": (4, PlacementConf(draft=OWN, target_ranks=[0, 2], draft_ranks=[3, 1])),
+}
+CASES = [
+    *(
+        Case(k, rows, sampling)
+        for k in (0, 1, 4, 8)
+        for rows in (1, 4)
+        for sampling in (Case(0).sampling, SAMPLED)
+    ),
+    Case(6, 4, SAMPLED, adaptive=True),
+    Case(4, 4, SAMPLED, verification=Verification.token),
 ]
 
 
 @dataclass
 class Models:
-    """A whole target, its parts by rank count, and a draft that agrees sometimes."""
+    """A target and a draft that agrees sometimes, in files; what one process writes; pairs already open."""
 
-    folder: Path
-    whole: CausalModel
-    draft: CausalModel
-    parts: dict[int, tuple[list[ThreadRank], list[CausalModel]]] = field(default_factory=dict)
+    target: Path
+    draft: Path
+    alone: tuple[Pair, Any]
+    held: dict[str, tuple[list[ThreadRank], list[tuple[Pair, Any]]]] = field(default_factory=dict)
 
-    def cut(self, world: int) -> tuple[list[ThreadRank], list[CausalModel]]:
-        if world not in self.parts:
+    def open(self, name: str) -> tuple[list[ThreadRank], list[tuple[Pair, Any]]]:
+        if name not in self.held:
+            world, placement = PLACEMENTS[name]
             ranks = ranks_of(world)
-            parts = [load_part(MODEL, self.folder, Dtype.fp32, CPU, "model", rank) for rank in ranks]
-            self.parts[world] = ranks, parts
-        return self.parts[world]
+            jobs = [lambda rank=rank: opened(self.target, self.draft, placement, rank) for rank in ranks]
+            self.held[name] = ranks, together(jobs, ranks)
+        return self.held[name]
+
+    def expected(self, case: Case) -> Run:
+        return written(*self.alone, case)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("target")
-    build("llama-mha").save_pretrained(folder)
-    draft = CausalModel(perturbed(build("llama-mha"), 0.05), "draft")
-    return Models(folder, load(MODEL, folder, Dtype.fp32, CPU, "model"), draft)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    build("llama-mha").save_pretrained(target)
+    perturbed(build("llama-mha"), 0.05).save_pretrained(draft)
+    with pytest.MonkeyPatch.context() as patch:
+        lock = threading.Lock()  # building modules is not for threads
+        for name in ("load", "load_part"):
+            patch.setattr(pairs, name, _one_at_a_time(getattr(pairs, name), lock))
+        yield Models(target, draft, opened(target, draft, PlacementConf(), ALONE))
 
 
-def on_parts(models: Models, world: int, drafter: Any, **how: Any) -> tuple[list[Run], list[ThreadRank]]:
-    """The same run on every rank; only the leader has the draft, and a seed that matters."""
-    ranks, parts = models.cut(world)
-    for rank in ranks:
-        rank.counts = dict.fromkeys(rank.counts, 0)
-    seed = how.pop("seed", 0)
+def _one_at_a_time(build: Callable[..., Any], lock: threading.Lock) -> Callable[..., Any]:
+    def locked(*args: Any) -> Any:
+        with lock:
+            return build(*args)
 
-    def one(rank: ThreadRank) -> Run:
-        own = drafter if rank.is_leader else None
-        mine = seed if rank.is_leader else 999
-        return speculate(parts[rank.rank], PROMPTS, own, ranks=rank, seed=mine, **how)
-
-    return together([lambda rank=rank: one(rank) for rank in ranks], ranks), ranks
+    return locked
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    ("drafting", "k", "adaptive"),
-    [("none", 0, False), ("model", 0, False), ("model", 4, False), ("model", 6, True), ("ngram", 4, False)],
-)
-def test_ranks_write_what_one_process_writes(
-    world: int, sampling: SamplingConf, drafting: str, k: int, adaptive: bool, models: Models
-):
-    drafter = {"none": None, "model": models.draft, "ngram": "ngram"}[drafting]
-    how: dict[str, Any] = {"k": k, "sampling": sampling, "adaptive": adaptive, "max_new": 20}
-    free = speculate(models.whole, PROMPTS, drafter, seed=7, **how)
+def on_placement(models: Models, name: str, case: Case) -> list[Run]:
+    ranks, held = models.open(name)
+    for pair, _ in held:
+        for group in (pair.crew.target, pair.crew.draft, pair.crew.asked):
+            if isinstance(group, ThreadRank):
+                group.counts = dict.fromkeys(group.counts, 0)
+    return together([lambda pair=pair: written(*pair, case) for pair in held], ranks)
+
+
+def same(run: Run, expected: Run) -> bool:
+    return (run.texts, run.finish, run.rounds, run.drafted, run.accepted) == (
+        expected.texts, expected.finish, expected.rounds, expected.drafted, expected.accepted,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_placement_writes_what_one_process_writes(name: str, models: Models):
+    """With ends inside blocks, so that rows end at different times."""
+    free = models.expected(CASES[-1])
     ends = frozenset({free.texts[0][6], free.texts[1][11]})
-    expected = speculate(models.whole, PROMPTS, drafter, seed=7, ends=ends, **how)
-    runs, ranks = on_parts(models, world, drafter, seed=7, ends=ends, **how)
-    assert "eos" in expected.finish
-    for run in runs:
-        assert (run.texts, run.finish) == (expected.texts, expected.finish)
-        assert (run.rounds, run.drafted, run.accepted) == (
-            expected.rounds,
-            expected.drafted,
-            expected.accepted,
-        )
-    assert {rank.counts["messages"] for rank in ranks} == {2 * expected.rounds}
+    for case in (Case(4, 4, SAMPLED, ends=ends), Case(4, 1)):
+        expected = models.expected(case)
+        for run in on_placement(models, name, case):
+            assert same(run, expected), case
+    assert expected.drafted > expected.accepted > 0
 
 
-def test_drafts_are_accepted_and_refused(models: Models):
-    runs, _ = on_parts(models, 2, models.draft, k=4, max_new=24)
-    assert 0 < runs[0].accepted < runs[0].drafted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_placement_in_every_case(name: str, models: Models):
+    for case in CASES:
+        expected = models.expected(case)
+        for run in on_placement(models, name, case):
+            assert same(run, expected), case
+
+
+@pytest.mark.parametrize("name", ["3 leader", "3 split over 2", "4 copies", "2+2 own"])
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_round_has_one_message(name: str, k: int, models: Models):
+    """To the ranks of the target, and one to those who are asked to draft; the rest are the models' sums."""
+    runs = on_placement(models, name, Case(k))
+    _, held = models.open(name)
+    for (pair, _), run in zip(held, runs, strict=True):
+        split, asked = pair.crew.target, pair.crew.asked
+        if isinstance(split, ThreadRank):
+            assert split.counts["messages"] == run.rounds + 1  # what begins the first round, and ends each
+            assert split.counts["sums"] == run.target_forwards * (1 + 2 * LAYERS)
+            assert split.counts["gathers"] == run.target_forwards
+        if isinstance(asked, ThreadRank):
+            told = run.rounds + 1 if k or pair.crew.drafts_apart else 0
+            assert asked.counts["messages"] == told
+            assert asked.counts["sums"] == asked.counts["gathers"] == 0
+
+
+def test_a_split_drafts_ranks_are_told_no_token(models: Models):
+    runs = on_placement(models, "2+2 own", Case(4))
+    _, held = models.open("2+2 own")
+    drafting = [pair.crew.draft for pair, _ in held if isinstance(pair.crew.draft, ThreadRank)]
+    assert len(drafting) == 2
+    for rank in drafting:
+        assert rank.counts["messages"] == 0
+        assert rank.counts["sums"] == runs[0].draft_forwards * (1 + 2 * LAYERS)
+
+
+def test_stopping_early_leaves_the_ranks_in_step(models: Models):
+    """Who has seen enough settles, and nobody waits for the rest."""
+    for name in ("3 leader", "3 split over 2", "2+1 own"):
+        expected = models.expected(Case(4))
+        ranks, held = models.open(name)
+
+        def stopped(pair: Pair, run: Any) -> Run:
+            written(pair, run, Case(4, rounds=2))
+            return written(pair, run, Case(4))
+
+        for run in together([lambda pair=pair: stopped(*pair) for pair in held], ranks):
+            assert same(run, expected), name
 
 
 class Noisy(CausalModel):
@@ -110,75 +185,92 @@ class Noisy(CausalModel):
         return logits + 50 * torch.randn(logits.shape)
 
 
-def test_what_another_rank_would_decide_does_not_matter(models: Models):
-    _, parts = models.cut(2)
-    how: dict[str, Any] = {"k": 4, "max_new": 24, "sampling": SAMPLED}
-    expected = speculate(models.whole, PROMPTS, models.draft, **how)
-    kept = parts[1]
-    try:
-        parts[1] = Noisy(kept.module, "noisy", kept.vocab)
-        runs, _ = on_parts(models, 2, models.draft, **how)
-    finally:
-        parts[1] = kept
-    assert [run.texts for run in runs] == [expected.texts] * 2
+class Damaged(CausalModel):
+    """The second row's logits are no numbers."""
+
+    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+        logits = super().logits(token_BW, feed, cache, last_only).clone()
+        logits[1:2] = torch.nan
+        return logits
 
 
-def test_a_damaged_row_ends_on_every_rank(models: Models):
-    class Damaged(CausalModel):
-        def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
-            logits = super().logits(token_BW, feed, cache, last_only).clone()
-            logits[1] = torch.nan
-            return logits
-
-    _, parts = models.cut(2)
-    kept = parts[0]
-    try:
-        parts[0] = Damaged(kept.module, "damaged", kept.vocab)
-        runs, _ = on_parts(models, 2, models.draft, k=4, max_new=8)
-    finally:
-        parts[0] = kept
-    assert all(run.finish == ["length", "error", "length"] for run in runs)
-    assert runs[0].texts == runs[1].texts and runs[0].texts[1] == []
+def with_target(models: Models, name: str, rank: int, kind: type[CausalModel]) -> Models:
+    """The pair with another target on one rank."""
+    ranks, held = models.open(name)
+    pair, run = held[rank]
+    assert pair.target is not None
+    other = replace(pair, target=kind(pair.target.module, "other", pair.target.vocab))
+    changed = [*held[:rank], (other, run), *held[rank + 1 :]]
+    return replace(models, held={name: (ranks, changed)})
 
 
-def test_texts_of_different_lengths_are_found_within_a_round(models: Models):
-    ranks, parts = models.cut(2)
-    longer = [PROMPTS[0], PROMPTS[1], Prompt("2", (*PROMPTS[2].token_ids, 5))]
-
-    def one(rank: ThreadRank) -> Run:
-        prompts = PROMPTS if rank.is_leader else longer
-        return speculate(parts[rank.rank], prompts, None, k=0, max_new=8, ranks=rank)
-
-    with pytest.raises(DistributedError, match="out of step: their texts differ in length"):
-        together([lambda rank=rank: one(rank) for rank in ranks], ranks)
-    models.parts.clear()  # this meeting has been broken off
+@pytest.mark.parametrize("name", ["2 leader", "3 split over 2", "2+1 own", "2 copies"])
+def test_what_another_rank_would_decide_does_not_matter(name: str, models: Models):
+    case = Case(4, 4, SAMPLED)
+    runs = on_placement(with_target(models, name, 1, Noisy), name, case)
+    assert [run.texts for run in runs] == [models.expected(case).texts] * len(runs)
 
 
-CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "plain": (None, {"k": 0}),
-    "greedy": ("model", {"k": 4}),
-    "sampled": ("model", {"k": 4, "sampling": SAMPLED}),
-    "lookup": ("ngram", {"k": 4, "sampling": SAMPLED}),
-}
+def test_a_copy_that_drafts_otherwise_is_put_right(models: Models):
+    case = Case(4, 4, SAMPLED, max_new=40)
+    ranks, held = models.open("2 copies")
+    pair, run = held[1]
+    assert pair.draft is not None
+    noisy = replace(pair, draft=Noisy(pair.draft.module, "noisy", pair.draft.vocab))
+    changed = replace(models, held={"2 copies": (ranks, [held[0], (noisy, run)])})
+    for found in on_placement(changed, "2 copies", case):
+        assert same(found, models.expected(case))
 
 
-def written(ranks: Ranks, folder: Path) -> dict[str, list[list[int]]]:
-    """Every case on a real rank, with the seed on the leader only."""
-    target = load_part(MODEL, folder, Dtype.fp32, CPU, "model", ranks)
-    found = {}
-    for name, (drafting, how) in CASES.items():
-        own: Any = drafting if ranks.is_leader else None
-        if own == "model":
-            own = CausalModel(perturbed(build("llama-mha"), 0.05), "draft")
-        seed = 7 if ranks.is_leader else 999
-        found[name] = speculate(target, PROMPTS, own, ranks=ranks, seed=seed, max_new=16, **how).texts
-    return found
+@pytest.mark.parametrize("name", ["2 leader", "2+1 own"])
+def test_a_damaged_row_ends_on_every_rank(name: str, models: Models):
+    runs = on_placement(with_target(models, name, 0, Damaged), name, Case(4, max_new=8))
+    assert all(run.finish == ["length", "error", "length", "length"] for run in runs)
+    assert all(run.texts == runs[0].texts for run in runs) and runs[0].texts[1] == []
 
 
 @pytest.mark.slow
-def test_real_ranks_write_what_one_process_writes(models: Models):
-    every = on_ranks(2, written, models.folder)
-    for name, (drafting, how) in CASES.items():
-        drafter: Any = models.draft if drafting == "model" else drafting
-        expected = speculate(models.whole, PROMPTS, drafter, seed=7, max_new=16, **how)
-        assert [every[0][name], every[1][name]] == [expected.texts] * 2, name
+def test_many_noisy_rounds(models: Models):
+    """Noise on one rank's logits, round after round (bench/agreement.py has ten thousand)."""
+    noisy = with_target(models, "2 split", 1, Noisy)
+    rounds = seed = 0
+    while rounds < 500:
+        case = Case(1, 4, SAMPLED, max_new=140, seed=seed)
+        runs = on_placement(noisy, "2 split", case)
+        assert runs[0].texts == runs[1].texts
+        if seed % 3 == 0:
+            assert runs[0].texts == models.expected(case).texts
+        rounds, seed = rounds + runs[0].rounds, seed + 1
+
+
+def test_texts_of_different_lengths_are_found_within_a_round(models: Models):
+    ranks, held = models.open("3 leader")
+    longer = [*RAGGED[:2], replace(RAGGED[2], token_ids=(*RAGGED[2].token_ids, 5)), RAGGED[3]]
+    prompts = [RAGGED, RAGGED, longer]
+    jobs = [
+        lambda pair=pair, own=own: written(*pair, Case(0), own)
+        for pair, own in zip(held, prompts, strict=True)
+    ]
+    with pytest.raises(DistributedError, match="out of step: their texts differ in length"):
+        together(jobs, ranks)
+    models.held.clear()  # this meeting has been broken off
+
+
+REAL = ["2 leader", "2 copies", "2 split", "1+1 own", "2+2 listed"]
+REAL_CASES = [Case(4), Case(4, 4, SAMPLED), Case(0), Case(4, 1, SAMPLED)]
+
+
+def written_on_real(
+    ranks: Ranks, target: Path, draft: Path, placement: PlacementConf
+) -> list[list[list[int]]]:
+    pair = opened(target, draft, placement, ranks)
+    return [written(*pair, case).texts for case in REAL_CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_real_ranks_write_what_one_process_writes(name: str, models: Models):
+    world, placement = PLACEMENTS[name]
+    every = on_ranks(world, written_on_real, models.target, models.draft, placement)
+    for texts in every.values():
+        assert texts == [models.expected(case).texts for case in REAL_CASES]

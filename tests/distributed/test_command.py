@@ -136,7 +136,7 @@ def vanish_in_the_target(rank: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "said", "codes"),
     [
-        (fail_in_the_target, "rank 1 failed; MemoryError: nothing left", (5, 5)),
+        (fail_in_the_target, "rank 1 failed in verify; MemoryError: nothing left", (5, 5)),
         (vanish_in_the_target, "another rank has gone", (5, 9)),
     ],
     ids=["raises", "vanishes"],

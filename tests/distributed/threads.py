@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from llama_ssp.ranks import ALONE, Ranks
 
 PATIENCE_S = 60
 
@@ -19,6 +22,9 @@ class Meeting:
         self.world = world
         self.brought: list[Any] = [None] * world
         self.barrier = threading.Barrier(world, timeout=PATIENCE_S)
+        self.smaller: dict[tuple[int, ...], Meeting] = {}
+        self.letters: dict[tuple[int, int], queue.Queue[Tensor]] = {}
+        self.lock = threading.Lock()
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self.brought[rank] = value
@@ -27,6 +33,19 @@ class Meeting:
         self.barrier.wait()
         return found
 
+    def of(self, members: tuple[int, ...]) -> Meeting:
+        with self.lock:
+            return self.smaller.setdefault(members, Meeting(len(members)))
+
+    def post(self, source: int, to: int) -> queue.Queue[Tensor]:
+        with self.lock:
+            return self.letters.setdefault((source, to), queue.Queue())
+
+    def break_off(self) -> None:
+        self.barrier.abort()
+        for meeting in self.smaller.values():
+            meeting.break_off()
+
 
 class ThreadRank:
     """One thread's `Ranks`; counts what it takes part in."""
@@ -34,7 +53,15 @@ class ThreadRank:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world, self.is_leader = rank, meeting.world, rank == 0
         self._meeting = meeting
-        self.counts = {"sums": 0, "gathers": 0, "messages": 0}
+        self.counts = {"sums": 0, "gathers": 0, "messages": 0, "letters": 0}
+
+    def among(self, members: tuple[int, ...]) -> Ranks | None:
+        if members == tuple(range(self.world)):
+            return self
+        if len(members) == 1:
+            return ALONE if self.rank in members else None
+        meeting = self._meeting.of(members)
+        return ThreadRank(members.index(self.rank), meeting) if self.rank in members else None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.counts["sums"] += 1
@@ -46,15 +73,33 @@ class ThreadRank:
         assert len({part.shape for part in parts}) == 1, "a gather wants tensors of one shape"
         return parts
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        self.counts["letters"] += 1
+        self._meeting.post(self.rank, to).put(tensor.clone())
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        letter = self._meeting.post(source, self.rank).get(timeout=PATIENCE_S)
+        assert (letter.shape, letter.dtype) == (tensor.shape, tensor.dtype)
+        return tensor.copy_(letter)
+
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self.counts["messages"] += 1
         return list(self._meeting.exchange(self.rank, values)[0])
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        return list(self._meeting.exchange(self.rank, values))
 
     def require_same(self, what: str, text: str) -> None:
         assert len(set(self._meeting.exchange(self.rank, text))) == 1, what
 
     def barrier(self) -> None:
         self._meeting.exchange(self.rank, None)
+
+    def enter(self, phase: str) -> None:
+        pass
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        return error
 
     def close(self) -> None:
         pass
@@ -75,7 +120,7 @@ def together(jobs: list[Callable[[], Any]], ranks: list[ThreadRank]) -> list[Any
             results[rank] = jobs[rank]()
         except BaseException as error:
             errors.append(error)
-            ranks[rank]._meeting.barrier.abort()
+            ranks[rank]._meeting.break_off()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(jobs))]
     for thread in threads:

@@ -1,0 +1,90 @@
+"""A rank that does not decide: it computes its part of the target, the draft or both, as it is told."""
+
+from __future__ import annotations
+
+import torch
+
+from llama_ssp.engine.agreement import Following, Verdict
+from llama_ssp.engine.drafters import Drafter
+from llama_ssp.engine.engine import room_of, target_logits
+from llama_ssp.engine.runner import Runner
+from llama_ssp.engine.state import Prompt, Proposal, State
+from llama_ssp.ranks import Crew
+
+
+class Follower:
+    """Has the leader's calls, so that one loop drives every rank; what its caller wishes it does not hear."""
+
+    def __init__(
+        self, target: Runner | None, drafter: Drafter | None, crew: Crew, context: int, device: torch.device
+    ) -> None:
+        """`target` and `drafter` are None where this rank has no part in them."""
+        self._target, self._drafter = target, drafter
+        self._rounds = Following(crew)
+        self._enter = crew.everyone.enter
+        self._device = device
+        self.context = context
+
+    @property
+    def target_forwards(self) -> int:
+        return self._target.forwards if self._target else 0
+
+    @property
+    def draft_forwards(self) -> int:
+        return self._drafter.forwards if self._drafter else 0
+
+    def prefill(self, prompts: list[Prompt], max_new_tokens: int) -> State:
+        """The batch's state, with this rank's caches filled."""
+        self._enter("prefill")
+        state = State(prompts, room_of(prompts, max_new_tokens, self.context), self._device)
+        if self._target:
+            self._target.start(state.rows, state.capacity)
+            self._target.warm(state.token_BS, [length - 1 for length in state.lengths])
+        if self._drafter:
+            self._drafter.start(state.rows, state.capacity)
+            self._drafter.warm(state)
+        return state
+
+    def wait(self) -> None:
+        """Followers have no clocks."""
+
+    def draft(self, state: State, wanted: list[int]) -> Proposal:
+        """Takes part in drafting, if it does, then hears what was drafted."""
+        self._enter("draft")
+        if self._drafter is None:
+            return self._rounds.drafts(state)
+        own = self._drafter.propose(state, self._rounds.count(state))
+        if self._target is None:
+            return own
+        proposal = self._rounds.drafts(state)
+        if own.k:  # a copy of the draft may have drawn otherwise, by rounding: the leader's tokens stand
+            alike = [
+                _alike(*row)
+                for row in zip(own.drafted_BK.tolist(), proposal.drafted_BK.tolist(), strict=True)
+            ]
+            self._drafter.roll_back([length + n + 1 for length, n in zip(state.lengths, alike, strict=True)])
+        return proposal
+
+    def verify(self, state: State, proposal: Proposal) -> Verdict:
+        """Takes part in the target's forward, then hears the decision."""
+        self._enter("verify")
+        if self._target:
+            target_logits(self._target, state, proposal.count)
+        verdict = self._rounds.verdict(state)
+        self._enter("commit")
+        return verdict
+
+    def roll_back(self, state: State) -> None:
+        """Every cache forgets what was not committed."""
+        for part in (self._target, self._drafter):
+            if part:
+                part.roll_back(state.lengths)
+
+    def settle(self) -> None:
+        """No round follows."""
+        self._rounds.settle()
+
+
+def _alike(own: list[int], told: list[int]) -> int:
+    """How many tokens from the start are the same."""
+    return next((i for i, (a, b) in enumerate(zip(own, told, strict=True)) if a != b), len(own))

@@ -1,0 +1,11 @@
+"""The ranks of a run and what they say to each other; the only room that knows torch.distributed."""
+
+from llama_ssp.ranks.crew import SOLE, Crew, crew_of
+from llama_ssp.ranks.faults import LostPeer
+from llama_ssp.ranks.group import PACKET, are_open, checksum, open_ranks
+from llama_ssp.ranks.protocol import ALONE, Alone, Ranks
+
+__all__ = [
+    "ALONE", "PACKET", "SOLE", "Alone", "Crew", "LostPeer", "Ranks", "are_open", "checksum", "crew_of",
+    "open_ranks",
+]  # fmt: skip

@@ -1,0 +1,212 @@
+"""Several ranks that talk over torch.distributed.
+
+Rank 0 leads: what it decides goes out as integers, one broadcast a message, never as pickled objects.
+A message carries its number and a checksum, because a rank that skipped or repeated one would otherwise
+be paired with its neighbours' next message, silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import zlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from llama_ssp.errors import DistributedError
+from llama_ssp.placement import LEADER
+from llama_ssp.ranks.faults import Report
+from llama_ssp.ranks.protocol import ALONE, Ranks
+
+PACKET = 1024  # integers of a message's first broadcast; a round's fit, a list of prompts takes a second one
+HEAD = 3  # number, length, checksum
+LOADING = timedelta(minutes=30)  # until all ranks have come, or have loaded
+WORKING = timedelta(minutes=2)  # while one waits for another in a round
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LOOPBACK = "lo"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all groups of a run share."""
+
+    rank: int
+    device: torch.device
+    patience: timedelta
+    report: Report
+
+
+class Group:
+    """Some of the ranks: tensors over one process group, messages over one of their own on the CPU."""
+
+    def __init__(self, members: tuple[int, ...], terms: Terms) -> None:
+        """`members` are numbers of torchrun's. All ranks make the group, members or not."""
+        self._members, self._terms = members, terms
+        self._sent = 0
+        # Messages and waiting go by gloo also where tensors go by NCCL: a stuck kernel is still reported.
+        ranks = list(members)
+        self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=terms.patience)
+        self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
+        self._tensors: Any = dist.new_group(ranks, backend=_backend(terms.device), timeout=terms.patience)
+
+    @property
+    def rank(self) -> int:
+        return self._members.index(self._terms.rank)
+
+    @property
+    def world(self) -> int:
+        return len(self._members)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == LEADER
+
+    def among(self, members: tuple[int, ...]) -> Ranks | None:
+        chosen = tuple(self._members[member] for member in members)
+        inside = self._terms.rank in chosen
+        if chosen == self._members:
+            return self
+        if len(chosen) == 1:
+            return ALONE if inside else None
+        group = Group(chosen, self._terms)
+        return group if inside else None
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        with self._during("summing"):
+            dist.all_reduce(tensor, group=self._tensors)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world)]
+        with self._during("gathering"):
+            dist.all_gather(parts, tensor, group=self._tensors)
+        return self._in_order(parts)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        with self._during(f"sending to rank {self._members[to]}"):
+            dist.send(tensor, self._members[to], group=self._tensors)
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        with self._during(f"receiving from rank {self._members[source]}"):
+            dist.recv(tensor, self._members[source], group=self._tensors)
+        return tensor
+
+    def broadcast_ints(self, values: list[int]) -> list[int]:
+        self._sent += 1
+        packet = torch.zeros(PACKET, dtype=torch.int64)
+        if self.is_leader:
+            packet[:HEAD] = torch.tensor([self._sent, len(values), checksum(values)])
+            packet[HEAD : HEAD + len(values)] = torch.tensor(values[: PACKET - HEAD], dtype=torch.int64)
+        self._broadcast(packet)
+        number, length, sum_ = packet[:HEAD].tolist()
+        if number != self._sent:
+            raise self._astray("another message than was due", f"number {number}", f"number {self._sent}")
+        heard: list[int] = packet[HEAD : HEAD + length].tolist()
+        if length > len(heard):
+            rest = torch.tensor(values[len(heard) :] if self.is_leader else [0] * (length - len(heard)))
+            self._broadcast(rest)
+            heard += rest.tolist()
+        if checksum(heard) != sum_:
+            raise self._astray("a damaged message", f"checksum {checksum(heard):08x}", f"{sum_:08x}")
+        return heard
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        own = torch.tensor(values, dtype=torch.int64)
+        parts = [torch.empty_like(own) for _ in range(self.world)]
+        with self._during("comparing"):
+            dist.all_gather(parts, own, group=self._waiting)
+        return [part.tolist() for part in self._in_order(parts)]
+
+    def require_same(self, what: str, text: str) -> None:
+        every = self.gather_ints(list(hashlib.sha256(text.encode()).digest()))
+        other = [self._members[rank] for rank, theirs in enumerate(every) if theirs != every[LEADER]]
+        if other:
+            raise DistributedError(
+                f"the ranks differ in {what}",
+                found=f"ranks {', '.join(map(str, other))} unlike rank {self._members[LEADER]}",
+                allowed="the same on every rank", fix="start all ranks with the same command and files",
+            )  # fmt: skip
+
+    def barrier(self) -> None:
+        with self._during("waiting for the others"):
+            dist.barrier(group=self._waiting)
+
+    def enter(self, phase: str) -> None:
+        self._terms.report.phase = phase
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        return self._terms.report.cause_of(error)
+
+    def close(self) -> None:
+        self.barrier()
+        dist.destroy_process_group()
+
+    def _in_order(self, parts: list[Tensor]) -> list[Tensor]:
+        """As the members are numbered here; torch goes by their numbers in the run."""
+        of = dict(zip(sorted(self._members), parts, strict=True))
+        return [of[member] for member in self._members]
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        with self._during(f"message {self._sent}"):
+            dist.broadcast(tensor, src=self._members[LEADER], group=self._messages)
+
+    def _astray(self, what: str, found: str, allowed: str) -> DistributedError:
+        return DistributedError(
+            f"the ranks are out of step: {what}",
+            where=f"rank {self._terms.rank}, {self._terms.report.phase}", found=found, allowed=allowed,
+            fix="report it: ranks derive all they do from the leader's messages",
+        )  # fmt: skip
+
+    def _during(self, what: str) -> AbstractContextManager[None]:
+        return self._terms.report.during(what)
+
+
+def checksum(values: list[int]) -> int:
+    return zlib.crc32(",".join(map(str, values)).encode())
+
+
+def open_ranks(device: torch.device, patience: timedelta = WORKING) -> Ranks:
+    """The ranks that torchrun started; a single one talks to nobody."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ALONE
+    missing = [name for name in ENVIRONMENT if not os.environ.get(name)]
+    if missing:
+        raise DistributedError(
+            "several ranks were asked for, but not by torchrun", where="environment",
+            found=f"no {', '.join(missing)}", fix="start with torchrun --nproc-per-node N launch/run.py",
+        )  # fmt: skip
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world) and _has_loopback():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    try:
+        store, rank, world = next(rendezvous("env://", rank, world, timeout=LOADING))
+        dist.init_process_group("gloo", store=store, timeout=LOADING, rank=rank, world_size=world)
+        return Group(tuple(range(world)), Terms(rank, device, patience, Report(rank, store)))
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            "the ranks do not find each other", where=f"rank {rank} of {world}", found=str(error)[:160],
+            fix="check MASTER_ADDR, MASTER_PORT and that every rank was started",
+        ) from error  # fmt: skip
+
+
+def are_open() -> bool:
+    """Whether this process is one of several that have found each other, and have not parted."""
+    return dist.is_initialized()
+
+
+def _backend(device: torch.device) -> str:
+    """NCCL where every rank of the machine has a GPU of its own."""
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    return "nccl" if device.type == "cuda" and own else "gloo"
+
+
+def _has_loopback() -> bool:
+    return LOOPBACK in {name for _, name in socket.if_nameindex()}

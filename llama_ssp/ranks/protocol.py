@@ -1,0 +1,107 @@
+"""What a rank can say to others; one process is the case of a single rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from llama_ssp.errors import DistributedError
+from llama_ssp.placement import LEADER
+
+
+class Ranks(Protocol):
+    """One rank's view of all: what it is, and the collectives that every rank calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def is_leader(self) -> bool: ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor; all are of one shape."""
+
+    def broadcast_ints(self, values: list[int]) -> list[int]:
+        """The leader's integers, on every rank; what the others pass is not looked at."""
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Every rank's integers, as many from each."""
+
+    def require_same(self, what: str, text: str) -> None:
+        """Refuses, on every rank, ranks that differ in `text`."""
+
+    def barrier(self) -> None:
+        """Waits until every rank has come here; for as long as loading may take."""
+
+    def among(self, members: tuple[int, ...]) -> Ranks | None:
+        """Some of these ranks as a group of its own, numbered in that order; None where this one is not in.
+
+        All ranks call it alike, members or not.
+        """
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """To one rank, which receives it."""
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """What that rank sent, into this tensor of its shape."""
+
+    def enter(self, phase: str) -> None:
+        """Says what this rank is about to do, for messages about failures."""
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Why this rank ends: the error, which the others get to know, or the one they ended with."""
+
+    def close(self) -> None:
+        """Leaves in good order, after every rank has come here."""
+
+
+class Alone:
+    """One process: nothing to say, nobody to wait for."""
+
+    rank, world, is_leader = LEADER, 1, True
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def broadcast_ints(self, values: list[int]) -> list[int]:
+        return values
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        return [values]
+
+    def require_same(self, what: str, text: str) -> None:
+        pass
+
+    def barrier(self) -> None:
+        pass
+
+    def among(self, members: tuple[int, ...]) -> Ranks | None:
+        return self if LEADER in members else None
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        raise DistributedError("a single rank has nobody to send to", found=f"rank {to}")
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        raise DistributedError("a single rank has nobody to hear from", found=f"rank {source}")
+
+    def enter(self, phase: str) -> None:
+        pass
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        return error
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Alone()

@@ -1,0 +1,82 @@
+"""A pair opened under a placement, on ranks that are threads or processes, and runs on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama_ssp.config import (
+    Dtype,
+    ModelConf,
+    PlacementConf,
+    RunConf,
+    SamplingConf,
+    SpeculationConf,
+    Verification,
+)
+from llama_ssp.engine import Prompt
+from llama_ssp.inputs import Entry, drafts
+from llama_ssp.placement import resolve
+from llama_ssp.ranks import Ranks
+from llama_ssp.tasks.pair import Pair, Shelf, engine_for, seats
+from tests.families import CONTEXT, VOCAB
+from tests.rig import GREEDY, Run, drive
+
+TOKENS = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(4)).tolist()
+RAGGED = [
+    Prompt(str(row), tuple(ids[:n])) for row, (ids, n) in enumerate(zip(TOKENS, (9, 4, 1, 6), strict=True))
+]
+
+
+@dataclass(frozen=True)
+class Known:
+    """Stands for a tokenizer, of which an engine asks the size alone."""
+
+    size: int = VOCAB
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the loop."""
+
+    k: int
+    rows: int = 4
+    sampling: SamplingConf = field(default_factory=lambda: GREEDY)
+    verification: Verification = Verification.block
+    adaptive: bool = False
+    max_new: int = 16
+    ends: frozenset[int] = frozenset()
+    seed: int = 7
+    rounds: int | None = None  # stops after so many
+
+
+def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> Entry:
+    model = ModelConf(name="target", dtype=Dtype.fp32, vocab=VOCAB, context=CONTEXT)
+    run = RunConf(model=model, draft=replace(model, name="draft"), placement=placement)
+    return Entry(run, target, draft, resolve(placement, world, drafts(run)))
+
+
+def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) -> tuple[Pair, RunConf]:
+    """This rank's part of the pair."""
+    entry = entry_of(target, draft, placement, ranks.world)
+    return Shelf(ranks).open(seats(entry)), entry.run
+
+
+def written(pair: Pair, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:
+    """What the case gives. Only the leader's seed matters where it alone draws."""
+    spec = SpeculationConf(k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6)
+    run = replace(run, sampling=case.sampling, speculation=spec)
+    known: Any = Known()
+    engine = engine_for(pair, run, known, case.ends, case.seed, 512)
+    return drive(
+        engine,
+        prompts[: case.rows],
+        k=case.k,
+        max_new=case.max_new,
+        ends=case.ends,
+        adaptive=case.adaptive,
+        most=case.rounds,
+    )
