@@ -15,7 +15,7 @@ LAYERS = [
     {"llama_ssp", "errors"},
     {"config"},
     {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement"},
-    {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "lookahead"},
+    {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "lookahead", "journal"},
     {"sampling", "verify", "draws", "ranks"},
     {"cache", "load"},
     {"engine"},
@@ -28,7 +28,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
-    "ranges", "placement",
+    "ranges", "placement", "journal",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

@@ -1,0 +1,266 @@
+"""A job's files after any crash: nothing lost, nothing twice, and the same in the end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.errors import DataError, StorageError
+from llama_ssp.journal import Attempt, Journal, Manifest, shards_of
+from llama_ssp.journal.parts import read_part, sealed
+
+RECORDS, SHARD = 14, 5
+KILLED = 9
+
+
+def manifest(**changes: Any) -> Manifest:
+    settings = {"seed": 1, "model": "demo", **changes}
+    return Manifest("ab" * 32, RECORDS, settings, shards_of(RECORDS, SHARD))
+
+
+def answer(index: int) -> dict[str, Any]:
+    return {"id": f"a/{index}\n", "text": "é" * (index % 7) + "\u2028", "output_tokens": index}
+
+
+def work(folder: Path, output: Path) -> int:
+    """One process's go at the whole job, two records at a time; how many it computed."""
+    journal, computed = Journal.begin(folder, manifest()), 0
+    for shard in journal.manifest.shards:
+        if journal.is_done(shard):
+            continue
+        attempt = journal.attempt(shard)
+        while waiting := attempt.missing[:2]:
+            attempt.begin(waiting)
+            for index in waiting:
+                attempt.finish(index, answer(index))
+                computed += 1
+        attempt.publish()
+    journal.merge(output)
+    return computed
+
+
+def undisturbed(folder: Path) -> bytes:
+    work(folder / "calm", folder / "calm.jsonl")
+    return (folder / "calm.jsonl").read_bytes()
+
+
+def in_child(job: Any) -> int:
+    """The exit code of a forked process that runs the job; the parent's memory stays as it is."""
+    child = os.fork()
+    if child == 0:
+        try:
+            job()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Deadly:
+    """Counts bytes and calls on the way to the disk, and kills the process at one of them."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.write, self.fsync, self.link, self.replace = os.write, os.fsync, os.link, os.replace
+
+    def spend(self, cost: int) -> int:
+        allowed = min(cost, self.left)
+        self.left -= allowed
+        return allowed
+
+    def install(self) -> None:
+        """In the child alone: every write, sync and new name goes through here."""
+        from llama_ssp.journal import files, parts
+
+        def opened(path: Path, mode: str = "r", **_: Any) -> Any:
+            flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if "x" in mode else os.O_TRUNC)
+            return _Handle(os.open(path, flags, 0o644), self)
+
+        whole = Path.open
+
+        def patched(path: Path, mode: str = "r", *args: Any, **how: Any) -> Any:
+            return opened(path, mode) if set(mode) & set("wx") else whole(path, mode, *args, **how)
+
+        Path.open = patched  # type: ignore[method-assign, assignment]
+        files.os.fsync = parts.os.fsync = lambda handle: self.step(lambda: self.fsync(handle))
+        files.os.link = lambda a, b: self.step(lambda: self.link(a, b))
+
+    def step(self, act: Any) -> Any:
+        if not self.spend(1):
+            os._exit(KILLED)
+        return act()
+
+
+class _Handle:
+    """An unbuffered file whose writes may stop in their middle, for good."""
+
+    def __init__(self, number: int, deadly: Deadly) -> None:
+        self.number, self.deadly, self.closed = number, deadly, False
+
+    def __enter__(self) -> _Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, data: bytes) -> int:
+        allowed = self.deadly.spend(len(data))
+        self.deadly.write(self.number, data[:allowed])
+        if allowed < len(data):
+            os._exit(KILLED)
+        return allowed
+
+    def flush(self) -> None:
+        pass
+
+    def fileno(self) -> int:
+        return self.number
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self.number)
+            self.closed = True
+
+
+@pytest.mark.slow
+def test_kill_at_two_hundred_points(tmp_path: Path):
+    """At any byte of any file or between steps, again and again: the end is the undisturbed end."""
+    expected = undisturbed(tmp_path)
+    length = sum(path.stat().st_size for path in (tmp_path / "calm").rglob("*") if path.is_file())
+    points, kills, run = random.Random(1), 0, 0
+    while kills < 200:
+        folder, output, run = tmp_path / str(run), tmp_path / f"{run}.jsonl", run + 1
+        for _ in range(40):
+            deadly = Deadly(points.randrange(length))
+            code = in_child(lambda d=deadly, f=folder, o=output: (d.install(), work(f, o)))
+            assert code in (0, KILLED)
+            kills += code == KILLED
+            if code == 0:
+                break
+        else:
+            work(folder, output)
+        assert output.read_bytes() == expected
+        ids = [json.loads(line)["id"] for line in output.read_bytes().splitlines()]
+        assert len(set(ids)) == len(ids) == RECORDS
+
+
+def test_what_was_finished_is_not_computed_again(tmp_path: Path):
+    journal = Journal.begin(tmp_path / "job", manifest())
+    attempt = journal.attempt(journal.manifest.shards[0])
+    attempt.begin([0, 1, 2])
+    for index in (0, 1):
+        attempt.finish(index, answer(index))
+    assert work(tmp_path / "job", tmp_path / "out.jsonl") == RECORDS - 2
+    assert (tmp_path / "out.jsonl").read_bytes() == undisturbed(tmp_path)
+
+
+def test_failures_are_counted_by_record_and_orderly_ends_are_none(tmp_path: Path):
+    journal = Journal.begin(tmp_path, manifest())
+    shard = journal.manifest.shards[1]
+    for orderly in (False, True, False):
+        attempt = journal.attempt(shard)
+        attempt.begin([5, 6])
+        if not orderly:
+            attempt.finish(6, answer(6)) if attempt.failures else None
+        if orderly:
+            attempt.leave()
+    assert journal.attempt(shard).failures == {5: 2, 6: 1}
+
+
+def test_the_first_attempt_to_end_publishes(tmp_path: Path):
+    journal = Journal.begin(tmp_path, manifest())
+    shard = journal.manifest.shards[0]
+    both = [journal.attempt(shard, name) for name in ("a", "b")]
+    for number, attempt in enumerate(both):
+        for index in attempt.missing:
+            attempt.finish(index, {**answer(index), "by": number})
+    assert [both[1].publish(), both[0].publish()] == [True, False]
+    lines = (tmp_path / "done" / f"{shard.name}.jsonl").read_bytes().splitlines()
+    assert {json.loads(line)["by"] for line in lines} == {1} and len(lines) == shard.count
+
+
+@pytest.mark.parametrize("cut", [1, 9, 20, 60])
+def test_a_torn_tail_is_left_out(cut: int, tmp_path: Path):
+    path = tmp_path / "part"
+    lines = [sealed({"finished": index, "record": answer(index)}) for index in range(3)]
+    path.write_bytes(b"".join(lines)[:-cut])
+    assert set(read_part(path).finished) == {0, 1}
+
+
+def test_a_damaged_middle_is_refused_and_a_damaged_end_is_not(tmp_path: Path):
+    path = tmp_path / "part"
+    lines = [sealed({"finished": index, "record": answer(index)}) for index in range(3)]
+    path.write_bytes(lines[0] + lines[1].replace(b"finished", b"finishes") + lines[2])
+    with pytest.raises(DataError, match=r"line 2.*does not match its checksum"):
+        read_part(path)
+    path.write_bytes(lines[0] + lines[1] + lines[2].replace(b"finished", b"finishes"))
+    assert set(read_part(path).finished) == {0, 1}
+
+
+def test_another_job_is_refused_by_its_differences(tmp_path: Path):
+    Journal.begin(tmp_path, manifest())
+    with pytest.raises(DataError, match=r"found seed=1 now 2, .*another task.output"):
+        Journal.begin(tmp_path, manifest(seed=2))
+    other = Manifest("cd" * 32, RECORDS, manifest().settings, shards_of(RECORDS, SHARD))
+    with pytest.raises(DataError, match="input_sha256"):
+        Journal.begin(tmp_path, other)
+    regrouped = Manifest("ab" * 32, RECORDS, manifest().settings, shards_of(RECORDS, 3))
+    assert Journal.begin(tmp_path, regrouped).manifest == manifest()  # dealt out as it was begun
+
+
+def test_an_unfinished_job_is_not_merged(tmp_path: Path):
+    journal = Journal.begin(tmp_path, manifest())
+    with pytest.raises(DataError, match="3 of 3 shards missing"):
+        journal.merge(tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_standing(tmp_path: Path):
+    journal = Journal.begin(tmp_path, manifest())
+    attempt = journal.attempt(journal.manifest.shards[0])
+    attempt.begin([0])
+    attempt.finish(0, answer(0))
+    standing = journal.standing()
+    assert (standing.finished, standing.shards_done, standing.attempts, standing.attempts_unended) == (
+        1,
+        0,
+        1,
+        1,
+    )
+    attempt.leave()
+    assert journal.standing().attempts_unended == 0 and not journal.standing().whole
+    work(tmp_path, tmp_path / "out.jsonl")
+    assert journal.standing().whole and journal.standing().finished == RECORDS
+
+
+def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    journal = Journal.begin(tmp_path, manifest())
+    attempt = journal.attempt(journal.manifest.shards[0])
+    attempt.finish(0, answer(0))
+
+    class Full:
+        closed = False
+
+        def write(self, data: bytes) -> int:
+            attempt_file.write(data[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    attempt_file = attempt._part._file
+    monkeypatch.setattr(attempt._part, "_file", Full())
+    with pytest.raises(StorageError, match=r"No space left.*start the same command again"):
+        attempt.finish(1, answer(1))
+    monkeypatch.undo()
+    again: Attempt = journal.attempt(journal.manifest.shards[0])
+    assert again.missing == [1, 2, 3, 4]
+
+
+def test_shards_are_even():
+    assert [shard.count for shard in shards_of(14, 5)] == [5, 5, 4]
+    assert [shard.indices for shard in shards_of(3, 1)] == [range(0, 1), range(1, 2), range(2, 3)]
+    assert [shard.count for shard in shards_of(0, 5)] == [0]
