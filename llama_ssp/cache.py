@@ -80,9 +80,7 @@ class RaggedCache:
     ) -> tuple[Tensor, Tensor]:
         """Stores the pass's keys and values; returns all that it may look at."""
         assert self._slots is not None, "expect() comes before a forward pass"
-        if layer_idx not in self._layers:
-            self._layers[layer_idx] = (self._empty(key_BHWD), self._empty(value_BHWD))
-        keys, values = self._layers[layer_idx]
+        keys, values = self._layer(layer_idx, key_BHWD, value_BHWD)
         for stored, new in ((keys, key_BHWD), (values, value_BHWD)):
             stored.scatter_(2, self._slots[:, None, :, None].expand_as(new), new)
         return keys[:, :, : self._span], values[:, :, : self._span]
@@ -91,10 +89,31 @@ class RaggedCache:
         """Models ask only to guess positions, and positions are given."""
         return 0
 
+    def row(self, index: int) -> RaggedCache:
+        """One row as a cache of its own, in the same memory: to fill it while the others rest."""
+        return _Row(1, self.capacity, whole=self, index=index)
+
     def nbytes(self) -> int:
         return sum(t.nbytes for layer in self._layers.values() for t in layer)
 
+    def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if index not in self._layers:
+            self._layers[index] = (self._empty(key), self._empty(value))
+        return self._layers[index]
+
     def _empty(self, like: Tensor) -> Tensor:
-        rows, heads, _, size = like.shape
+        _, heads, _, size = like.shape
         # Zeros, not garbage: a masked slot is multiplied by a weight of 0, and 0 * NaN is NaN.
-        return like.new_zeros(rows, heads, self.capacity + 1, size)
+        return like.new_zeros(self.rows, heads, self.capacity + 1, size)
+
+
+@dataclass
+class _Row(RaggedCache):
+    """A row of a whole cache."""
+
+    whole: RaggedCache = field(kw_only=True)
+    index: int = field(kw_only=True)
+
+    def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.whole._layer(index, key, value)
+        return keys[self.index : self.index + 1], values[self.index : self.index + 1]

@@ -29,6 +29,9 @@ class Lookahead(Protocol):
 
     def observe(self, rows: Sequence[Observed]) -> None: ...
 
+    def restart(self, row: int) -> None:
+        """Another text has come into the row."""
+
 
 @dataclass
 class FixedLookahead:
@@ -41,6 +44,9 @@ class FixedLookahead:
         return [self.k] * self.rows
 
     def observe(self, rows: Sequence[Observed]) -> None:
+        pass
+
+    def restart(self, row: int) -> None:
         pass
 
 
@@ -63,9 +69,12 @@ class AdaptiveLookahead:
     _idle: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tried = [PRIOR_WEIGHT] * self.rows
-        self._stood = [PRIOR_RATE * PRIOR_WEIGHT] * self.rows
-        self._idle = [0] * self.rows
+        self._tried, self._stood, self._idle = [0.0] * self.rows, [0.0] * self.rows, [0] * self.rows
+        for row in range(self.rows):
+            self.restart(row)
+
+    def restart(self, row: int) -> None:
+        self._tried[row], self._stood[row], self._idle[row] = PRIOR_WEIGHT, PRIOR_RATE * PRIOR_WEIGHT, 0
 
     def rate(self, row: int) -> float:
         """The row's acceptance rate lately; it begins at the prior, which fades as rounds come in."""

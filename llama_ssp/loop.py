@@ -28,13 +28,17 @@ class Limits:
     max_new_tokens: int
     end_ids: frozenset[int] = frozenset()
     text_end: TextEnd | None = None
+    by_row: dict[int, int] = field(default_factory=dict)  # rows with a length of their own
+
+    def longest(self, state: State, row: int) -> int:
+        """The length at which the row is full."""
+        return state.prompt_lengths[row] + self.by_row.get(row, self.max_new_tokens)
 
     def room(self, state: State, row: int, context: int) -> int:
         """How many tokens the row may still get; 0 once it has ended."""
         if state.finished[row]:
             return 0
-        most = min(state.prompt_lengths[row] + self.max_new_tokens, context)
-        return most - len(state.texts[row])
+        return min(self.longest(state, row), context) - len(state.texts[row])
 
     def reached(self, state: State) -> bool:
         return all(state.finished)
@@ -52,8 +56,17 @@ class Limits:
                 kept, reason = stopped, "stop"
         if reason is None and kept >= self.room(state, row, context):
             full = len(state.texts[row]) + kept
-            reason = "length" if full == state.prompt_lengths[row] + self.max_new_tokens else "context"
+            reason = "length" if full == self.longest(state, row) else "context"
         return kept, reason
+
+
+class Refill(Protocol):
+    """Puts new prompts into rows that have ended."""
+
+    chunk: int
+
+    def admit(self, engine: AnyEngine, state: State) -> list[int]:
+        """Fills what rows it can, alike on every rank; which ones."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +101,19 @@ class Step:
     rows: list[RowStep] = field(default_factory=list)
 
 
-def generate(engine: AnyEngine, state: State, limits: Limits, lookahead: Lookahead) -> Iterator[Step]:
-    """Rounds until every row has ended. `state` comes from `engine.prefill`.
+def generate(
+    engine: AnyEngine, state: State, limits: Limits, lookahead: Lookahead, refill: Refill | None = None
+) -> Iterator[Step]:
+    """Rounds until every row has ended, and no prompt is left to refill it. `state` comes from prefill.
 
     Who stops before the end, alike on every rank, calls `engine.settle`.
     """
     number = 0
-    while not limits.reached(state):
+    while True:
+        if refill is not None:
+            _refilled(engine, state, lookahead, refill)
+        if limits.reached(state):
+            break
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
         wanted = [max(0, min(k, r - 1)) for k, r in zip(lookahead.choose(), room, strict=True)]
         proposal = engine.draft(state, wanted)
@@ -105,6 +124,17 @@ def generate(engine: AnyEngine, state: State, limits: Limits, lookahead: Lookahe
         yield step
         number += 1
     engine.settle()
+
+
+def _refilled(engine: AnyEngine, state: State, lookahead: Lookahead, refill: Refill) -> None:
+    """Rows that ended get new prompts, of which each reads a chunk a round, while any row still writes."""
+    for row in refill.admit(engine, state):
+        lookahead.restart(row)
+    while state.waiting:
+        for row in state.waiting:
+            engine.read(state, row, refill.chunk)
+        if not all(state.finished):
+            return
 
 
 def commit(state: State, verdict: Verdict, limits: Limits, context: int, number: int) -> Step:

@@ -47,7 +47,12 @@ class Writing:
     """The texts of a batch: says where a stop string ends a row, and what may be printed."""
 
     def __init__(self, decode: Decode, prompts: list[tuple[int, ...]], stops: list[str]) -> None:
+        self._decode = decode
         self._rows = [_RowText(Detokenizer(decode, list(prompt)), stops) for prompt in prompts]
+
+    def begin(self, row: int, prompt: tuple[int, ...], stops: list[str]) -> None:
+        """Another text comes into the row."""
+        self._rows[row] = _RowText(Detokenizer(self._decode, list(prompt)), stops)
 
     def kept(self, row: int, tokens: list[int]) -> int | None:
         """Takes the row's next tokens; how many stand if a stop string ends inside them."""

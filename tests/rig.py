@@ -12,6 +12,7 @@ from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.config import SamplingConf
 from llama_ssp.draws import CounterDraws
 from llama_ssp.engine import AnyEngine, Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
+from llama_ssp.engine.state import WAITING, State
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead
 from llama_ssp.loop import Limits, generate
@@ -76,6 +77,39 @@ def speculate(
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
     engine = Engine(runner(target, chunk), drafter, laws, RULES[rule], draws)
     return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive)
+
+
+@dataclass
+class Queue:
+    """Refills rows in order, and keeps what each prompt got."""
+
+    prompts: list[Prompt]
+    chunk: int = 3
+    texts: dict[str, list[int]] = field(default_factory=dict)
+
+    def admit(self, engine: AnyEngine, state: State) -> list[int]:
+        filled = []
+        for row, reason in enumerate(state.finished):
+            if reason is None or reason == WAITING:
+                continue
+            self.texts[state.prompts[row].id] = state.generated(row)
+            if self.prompts:
+                engine.admit(state, row, self.prompts.pop(0))
+                filled.append(row)
+        return filled
+
+
+def drive_refilled(
+    engine: AnyEngine, prompts: list[Prompt], rows: int, *, k: int, longest: int, max_new: int = 24,
+    ends: frozenset[int] = frozenset(), adaptive: bool = False, chunk: int = 3,
+) -> dict[str, list[int]]:  # fmt: skip
+    """All prompts through a few rows, each refilled as soon as its text ends; what each got."""
+    queue = Queue(prompts[rows:], chunk)
+    state = engine.prefill(prompts[:rows], max_new, longest)
+    lookahead = AdaptiveLookahead(k, 0.1, rows) if adaptive else FixedLookahead(k, rows)
+    for _ in generate(engine, state, Limits(max_new, ends), lookahead, queue):
+        pass
+    return queue.texts
 
 
 def drive(

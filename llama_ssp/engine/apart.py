@@ -44,6 +44,12 @@ class RemoteDrafter:
     def warm(self, state: State) -> None:
         pass
 
+    def forget(self, row: int) -> None:
+        pass
+
+    def read(self, state: State, row: int, end: int) -> None:
+        pass
+
     def limit(self, length: int) -> int:
         return reach(self._context, length)
 

@@ -27,6 +27,12 @@ class Drafter(Protocol):
 
     def warm(self, state: State) -> None: ...
 
+    def forget(self, row: int) -> None:
+        """Another text comes into the row."""
+
+    def read(self, state: State, row: int, end: int) -> None:
+        """Reads the row's prompt up to `end`, while the others rest."""
+
     def limit(self, length: int) -> int:
         """How many tokens it can draft for a text of this length."""
 
@@ -44,6 +50,12 @@ class NoDrafter:
         pass
 
     def warm(self, state: State) -> None:
+        pass
+
+    def forget(self, row: int) -> None:
+        pass
+
+    def read(self, state: State, row: int, end: int) -> None:
         pass
 
     def limit(self, length: int) -> int:
@@ -76,6 +88,13 @@ class DraftModel:
     def warm(self, state: State) -> None:
         ends = [length - 1 if self.limit(length) else 0 for length in state.lengths]
         self._runner.warm(state.token_BS, ends)
+
+    def forget(self, row: int) -> None:
+        self._runner.forget(row)
+
+    def read(self, state: State, row: int, end: int) -> None:
+        if self.limit(state.lengths[row]):
+            self._runner.read(state.token_BS, row, end)
 
     def limit(self, length: int) -> int:
         return reach(self._runner.model.context, length)
@@ -148,6 +167,12 @@ class NgramDrafter:
         pass
 
     def warm(self, state: State) -> None:
+        pass
+
+    def forget(self, row: int) -> None:
+        pass
+
+    def read(self, state: State, row: int, end: int) -> None:
         pass
 
     def limit(self, length: int) -> int:

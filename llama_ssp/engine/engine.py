@@ -45,15 +45,34 @@ class Engine:
     def draft_forwards(self) -> int:
         return self.drafter.forwards
 
-    def prefill(self, prompts: list[Prompt], max_new_tokens: int) -> State:
-        """The batch's state, with every cache holding all but each prompt's last token."""
+    def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
+        """The batch's state, with every cache holding all but each prompt's last token.
+
+        `longest` is the length, prompt and answer, of texts that may come into its rows later.
+        """
         self._enter("prefill")
-        state = State(prompts, room_of(prompts, max_new_tokens, self.context), self.target.model.device)
+        state = State(
+            prompts, room_of(prompts, max_new_tokens, self.context, longest), self.target.model.device
+        )
         self.target.start(state.rows, state.capacity)
         self.target.warm(state.token_BS, [length - 1 for length in state.lengths])
         self.drafter.start(state.rows, state.capacity)
         self.drafter.warm(state)
         return state
+
+    def admit(self, state: State, row: int, prompt: Prompt) -> None:
+        """Puts another prompt into a row whose text has ended."""
+        state.replace(row, prompt)
+        self.target.forget(row)
+        self.drafter.forget(row)
+
+    def read(self, state: State, row: int, count: int) -> None:
+        """Reads the next `count` tokens of a new prompt, while the other rows rest."""
+        self.settle()  # passes between rounds come after the last one's decision, on every rank
+        self._enter("prefill")
+        end = state.read(row, count)
+        self.target.read(state.token_BS, row, end)
+        self.drafter.read(state, row, end)
 
     def wait(self) -> None:
         """Until GPUs have done what they were asked to; only clocks need to know."""
@@ -123,9 +142,10 @@ class Engine:
         return damaged_B if proposal.damaged is None else damaged_B | proposal.damaged
 
 
-def room_of(prompts: list[Prompt], max_new_tokens: int, context: int) -> int:
+def room_of(prompts: list[Prompt], max_new_tokens: int, context: int, longest: int = 0) -> int:
     """How many tokens the longest text of a batch can grow to."""
-    return max(min(len(prompt.token_ids) + max_new_tokens, context) for prompt in prompts)
+    own = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
+    return min(max(own, longest), context)
 
 
 def target_logits(target: Runner, state: State, count: tuple[int, ...]) -> Tensor:

@@ -33,10 +33,10 @@ class Follower:
     def draft_forwards(self) -> int:
         return self._drafter.forwards if self._drafter else 0
 
-    def prefill(self, prompts: list[Prompt], max_new_tokens: int) -> State:
+    def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
         """The batch's state, with this rank's caches filled."""
         self._enter("prefill")
-        state = State(prompts, room_of(prompts, max_new_tokens, self.context), self._device)
+        state = State(prompts, room_of(prompts, max_new_tokens, self.context, longest), self._device)
         if self._target:
             self._target.start(state.rows, state.capacity)
             self._target.warm(state.token_BS, [length - 1 for length in state.lengths])
@@ -44,6 +44,23 @@ class Follower:
             self._drafter.start(state.rows, state.capacity)
             self._drafter.warm(state)
         return state
+
+    def admit(self, state: State, row: int, prompt: Prompt) -> None:
+        """Puts another prompt into a row, as the leader does after the same decisions."""
+        state.replace(row, prompt)
+        for part in (self._target, self._drafter):
+            if part:
+                part.forget(row)
+
+    def read(self, state: State, row: int, count: int) -> None:
+        """Reads the next `count` tokens of a new prompt, while the other rows rest."""
+        self.settle()  # passes between rounds come after the last one's decision, on every rank
+        self._enter("prefill")
+        end = state.read(row, count)
+        if self._target:
+            self._target.read(state.token_BS, row, end)
+        if self._drafter:
+            self._drafter.read(state, row, end)
 
     def wait(self) -> None:
         """Followers have no clocks."""

@@ -52,6 +52,21 @@ class Runner:
             chunk_ends = [min(e, c + self.prefill_chunk) for e, c in zip(ends, self.cached, strict=True)]
             self._pass(token_BS, chunk_ends, last_only=True)
 
+    def read(self, token_BS: Tensor, row: int, end: int) -> None:
+        """Feeds one row up to `end` in one pass, while the others rest."""
+        assert self._cache is not None, "start() comes first"
+        count = end - self.cached[row]
+        if count > 0:
+            feed = Feed((self.cached[row],), (count,), self._cache.capacity, self.model.device)
+            token_1W = self._readable(token_BS[row : row + 1], feed)
+            self.model.logits(token_1W, feed, self._cache.row(row), last_only=True)
+            self.cached[row] = end
+            self.forwards += 1
+
+    def forget(self, row: int) -> None:
+        """Another text comes into this row."""
+        self.cached[row] = 0
+
     def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).
 
@@ -73,11 +88,16 @@ class Runner:
         assert self._cache is not None, "start() comes first"
         count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
         feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device)
-        # A draft's vocabulary may lack padding rows that the target has. Should one be drawn, the draft
-        # reads another token in its place: its law stays the one it draws from, so nothing is lost.
-        token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
-        token_BW = token_BW.clamp(max=self.model.vocab - 1)
-        logits = self.model.logits(token_BW, feed, self._cache, last_only)
+        logits = self.model.logits(self._readable(token_BS, feed), feed, self._cache, last_only)
         self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
         self.forwards += 1
         return feed, logits
+
+    def _readable(self, token_BS: Tensor, feed: Feed) -> Tensor:
+        """The tokens a pass feeds.
+
+        A draft's vocabulary may lack padding rows that the target has. Should one be drawn, the draft
+        reads another token in its place: its law stays the one it draws from, so nothing is lost.
+        """
+        token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
+        return token_BW.clamp(max=self.model.vocab - 1)

@@ -22,6 +22,9 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
+WAITING = "waiting"  # stands where a row's reason to end will: its prompt is still being read
+
+
 @dataclass(frozen=True)
 class Proposal:
     """What was drafted: the first `count` of each row's K columns are real.
@@ -49,12 +52,13 @@ class State:
 
     def __init__(self, prompts: list[Prompt], room: int, device: torch.device) -> None:
         """`room` is how many tokens the longest row can grow to."""
-        self.prompts = prompts
-        self.keys = tuple(prompt_key(prompt.id) for prompt in prompts)
-        self.prompt_lengths = tuple(len(prompt.token_ids) for prompt in prompts)
+        self.prompts = list(prompts)
+        self.keys = [prompt_key(prompt.id) for prompt in prompts]
+        self.prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
         self.texts = [list(prompt.token_ids) for prompt in prompts]
         self.finished: list[str | None] = [None] * len(prompts)
         self.capacity = room
+        self._read = [0] * len(prompts)  # of a waiting prompt
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
         self.token_BS = torch.tensor(padded, dtype=torch.int64, device=device)
 
@@ -66,16 +70,37 @@ class State:
     def lengths(self) -> list[int]:
         return [len(text) for text in self.texts]
 
+    def read(self, row: int, count: int) -> int:
+        """Up to where a waiting prompt is to be read now; with its last token but one it takes part."""
+        self._read[row] = min(self._read[row] + count, len(self.texts[row]) - 1)
+        if self._read[row] == len(self.texts[row]) - 1:
+            self.finished[row] = None
+        return self._read[row]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Rows whose prompts are still being read."""
+        return [row for row, reason in enumerate(self.finished) if reason == WAITING]
+
     @property
     def device(self) -> torch.device:
         return self.token_BS.device
+
+    def replace(self, row: int, prompt: Prompt) -> None:
+        """Puts another text into a row whose own has ended; it waits until it has been read."""
+        self.prompts[row] = prompt
+        self.keys[row], self.prompt_lengths[row] = prompt_key(prompt.id), len(prompt.token_ids)
+        self.texts[row], self.finished[row] = list(prompt.token_ids), WAITING
+        self._read[row] = 0
+        padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
+        self.token_BS[row] = torch.tensor(padded, device=self.device)
 
     def generated(self, row: int) -> list[int]:
         """The row's tokens after its prompt."""
         return self.texts[row][self.prompt_lengths[row] :]
 
     def slot(self, purpose: Purpose, offset: int = 0) -> Slot:
-        return Slot(self.keys, tuple(self.lengths), purpose, offset)
+        return Slot(tuple(self.keys), tuple(self.lengths), purpose, offset)
 
     def prefix(self, first: int, width: int) -> Prefix:
         """The prefixes of `width` positions a row, the first of them `first` drafts past its length."""

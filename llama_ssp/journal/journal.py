@@ -88,12 +88,12 @@ class Journal:
         return Standing(self.manifest.records, finished, shards, done, attempts, unended)
 
     def merge(self, output: Path) -> None:
-        """Gives the file of all answers, in the order of the input, its name; refused while any is missing."""
+        """Writes all answers in the order of the input; refused while any is missing."""
         missing = [shard.name for shard in self.manifest.shards if not self.is_done(shard)]
         if missing:
             raise DataError(
                 "the job is not finished", where=str(self.folder),
-                found=f"{len(missing)} of {len(self.manifest.shards)} shards missing: {', '.join(missing[:5])}",
+                found=f"shards {', '.join(missing[:5])} missing, {len(missing)} in all",
                 fix="start the same command again",
             )  # fmt: skip
         with storing(output):

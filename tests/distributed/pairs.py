@@ -17,13 +17,13 @@ from llama_ssp.config import (
     SpeculationConf,
     Verification,
 )
-from llama_ssp.engine import Prompt
+from llama_ssp.engine import AnyEngine, Prompt
 from llama_ssp.inputs import Entry, drafts
 from llama_ssp.placement import resolve
 from llama_ssp.ranks import Ranks
 from llama_ssp.tasks.pair import Pair, Shelf, engine_for, seats
 from tests.families import CONTEXT, VOCAB
-from tests.rig import GREEDY, Run, drive
+from tests.rig import GREEDY, Run, drive, drive_refilled
 
 TOKENS = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(4)).tolist()
 RAGGED = [
@@ -67,10 +67,7 @@ def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) ->
 
 def written(pair: Pair, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:
     """What the case gives. Only the leader's seed matters where it alone draws."""
-    spec = SpeculationConf(k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6)
-    run = replace(run, sampling=case.sampling, speculation=spec)
-    known: Any = Known()
-    engine = engine_for(pair, run, known, case.ends, case.seed, 512)
+    engine = engine_of(pair, run, case)
     return drive(
         engine,
         prompts[: case.rows],
@@ -80,3 +77,18 @@ def written(pair: Pair, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED
         adaptive=case.adaptive,
         most=case.rounds,
     )
+
+
+def refilled(pair: Pair, run: RunConf, case: Case) -> dict[str, list[int]]:
+    """The same prompts through two rows, each refilled as soon as its text ends."""
+    engine = engine_of(pair, run, case)
+    return drive_refilled(
+        engine, RAGGED, 2, k=case.k, longest=9 + case.max_new, max_new=case.max_new, ends=case.ends
+    )
+
+
+def engine_of(pair: Pair, run: RunConf, case: Case) -> AnyEngine:
+    spec = SpeculationConf(k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6)
+    known: Any = Known()
+    how = replace(run, sampling=case.sampling, speculation=spec)
+    return engine_for(pair, how, known, case.ends, case.seed, 512)

@@ -19,7 +19,7 @@ from llama_ssp.load.causal import CausalModel
 from llama_ssp.ranks import ALONE, Ranks
 from llama_ssp.tasks import pair as pairs
 from llama_ssp.tasks.pair import Pair
-from tests.distributed.pairs import RAGGED, Case, opened, written
+from tests.distributed.pairs import RAGGED, Case, opened, refilled, written
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ThreadRank, ranks_of, together
 from tests.families import build
@@ -133,6 +133,16 @@ def test_every_placement_in_every_case(name: str, models: Models):
         expected = models.expected(case)
         for run in on_placement(models, name, case):
             assert same(run, expected), case
+
+
+@pytest.mark.parametrize("name", ["3 leader", "3 split over 2", "2 copies", "2+2 own"])
+def test_rows_are_refilled_alike_on_every_rank(name: str, models: Models):
+    free = models.expected(Case(4, 4, SAMPLED))
+    case = Case(4, 4, SAMPLED, ends=frozenset({free.texts[0][6], free.texts[1][11]}))
+    expected = dict(zip("0123", models.expected(case).texts, strict=True))
+    ranks, held = models.open(name)
+    for found in together([lambda pair=pair: refilled(*pair, case) for pair in held], ranks):
+        assert found == expected
 
 
 @pytest.mark.parametrize("name", ["3 leader", "3 split over 2", "4 copies", "2+2 own"])

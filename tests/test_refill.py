@@ -1,0 +1,81 @@
+"""Rows that are refilled as their texts end: every text is the one its prompt gets alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+from tests.families import VOCAB, build
+from tests.rig import GREEDY, drive_refilled, perturbed, speculate
+
+SAMPLED = SamplingConf(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
+LENGTHS = (9, 4, 1, 6, 2, 13, 1, 5, 3, 7)
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[CausalModel, CausalModel]:
+    return CausalModel(build("llama-gqa"), "target"), CausalModel(
+        perturbed(build("llama-gqa"), 0.05), "draft"
+    )
+
+
+def prompts() -> list[Prompt]:
+    return [
+        Prompt(f"p{number}", tuple((7 * number + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))
+        for number, length in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("drafting", "k", "adaptive"),
+    [("none", 0, False), ("model", 4, False), ("model", 6, True), ("ngram", 4, False)],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sampling, models):
+    target, draft = models
+    chosen = {"none": None, "model": draft, "ngram": "ngram"}[drafting]
+    how = {"k": k, "adaptive": adaptive, "max_new": 20}
+    free = speculate(target, prompts()[:2], chosen, sampling=sampling, **how)
+    ends = frozenset({free.texts[0][5], free.texts[1][9]})
+    alone = {
+        prompt.id: speculate(target, [prompt], chosen, sampling=sampling, ends=ends, **how).texts[0]
+        for prompt in prompts()
+    }
+    laws, draws = Laws(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(0)
+    drafter: Drafter = {
+        "none": lambda: NoDrafter(),
+        "model": lambda: ModelDrafter(Runner(draft, 512), laws, draws),
+        "ngram": lambda: NgramDrafter(1, 4, target.vocab, target.dtype),
+    }[drafting]()
+    engine = Engine(Runner(target, 512), drafter, laws, RULES["block"], draws)
+    found = drive_refilled(engine, prompts(), rows, longest=max(LENGTHS) + 20, ends=ends, **how)
+    assert found == alone
+    assert len({len(text) for text in found.values()}) > 1  # rows ended at different times
+
+
+def test_a_long_prompt_is_read_between_the_rounds_of_others(models):
+    """The other row goes on writing while a prompt of many chunks is read."""
+    target, _ = models
+    long = Prompt("long", tuple(range(3, 43)))
+    engine = Engine(
+        Runner(target, 512), NoDrafter(), Laws(GREEDY, (), target.vocab), RULES["block"], CounterDraws(0)
+    )
+    fed: list[int] = []
+    whole = Runner.read
+
+    class Watched(Runner):
+        def read(self, token_BS, row, end):
+            fed.append(end - self.cached[row])
+            whole(self, token_BS, row, end)
+
+    engine.target = Watched(target, 512)
+    short = [Prompt("a", (5,)), Prompt("b", (6, 7))]
+    texts = drive_refilled(engine, [*short, long], 2, k=0, longest=80, max_new=8, chunk=10)
+    assert fed == [10, 10, 10, 9]
+    assert texts["long"] == speculate(target, [long], None, k=0, max_new=8).texts[0]
