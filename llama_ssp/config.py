@@ -24,6 +24,7 @@ class Dtype(Enum):
     bf16 = "bf16"
     fp16 = "fp16"
     int8 = "int8"
+    nf4 = "nf4"
 
 
 class Weights(Enum):

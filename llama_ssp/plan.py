@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import DistributedError
 
-BYTES = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1}
+BYTES = {
+    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1,
+    Dtype.nf4: 0.5 + 4 / 64,  # half a byte a weight, and a scale in fp32 for every 64
+}  # fmt: skip
 GIB = 2**30
 
 
@@ -57,11 +60,11 @@ def _parameters(model: ModelConf) -> tuple[int, int]:
 
 
 def bill(role: str, model: ModelConf, dtype: Dtype, rows: int, slots: int) -> Bill:
-    """What one role holds: int8 keeps embedding and head in 16 bit, and caches are 16 bit."""
+    """What one role holds: int8 and nf4 keep embedding and head in 16 bit, and caches are 16 bit."""
     tables, blocks = _parameters(model)
-    wide = max(BYTES[dtype], 2)
+    wide = int(max(BYTES[dtype], 2))
     cache = 2 * model.n_layers * model.n_kv_heads * model.head_dim * wide * rows * (slots + 1)
-    return Bill(role, model.name, tables * wide + blocks * BYTES[dtype], cache)
+    return Bill(role, model.name, tables * wide + int(blocks * BYTES[dtype]), cache)
 
 
 def require_room(bills: list[Bill], device: str, capacity: int, reserve: float) -> None:

@@ -12,6 +12,9 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import DistributedError
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
+NF4_BLOCK = (
+    64  # weights of one scale; bitsandbytes' CPU kernel is wrong where a row is not made of whole ones
+)
 # Families whose layers are cut by load.tensor and compared with the whole model in tests.
 SPLIT_FAMILIES = (
     "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
@@ -92,14 +95,31 @@ def require_split(model: ModelConf, world: int) -> None:
             "the architecture cannot be split over ranks", where=f"model {model.name}", found=model.family,
             allowed=", ".join(SPLIT_FAMILIES), fix="run it in one process",
         )  # fmt: skip
-    if model.dtype is Dtype.int8:
-        raise DistributedError(
-            "a model split over ranks is not quantised", where=f"model {model.name}", found="int8",
-            allowed="auto, bf16, fp16, fp32, fp64", fix="use model.dtype=bf16, or one process",
-        )  # fmt: skip
     head_ranges(model.n_heads, model.n_kv_heads, world, 0)
     mlp_share(model.ffn, world, 0)
     vocab_share(model.vocab, world, 0)
+    require_quantised(model, world)
+
+
+def require_quantised(model: ModelConf, world: int = 1) -> None:
+    """Refuses a model whose layers, or parts of layers, cannot be held in the number format asked for."""
+    if model.dtype is not Dtype.nf4:
+        return
+    parts = [head_ranges(model.n_heads, model.n_kv_heads, world, rank) for rank in range(world)]
+    shares = [mlp_share(model.ffn, world, rank) for rank in range(world)]
+    inputs = {
+        "dim": {model.dim},
+        "heads of a rank": {part.queries * model.head_dim for part in parts},
+        "MLP width of a rank": {last - first for first, last in shares},
+    }
+    for what, found in inputs.items():
+        odd = sorted(size for size in found if size % NF4_BLOCK)
+        if odd:
+            raise DistributedError(
+                "nf4 wants layers whose inputs are whole blocks", where=f"model {model.name}, {what}",
+                found=odd[0], allowed=f"multiples of {NF4_BLOCK}",
+                fix="use dtype=int8 or bf16" + (", or another number of ranks" if world > 1 else ""),
+            )  # fmt: skip
 
 
 def _replicates(n_heads: int, n_kv: int, world: int) -> bool:

@@ -68,6 +68,11 @@ def composed(*overrides: str) -> RunConf:
     return checks.to_run(compose("run", list(overrides)))
 
 
+def plain(name: str) -> str:
+    """The preset that a quantised one is made of."""
+    return name.removesuffix("_8bit").removesuffix("_4bit")
+
+
 @pytest.mark.parametrize("name", presets("model"))
 def test_every_model_composes_and_counts_as_published(name: str, hydra: None) -> None:
     """As a target and as a draft."""
@@ -77,8 +82,9 @@ def test_every_model_composes_and_counts_as_published(name: str, hydra: None) ->
     assert model.name == name
     if name in UNCOUNTED:
         return
-    assert parameters(model) == PUBLISHED[name.removesuffix("_8bit")]
+    assert parameters(model) == PUBLISHED[plain(name)]
     assert (model.dtype is config.Dtype.int8) == name.endswith("_8bit")
+    assert (model.dtype is config.Dtype.nf4) == name.endswith("_4bit")
 
 
 @pytest.mark.parametrize(("group", "name"), OTHERS)
@@ -91,7 +97,7 @@ def test_every_option_composes(group: str, name: str, hydra: None) -> None:
 def test_drafts_are_the_models(hydra: None) -> None:
     assert set(presets("draft")) == {*presets("model"), "none"}
     assert composed("draft=none").draft is None
-    assert PUBLISHED.keys() | UNCOUNTED == {name.removesuffix("_8bit") for name in presets("model")}
+    assert PUBLISHED.keys() | UNCOUNTED == {plain(name) for name in presets("model")}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Number formats: weights are held as asked, and int8 through bitsandbytes runs on a CPU."""
+"""Number formats: weights are held as asked, and int8 and nf4 through bitsandbytes run on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.engine import Prompt
-from llama_ssp.errors import ModelError
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.devices import device_of
 from llama_ssp.load.models import load
@@ -21,6 +20,8 @@ from tests.rig import speculate
 # int8 rounds each weight to 1/254 of the largest of its row and each activation likewise, and the rest of
 # the pass is in bf16 (1/256): of a logit's size a tenth is allowed, twice what is seen.
 INT8_TOLERANCE = 0.1
+# nf4 rounds a weight to one of 16 levels: of normal weights in blocks of 64, 0.09 of their size is lost.
+NF4_LOSS = (0.08, 0.10)
 CPU = torch.device("cpu")
 HELD = [
     (Dtype.fp64, torch.float64, 1e-5), (Dtype.fp32, torch.float32, 0.0), (Dtype.bf16, torch.bfloat16, 0.05),
@@ -93,9 +94,27 @@ def test_int8_speculates(checkpoint: Path, k: int) -> None:
             assert report.verdict is not Finding.unexplained
 
 
-def test_synthetic_weights_are_not_quantised() -> None:
-    with pytest.raises(ModelError, match="not quantised"):
-        load(ModelConf(name="made"), None, Dtype.int8, CPU, "model")
+def test_nf4_loads_and_runs(tmp_path: Path) -> None:
+    """On sizes that make whole blocks of 64 weights; others are refused (test_quantised)."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    build("llama-gqa", mild=True, hidden_size=128, intermediate_size=192).save_pretrained(tmp_path)
+    model = opened(tmp_path, Dtype.nf4)
+    layers = [module for module in model.module.modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 3 * 7
+    assert all(layer.weight.quant_state.quant_type == "nf4" for layer in layers)
+    assert not any(layer.weight.quant_state.nested for layer in layers), "scales are not quantised"
+    assert model.dtype is torch.bfloat16
+    wide = opened(tmp_path, Dtype.bf16)
+    assert model.weights_bytes < opened(tmp_path, Dtype.int8).weights_bytes < wide.weights_bytes
+    for name, layer in model.module.named_modules():
+        if layer in layers:
+            exact = opened(tmp_path, Dtype.fp32).module.get_submodule(name).weight.detach()
+            held = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            assert NF4_LOSS[0] < float((held - exact).norm() / exact.norm()) < NF4_LOSS[1], name
+    run = speculate(model, prompts(), wide, k=4, max_new=12)
+    assert [len(text) for text in run.texts] == [12] * 3 and run.accepted > 0
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "llama-tied"])

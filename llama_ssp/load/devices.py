@@ -11,7 +11,7 @@ from llama_ssp.errors import DistributedError, UsageError
 
 TORCH_DTYPES = {
     Dtype.fp64: torch.float64, Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16,
-    Dtype.fp16: torch.float16, Dtype.int8: torch.bfloat16,
+    Dtype.fp16: torch.float16, Dtype.int8: torch.bfloat16, Dtype.nf4: torch.bfloat16,
 }  # fmt: skip
 
 

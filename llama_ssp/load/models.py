@@ -16,8 +16,11 @@ from llama_ssp.errors import ModelError
 from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, attention_of, windows_of
 from llama_ssp.load.devices import TORCH_DTYPES
 from llama_ssp.load.probe import require_faithful
-from llama_ssp.load.synthetic import build, fill
-from llama_ssp.load.tensor import FileSource, ModuleSource, cut_module, differences
+from llama_ssp.load.quantised import QUANTISED, choose_kernels, settings
+from llama_ssp.load.sources import FileSource
+from llama_ssp.load.synthetic import SyntheticSource, build
+from llama_ssp.load.tensor import cut_module, differences, fill_module, require_filled
+from llama_ssp.ranges import require_quantised
 from llama_ssp.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ DRAFT = "draft"
 
 def load(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> CausalModel:
     """The model, ready to run. A family that is not among the tested ones is tried before it is used."""
+    require_quantised(model)
     module = _synthetic(model, dtype, device, role) if path is None else _read(path, dtype, device)
     causal = CausalModel(module, model.name)
     if causal.module.config.model_type not in TESTED_FAMILIES:
@@ -44,14 +48,15 @@ def load_part(
 
     What a draft is fed, its first rank alone knows: that one looks tokens up for all.
 
-    Only a checkpoint is read by slices; synthetic weights are made whole first, on the CPU.
+    Whether from a checkpoint or from a seed, a rank makes its slices alone.
     """
     if path is None:
-        source = ModuleSource(_synthetic(model, dtype, torch.device("cpu"), role))
-        module: Any = build(model, TORCH_DTYPES[dtype])
-        vocab = cut_module(module, source, ranks, TORCH_DTYPES[dtype], device, role == DRAFT)
+        module: Any = _shaped(model, dtype, role)
+        source = SyntheticSource(module, model, _made_on(device, dtype), role == DRAFT)
+        vocab = cut_module(module, source, ranks, dtype, device, role == DRAFT)
     else:
         module, vocab = _read_part(path, dtype, device, ranks, role == DRAFT)
+    require_filled(module)
     causal = CausalModel(module, model.name, vocab)
     if model.scan:
         _require_finite(causal)
@@ -74,7 +79,7 @@ def _read_part(
             )
         with FileSource(path, module) as source:
             _require_complete(path, differences(module, source))
-            vocab = cut_module(module, source, ranks, TORCH_DTYPES[dtype], device, leader_looks_up)
+            vocab = cut_module(module, source, ranks, dtype, device, leader_looks_up)
             return module, vocab
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
@@ -104,13 +109,12 @@ def require_supported(path: Path) -> None:
 
 
 def _read(path: Path, dtype: Dtype, device: torch.device) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as hub_logging
 
     require_supported(path)
     hub_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    quantised = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)} if dtype is Dtype.int8 else {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -124,7 +128,7 @@ def _read(path: Path, dtype: Dtype, device: torch.device) -> Any:
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **quantised,
+                **settings(dtype),
             )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(
@@ -132,6 +136,8 @@ def _read(path: Path, dtype: Dtype, device: torch.device) -> Any:
             fix="fetch the model again, or another dtype",
         ) from error  # fmt: skip
     _require_complete(path, report)
+    if dtype in QUANTISED:
+        choose_kernels(module)
     return module
 
 
@@ -148,19 +154,27 @@ def _require_complete(path: Path, report: dict[str, Any]) -> None:
 
 
 def _synthetic(model: ModelConf, dtype: Dtype, device: torch.device, role: str) -> Any:
-    if dtype is Dtype.int8:
-        raise ModelError(
-            "synthetic weights are not quantised", where=f"{role} {model.name}", found="int8",
-            allowed="bf16, fp16, fp32", fix=f"use {role}.dtype=bf16",
-        )  # fmt: skip
+    module = _shaped(model, dtype, role)
+    source = SyntheticSource(module, model, _made_on(device, dtype), drafts=role == DRAFT)
+    fill_module(module, source, dtype, device)
+    module.tie_weights()
+    require_filled(module)
+    return module
+
+
+def _shaped(model: ModelConf, dtype: Dtype, role: str) -> Any:
     try:
-        module = build(model, TORCH_DTYPES[dtype])
+        return build(model, TORCH_DTYPES[dtype])
     except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ModelError(
             "the sizes do not make a model", where=f"{role} {model.name}", found=str(error)[:200],
             fix="take them from a model's config.json",
         ) from None  # fmt: skip
-    return fill(module, model, device, drafts=role == DRAFT)
+
+
+def _made_on(device: torch.device, dtype: Dtype) -> torch.device:
+    """Where weights are made that come from a seed: quantising begins on the CPU."""
+    return torch.device("cpu") if dtype in QUANTISED else device
 
 
 def _require_finite(causal: CausalModel) -> None:

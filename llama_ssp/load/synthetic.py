@@ -10,6 +10,7 @@ sizes; a draft flips a share of its signs, found by bisection, until the laws ov
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.load.causal import attention_of
+from llama_ssp.load.cuts import COLUMNS, Cut
+from llama_ssp.ranges import Span
 
 HALF = 32  # signs per token; each stands twice, once negated, so that a vector's mean is zero
 SPREAD = 3.0  # standard deviation of the logits
@@ -79,26 +82,64 @@ def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def fill(module: Any, model: ModelConf, device: torch.device, drafts: bool) -> Any:
-    """Gives every parameter its value, on the device."""
-    if model.dim < 2 * HALF:
-        raise ModelError(
-            "the model is too narrow for synthetic weights", where=model.name, found=f"dim {model.dim}",
-            allowed=f"{2 * HALF} or more", fix="widen it",
-        )  # fmt: skip
-    noise = torch.randn(TILE, generator=torch.Generator().manual_seed(model.seed)) * 0.02
-    for name, parameter in list(module.named_parameters()):
-        owner, leaf = _owner(module, name)
-        value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-        if parameter.ndim > 1 and not _is_quiet(name):
-            _tile(value, noise)
-        elif parameter.ndim == 1 and leaf == "weight" and model.family != "gemma2":
-            value.fill_(1.0)
-        owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-    module.to(device)
-    module.tie_weights()
-    _write_law(module, model, drafts)
-    return module
+class SyntheticSource:
+    """Weights from the seed, each made when it is read: a part of one is made alone, and is that part."""
+
+    def __init__(self, module: Any, model: ModelConf, device: torch.device, drafts: bool) -> None:
+        if model.dim < 2 * HALF:
+            raise ModelError(
+                "the model is too narrow for synthetic weights", where=model.name, found=f"dim {model.dim}",
+                allowed=f"{2 * HALF} or more", fix="widen it",
+            )  # fmt: skip
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self._dtype: torch.dtype = module.dtype
+        self._device = device
+        self._shifted = model.family == "gemma2"  # whose norms multiply by 1 + weight
+        generator = torch.Generator().manual_seed(model.seed)
+        noise = (torch.randn(TILE, generator=generator) * 0.02).to(device, self._dtype)
+        longest = max(math.prod(shape[1:]) for shape in self.shapes.values())
+        self._noise = noise.repeat(1 + -(-longest // TILE))
+        tables = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
+        self._tables = {name for name, parameter in parameters.items() if any(parameter is t for t in tables)}
+        self._final_norm = f"{_final_norm(module)}.weight"
+        self._codes = _codes(model, drafts)
+        # A normed vector has entries sqrt(dim / 2H); HALF products of signs, each standing twice.
+        self._scale = SPREAD / HALF**0.5 / 2 / (model.dim / (2 * HALF)) ** 0.5
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        rows = ((0, self.shapes[name][0]),)
+        if cut is None:
+            return self._part(name, rows[0], None)
+        if cut.dim == COLUMNS:
+            return torch.cat([self._part(name, rows[0], columns) for columns in cut.spans], COLUMNS)
+        return torch.cat([self._part(name, span, None) for span in cut.spans])
+
+    def _part(self, name: str, rows: Span, columns: Span | None) -> Tensor:
+        shape = self.shapes[name]
+        first, last = columns or (0, math.prod(shape[1:]))
+        if name in self._tables:
+            part = torch.zeros(rows[1] - rows[0], shape[1], dtype=self._dtype, device=self._device)
+            part[:, : 2 * HALF] = self._codes[rows[0] : rows[1]].to(part)
+            return part[:, first:last].contiguous()
+        if len(shape) > 1 and not _is_quiet(name):
+            # The numbers do not matter, and a 30B model has many: one tile of noise, over and over.
+            start = (torch.arange(*rows, device=self._device) * math.prod(shape[1:])) % TILE + first
+            return self._noise.unfold(0, last - first, 1)[start].view(len(start), -1, *shape[2:])
+        if len(shape) == 1:
+            return self._vector(name)[rows[0] : rows[1]].to(self._device, self._dtype)
+        return torch.zeros(rows[1] - rows[0], last - first, dtype=self._dtype, device=self._device).view(
+            rows[1] - rows[0], -1, *shape[2:]
+        )
+
+    def _vector(self, name: str) -> Tensor:
+        """Biases are zero, norms change nothing; the last one holds the signs that make the law."""
+        vector = torch.zeros(self.shapes[name])
+        if name == self._final_norm:
+            vector[: 2 * HALF] = self._scale * _norm_signs().repeat(2)
+        elif name.endswith("weight"):
+            vector.fill_(1.0)
+        return vector - 1 if self._shifted and name.endswith("weight") else vector
 
 
 def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> float:
@@ -123,27 +164,19 @@ def flips_for(agreement: float, vocab: int, seed: int) -> float:
     return low if agreement < 1 else 0.0
 
 
-def _write_law(module: Any, model: ModelConf, drafts: bool) -> None:
+def _codes(model: ModelConf, drafts: bool) -> Tensor:
+    """A token's vector of signs, each standing twice, once negated."""
     signs_VH = _signs(model.vocab, model.seed)
     if drafts and model.agreement < 1:
         flipped = flips_for(model.agreement, model.vocab, model.seed)
         signs_VH = _flipped(signs_VH, flipped, model.seed)
-    codes = torch.cat([signs_VH, -signs_VH], 1)
-    for table in (module.get_input_embeddings().weight, module.get_output_embeddings().weight):
-        table.zero_()
-        table[:, : 2 * HALF] = codes.to(table)
-    # A normed vector has entries sqrt(dim / 2H); HALF products of signs, each standing twice.
-    scale = SPREAD / HALF**0.5 / 2 / (model.dim / (2 * HALF)) ** 0.5
-    norm: Any = _final_norm(module)
-    weight = torch.zeros(model.dim)
-    weight[: 2 * HALF] = scale * _norm_signs().repeat(2)
-    norm.get_parameter("weight").copy_(weight - 1 if model.family == "gemma2" else weight)
+    return torch.cat([signs_VH, -signs_VH], 1)
 
 
-def _final_norm(module: Any) -> nn.Module:
+def _final_norm(module: Any) -> str:
     """The norm before the head: the last module directly in the backbone that is one."""
-    norms: list[nn.Module] = [
-        m
+    norms: list[str] = [
+        name
         for name, m in module.named_modules()
         if not any(part.isdigit() for part in name.split(".")) and "norm" in type(m).__name__.lower()
     ]
@@ -167,16 +200,3 @@ def _norm_signs() -> Tensor:
 def _is_quiet(name: str) -> bool:
     parts = name.split(".")
     return parts[-2] in RESIDUAL_WRITERS + POSITION_TABLES
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf
-
-
-def _tile(value: Tensor, noise: Tensor) -> None:
-    """Fills with repeated noise: the numbers do not matter, and a 30B model has many."""
-    flat, tile = value.view(-1), noise.to(value)
-    whole = flat.numel() // TILE * TILE
-    flat[:whole].view(-1, TILE).copy_(tile)
-    flat[whole:].copy_(tile[: flat.numel() - whole])

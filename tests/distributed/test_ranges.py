@@ -75,15 +75,19 @@ def test_no_rank_is_left_empty():
 
 
 def model(**changes: object) -> ModelConf:
-    sizes = {"family": "llama", "n_heads": 4, "n_kv_heads": 4, "ffn": 48, "vocab": 97}
+    sizes = {
+        "family": "llama", "n_heads": 4, "n_kv_heads": 4, "head_dim": 8, "dim": 32, "ffn": 48, "vocab": 97,
+    }  # fmt: skip
     return ModelConf(name="small", **{**sizes, **changes})  # type: ignore[arg-type]
 
 
 def test_a_model_is_refused_for_what_cannot_be_split():
     require_split(model(), 4)
+    require_split(model(dtype=Dtype.int8), 4)
+    require_split(model(dtype=Dtype.nf4, dim=64, head_dim=64, ffn=256), 4)
     for changes, found in (
         ({"family": "mixtral"}, "mixtral"),
-        ({"dtype": Dtype.int8}, "int8"),
+        ({"dtype": Dtype.nf4}, "nf4 wants layers whose inputs are whole blocks"),
         ({"n_heads": 3, "n_kv_heads": 3}, "3 heads"),
     ):
         with pytest.raises(DistributedError, match=found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from llama_ssp.cache import Feed
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.cuts import TABLE, Sizes, cuts_of
 from llama_ssp.load.models import load, load_part
-from llama_ssp.load.tensor import TABLE
-from llama_ssp.ranges import head_ranges
+from llama_ssp.load.sources import taken
+from llama_ssp.load.synthetic import SyntheticSource
+from llama_ssp.load.synthetic import build as build_synthetic
+from llama_ssp.ranges import SPLIT_FAMILIES, head_ranges
 from llama_ssp.ranks import Ranks
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ranks_of, together
@@ -170,14 +174,29 @@ def test_a_tied_head_is_held_once(folder_of: Any):
         assert part.module.lm_head.weight is part.module.model.embed_tokens.weight
 
 
-def test_synthetic_weights_are_cut_alike():
-    model = ModelConf(
-        name="made", weights=Weights.synthetic, family="llama", n_layers=2, n_heads=4, n_kv_heads=2,
-        head_dim=16, dim=64, ffn=96, vocab=101, context=64,
-    )  # fmt: skip
-    expected = walked(load(model, None, Dtype.fp32, CPU, "model"))
-    ranks = ranks_of(2)
-    parts = [load_part(model, None, Dtype.fp32, CPU, "model", rank) for rank in ranks]
+SYNTHETIC = ModelConf(
+    name="made", weights=Weights.synthetic, n_layers=2, n_heads=6, n_kv_heads=3, head_dim=16, dim=96, ffn=148,
+    vocab=101, context=64, agreement=0.7,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["model", "draft"])
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_synthetic_weights_are_made_by_slices(family: str, role: str):
+    """A rank makes its part of each weight alone, and it is that part of what one process makes."""
+    plain = family in ("gpt_neox", "gpt_neo", "opt")
+    model = replace(SYNTHETIC, family=family, n_kv_heads=6 if plain else 3, tied=family == "gemma2")
+    whole = load(model, None, Dtype.fp32, CPU, role)
+    source = SyntheticSource(build_synthetic(model, torch.float32), model, CPU, role == "draft")
+    weights = dict(whole.module.named_parameters(remove_duplicate=False))
+    for rank in range(3):
+        for name, cut in cuts_of(whole.module, Sizes.of(whole.module.config, 3, rank)).items():
+            own = source.read(f"{name}.weight", cut)
+            assert torch.equal(own, taken(weights[f"{name}.weight"], cut)), name
+            assert own.untyped_storage().nbytes() == own.nbytes, "no more is made than is held"
+    expected = walked(whole)
+    ranks = ranks_of(3)
+    parts = [load_part(model, None, Dtype.fp32, CPU, role, rank) for rank in ranks]
     for found in together([lambda part=part: walked(part) for part in parts], ranks):
         for ours, theirs in zip(found, expected, strict=True):
             assert float((ours - theirs).abs().max()) <= TOLERANCE * float(theirs.abs().max())

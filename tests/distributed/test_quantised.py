@@ -1,0 +1,148 @@
+"""8 and 4 bit over ranks: each quantises its own slices, and no accuracy is lost by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from torch import Tensor, nn
+
+from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.errors import DistributedError, ModelError
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.cuts import ROWS, Sizes, cuts_of
+from llama_ssp.load.models import load, load_part
+from llama_ssp.load.parallel import RowParallel
+from llama_ssp.load.quantised import QUANTISED
+from llama_ssp.load.sources import taken
+from llama_ssp.ranges import NF4_BLOCK, require_split
+from tests.distributed.test_tensor import randomised_biases, walked
+from tests.distributed.threads import ranks_of, together
+from tests.families import build
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+MODEL = ModelConf(name="small")
+NO_WORSE = 1.1
+WIDE = {"hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 704}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama-gqa", {**WIDE, "num_key_value_heads": 4}),
+    "replicated-kv": ("llama-mqa", {**WIDE, "num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {**WIDE, "num_key_value_heads": 4}),
+    "gpt_neox": ("gpt_neox", WIDE),
+    "opt": ("opt", {**WIDE, "word_embed_proj_dim": 256, "ffn_dim": 704}),
+    "phi3": ("phi3", {**WIDE, "num_key_value_heads": 4}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, (family, changes) in CASES.items():
+        made[name] = tmp_path_factory.mktemp(name)
+        randomised_biases(build(family, mild=True, **changes)).save_pretrained(made[name])
+    return made
+
+
+def off(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The error of all passes together, of the size of the logits."""
+    ours, theirs = torch.cat(found).double(), torch.cat(exact).double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def numbers(layer: Any) -> tuple[Tensor, Tensor]:
+    """What a quantised layer holds: codes and scales, by row of the weight."""
+    if isinstance(layer, Linear8bitLt):
+        return layer.weight.CB, layer.weight.SCB
+    rows = layer.out_features
+    return layer.weight.data.view(rows, -1), layer.weight.quant_state.absmax.view(rows, -1)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_parts_hold_the_whole_layers_numbers_and_lose_no_accuracy(
+    name: str, world: int, dtype: Dtype, folders: dict[str, Path]
+):
+    folder, ranks = folders[name], ranks_of(world)
+    plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, dtype))
+    parts = [load_part(MODEL, folder, dtype, CPU, "model", rank) for rank in ranks]
+    cut_outputs = 0
+    for rank, part in enumerate(parts):
+        for layer, cut in cuts_of(plain.module, Sizes.of(plain.module.config, world, rank)).items():
+            ours = part.module.get_submodule(layer)
+            if cut.dim == ROWS:
+                for held, full in zip(numbers(ours), numbers(whole.module.get_submodule(layer)), strict=True):
+                    assert torch.equal(held, taken(full, cut)), layer
+                cut_outputs += 1
+            else:
+                assert isinstance(ours, RowParallel) and isinstance(ours.inner, Linear8bitLt | Linear4bit)
+                assert ours.inner.bias is None
+        assert type(part.module.get_output_embeddings()).__mro__[1] is nn.Linear
+        assert part.module.get_output_embeddings().weight.dtype is torch.bfloat16
+    assert cut_outputs >= world * 3 * 2
+    exact = walked(plain)
+    single = off(walked(whole), exact)
+    found = together([lambda part=part: walked(part) for part in parts], ranks)
+    assert 0 < single < 1
+    for logits in found:
+        assert off(logits, exact) <= NO_WORSE * single
+        assert all(torch.equal(one, other) for one, other in zip(logits, found[0], strict=True))
+
+
+MADE = ModelConf(
+    name="made", weights=Weights.synthetic, family="llama", n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64,
+    dim=256, ffn=320, vocab=101, context=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
+    """Over ranks as in one process, and the law, which is in 16 bit, stays."""
+    whole = load(MADE, None, dtype, CPU, "model")
+    layers = [m for m in whole.module.modules() if isinstance(m, Linear8bitLt | Linear4bit)]
+    assert len(layers) == 2 * 7
+    expected, exact = walked(whole), walked(load(MADE, None, Dtype.bf16, CPU, "model"))
+    assert off(expected, exact) < 0.02
+    ranks = ranks_of(2)
+    parts = [load_part(MADE, None, dtype, CPU, "model", rank) for rank in ranks]
+    for logits in together([lambda part=part: walked(part) for part in parts], ranks):
+        assert off(logits, exact) < 0.02
+
+
+def test_parts_of_blocks_are_refused_before_anything_is_read():
+    """Alike on every rank: the line names no rank. bitsandbytes would give wrong numbers in silence."""
+    odd = replace(MADE, dtype=Dtype.nf4, n_heads=12, n_kv_heads=12, head_dim=32, dim=384)
+    require_split(odd, 2)
+    for world, what, found in ((4, "heads of a rank", 96), (5, "heads of a rank", 96)):
+        with pytest.raises(DistributedError, match=f"whole blocks; model made, {what}; found {found}"):
+            require_split(odd, world)
+    require_split(replace(odd, dtype=Dtype.int8), 5)
+    with pytest.raises(DistributedError, match="MLP width of a rank; found 16"):
+        require_split(replace(odd, ffn=16 + 64), 2)
+    with pytest.raises(DistributedError, match="dim; found 416"):
+        load(replace(MADE, dtype=Dtype.nf4, dim=416), None, Dtype.nf4, CPU, "model")
+
+
+def test_a_checkpoint_of_unknown_shape_is_refused_too(tmp_path: Path):
+    build("llama-gqa").save_pretrained(tmp_path)  # inputs of 32 and 48
+    for how in (lambda: load(MODEL, tmp_path, Dtype.nf4, CPU, "model"), lambda: parts(tmp_path)):
+        with pytest.raises(ModelError, match=f"whole blocks of nf4; .*allowed a multiple of {NF4_BLOCK}"):
+            how()
+
+
+def parts(folder: Path) -> list[CausalModel]:
+    return [load_part(MODEL, folder, Dtype.nf4, CPU, "model", rank) for rank in ranks_of(2)]
+
+
+def test_outputs_that_the_fast_kernel_does_not_take(tmp_path: Path):
+    """A KV head of 16 columns: no multiple of the kernel's 32 outputs."""
+    changes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    build("llama-mqa", mild=True, **changes).save_pretrained(tmp_path)
+    exact = walked(load(MODEL, tmp_path, Dtype.fp32, CPU, "model"))
+    assert off(walked(load(MODEL, tmp_path, Dtype.nf4, CPU, "model")), exact) < 0.5
