@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from llama_ssp.cache import Feed
@@ -49,6 +50,24 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "mlp-bias": ("llama-gqa", {"mlp_bias": True, "attention_bias": True}),
 }  # fmt: skip
+THIRTEEN: dict[str, Any] = {"hidden_size": 52, "num_attention_heads": 13, "intermediate_size": 45}
+TWELVE: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 45}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "thirteen-heads": ("llama-mha", {**THIRTEEN, "num_key_value_heads": 13}),
+    "thirteen-neox": ("gpt_neox", THIRTEEN),
+    "thirteen-opt": ("opt", {**THIRTEEN, "word_embed_proj_dim": 52, "ffn_dim": 45}),
+    "thirteen-neo": ("gpt_neo", {"hidden_size": 52, "num_heads": 13, "intermediate_size": 45}),
+    **{
+        f"{family}-{kv}-of-twelve": (family, {**TWELVE, "num_key_value_heads": kv})
+        for family in ("mistral-window", "qwen2", "qwen3", "gemma2", "phi3")
+        for kv in (1, 2, 3)
+    },
+    **{
+        f"{family}-tied": (family, {"tie_word_embeddings": True})
+        for family in ("mistral-window", "qwen2", "qwen3", "gemma2", "phi3")
+    },
+}  # fmt: skip
+UNEVEN.update(MORE)
 
 
 def randomised_biases(module: Any) -> Any:
@@ -129,8 +148,14 @@ def splits(name: str, world: int) -> bool:
 assert VOCAB % 2 and VOCAB % 3, "the vocabulary is to be cut unevenly"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", [*FAMILIES, *UNEVEN])
+GRID = [
+    pytest.param(name, world, marks=pytest.mark.slow if world > 3 or name in MORE else ())
+    for name in (*FAMILIES, *UNEVEN)
+    for world in (2, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "world"), GRID)
 def test_the_parts_give_the_whole_models_logits(name: str, world: int, folder_of: Any):
     if not splits(name, world):
         with pytest.raises(DistributedError, match="heads cannot be split"):
@@ -246,5 +271,54 @@ def test_real_ranks(folder_of: Any):
         for rank, found in every.items():
             assert found[name] == every[0][name], rank
             for ours, theirs in zip(found[name], expected, strict=True):
+                worst = float((torch.tensor(ours) - theirs.flatten()).abs().max())
+                assert worst <= TOLERANCE * float(theirs.abs().max())
+
+
+class Subgroup:
+    """Some ranks of the world: `rank` is the place among them."""
+
+    def __init__(self, members: list[int]) -> None:
+        self.group = dist.new_group(members)
+        self.rank, self.world = (
+            members.index(dist.get_rank()) if dist.get_rank() in members else -1,
+            len(members),
+        )
+        self.is_leader = self.rank == 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(parts, tensor, group=self.group)
+        return parts
+
+
+def logits_on_some(_: Ranks, folder: Path) -> dict[str, list[list[float]]]:
+    """A model over ranks 1 and 2; another over ranks 0 and 2."""
+    found = {}
+    for name, members in (("first", [1, 2]), ("second", [0, 2])):
+        some: Any = Subgroup(members)
+        if some.rank >= 0:
+            part = load_part(ModelConf(name="small"), folder, Dtype.fp32, CPU, "model", some)
+            found[name] = [logits.flatten().tolist() for logits in walked(part)]
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_over_some_of_the_ranks(folder_of: Any):
+    folder = folder_of("three-kv")
+    every = on_ranks(3, logits_on_some, folder)
+    assert {rank: sorted(found) for rank, found in every.items()} == {
+        0: ["second"],
+        1: ["first"],
+        2: ["first", "second"],
+    }
+    expected = walked(load(ModelConf(name="small"), folder, Dtype.fp32, CPU, "model"))
+    for found in every.values():
+        for passes in found.values():
+            for ours, theirs in zip(passes, expected, strict=True):
                 worst = float((torch.tensor(ours) - theirs.flatten()).abs().max())
                 assert worst <= TOLERANCE * float(theirs.abs().max())
