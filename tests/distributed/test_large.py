@@ -1,0 +1,131 @@
+"""30B and 65B over 3, 6 and 8 ranks: the loader's own cut of the real sizes, without memory for one weight.
+
+Every rank's part is made on torch's meta device, where a tensor is a shape: sums over ranks change
+nothing there, so this is about shapes and bytes, not about values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.cuts import Cut
+from llama_ssp.load.sources import taken
+from llama_ssp.load.synthetic import build
+from llama_ssp.load.tensor import cut_module
+from llama_ssp.overrides import CONF
+from llama_ssp.plan import parameters
+from llama_ssp.ranges import mlp_share, share
+
+META = torch.device("meta")
+GIB, MIB = 2**30, 2**20
+ROWS, FED, SLOTS = 1, 5, 2047  # a verify pass in a cache of 2048 slots with the spare one
+CASES = [("30B", 8), ("65B", 8), ("65B", 3), ("65B", 6)]
+
+
+class Shapes:
+    """A source of weights that are shapes."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._weights = dict(module.named_parameters(remove_duplicate=False))
+        self.shapes = {name: tuple(weight.shape) for name, weight in self._weights.items()}
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        return taken(self._weights[name], cut)
+
+
+class Silent:
+    """A rank that hears nobody."""
+
+    is_leader = False
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.sums, self.gathers = rank, world, 0, 0
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.sums += 1
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self.gathers += 1
+        return [torch.empty_like(tensor) for _ in range(self.world)]
+
+
+def preset(name: str) -> ModelConf:
+    return ModelConf(**yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text()))
+
+
+def part(model: ModelConf, world: int, rank: int) -> tuple[CausalModel, Silent]:
+    """A rank's part, by the very code that loads one."""
+    ranks: Any = Silent(rank, world)
+    module: Any = build(model, torch.bfloat16)
+    vocab = cut_module(module, Shapes(build(model, torch.bfloat16)), ranks, Dtype.bf16, META)
+    return CausalModel(module, model.name, vocab), ranks
+
+
+def held(causal: CausalModel) -> int:
+    return sum(p.nbytes for p in causal.module.parameters())
+
+
+def verified(causal: CausalModel) -> tuple[torch.Size, RaggedCache]:
+    """The logits' shape of a verify pass, and the cache after it."""
+    feed = Feed((SLOTS - FED,) * ROWS, (FED,) * ROWS, SLOTS, META)
+    cache = causal.new_cache(ROWS, SLOTS)
+    tokens = torch.empty(ROWS, FED, dtype=torch.int64, device=META)
+    return causal.logits(tokens, feed, cache, last_only=False).shape, cache
+
+
+def expected(model: ModelConf, world: int, rank: int) -> int:
+    """Parameters of a rank, written out: heads, MLP in units of 64, rows of both tables, whole norms."""
+    first, last = share(model.n_heads, world, rank)
+    heads = (last - first) * model.head_dim
+    begin, end = mlp_share(model.ffn, world, rank)
+    top, bottom = share(model.vocab, world, rank)
+    layer = 4 * model.dim * heads + 3 * model.dim * (end - begin) + 2 * model.dim
+    return 2 * (bottom - top) * model.dim + model.n_layers * layer + model.dim
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_every_ranks_shapes_and_bytes(name: str, world: int):
+    model, total, sizes = preset(name), 0, {}
+    for rank in range(world):
+        sizes[expected(model, world, rank)] = rank  # ranks of equal sizes have equal shapes
+        total += expected(model, world, rank)
+    for rank in sizes.values():
+        causal, ranks = part(model, world, rank)
+        assert causal.parameters == expected(model, world, rank)
+        assert held(causal) == 2 * causal.parameters
+        shape, cache = verified(causal)
+        assert shape == (ROWS, FED, model.vocab)
+        assert (ranks.sums, ranks.gathers) == (2 * model.n_layers + 1, 1)
+        first, last = share(model.n_heads, world, rank)
+        assert cache.nbytes() == 2 * 2 * model.n_layers * (last - first) * model.head_dim * ROWS * (SLOTS + 1)
+    norms = (2 * model.n_layers + 1) * model.dim
+    assert total - world * norms == parameters(model) - norms, "the parts are the model"
+
+
+# Weights and, at 2048 slots, the cache of each rank. The MLP of 65B over 3 and 6 is cut by 64 columns.
+PUBLISHED = {
+    ("30B", 8): ([7.765] * 4 + [7.385] * 4, [420] * 4 + [360] * 4),
+    ("65B", 8): ([15.20] * 8, [640] * 8),
+    ("65B", 3): ([41.03, 40.41, 40.17], [1760, 1680, 1680]),
+    ("65B", 6): ([20.63, 20.63, 20.40, 20.40, 19.77, 19.77], [880, 880, 880, 880, 800, 800]),
+}
+
+
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_the_figures_that_are_stated(name: str, world: int):
+    model = preset(name)
+    weights, caches = PUBLISHED[name, world]
+    for rank in range(world):
+        first, last = share(model.n_heads, world, rank)
+        assert 4 * model.n_layers * (last - first) * model.head_dim * 2048 == caches[rank] * MIB
+        assert 2 * expected(model, world, rank) / GIB == pytest.approx(weights[rank], abs=0.006)
