@@ -60,12 +60,15 @@ class Feed:
 
 @dataclass
 class RaggedCache:
-    """One model's keys and values, (B, heads, capacity + 1, head size) a layer, made at first use."""
+    """One model's keys and values, (B, heads, capacity + 1, head size) a layer.
+
+    Each is made at first use, on the layer's device.
+    """
 
     rows: int
     capacity: int
     _layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _slots: Tensor | None = None
+    _slots: dict[torch.device, Tensor] = field(default_factory=dict)
     _span: int = 0
     masks: dict[str, Tensor] = field(default_factory=dict)
 
@@ -73,16 +76,17 @@ class RaggedCache:
 
     def expect(self, feed: Feed, masks: dict[str, Tensor]) -> None:
         """Announces the pass that comes: where its keys go and, by kind of layer, what it sees."""
-        self._slots, self._span, self.masks = feed.slots(), feed.span, masks
+        self._slots, self._span, self.masks = {feed.device: feed.slots()}, feed.span, masks
 
     def update(
         self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Stores the pass's keys and values; returns all that it may look at."""
-        assert self._slots is not None, "expect() comes before a forward pass"
+        assert self._slots, "expect() comes before a forward pass"
         keys, values = self._layer(layer_idx, key_BHWD, value_BHWD)
+        slots_B1W1 = self._slots_on(key_BHWD.device)[:, None, :, None]
         for stored, new in ((keys, key_BHWD), (values, value_BHWD)):
-            stored.scatter_(2, self._slots[:, None, :, None].expand_as(new), new)
+            stored.scatter_(2, slots_B1W1.expand_as(new), new)
         return keys[:, :, : self._span], values[:, :, : self._span]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -100,6 +104,12 @@ class RaggedCache:
         if index not in self._layers:
             self._layers[index] = (self._empty(key), self._empty(value))
         return self._layers[index]
+
+    def _slots_on(self, device: torch.device) -> Tensor:
+        """Where this pass's keys go, for layers of that device: copied there once a pass."""
+        if device not in self._slots:
+            self._slots[device] = next(iter(self._slots.values())).to(device)
+        return self._slots[device]
 
     def _empty(self, like: Tensor) -> Tensor:
         _, heads, _, size = like.shape

@@ -27,8 +27,13 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 class CausalModel:
     """A loaded model: `logits` is one forward pass."""
 
-    def __init__(self, module: Any, name: str, vocab: int | None = None) -> None:
-        """`vocab` is how many logits it gives, where the head at hand holds only some of them."""
+    def __init__(
+        self, module: Any, name: str, vocab: int | None = None, device: torch.device | None = None
+    ) -> None:
+        """`vocab` is how many logits it gives, where the head at hand holds only some of them.
+
+        `device` is where tokens go, where the embedding itself is elsewhere.
+        """
         self.module = module.eval()
         self.name = name
         config = module.config
@@ -40,7 +45,7 @@ class CausalModel:
             )  # fmt: skip
         self.vocab = vocab or int(module.get_output_embeddings().weight.shape[0])
         self.context = context_of(config)
-        self.device: torch.device = module.get_input_embeddings().weight.device
+        self.device: torch.device = device or module.get_input_embeddings().weight.device
         self.dtype: torch.dtype = module.get_input_embeddings().weight.dtype
         self.windows = windows_of(config)
         self.mask_by_kind = getattr(config, "layer_types", None) is not None
@@ -50,8 +55,11 @@ class CausalModel:
 
     @property
     def weights_bytes(self) -> int:
-        """What the weights occupy; a tied tensor counts once, an expanded one by what it holds."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
+        """What the weights occupy; a tied tensor counts once, an expanded one by what it holds.
+
+        Those that accelerate keeps elsewhere, and brings when they are needed, do not count.
+        """
+        tensors = [t for t in (*self.module.parameters(), *self.module.buffers()) if not t.is_meta]
         return sum({t.data_ptr(): min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors}.values())
 
     @property
@@ -150,4 +158,6 @@ def _adapt_gpt_neo(module: Any) -> None:
 def _take_windowed_mask(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, {**kwargs, "attention_mask": kwargs["layer_past"].masks["sliding_attention"]}
+    hidden = args[0] if args else kwargs["hidden_states"]
+    mask = kwargs["layer_past"].masks["sliding_attention"].to(hidden.device)
+    return args, {**kwargs, "attention_mask": mask}

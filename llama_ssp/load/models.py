@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,12 @@ DRAFT = "draft"
 def load(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> CausalModel:
     """The model, ready to run. A family that is not among the tested ones is tried before it is used."""
     require_quantised(model)
-    module = _synthetic(model, dtype, device, role) if path is None else _read(path, dtype, device)
+    if path is None:
+        module = made(shaped(model, None, dtype, role), model, dtype, device, role)
+    else:
+        module = read(path, dtype, {"": device})
     causal = CausalModel(module, model.name)
-    if causal.module.config.model_type not in TESTED_FAMILIES:
-        require_faithful(causal)
-    if model.scan:
-        _require_finite(causal)
+    ready(causal, model)
     log.info("%s %s: %s on %s", role, model.name, dtype.value, device)
     return causal
 
@@ -50,12 +52,14 @@ def load_part(
 
     Whether from a checkpoint or from a seed, a rank makes its slices alone.
     """
+    module = shaped(model, path, dtype, role)
     if path is None:
-        module: Any = _shaped(model, dtype, role)
         source = SyntheticSource(module, model, _made_on(device, dtype), role == DRAFT)
         vocab = cut_module(module, source, ranks, dtype, device, role == DRAFT)
     else:
-        module, vocab = _read_part(path, dtype, device, ranks, role == DRAFT)
+        with _refusing(path), FileSource(path, module) as files:
+            _require_complete(path, differences(module, files))
+            vocab = cut_module(module, files, ranks, dtype, device, role == DRAFT)
     require_filled(module)
     causal = CausalModel(module, model.name, vocab)
     if model.scan:
@@ -64,24 +68,41 @@ def load_part(
     return causal
 
 
-def _read_part(
-    path: Path, dtype: Dtype, device: torch.device, ranks: Ranks, leader_looks_up: bool
-) -> tuple[Any, int]:
+def ready(causal: CausalModel, model: ModelConf) -> None:
+    """Tries a family that is not tested, and scans the weights if that is asked for."""
+    if causal.module.config.model_type not in TESTED_FAMILIES:
+        require_faithful(causal)
+    if model.scan:
+        _require_finite(causal)
+
+
+def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
+    """The module with real buffers and without weights: of the checkpoint, or of the shape alone."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if path is None:
+        try:
+            return build(model, TORCH_DTYPES[dtype])
+        except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
+            raise ModelError(
+                "the sizes do not make a model", where=f"{role} {model.name}", found=str(error)[:200],
+                fix="take them from a model's config.json",
+            ) from None  # fmt: skip
     require_supported(path)
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with _refusing(path), init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention_of(config)
+        )
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """What libraries say of a checkpoint that they do not take, in one line."""
     try:
-        with init_empty_weights(include_buffers=False):
-            module = AutoModelForCausalLM.from_config(
-                config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention_of(config)
-            )
-        with FileSource(path, module) as source:
-            _require_complete(path, differences(module, source))
-            vocab = cut_module(module, source, ranks, dtype, device, leader_looks_up)
-            return module, vocab
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(
             "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200],
             fix="fetch the model again, or another dtype",
@@ -108,33 +129,29 @@ def require_supported(path: Path) -> None:
     windows_of(config)
 
 
-def _read(path: Path, dtype: Dtype, device: torch.device) -> Any:
+def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | None = None) -> Any:
+    """The checkpoint's module, as transformers loads it, on the device of each module."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as hub_logging
 
     require_supported(path)
     hub_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            module, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=TORCH_DTYPES[dtype],
-                device_map={"": device},
-                attn_implementation=attention_of(config),
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **settings(dtype),
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        raise ModelError(
-            "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200],
-            fix="fetch the model again, or another dtype",
-        ) from error  # fmt: skip
+    with _refusing(path), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=TORCH_DTYPES[dtype],
+            device_map=dict(spread),
+            offload_folder=offload,
+            attn_implementation=attention_of(config),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **settings(dtype),
+        )
     _require_complete(path, report)
     if dtype in QUANTISED:
         choose_kernels(module)
@@ -153,23 +170,13 @@ def _require_complete(path: Path, report: dict[str, Any]) -> None:
             )  # fmt: skip
 
 
-def _synthetic(model: ModelConf, dtype: Dtype, device: torch.device, role: str) -> Any:
-    module = _shaped(model, dtype, role)
+def made(module: Any, model: ModelConf, dtype: Dtype, device: torch.device, role: str) -> Any:
+    """The module with weights from its seed."""
     source = SyntheticSource(module, model, _made_on(device, dtype), drafts=role == DRAFT)
     fill_module(module, source, dtype, device)
     module.tie_weights()
     require_filled(module)
     return module
-
-
-def _shaped(model: ModelConf, dtype: Dtype, role: str) -> Any:
-    try:
-        return build(model, TORCH_DTYPES[dtype])
-    except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
-        raise ModelError(
-            "the sizes do not make a model", where=f"{role} {model.name}", found=str(error)[:200],
-            fix="take them from a model's config.json",
-        ) from None  # fmt: skip
 
 
 def _made_on(device: torch.device, dtype: Dtype) -> torch.device:
@@ -178,10 +185,16 @@ def _made_on(device: torch.device, dtype: Dtype) -> torch.device:
 
 
 def _require_finite(causal: CausalModel) -> None:
-    for name, tensor in causal.module.state_dict().items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ModelError(
-                "a weight is not a finite number",
-                where=f"{causal.name}: {name}",
-                fix="fetch the model again",
-            )
+    """Every weight, also those that are brought when their layer runs."""
+    from accelerate.utils import align_module_device
+
+    for name, layer in causal.module.named_modules():
+        with align_module_device(layer):
+            for leaf, tensor in layer.state_dict().items():
+                if "." in leaf.removeprefix("weight."):
+                    continue  # a layer below this one's
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise ModelError(
+                        "a weight is not a finite number", where=f"{causal.name}: {name}.{leaf}",
+                        fix="fetch the model again",
+                    )  # fmt: skip
