@@ -6,6 +6,8 @@ itself, needs no code of its own, and has the shape that the config says.
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,13 @@ from llama_ssp.config import ModelConf, Weights, home_expanded
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.folder import header, read_json, require_plain, weight_files
 
+log = logging.getLogger(__name__)
+
 SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parent / "shipped"  # models that come with us
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
+# Of a repository: no pickle, no code, and no second copy of the weights in another layout.
+WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
+UNWANTED = ["*/*", "consolidated*"]
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
 
 
@@ -44,25 +51,43 @@ def find(model: ModelConf, role: str) -> Path:
             f"{role} {model.name} has neither a path nor a repo",
             fix=f"write {role}.path=FOLDER, or {role}.weights=synthetic to try it without weights",
         )
+    return _hub_copy(model, model.repo, role)
+
+
+def _hub_copy(model: ModelConf, repo: str, role: str) -> Path:
+    """The repository's folder in the local store, fetched if that is allowed, and named by its commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
 
+    if os.environ.get("RANK", "0") != "0":
+        disable_progress_bars()  # one voice
     try:
-        return Path(
+        path = Path(
             snapshot_download(
-                model.repo,
+                repo,
                 revision=model.revision,
                 local_files_only=not model.download,
-                allow_patterns=["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"],
+                allow_patterns=WANTED,
+                ignore_patterns=UNWANTED,
             )
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         found = "no local copy" if not model.download else str(error)
         raise ModelError(
-            f"{role} {model.name} is not at hand", where=f"hub repository {model.repo}", found=found,
+            f"{role} {model.name} is not at hand", where=f"hub repository {repo}", found=found,
             fix=f"write {role}.path=FOLDER, or {role}.download=true with {role}.revision=COMMIT, "
             f"or {role}.weights=synthetic to try the machine without weights",
         ) from None  # fmt: skip
+    commit = commit_of(path)
+    pinned = "" if model.revision == commit else f"; {role}.revision={commit} keeps to it"
+    log.info("%s %s: %s at commit %s%s", role, model.name, repo, commit, pinned)
+    return path
+
+
+def commit_of(path: Path) -> str | None:
+    """Which commit of a hub repository the folder holds, if it is a copy of one."""
+    return path.name if path.parent.name == "snapshots" else None
 
 
 def inspect(path: Path) -> Checkpoint:

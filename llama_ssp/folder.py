@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import stat
@@ -15,6 +16,7 @@ MAX_JSON_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 INDEX = "model.safetensors.index.json"
+SAMPLES, SAMPLE_BYTES = 32, 512  # of a weight file, for its fingerprint
 READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 
 # Bits of an element of each number format that can be loaded here.
@@ -94,6 +96,29 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
     if 8 + length + end != size:
         raise _damaged(file, f"{size} bytes where the header promises {8 + length + end}")
     return shapes
+
+
+def fingerprint(path: Path) -> str:
+    """What tells this model from another in moments, whatever its size: a hash for ranks to compare.
+
+    Of the small files, the tokenizer's among them, everything counts; of the weight files, their names,
+    sizes and headers, and some bytes of each at fixed places.
+    """
+    digest = hashlib.sha256()
+    weights = weight_files(path)
+    small = [p for p in path.iterdir() if p.suffix in READ_BY_LIBRARIES and p not in weights and p.is_file()]
+    for file in sorted(small):
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    for file in sorted(weights):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            digest.update(start + stream.read(min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)))
+            for sample in range(SAMPLES + 1):
+                stream.seek(max(0, size - SAMPLE_BYTES) * sample // SAMPLES)
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def read_json(file: Path) -> dict[str, Any]:

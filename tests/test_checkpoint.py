@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_ssp.checkpoint import Checkpoint, complete, inspect, shape_of, with_shape
+from llama_ssp.checkpoint import Checkpoint, commit_of, complete, find, inspect, shape_of, with_shape
 from llama_ssp.config import ModelConf, Weights
 from llama_ssp.errors import ModelError
+from llama_ssp.folder import fingerprint
 from llama_ssp.plan import parameters
 from tests import checkpoints, families
 from tests.checkpoints import INDEX, copied, edit, join, split
@@ -89,6 +92,98 @@ def test_hub_copies_link_to_their_blobs(saved: Saved, tmp_path: Path) -> None:
         (blobs / str(number)).write_bytes(file.read_bytes())
         (home / file.name).symlink_to(blobs / str(number))
     assert inspect(home).shapes == inspect(saved.sharded).shapes
+
+
+REPO_FILES = {
+    "config.json": b"{}", "model.safetensors": b"weights", "tokenizer.model": b"pieces", "merges.txt": b"a b",
+    "pytorch_model.bin": b"pickle", "modeling.py": b"code", "consolidated.safetensors": b"again",
+    "original/model.safetensors": b"again", "README.md": b"words",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_hub_copy_is_named_by_its_commit_and_holds_no_pickle_and_no_code(
+    rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The hub's own filter, on a repository that is not fetched: there is no network here."""
+    asked: dict[str, object] = {}
+    quiet: list[str] = []
+
+    def fetched(repo: str, **how: Any) -> str:
+        asked.update(how, repo=repo)
+        return str(tmp_path / "snapshots" / "0123abc")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    monkeypatch.setattr(huggingface_hub.utils, "disable_progress_bars", lambda: quiet.append(rank))
+    caplog.set_level(logging.INFO)
+    path = find(ModelConf(name="7B", repo="some/model", download=True), "draft")
+    assert commit_of(path) == "0123abc" and commit_of(tmp_path) is None
+    assert asked["local_files_only"] is False and asked["repo"] == "some/model"
+    assert "at commit 0123abc; draft.revision=0123abc keeps to it" in caplog.text
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    kept = list(huggingface_hub.utils.filter_repo_objects(REPO_FILES, **patterns))  # type: ignore[arg-type]
+    assert kept == ["config.json", "model.safetensors", "tokenizer.model", "merges.txt"]
+    assert quiet == [rank] * (rank != "0"), "the leader alone shows progress"
+
+
+def test_a_pinned_copy_needs_no_advice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "snapshots" / "77")
+    )
+    caplog.set_level(logging.INFO)
+    find(ModelConf(name="7B", repo="some/model", revision="77"), "model")
+    assert caplog.text.rstrip().endswith("some/model at commit 77")
+
+
+def test_a_fingerprint_tells_models_apart(saved: Saved, tmp_path: Path) -> None:
+    """Same bytes elsewhere: same. Any small file, a header, a size, a weight at a sampled place: another."""
+    path = copied(saved.sharded, tmp_path / "model")
+    first = fingerprint(path)
+    assert first == fingerprint(saved.sharded) != fingerprint(saved.whole)
+    (path / "README.md").write_text("not read by anybody")
+    assert fingerprint(path) == first
+    seen = {first}
+    shard = path / "model-00002-of-00005.safetensors"
+    whole = shard.read_bytes()
+    header, data = split(shard)
+    last = max(name for name in header if name != "__metadata__")
+    swapped = {**header, last: {**header[last], "dtype": "I32"}}  # F32 read as whole numbers
+    changes: list[tuple[Path, bytes]] = [
+        (shard, whole[:-1] + bytes([whole[-1] ^ 1])),
+        (
+            shard,
+            whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :],
+        ),
+        (shard, whole + b"\0"),
+        (path / "tokenizer.json", (path / "tokenizer.json").read_bytes().replace(b"</s>", b"</t>")),
+        (path / "config.json", (path / "config.json").read_bytes() + b" "),
+    ]
+    join(tmp_path / "swapped", swapped, data)
+    changes.append((shard, (tmp_path / "swapped").read_bytes()))
+    for file, content in changes:
+        kept = file.read_bytes()
+        file.write_bytes(content)
+        seen.add(fingerprint(path))
+        file.write_bytes(kept)
+    assert len(seen) == 1 + len(changes) and fingerprint(path) == first
+
+
+def test_a_fingerprint_of_a_large_model_reads_little_of_it(saved: Saved, tmp_path: Path) -> None:
+    """A file of 40 GB, all holes: read through, it would take minutes."""
+    path = copied(saved.whole, tmp_path / "model")
+    join(path / WEIGHTS, {"w": {"dtype": "U8", "shape": [40 * 10**9], "data_offsets": [0, 40 * 10**9]}}, b"")
+    os.truncate(path / WEIGHTS, (path / WEIGHTS).stat().st_size + 40 * 10**9)
+    before = bytes_read()
+    fingerprint(path)
+    assert bytes_read() - before < 10**7
+
+
+def bytes_read() -> int:
+    """By this process, ever."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_a_link_out_of_a_shard_list_is_refused(saved: Saved, tmp_path: Path) -> None:
