@@ -63,7 +63,7 @@ def load_part(
     require_filled(module)
     causal = CausalModel(module, model.name, vocab)
     if model.scan:
-        _require_finite(causal)
+        require_finite(causal)
     log.info("%s %s: %s on %s, over %d ranks", role, model.name, dtype.value, device, ranks.world)
     return causal
 
@@ -73,7 +73,7 @@ def ready(causal: CausalModel, model: ModelConf) -> None:
     if causal.module.config.model_type not in TESTED_FAMILIES:
         require_faithful(causal)
     if model.scan:
-        _require_finite(causal)
+        require_finite(causal)
 
 
 def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
@@ -184,7 +184,7 @@ def _made_on(device: torch.device, dtype: Dtype) -> torch.device:
     return torch.device("cpu") if dtype in QUANTISED else device
 
 
-def _require_finite(causal: CausalModel) -> None:
+def require_finite(causal: CausalModel) -> None:
     """Every weight, also those that are brought when their layer runs."""
     from accelerate.utils import align_module_device
 

@@ -17,11 +17,16 @@ from llama_ssp.ranks import Ranks
 class RowParallel(nn.Module):
     """A linear layer, of any number format, that holds some inputs: sums over ranks, adds the bias once."""
 
-    def __init__(self, inner: nn.Linear, ranks: Ranks) -> None:
+    def __init__(self, inner: Any, ranks: Ranks) -> None:
         super().__init__()
-        self.bias = inner.bias
-        inner.bias = None  # type: ignore[assignment]
+        self.bias: Tensor | None = inner.bias
+        inner.bias = None
         self.inner, self.ranks = inner, ranks
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.inner.weight
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.ranks.all_reduce(self.inner(x))
