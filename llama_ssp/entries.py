@@ -16,7 +16,7 @@ from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Entry, drafts
 from llama_ssp.overrides import CONF, translated
 from llama_ssp.placement import resolve
-from llama_ssp.ranges import require_split
+from llama_ssp.ranges import require_deepspeed, require_split
 
 
 def entries(run: RunConf, folders: list[Path], world: int) -> tuple[Entry, ...]:
@@ -32,10 +32,12 @@ def _completed(run: RunConf, world: int) -> Entry:
     whole = replace(run, model=model, draft=draft)
     checks.check_context(whole)
     placement = resolve(whole.placement, world, drafts(whole))
-    if placement.splitting is Splitting.tensor:
-        for conf, degree in ((model, len(placement.target)), (draft, placement.draft_degree)):
-            if conf is not None and degree > 1:
-                require_split(conf, degree)
+    if placement.splitting is Splitting.deepspeed:
+        require_deepspeed(model, placement.world)
+    elif len(placement.target) > 1:
+        require_split(model, len(placement.target))
+    if draft is not None and placement.draft_degree > 1:
+        require_split(draft, placement.draft_degree, "draft")
     return Entry(whole, target_path, draft_path, placement)
 
 

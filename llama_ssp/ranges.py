@@ -26,6 +26,8 @@ DEEPSPEED_FAMILIES = (
     "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3",
 )  # fmt: skip
 
+OTHER_RANKS = "start another number of ranks (torchrun --nproc-per-node); for a draft, placement.draft_degree"
+
 Span = tuple[int, int]  # half-open
 
 
@@ -75,7 +77,7 @@ def vocab_share(vocab: int, world: int, rank: int) -> Span:
     return filled_share("vocabulary", vocab, world, rank)
 
 
-def head_ranges(n_heads: int, n_kv: int, world: int, rank: int) -> Heads:
+def head_ranges(n_heads: int, n_kv: int, world: int, rank: int, where: str = "") -> Heads:
     """Whole KV groups; where there are fewer KV heads than ranks, each is held by several ranks alike."""
     if world <= n_kv:
         first, last = share(n_kv, world, rank)
@@ -84,24 +86,24 @@ def head_ranges(n_heads: int, n_kv: int, world: int, rank: int) -> Heads:
     if n_kv == n_heads or world % n_kv or n_heads % world:
         fitting = [n for n in range(1, n_heads + 1) if n <= n_kv or _replicates(n_heads, n_kv, n)]
         raise DistributedError(
-            "the model's heads cannot be split over the ranks",
+            "the model's heads cannot be split over the ranks", where=where,
             found=f"{n_heads} heads, {n_kv} KV heads, {world} ranks",
-            allowed=f"{_in_words(fitting)} ranks",
-            fix="start another number of ranks (torchrun --nproc-per-node)",
-        )
+            allowed=f"{_in_words(fitting)} ranks", fix=OTHER_RANKS,
+        )  # fmt: skip
     query = share(n_heads, world, rank)
     kv = query[0] * n_kv // n_heads
     return Heads(query, (kv, kv + 1))
 
 
-def require_split(model: ModelConf, world: int) -> None:
+def require_split(model: ModelConf, world: int, role: str = "model") -> None:
     """Refuses, alike on every rank and before anything is opened, a model that cannot be split so."""
+    where = f"{role} {model.name}"
     if model.family not in SPLIT_FAMILIES:
         raise DistributedError(
-            "the architecture cannot be split over ranks", where=f"model {model.name}", found=model.family,
-            allowed=", ".join(SPLIT_FAMILIES), fix="run it in one process",
+            "the architecture cannot be split over ranks", where=where, found=model.family,
+            allowed=", ".join(SPLIT_FAMILIES), fix="run it in one process, a draft with placement=leader",
         )  # fmt: skip
-    head_ranges(model.n_heads, model.n_kv_heads, world, 0)
+    head_ranges(model.n_heads, model.n_kv_heads, world, 0, where)
     mlp_share(model.ffn, world, 0)
     vocab_share(model.vocab, world, 0)
     require_quantised(model, world)

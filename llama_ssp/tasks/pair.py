@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting
+from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting, home_expanded
 from llama_ssp.draws import CounterDraws, Draws
 from llama_ssp.engine import (
     AnyEngine,
@@ -25,9 +25,12 @@ from llama_ssp.engine import (
     Runner,
     SendingDrafter,
 )
+from llama_ssp.folder import fingerprint
 from llama_ssp.inputs import Entry, drafts
+from llama_ssp.load.autotp import load_deepspeed
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.devices import TORCH_DTYPES, describe, device_of, dtype_of, memory_of
+from llama_ssp.load.layers import load_layers
 from llama_ssp.load.models import DRAFT, load, load_part, require_supported
 from llama_ssp.load.tokens import Tokens, read_tokens, require_same_tokens
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
@@ -51,7 +54,9 @@ class Seat:
     splitting: Splitting
     world: int
     ranks: tuple[int, ...]
-    copies: bool = False
+    copies: bool
+    max_memory: dict[str, str]
+    offload: str | None
 
     @property
     def degree(self) -> int:
@@ -78,25 +83,25 @@ class Pair:
 
 def seats(entry: Entry) -> list[Seat]:
     """The roles this pair needs, each with its device and number format."""
-    run, placement = entry.run, entry.placement
-    how = placement.splitting, placement.world
-    found = [
-        _seat("model", run.model, entry.target_path, run.placement.target_device, *how, placement.target)
-    ]
-    if run.draft is not None and placement.draft:
-        where = entry.draft_path, run.placement.draft_device
-        found.append(_seat(DRAFT, run.draft, *where, *how, placement.draft, placement.copies))
-    _warn(found, run)
+    found = [_seat(entry, "model", entry.run.model, entry.target_path)]
+    if entry.run.draft is not None and entry.placement.draft:
+        found.append(_seat(entry, DRAFT, entry.run.draft, entry.draft_path))
+    _warn(found, entry.run)
     return found
 
 
-def _seat(
-    role: str, model: ModelConf, path: Path | None, device_name: str, splitting: Splitting, world: int,
-    ranks: tuple[int, ...], copies: bool = False,
-) -> Seat:  # fmt: skip
-    device = device_of(device_name, f"placement.{'draft' if role == DRAFT else 'target'}_device")
+def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
+    asked, placement = entry.run.placement, entry.placement
+    key, name = (
+        ("draft_device", asked.draft_device) if role == DRAFT else ("target_device", asked.target_device)
+    )
+    device = device_of(name, f"placement.{key}")
     dtype = dtype_of(model.dtype, device, f"{role}.dtype")
-    return Seat(role, model, path, device, dtype, splitting, world, ranks, copies)
+    if role == DRAFT:  # other engines spread the target alone
+        how = Splitting.tensor, placement.world, placement.draft, placement.copies
+    else:
+        how = placement.splitting, placement.world, placement.target, False
+    return Seat(role, model, path, device, dtype, *how, dict(asked.max_memory), asked.offload_folder)
 
 
 def tokens_of(found: list[Seat]) -> Tokens:
@@ -123,7 +128,7 @@ def require_loadable(
         if seat.path is not None:
             require_supported(seat.path)
     by_device: dict[torch.device, list[Bill]] = {}
-    for seat in found:
+    for seat in (seat for seat in found if seat.splitting is not Splitting.layers):  # accelerate spreads
         bills = by_device.setdefault(seat.device, [])
         whole = bill(seat.role, seat.model, seat.dtype, rows, slots)
         bills.append(_own_part(whole, seat, ranks.rank))
@@ -148,6 +153,9 @@ class Shelf:
             torch.cuda.empty_cache()
         self._ranks.enter("load")
         self._ranks.require_same("number formats", ", ".join(seat.dtype.value for seat in found))
+        if self._ranks.world > 1:
+            prints = [fingerprint(seat.path) if seat.path else "" for seat in found]
+            self._ranks.require_same("the models' files", "\n".join(prints))
         self._ranks.barrier()  # all have found that it fits
         crew = self._crew(found)
         models = {seat.role: self._model(seat, crew) for seat in found}
@@ -174,12 +182,23 @@ class Shelf:
         for known, model in self._held:
             if known == seat:
                 return model
-        if group.world > 1:
-            model = load_part(seat.model, seat.path, seat.dtype, seat.device, seat.role, group)
-        else:
-            model = load(seat.model, seat.path, seat.dtype, seat.device, seat.role)
+        model = _loaded(seat, group)
         self._held.append((seat, model))
         return model
+
+
+def _loaded(seat: Seat, group: Ranks) -> CausalModel:
+    """By the engine that the placement names."""
+    what = seat.model, seat.path, seat.dtype
+    if seat.splitting is Splitting.layers:
+        return load_layers(
+            *what, seat.max_memory, home_expanded(seat.offload) if seat.offload else None, seat.role
+        )
+    if group.world == 1:
+        return load(*what, seat.device, seat.role)
+    if seat.splitting is Splitting.deepspeed:
+        return load_deepspeed(*what, seat.device, seat.role, group)
+    return load_part(*what, seat.device, seat.role, group)
 
 
 def engine_for(

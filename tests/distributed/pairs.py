@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from llama_ssp.checkpoint import complete
 from llama_ssp.config import (
     Dtype,
     ModelConf,
@@ -22,7 +23,7 @@ from llama_ssp.inputs import Entry, drafts
 from llama_ssp.placement import resolve
 from llama_ssp.ranks import Ranks
 from llama_ssp.tasks.pair import Pair, Shelf, engine_for, seats
-from tests.families import CONTEXT, VOCAB
+from tests.families import VOCAB
 from tests.rig import GREEDY, Run, drive, drive_refilled
 
 TOKENS = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(4)).tolist()
@@ -54,8 +55,11 @@ class Case:
 
 
 def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> Entry:
-    model = ModelConf(name="target", dtype=Dtype.fp32, vocab=VOCAB, context=CONTEXT)
-    run = RunConf(model=model, draft=replace(model, name="draft"), placement=placement)
+    model, small = (
+        complete(ModelConf(name="local", path=str(path), dtype=Dtype.fp32), role)[0]
+        for path, role in ((target, "model"), (draft, "draft"))
+    )
+    run = RunConf(model=model, draft=small, placement=placement)
     return Entry(run, target, draft, resolve(placement, world, drafts(run)))
 
 

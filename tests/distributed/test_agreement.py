@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.cache import Feed, RaggedCache
-from llama_ssp.config import DraftSeat, PlacementConf, SamplingConf, Verification
+from llama_ssp.config import DraftSeat, PlacementConf, SamplingConf, Splitting, Verification
 from llama_ssp.errors import DistributedError
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.ranks import ALONE, Ranks
@@ -266,7 +266,8 @@ def test_texts_of_different_lengths_are_found_within_a_round(models: Models):
     models.held.clear()  # this meeting has been broken off
 
 
-REAL = ["2 leader", "2 copies", "2 split", "1+1 own", "2+2 listed"]
+DEEPSPEED = PlacementConf(splitting=Splitting.deepspeed)
+REAL = ["2 deepspeed", "2 leader", "2 copies", "2 split", "1+1 own", "2+2 listed"]
 REAL_CASES = [Case(4), Case(4, 4, SAMPLED), Case(0), Case(4, 1, SAMPLED)]
 
 
@@ -277,10 +278,16 @@ def written_on_real(
     return [written(*pair, case).texts for case in REAL_CASES]
 
 
+def test_layers_write_what_one_device_writes(models: Models):
+    pair = opened(models.target, models.draft, PlacementConf(splitting=Splitting.layers), ALONE)
+    for case in REAL_CASES:
+        assert same(written(*pair, case), models.expected(case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_real_ranks_write_what_one_process_writes(name: str, models: Models):
-    world, placement = PLACEMENTS[name]
+    world, placement = PLACEMENTS.get(name, (2, DEEPSPEED))
     every = on_ranks(world, written_on_real, models.target, models.draft, placement)
     for texts in every.values():
         assert texts == [models.expected(case).texts for case in REAL_CASES]
