@@ -73,7 +73,8 @@ class Refill(Protocol):
 class RowStep:
     """What one row got in one round, cut where the row ended.
 
-    `drafted` are the tokens that were looked at, `discarded` how many more lay behind the row's end.
+    `drafted` are the tokens that were looked at, `discarded` how many more lay behind the row's end, and
+    `cut` how many tokens of the verified block did. `withheld` drafts were not made, for want of room.
     """
 
     row: int
@@ -83,6 +84,8 @@ class RowStep:
     overlap: list[float]
     discarded: int
     finish: str | None
+    cut: int = 0
+    withheld: int = 0
 
     def origin(self, position: int) -> str:
         """Where the token at this position of the block came from."""
@@ -115,10 +118,12 @@ def generate(
         if limits.reached(state):
             break
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
-        wanted = [max(0, min(k, r - 1)) for k, r in zip(lookahead.choose(), room, strict=True)]
+        chosen = lookahead.choose()
+        wanted = [max(0, min(k, r - 1)) for k, r in zip(chosen, room, strict=True)]
         proposal = engine.draft(state, wanted)
         verdict = engine.verify(state, proposal)
-        step = commit(state, verdict, limits, engine.context, number)
+        withheld = [k - w for k, w in zip(chosen, wanted, strict=True)]
+        step = commit(state, verdict, limits, engine.context, number, withheld)
         engine.roll_back(state)
         lookahead.observe(step.rows)
         yield step
@@ -137,7 +142,9 @@ def _refilled(engine: AnyEngine, state: State, lookahead: Lookahead, refill: Ref
             return
 
 
-def commit(state: State, verdict: Verdict, limits: Limits, context: int, number: int) -> Step:
+def commit(
+    state: State, verdict: Verdict, limits: Limits, context: int, number: int, withheld: list[int]
+) -> Step:
     """Cuts each row's block where the row ends, then appends it: trim before counting."""
     step = Step(number)
     for row in range(state.rows):
@@ -161,6 +168,8 @@ def commit(state: State, verdict: Verdict, limits: Limits, context: int, number:
                 overlap=verdict.overlap[row][: len(looked_at)],
                 discarded=len(drafted) - len(looked_at),
                 finish=finish,
+                cut=len(block) - kept,
+                withheld=withheld[row],
             )
         )
     return step

@@ -31,7 +31,7 @@ def one_row(prompt: tuple[int, ...] = (1, 2), room: int = 50) -> State:
 
 def committed(result: Verdict, limits: Limits, context: int = 50):
     state = one_row()
-    step = commit(state, result, limits, context, 0)
+    step = commit(state, result, limits, context, 0, [0])
     return state, step.rows[0]
 
 
@@ -74,8 +74,8 @@ def test_a_stop_string_across_blocks_cuts_the_second():
     state = one_row()
     writing = Writing(lambda ids: "".join(chr(96 + i) for i in ids), [(1, 2)], ["cde"])
     limits = Limits(20, frozenset(), writing)
-    first = commit(state, verdict([3], 1, 4), limits, 50, 0).rows[0]
-    second = commit(state, verdict([5, 6, 7], 3, 8), limits, 50, 1).rows[0]
+    first = commit(state, verdict([3], 1, 4), limits, 50, 0, [0]).rows[0]
+    second = commit(state, verdict([5, 6, 7], 3, 8), limits, 50, 1, [0]).rows[0]
     assert first.finish is None and writing.printable(0, ended=False) == ""
     assert (second.finish, second.tokens, second.drafted, second.discarded) == ("stop", [5], [5], 2)
     assert writing.text(0) == "" and state.generated(0) == [3, 4, 5]

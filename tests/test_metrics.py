@@ -1,0 +1,128 @@
+"""The counters, on a made-up trace and on runs of the loop: every token is in its counter, and in one only."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Proposal, Runner, State, Verdict
+from llama_ssp.lookahead import FixedLookahead
+from llama_ssp.loop import Limits, commit, generate
+from llama_ssp.metrics import Counts
+from llama_ssp.sampling import Laws
+from llama_ssp.text import Writing
+from llama_ssp.verify import RULES
+from tests.toy import toy
+
+EOS = 9
+quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
+
+# Drafted, how many were accepted, the token behind them, and how many drafts the limit withheld.
+TRACE = [
+    ([1, 2, 3, 4], 4, 5, 0),  # wholly accepted, with a bonus
+    ([1, 2, 3, 4], 1, 6, 0),  # corrected at position 1
+    ([], 0, 7, 4),  # nothing drafted: the limit withheld all four
+    ([1, EOS, 3, 4], 3, 8, 0),  # EOS inside: of 4 accepted or corrected tokens 2 stand
+]
+
+
+def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
+    state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
+    for number, (drafted, accepted, token, withheld) in enumerate(TRACE):
+        verdict = Verdict([drafted], [accepted], [token], [[0.5] * len(drafted)], [False])
+        step = commit(state, verdict, Limits(40, frozenset({EOS})), 50, number, [withheld])
+        counts.add(step.rows[0])
+    assert state.generated(0) == [1, 2, 3, 4, 5, 1, 6, 7, 1, EOS] and state.finished == ["eos"]
+    assert counts.summary() == {
+        "row_rounds": 4,
+        "tokens_drafted": 10,  # 4 + 4 + 0 + 2
+        "tokens_accepted": 7,  # 4 + 1 + 0 + 2
+        "tokens_committed": 10,
+        "tokens_committed_by_origin": {"bonus": 1, "corrected": 1, "drafted": 7, "sampled": 1},
+        "tokens_discarded_after_end": 2,  # drafts 3 and 4 of the last block
+        "tokens_cut_after_end": 2,  # the accepted 3 and the correction 8
+        "blocks_cut_by": {"eos": 1},
+        "blocks_shortened_by_limit": 1,
+        "blocks_by_accepted": [0, 1, 1, 0, 1],
+        "drafted_by_position": [3, 3, 2, 2],
+        "accepted_by_position": [3, 2, 1, 1],
+        "committed_by_position": [4, 3, 1, 1, 1],
+        "acceptance_by_position": [1, 2 / 3, 1 / 2, 1 / 2],
+        "acceptance_by_position_decided": [1, 2 / 3, 1, 1],
+        "acceptance_rate": 7 / 10,
+        "acceptance_rate_decided": 7 / 8,
+        "acceptance_expected": 0.5,
+        "accepted_over_expected": 7 / 4,
+        "tokens_per_target_forward": 10 / 4,
+        "finish_reasons": {"eos": 1},
+    }
+
+
+def test_an_end_that_cuts_nothing_cuts_no_block() -> None:
+    state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
+    verdict = Verdict([[1, 2]], [1], [EOS], [[0.5, 0.5]], [False])
+    counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0, [0]).rows[0])
+    assert counts.summary()["blocks_cut_by"] == {} and counts.summary()["finish_reasons"] == {"eos": 1}
+
+
+def test_a_bonus_behind_eos_is_cut_though_no_draft_is() -> None:
+    state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
+    verdict = Verdict([[1, EOS]], [2], [7], [[0.5, 0.5]], [False])
+    counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0, [0]).rows[0])
+    summary = counts.summary()
+    assert (summary["tokens_cut_after_end"], summary["tokens_discarded_after_end"]) == (1, 0)
+    assert summary["blocks_cut_by"] == {"eos": 1} and "bonus" not in summary["tokens_committed_by_origin"]
+
+
+class Submissions(Engine):
+    """Counts on its own what was drafted, and what verification gave back."""
+
+    submitted = verified = 0
+
+    def verify(self, state: State, proposal: Proposal) -> Verdict:
+        verdict = super().verify(state, proposal)
+        live = [row for row, finish in enumerate(state.finished) if finish is None]
+        self.submitted += sum(len(verdict.drafted[row]) for row in live)
+        self.verified += sum(len(verdict.tokens(row)) for row in live)
+        return verdict
+
+
+@quiet
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=5),
+    st.integers(0, 6), st.integers(1, 12), st.sampled_from(["", "eos", "stop", "both"]),
+    st.sampled_from(list(RULES)), st.integers(0, 10**6),
+)  # fmt: skip
+def test_counts_add_up_exactly(
+    prompts: list[list[int]], k: int, new: int, ends: str, rule: str, seed: int
+) -> None:
+    """Committed is final lengths less prompt lengths; nothing that was drafted or verified is lost."""
+    end_ids = frozenset({2}) if ends in ("eos", "both") else frozenset[int]()
+    stops = ["bd", "dde"] if ends in ("stop", "both") else []
+    draws, laws = CounterDraws(seed), Laws(SamplingConf(), tuple(end_ids), 5)
+    target, draft = toy(5, 0, context=14), toy(5, 1, context=10)
+    drafter = ModelDrafter(Runner(draft, 3), laws, draws)
+    engine = Submissions(Runner(target, 3), drafter, laws, RULES[rule], draws)
+    rows = [Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)]
+    state, counts = engine.prefill(rows, new), Counts()
+    writing = Writing(lambda ids: "".join("abcde"[i] for i in ids), [p.token_ids for p in rows], stops)
+    for step in generate(engine, state, Limits(new, end_ids, writing), FixedLookahead(k, len(rows))):
+        for row in step.rows:
+            counts.add(row)
+    found = counts.summary()
+    assert found["tokens_committed"] == sum(state.lengths) - sum(state.prompt_lengths)
+    assert found["tokens_committed"] + found["tokens_cut_after_end"] == engine.verified
+    assert found["tokens_drafted"] + found["tokens_discarded_after_end"] == engine.submitted
+    by_origin = found["tokens_committed_by_origin"]
+    assert sum(by_origin.values()) == found["tokens_committed"]
+    assert by_origin.get("drafted", 0) == found["tokens_accepted"]
+    for name in ("drafted", "accepted", "committed"):
+        assert sum(found[f"{name}_by_position"]) == found[f"tokens_{name}"]
+    blocks = found["blocks_by_accepted"]
+    assert sum(accepted * count for accepted, count in enumerate(blocks)) == found["tokens_accepted"]
+    assert sum(blocks) + by_origin.get("sampled", 0) == found["row_rounds"]
+    assert all(count <= found["finish_reasons"][reason] for reason, count in found["blocks_cut_by"].items())
+    assert set(found["blocks_cut_by"]) <= {"eos", "stop"}  # a limit is known beforehand: it cuts nothing
