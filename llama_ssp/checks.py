@@ -13,9 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 from llama_ssp.config import (
     SIZES,
     TASKS,
+    CompareConf,
     Drafting,
     EvalConf,
     GenerateConf,
+    MeasureConf,
     ModelConf,
     PlacementConf,
     RunConf,
@@ -34,11 +36,13 @@ MEMORY = re.compile(r"\d+(\.\d+)? ?(KiB|MiB|GiB|KB|MB|GB)")
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
-NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out", "plot", "offload_folder")
+NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out", "plot", "record", "offload_folder")
 
 PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 
 PLOTS = (".png", ".svg", ".pdf")
+
+RECORDS = (".svg", ".html", ".cast")
 
 
 def to_run(cfg: DictConfig) -> RunConf:
@@ -65,6 +69,10 @@ def check(run: RunConf) -> None:
             _check_model(role, model)
     if isinstance(run.task, GenerateConf):
         _check_generate(run.task)
+    if isinstance(run.task, CompareConf):
+        _check_compare(run.task, run)
+    if isinstance(run.task, MeasureConf):
+        _check_measure(run.task)
     if isinstance(run.task, EvalConf):
         _check_eval(run.task)
         _check_drafts(run.task, run.speculation)
@@ -94,7 +102,7 @@ def check_context(run: RunConf) -> None:
         raise UsageError(
             "sampling.bad_tokens forbids every token", found=f"all {vocab}", fix="leave at least one"
         )
-    if isinstance(run.task, GenerateConf | EvalConf):
+    if isinstance(run.task, GenerateConf | EvalConf | CompareConf | MeasureConf):
         _between(
             "task.max_new_tokens",
             run.task.max_new_tokens,
@@ -215,16 +223,60 @@ def _check_model(role: str, model: ModelConf) -> None:
 
 
 def _check_generate(task: GenerateConf) -> None:
-    _between("task.max_new_tokens", task.max_new_tokens, 1, 2**31 - 1)
+    _check_prompted(task)
     _between("task.batch_size", task.batch_size, 1, 4096)
-    _between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
-    if any(not text for text in task.stop):
+    _check_stops(task.stop)
+
+
+def _check_compare(task: CompareConf, run: RunConf) -> None:
+    _check_prompted(task)
+    _check_stops(task.stop)
+    spec = run.speculation
+    idle = spec.drafter is Drafting.none or not (spec.k or spec.adaptive)
+    if idle or (spec.drafter is Drafting.model and run.draft is None):
+        raise UsageError(
+            "task=compare has nothing to compare: nobody drafts", where="draft, speculation",
+            found=f"drafter {spec.drafter.value}, k {spec.k}, {'a' if run.draft else 'no'} draft model",
+            fix="name a draft model (draft=NAME), or choose speculation=ngram",
+        )  # fmt: skip
+    if task.record is not None and not task.record.endswith(RECORDS):
+        raise UsageError(
+            "task.record is no picture's name", found=repr(task.record), allowed=", ".join(RECORDS),
+            fix="let its ending say which kind of picture it is",
+        )  # fmt: skip
+
+
+def _check_measure(task: MeasureConf) -> None:
+    _check_prompted(task)
+    _between("task.batch_size", task.batch_size, 1, 4096)
+    _between("task.repeats", task.repeats, 1, 1000)
+    _check_plot_name(task.plot)
+    for key, values, most in (("task.ks", task.ks, MAX_K), ("task.lengths", task.lengths, 2**20)):
+        for value in values:
+            _between(f"{key} entry", value, 1, most)
+        if len(set(values)) < len(values):
+            raise UsageError(f"{key} holds a number twice", found=values, fix="give each once")
+    if task.lengths and (task.prompts is not None or task.prompt_file is not None):
+        raise UsageError(
+            "both task.lengths and prompts are given", allowed="one source of prompts",
+            fix="drop one of them",
+        )  # fmt: skip
+
+
+def _check_stops(stops: list[str]) -> None:
+    if any(not text for text in stops):
         raise UsageError(
             "task.stop holds an empty string",
             found="''",
             allowed="non-empty strings",
             fix="an empty stop string would end every text at once; drop it",
         )
+
+
+def _check_prompted(task: GenerateConf | CompareConf | MeasureConf) -> None:
+    """What tasks share that continue prompts."""
+    _between("task.max_new_tokens", task.max_new_tokens, 1, 2**31 - 1)
+    _between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
     if task.prompts is not None and task.prompt_file is not None:
         raise UsageError(
             "both task.prompts and task.prompt_file are given",
@@ -257,9 +309,13 @@ def _check_eval(task: EvalConf) -> None:
             )  # fmt: skip
     if len(set(task.pairs)) < len(task.pairs):
         raise UsageError("task.pairs holds a pair twice", found=task.pairs, fix="give each once")
-    if task.plot is not None and not task.plot.endswith(PLOTS):
+    _check_plot_name(task.plot)
+
+
+def _check_plot_name(plot: str | None) -> None:
+    if plot is not None and not plot.endswith(PLOTS):
         raise UsageError(
-            "task.plot is no picture's name", found=repr(task.plot), allowed=", ".join(PLOTS),
+            "task.plot is no picture's name", found=repr(plot), allowed=", ".join(PLOTS),
             fix="let its ending say which kind of picture it is",
         )  # fmt: skip
 

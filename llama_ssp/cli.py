@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks, config
-from llama_ssp.config import EvalConf, GenerateConf
+from llama_ssp.config import CompareConf, EvalConf, GenerateConf, MeasureConf
 from llama_ssp.entries import entries
 from llama_ssp.errors import (
     INPUT_OUTPUT,
@@ -34,7 +34,7 @@ from llama_ssp.errors import (
 )
 from llama_ssp.inputs import Inputs
 from llama_ssp.overrides import CONF, check_arguments, ranks, translated
-from llama_ssp.plot import check_plot
+from llama_ssp.plot import check_plot, check_record
 from llama_ssp.prompts import Reading, read_prompts
 
 
@@ -117,13 +117,17 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     except OmegaConfBaseException as error:
         raise translated(error) from error
     task = checked.task
-    if isinstance(task, EvalConf):
+    if isinstance(task, EvalConf | MeasureConf):
         check_plot(task.plot)
+    if isinstance(task, CompareConf):
+        check_record(task.record)
     pairs = entries(checked, folders, ranks())
     named = isinstance(task, EvalConf) and task.pairs
     recorded = checked if named else pairs[0].run
     # The leader reads, and draws the seed; the other ranks are told.
-    reading = read_prompts(task) if isinstance(task, GenerateConf) and _is_leader() else Reading([], [])
+    reading = Reading([], [])
+    if isinstance(task, GenerateConf | CompareConf | MeasureConf) and _is_leader():
+        reading = read_prompts(task)
     seed = checked.seed if checked.seed is not None else secrets.randbelow(2**31)
     if checked.seed is None:
         logging.getLogger(__name__).info("seed=%d (drawn; give it again to repeat this run)", seed)

@@ -215,6 +215,52 @@ class EvalConf(TaskConf):
 
 
 @dataclass
+class CompareConf(TaskConf):
+    """task=compare: each prompt by regular and by speculative sampling, side by side.
+
+    Prompts come from the config, a file or a pipe, else they are asked for on the terminal. One sampling
+    runs after the other, then both are replayed side by side at the speed they had (`replay`); `race` lets
+    them take turns instead, so that at any moment both have had the same time. `record` saves the picture:
+    .svg and .html how it ends, .cast (asciinema) how it moves.
+    """
+
+    prompts: list[str] | None = None
+    prompt_file: str | None = None
+    max_new_tokens: int = 128
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    chat: bool = False
+    system: str | None = None
+    prefill_chunk: int = 512
+    on_bad_row: OnBadRow = OnBadRow.fail
+    race: bool = False
+    replay: bool = True
+    record: str | None = None
+
+
+@dataclass
+class MeasureConf(TaskConf):
+    """task=measure: how fast the target alone, the draft alone and the pair at each K of `ks` are.
+
+    Prompts come from the config or a file, else they are fifteen sentences; `lengths` asks for prompts of
+    random tokens instead, one of each length. Contenders take turns `repeats` times, after a warm-up that
+    does not count. `plot` null puts plot.png into the run folder.
+    """
+
+    prompts: list[str] | None = None
+    prompt_file: str | None = None
+    lengths: list[int] = field(default_factory=list)
+    ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    repeats: int = 6
+    max_new_tokens: int = 64
+    ignore_eos: bool = True
+    batch_size: int = 1
+    prefill_chunk: int = 512
+    on_bad_row: OnBadRow = OnBadRow.fail
+    plot: str | None = None
+
+
+@dataclass
 class RunConf:
     """The whole run."""
 
@@ -230,7 +276,12 @@ class RunConf:
     out: str | None = "outputs"
 
 
-TASKS: dict[str, type[TaskConf]] = {"generate": GenerateConf, "eval": EvalConf}
+TASKS: dict[str, type[TaskConf]] = {
+    "generate": GenerateConf,
+    "eval": EvalConf,
+    "compare": CompareConf,
+    "measure": MeasureConf,
+}
 
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
 

@@ -8,7 +8,7 @@ is known beforehand, so it keeps a block short rather than cuts it; those blocks
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 
@@ -77,6 +77,11 @@ class Counts:
         if step.finish:
             self.finished[step.finish] += 1
             self.cut_by[step.finish] += step.discarded > 0 or step.cut > 0
+
+    def merge(self, other: Counts) -> None:
+        """Adds what another run has counted."""
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
     def summary(self) -> dict[str, Any]:
         """The counters under the names of the JSON interface."""

@@ -1,4 +1,4 @@
-"""Pictures. matplotlib is optional: it is looked for here and nowhere else."""
+"""Pictures. matplotlib is optional: whether it is there is looked for here and nowhere else."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def check_plot(asked: str | None) -> None:
         raise UsageError("task.plot needs matplotlib", fix="pip install matplotlib, or leave out task.plot")
     if not home_expanded(asked).parent.is_dir():
         raise UsageError("task.plot is in no folder", found=asked, fix="make the folder, or correct the path")
+
+
+def check_record(asked: str | None) -> None:
+    """So must a recording, which needs no more than a place."""
+    if asked is not None and not home_expanded(asked).parent.is_dir():
+        raise UsageError(
+            "task.record is in no folder", found=asked, fix="make the folder, or correct the path"
+        )
 
 
 def plot_place(asked: str | None, folder: Path | None) -> Path | None:
@@ -59,6 +67,11 @@ def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("right products, % (95 % interval)")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes the picture, in the format that its name's ending says."""
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llama_ssp.config import GenerateConf, OnBadRow, home_expanded
+from llama_ssp.config import CompareConf, GenerateConf, MeasureConf, OnBadRow, home_expanded
 from llama_ssp.errors import DataError, StorageError, UsageError
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,24 @@ MAX_LINE_BYTES = 16 * 2**20
 MAX_ID_LENGTH = 256
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
 SAMPLE = ['def hello(name):\n    """Greet someone by name."""\n']
+# What task=measure goes on with, unless told otherwise: prose, facts, code and sums, a sentence each.
+SENTENCES = [
+    "The harbour was still dark when the first boats came home, and on the quay",
+    "Water boils at a lower temperature in the mountains because",
+    "To repair a bicycle tyre you first have to",
+    "The committee met again on Thursday to decide whether the old bridge",
+    "In the year after the great flood the farmers of the valley",
+    "A compiler turns the text of a program into",
+    "My grandmother used to say that a good soup needs",
+    "The three largest cities of the country are",
+    "If a train leaves at nine and takes four hours, it arrives",
+    "Dear neighbours, next Saturday our street will",
+    "The difference between a virus and a bacterium is",
+    "def mean(values):",
+    "import os\n\nfor name in os.listdir",
+    "class Queue:\n    def __init__(self):",
+    "12 * 34 = 408\n7 * 8 = 56\n61 * 9 = 549\n23 * 5 =",
+]
 
 
 @dataclass(frozen=True)
@@ -43,8 +61,11 @@ class Reading:
     skipped: list[str]
 
 
-def read_prompts(task: GenerateConf) -> Reading:
-    """The prompts of a run, from the one source that the config names."""
+def read_prompts(task: GenerateConf | CompareConf | MeasureConf) -> Reading:
+    """The prompts of a run, from the one source that the config names.
+
+    None for a comparison that asks for them on the terminal, and for lengths instead of texts.
+    """
     if task.prompts is not None:
         found = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
         return _checked(iter(found), task.on_bad_row)
@@ -52,7 +73,12 @@ def read_prompts(task: GenerateConf) -> Reading:
         data = _file_bytes(home_expanded(task.prompt_file))
         jsonl = task.prompt_file.endswith((".jsonl", ".json"))
         return _checked(_parse(data, task.prompt_file, jsonl, task.on_bad_row), task.on_bad_row)
+    if isinstance(task, MeasureConf):
+        texts = [] if task.lengths else SENTENCES
+        return Reading([TextPrompt(str(i), text, "sentences") for i, text in enumerate(texts)], [])
     if sys.stdin is None or sys.stdin.isatty():
+        if isinstance(task, CompareConf) and sys.stdin is not None:
+            return Reading([], [])
         return Reading([TextPrompt(str(i), t, "sample") for i, t in enumerate(SAMPLE)], [])
     data = _stdin_bytes()
     jsonl = data.removeprefix(BOM).lstrip()[:1] == b"{"
@@ -153,7 +179,7 @@ def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], pol
     """Applies what holds for every prompt, whatever its source, and the policy on bad ones."""
     reading, seen = Reading([], []), dict[str, str]()
     for item in found:
-        problem = item if isinstance(item, DataError) else _problem(item, seen)
+        problem = item if isinstance(item, DataError) else problem_of(item, seen)
         if problem is None and isinstance(item, TextPrompt):
             seen[item.id] = item.where
             reading.prompts.append(item)
@@ -175,7 +201,8 @@ def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], pol
     return reading
 
 
-def _problem(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
+def problem_of(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
+    """What is wrong with a prompt among those whose ids have been seen, and where."""
     if prompt.id in seen:
         return DataError(
             "an id stands twice", where=f"{seen[prompt.id]} and {prompt.where}",

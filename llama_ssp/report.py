@@ -70,6 +70,15 @@ class RunFolder:
         except OSError as error:
             raise _storage(error, str(self.path)) from None
 
+    def write(self, name: str, text: str) -> None:
+        """Adds a file."""
+        if self.path is None:
+            return
+        try:
+            (self.path / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _storage(error, str(self.path)) from None
+
     def close(self, summary: dict[str, Any]) -> None:
         """Writes the summary whole or not at all."""
         if self.path is None:

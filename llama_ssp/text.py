@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 
 Decode = Callable[[list[int]], str]
@@ -10,6 +11,8 @@ Decode = Callable[[list[int]], str]
 CONTEXT_TOKENS = 8
 CHARACTER_TOKENS = 4  # the most that one character is cut into
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+TAB = "    "
 
 
 class Detokenizer:
@@ -101,3 +104,17 @@ class _RowText:
             if any(stop.startswith(tail) for stop in self._stops):
                 return size
         return 0
+
+
+def visible(text: str) -> str:
+    """The text with what would steer a terminal written out: controls, direction marks, line separators."""
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character == "\t":
+        return TAB
+    steers = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    if character == "\n" or character in JOINERS or not steers:
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode()

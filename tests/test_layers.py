@@ -14,8 +14,12 @@ PACKAGE = ROOT / "llama_ssp"
 LAYERS = [
     {"llama_ssp", "errors"},
     {"config"},
-    {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement"},
+    {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
+     "tabular"},
     {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "lookahead", "journal"},
+    {"track", "speeds"},
+    {"screen", "plot_speeds"},
+    {"recording"},
     {"sampling", "verify", "draws", "ranks"},
     {"cache", "load"},
     {"engine"},
@@ -28,7 +32,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
-    "ranges", "placement", "journal",
+    "ranges", "placement", "journal", "tabular", "track", "speeds", "screen", "plot_speeds", "recording",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

@@ -1,4 +1,4 @@
-"""The counters, on a made-up trace and on runs of the loop: every token is in its counter, and in one only."""
+"""The counters, on made-up traces and on runs of the loop: every token is counted, and counted once."""
 
 from __future__ import annotations
 

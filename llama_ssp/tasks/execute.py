@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from llama_ssp.config import EvalConf, GenerateConf, Output, TaskConf
+from llama_ssp.config import CompareConf, EvalConf, GenerateConf, MeasureConf, Output, TaskConf
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.devices import device_of
 from llama_ssp.prompts import Reading, TextPrompt
 from llama_ssp.ranks import Ranks, open_ranks
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
+from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
+from llama_ssp.tasks.measure import MeasureTask
 
 
 class Task(Protocol):
@@ -34,6 +36,8 @@ class Task(Protocol):
 TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]] = {
     GenerateConf: GenerateTask,
     EvalConf: EvalTask,
+    CompareConf: CompareTask,
+    MeasureConf: MeasureTask,
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llama_ssp.tabular import aligned, figure
+
 HEAD = ["pair", "sampling", "prompts", "right", "score", "95 % interval", "ms/token", "tokens/forward",
         "acceptance"]  # fmt: skip
 WORDS = 2  # columns of words, to the left; figures stand to the right
@@ -11,9 +13,7 @@ WORDS = 2  # columns of words, to the left; figures stand to the right
 
 def table(rows: list[dict[str, Any]], differences: list[dict[str, Any]]) -> list[str]:
     """A line for each row, then one for each difference."""
-    lines = [HEAD, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    texts = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
+    texts = aligned([HEAD, *(_cells(row) for row in rows)], WORDS)
     return [*texts, *(_difference(one) for one in differences)]
 
 
@@ -25,20 +25,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["correct"]),
         f"{100 * row['score']:.1f} %",
         f"{100 * row['score_low']:.1f} .. {100 * row['score_high']:.1f}",
-        _figure(row["ms_per_token"]),
-        _figure(row["tokens_per_target_forward"]),
-        _figure(row["acceptance_rate"]),
-    ]
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _aligned(cells: list[str], widths: list[int]) -> list[str]:
-    return [
-        cell.ljust(width) if column < WORDS else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        figure(row["ms_per_token"]),
+        figure(row["tokens_per_target_forward"]),
+        figure(row["acceptance_rate"]),
     ]
 
 

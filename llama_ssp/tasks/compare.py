@@ -1,0 +1,251 @@
+"""task=compare: the same prompt by regular and by speculative sampling, side by side.
+
+Both run on the same models, one after the other or in turns. What is drawn is drawn between rounds, off
+the clocks; a replay goes by the clocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from rich.console import Console as RichConsole
+
+from llama_ssp.config import CompareConf, Drafting, OnBadRow, Output, RunConf, home_expanded
+from llama_ssp.engine import Engine, Prompt
+from llama_ssp.errors import DataError
+from llama_ssp.inputs import Inputs
+from llama_ssp.load.tokens import Tokens
+from llama_ssp.metrics import ratio
+from llama_ssp.prompts import TextPrompt, problem_of
+from llama_ssp.ranks import Ranks
+from llama_ssp.recording import Recording
+from llama_ssp.report import Console, RunFolder
+from llama_ssp.screen import Scene, Screen, figures, verdict
+from llama_ssp.tasks.asking import Terminal, while_others_wait
+from llama_ssp.tasks.batches import begun, damaged, unusable
+from llama_ssp.tasks.pair import Pair, engine_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.side import Side
+from llama_ssp.text import visible
+
+log = logging.getLogger(__name__)
+
+TYPED_TOKENS = 1024  # what a typed prompt is taken to have at most, when memory is checked
+WARM_UP_TOKENS = 24
+RECORDED = (100, 30)  # columns and lines of a recording where there is no terminal to have them from
+
+
+class CompareTask:
+    """One run of the task. `figures` is right at any moment, also after an interrupt."""
+
+    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        assert isinstance(inputs.run.task, CompareConf)
+        self._inputs, self._task, self._ranks = inputs, inputs.run.task, ranks
+        self._console = console
+        self._terminal = Terminal() if ranks.is_leader and not inputs.reading.prompts else None
+        self._screen = self._on_terminal()
+        self._recording = self._to_file()
+        self._skipped = list(inputs.reading.skipped)
+        self._comparisons: list[dict[str, Any]] = []
+        self._pair: Pair | None = None
+        self._recorded: str | None = None
+
+    def run(self) -> str:
+        """Loads the pair, then compares prompt after prompt; the status."""
+        run, task = self._inputs.run, self._task
+        found = seats(self._inputs.pairs[0])
+        tokens = tokens_of(found)
+        given = self._tokenised(self._inputs.reading.prompts, tokens)
+        longest = max((len(prompt.token_ids) for _, prompt in given), default=TYPED_TOKENS)
+        slots = min(longest + task.max_new_tokens, run.model.context)
+        # Two engines hold a cache of the target's.
+        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, 2, slots, self._ranks)
+        regular, speculative = self._sides(self._pair, tokens)
+        self._warm_up(regular, speculative, tokens)
+        try:
+            for text, prompt in given or self._asked(tokens):
+                self._compare(text, prompt, regular, speculative)
+        finally:
+            if self._recording is not None:
+                self._recorded = self._recording.save()
+        return "done"
+
+    def has_output(self) -> bool:
+        return bool(self._comparisons)
+
+    def figures(self) -> dict[str, Any]:
+        """The task's part of the summary."""
+        return {
+            "comparisons": self._comparisons,
+            "speedup": self._speedup(),
+            "rows_skipped": len(self._skipped),
+            "devices": self._pair.devices if self._pair else {},
+            "record": self._recorded,
+        }
+
+    def _speedup(self) -> float | None:
+        """Over all prompts: milliseconds a token, regular over speculative, prefill left out."""
+        spent = [
+            ratio(
+                sum(one[side]["decode_ms"] for one in self._comparisons),
+                sum(one[side]["tokens_committed"] for one in self._comparisons),
+            )
+            for side in ("regular", "speculative")
+        ]
+        return ratio(spent[0], spent[1]) if spent[0] is not None and spent[1] is not None else None
+
+    def _sides(self, pair: Pair, tokens: Tokens) -> tuple[Side, Side]:
+        run, task = self._inputs.run, self._task
+        plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
+        ends = frozenset[int]() if task.ignore_eos else tokens.end_ids
+
+        def engine(of: Pair, by: RunConf) -> Engine:
+            return engine_for(of, by, tokens, ends, self._inputs.seed, task.prefill_chunk)
+
+        spec, drafter = run.speculation, self._inputs.pairs[0].drafter
+        title = f"speculative, {drafter}, K {'adaptive' if spec.adaptive else f'= {spec.k}'}"
+        return (
+            Side("regular", engine(replace(pair, draft=None), plain), plain, tokens.decode, ends),
+            Side(title, engine(pair, run), run, tokens.decode, ends),
+        )
+
+    def _warm_up(self, regular: Side, speculative: Side, tokens: Tokens) -> None:
+        """The first passes of a process are slow; they are nobody's."""
+        ids = begun(tokens.encode("warm up"), tokens) or [0]
+        for side in (regular, speculative):
+            side.begin(Prompt("warm-up", tuple(ids)), min(WARM_UP_TOKENS, self._task.max_new_tokens), [])
+            while side.advance():
+                pass
+
+    def _tokenised(self, texts: list[TextPrompt], tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:
+        usable = []
+        for text in texts:
+            try:
+                usable.append((text, self._prompt(text, tokens)))
+            except DataError as problem:
+                if self._task.on_bad_row is OnBadRow.fail:
+                    raise
+                log.warning("skipped: %s", problem)
+                self._skipped.append(str(problem))
+        if texts and not usable:
+            raise DataError("no usable prompt is left", found=f"{len(self._skipped)} bad ones")
+        return usable
+
+    def _prompt(self, text: TextPrompt, tokens: Tokens) -> Prompt:
+        model = self._inputs.run.model
+        ids = tokens.chat(text.text, self._task.system) if self._task.chat else tokens.encode(text.text)
+        ids = begun(ids, tokens)
+        problem = problem_of(text, {}) or unusable(text, ids, model.context, model.vocab)
+        if problem is not None:
+            raise problem
+        return Prompt(text.id, tuple(ids))
+
+    def _asked(self, tokens: Tokens) -> Iterator[tuple[TextPrompt, Prompt]]:
+        """Prompts as they are typed, on every rank, until the input ends."""
+        log.info("type a prompt; Ctrl-D ends")
+        for number in count(1):
+            told = while_others_wait(self._ranks, self._typed)
+            if not told:
+                return
+            text = TextPrompt(str(number), bytes(told).decode("utf-8", "surrogatepass"), f"prompt {number}")
+            try:
+                yield text, self._prompt(text, tokens)
+            except DataError as problem:  # a slip of the typist's is no reason to load the models again
+                log.warning("%s", problem)
+
+    def _typed(self) -> list[int]:
+        assert self._terminal is not None
+        line = self._terminal.ask()
+        return [] if line is None else list(line.encode("utf-8", "surrogatepass"))
+
+    def _compare(self, text: TextPrompt, prompt: Prompt, regular: Side, speculative: Side) -> None:
+        sides = (regular, speculative)
+        for side in sides:
+            side.expect()
+        scene = Scene(text.text, regular.track, speculative.track)
+        with self._moving():
+            (self._race if self._task.race else self._in_turn)(prompt, sides, scene)
+            if self._task.replay and not self._task.race:
+                while_others_wait(self._ranks, lambda: self._replay(scene))
+        for side in sides:
+            if side.track.finish == "error":
+                raise damaged(text.id, side.position, 1, 1)
+        self._comparisons.append(
+            {
+                "id": text.id,
+                "prompt": text.text,
+                "regular": regular.figures(),
+                "speculative": speculative.figures(),
+            }
+        )
+        self._show(scene)
+
+    def _in_turn(self, prompt: Prompt, sides: tuple[Side, Side], scene: Scene) -> None:
+        """One after the other; each is alone on the machine."""
+        for side, note in zip(sides, ("regular sampling", "speculative sampling"), strict=True):
+            side.begin(prompt, self._task.max_new_tokens, self._task.stop)
+            while side.advance():
+                self._draw(scene, scene.seconds, f"{note}: running")
+
+    def _race(self, prompt: Prompt, sides: tuple[Side, Side], scene: Scene) -> None:
+        """In turns: whoever has had less time goes next, so both are always at the same moment.
+
+        The leader's clocks say whose turn it is, and every rank is told.
+        """
+        for side in sides:
+            side.begin(prompt, self._task.max_new_tokens, self._task.stop)
+        while running := [n for n, side in enumerate(sides) if not side.has_ended]:
+            behind = min(running, key=lambda n: sides[n].seconds)
+            sides[self._ranks.broadcast_ints([behind])[0]].advance()
+            self._draw(scene, max(side.seconds for side in sides), "a race: in turns, the same time for both")
+
+    def _moving(self) -> AbstractContextManager[None]:
+        return self._screen.moving() if self._screen is not None else nullcontext()
+
+    def _draw(self, scene: Scene, now_s: float, note: str) -> None:
+        if self._screen is not None:
+            self._screen.draw(scene, now_s, note)
+
+    def _replay(self, scene: Scene) -> list[int]:
+        if self._screen is not None:
+            self._screen.replay(scene)
+        return []
+
+    def _show(self, scene: Scene) -> None:
+        if self._recording is not None:
+            self._recording.add(scene)
+        if self._screen is not None:
+            self._screen.keep(scene)
+        elif self._inputs.run.output is Output.text:
+            for line in in_words(scene):
+                self._console.line(line)
+
+    def _on_terminal(self) -> Screen | None:
+        """The screen, where there is a terminal that can move its cursor."""
+        if not (self._ranks.is_leader and self._console.is_terminal):
+            return None
+        console = RichConsole(file=sys.stdout, highlight=False)
+        usable = console.is_terminal and not console.is_dumb_terminal
+        return Screen(console) if usable and self._inputs.run.output is Output.text else None
+
+    def _to_file(self) -> Recording | None:
+        if self._task.record is None or not self._ranks.is_leader:
+            return None
+        size = RichConsole(file=sys.stdout).size if self._screen is not None else RECORDED
+        entry = self._inputs.pairs[0]
+        title = f"llama-ssp task=compare: {entry.target} with {entry.drafter}"
+        return Recording(home_expanded(self._task.record), size[0], size[1], title)
+
+
+def in_words(scene: Scene) -> list[str]:
+    """A comparison as plain lines."""
+    last = scene.end(whole=True)
+    lines = [f"prompt: {visible(scene.prompt)}"]
+    for view in (last.regular, last.speculative):
+        lines += [f"--- {view.title}", visible(view.text), *(f"({line})" for line in figures(view) if line)]
+    return [*lines, f"--- {verdict(last)}", ""]

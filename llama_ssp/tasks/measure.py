@@ -1,0 +1,242 @@
+"""task=measure: how fast the target, the draft and the pair are, at each K, and where the time goes.
+
+Contenders take turns on the same prompts. Every rank does the same turns in the same order; nothing that
+a clock says decides anything.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from llama_ssp.config import Drafting, MeasureConf, OnBadRow, Output, RunConf
+from llama_ssp.engine import Engine, Prompt
+from llama_ssp.errors import DataError
+from llama_ssp.inputs import Inputs
+from llama_ssp.load.tokens import Tokens
+from llama_ssp.loop import Limits
+from llama_ssp.plot import plot_place
+from llama_ssp.plot_speeds import plot_speeds
+from llama_ssp.prompts import TextPrompt
+from llama_ssp.ranks import ALONE, Ranks
+from llama_ssp.report import Console, Progress, RunFolder
+from llama_ssp.speeds import Record, Sample, Speeds
+from llama_ssp.tasks.batches import begun, damaged, unusable
+from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.speed_table import csv_text, table
+from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedEngine, TimedRanks
+from llama_ssp.tasks.timed import TimedRun
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who takes a turn. `pair` is None on ranks that have no part in it: they wait."""
+
+    record: Record
+    run: RunConf
+    pair: Pair | None
+
+
+class MeasureTask:
+    """One run of the task. `figures` is right at any moment, also after an interrupt."""
+
+    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        assert isinstance(inputs.run.task, MeasureConf)
+        self._inputs, self._task = inputs, inputs.run.task
+        self._console, self._folder = console, folder
+        self._watch = Stopwatch()
+        self._ranks: Ranks = TimedRanks(ranks, self._watch)
+        self._skipped = list(inputs.reading.skipped)
+        self._prompts: list[Prompt] = []
+        self._pair: Pair | None = None
+        self._speeds: Speeds | None = None
+        self._memory: list[dict[str, int]] = []
+        self._plot: str | None = None
+
+    def run(self) -> str:
+        """A warm-up, the repeats, a pass with the stopwatch on; the status."""
+        run, task = self._inputs.run, self._task
+        found = seats(self._inputs.pairs[0])
+        tokens = tokens_of(found)
+        self._prompts = self._tokenised(tokens)
+        longest = max(len(prompt.token_ids) for prompt in self._prompts)
+        slots = min(longest + task.max_new_tokens, run.model.context)
+        rows = min(task.batch_size, len(self._prompts))
+        # Contenders have caches of their own, and two of them hold the target's at a time.
+        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, 2 * rows, slots, self._ranks)
+        drafts = self._inputs.pairs[0].drafter
+        alone = len(found) > 1 and longest + task.max_new_tokens <= found[1].model.context
+        contenders = contenders_of(self._pair, run, task.ks if drafts else [], alone)
+        self._speeds = speeds_of(contenders)
+        batches = [self._prompts[i : i + rows] for i in range(0, len(self._prompts), rows)]
+        turns = (task.repeats + 1) * len(contenders)
+        try:
+            for contender in contenders:
+                self._turn(contender, batches[:1], tokens, 0)
+            with Progress("measure", turns, "turns") as progress:
+                for repeat in range(task.repeats):
+                    for contender in contenders:
+                        sample = self._turn(contender, batches, tokens, repeat)
+                        contender.record.samples += [sample] if sample else []
+                        progress.advance(1)
+                for contender in contenders:
+                    self._split(contender, batches, tokens)
+                    progress.advance(1)
+            self._memory = peak_memory(self._pair.target.device, self._ranks)
+        finally:
+            self._show()
+        return "done"
+
+    def has_output(self) -> bool:
+        return self._speeds is not None and bool(self._speeds.target.samples)
+
+    def figures(self) -> dict[str, Any]:
+        """The task's part of the summary."""
+        return {
+            **(self._speeds.figures() if self._speeds else {}),
+            "time_split_parts": MEANING,
+            "peak_memory": self._memory,
+            "prompts": len(self._prompts),
+            "prompt_tokens": [len(prompt.token_ids) for prompt in self._prompts],
+            "rows_skipped": len(self._skipped),
+            "devices": self._pair.devices if self._pair else {},
+            "plot": self._plot,
+        }
+
+    def _tokenised(self, tokens: Tokens) -> list[Prompt]:
+        model = self._inputs.run.model
+        if self._task.lengths:
+            return [self._random(length, tokens) for length in self._task.lengths]
+        usable = []
+        for text in self._inputs.reading.prompts:
+            ids = begun(tokens.encode(text.text), tokens)
+            problem = unusable(text, ids, model.context, model.vocab)
+            if problem is None:
+                usable.append(Prompt(text.id, tuple(ids)))
+            elif self._task.on_bad_row is OnBadRow.fail:
+                raise problem
+            else:
+                self._skipped.append(str(problem))
+        if not usable:
+            raise DataError("no usable prompt is left", found=f"{len(self._skipped)} bad ones")
+        return usable
+
+    def _random(self, length: int, tokens: Tokens) -> Prompt:
+        model, draw = self._inputs.run.model, random.Random(f"{self._inputs.seed} {length}")
+        ids = draw.choices(range(min(model.vocab, tokens.size)), k=length)
+        where = TextPrompt(f"length-{length}", "", f"task.lengths, {length}")
+        problem = unusable(where, ids, model.context, model.vocab)
+        if problem is not None:
+            raise problem
+        return Prompt(where.id, tuple(ids))
+
+    def _turn(
+        self, contender: Contender, batches: list[list[Prompt]], tokens: Tokens, repeat: int
+    ) -> Sample | None:
+        """All prompts once. Every repeat draws other texts, the same in every run of this seed."""
+        sample = None
+        if contender.pair is not None:
+            sample = self._sample(self._engine(contender, tokens, repeat), contender.run, batches, tokens)
+        self._ranks.barrier()  # who has no part in it waits here, not in a message that has less patience
+        return sample
+
+    def _engine(self, contender: Contender, tokens: Tokens, repeat: int) -> Engine:
+        assert contender.pair is not None
+        ends, seed = self._ends(tokens), self._inputs.seed + repeat
+        return engine_for(contender.pair, contender.run, tokens, ends, seed, self._task.prefill_chunk)
+
+    def _ends(self, tokens: Tokens) -> frozenset[int]:
+        return frozenset() if self._task.ignore_eos else tokens.end_ids
+
+    def _sample(self, engine: Engine, run: RunConf, batches: list[list[Prompt]], tokens: Tokens) -> Sample:
+        sample, limits = Sample(), Limits(self._task.max_new_tokens, self._ends(tokens))
+        for batch in batches:
+            timed = TimedRun(engine, batch, self._task.max_new_tokens)
+            for step, spent in timed.rounds(limits, lookahead_for(run, len(batch))):
+                if step.round:
+                    sample.delivery_ms.append(1000 * spent)
+                    for row in step.rows:
+                        sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
+            self._require_sound(timed)
+            sample.take(
+                max(len(prompt.token_ids) for prompt in batch), timed.prefill_s, timed.decode_s,
+                timed.first_token_s or 0.0, timed.counts,
+            )  # fmt: skip
+        return sample
+
+    def _split(self, contender: Contender, batches: list[list[Prompt]], tokens: Tokens) -> None:
+        """The same turn once more with the stopwatch on, which is no part of the figures above."""
+        if contender.pair is not None:
+            engine = TimedEngine(self._engine(contender, tokens, 0), self._watch)
+            limits, made = Limits(self._task.max_new_tokens, self._ends(tokens)), 0
+            self._watch.spent.clear()
+            for batch in batches:
+                timed = TimedRun(engine, batch, self._task.max_new_tokens)
+                with self._watch.running(engine.wait):
+                    for _ in timed.rounds(limits, lookahead_for(contender.run, len(batch))):
+                        pass
+                made += timed.counts.committed.total()
+            contender.record.split = {part: 1000 * self._watch.spent[part] / made for part in PARTS}
+        self._ranks.barrier()
+
+    @staticmethod
+    def _require_sound(timed: TimedRun) -> None:
+        state = timed.state
+        stopped = [row for row in range(state.rows) if state.finished[row] == "error"]
+        if stopped:
+            first = stopped[0]
+            raise damaged(state.prompts[first].id, state.lengths[first], len(stopped), state.rows)
+
+    def _show(self) -> None:
+        """The table, the files of the run folder, the picture: of what has been measured."""
+        if not self.has_output() or self._speeds is None or not self._ranks.is_leader:
+            return
+        if self._inputs.run.output is Output.text:
+            for line in table(self.figures()):
+                self._console.line(line)
+        self._folder.write("repeats.csv", csv_text(self._speeds.records))
+        place = plot_place(self._task.plot, self._folder.path)
+        if place is not None:
+            plot_speeds(self.figures(), place)
+            self._plot = str(place)
+
+
+def contenders_of(pair: Pair, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
+    """Who takes turns, in their order: the target alone, the draft alone, the pair at each K."""
+    plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
+    found = [Contender(Record("target alone", 0), plain, replace(pair, draft=None))]
+    if ks and drafts_alone:
+        # The leader's draft is whole, so it runs there without the others.
+        alone = Pair(pair.draft, None, pair.devices, ALONE) if pair.draft is not None else None
+        found.append(Contender(Record("draft alone", 0), plain, alone))
+    for k in ks:
+        spec = replace(run.speculation, k=k, adaptive=False)
+        found.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), pair))
+    if ks and run.speculation.adaptive:
+        found.append(Contender(Record("pair, adaptive", None), run, pair))
+    return found
+
+
+def speeds_of(contenders: list[Contender]) -> Speeds:
+    """The records, told apart by their names."""
+    records = [contender.record for contender in contenders]
+    draft = next((record for record in records if record.name == "draft alone"), None)
+    return Speeds(records[0], draft, [record for record in records[1:] if record is not draft])
+
+
+def peak_memory(device: torch.device, ranks: Ranks) -> list[dict[str, int]]:
+    """The most that each rank's process and its device have held."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    own = torch.tensor([process, held], dtype=torch.int64, device=device)
+    names = ("process_bytes", "device_bytes")
+    return [
+        {"rank": rank, **dict(zip(names, part.tolist(), strict=True))}
+        for rank, part in enumerate(ranks.all_gather(own))
+    ]

@@ -1,0 +1,82 @@
+"""One of the two samplings that are compared: its engine, its clock, and the track it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llama_ssp.config import RunConf
+from llama_ssp.engine import Engine, Prompt
+from llama_ssp.loop import Limits, RowStep, Step
+from llama_ssp.tasks.pair import lookahead_for
+from llama_ssp.tasks.timed import TimedRun
+from llama_ssp.text import Decode, Detokenizer, Writing
+from llama_ssp.track import Arrival, Track
+
+
+class Side:
+    """`begin` reads a prompt, `advance` does a round."""
+
+    def __init__(
+        self, title: str, engine: Engine, run: RunConf, decode: Decode, ends: frozenset[int]
+    ) -> None:
+        self._title, self._engine, self._run, self._decode, self._ends = title, engine, run, decode, ends
+        self.track = Track(title)
+        self._timed: TimedRun | None = None
+
+    def expect(self) -> None:
+        """An empty track, for a prompt that is still to begin."""
+        self.track, self._timed = Track(self._title), None
+
+    def begin(self, prompt: Prompt, max_new_tokens: int, stops: list[str]) -> None:
+        self._timed = TimedRun(self._engine, [prompt], max_new_tokens)
+        self.track.prefill_s = self._timed.prefill_s
+        self._writing = Writing(self._decode, [prompt.token_ids], stops)
+        self._detokenizer = Detokenizer(self._decode, list(prompt.token_ids))
+        limits = Limits(max_new_tokens, self._ends, self._writing)
+        self._rounds: Iterator[tuple[Step, float]] = self._timed.rounds(limits, lookahead_for(self._run, 1))
+
+    @property
+    def seconds(self) -> float:
+        return self._timed.seconds if self._timed else 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._timed is not None and self._timed.state.finished[0] is not None
+
+    @property
+    def position(self) -> int:
+        """How long the text is, prompt included, in tokens."""
+        return self._timed.state.lengths[0] if self._timed else 0
+
+    def advance(self) -> bool:
+        """One round; whether there was one."""
+        found = next(self._rounds, None)
+        if found is None:
+            return False
+        row = found[0].rows[0]
+        self.track.arrivals.append(self._arrival(row))
+        if row.finish is not None:
+            self.track.finish, self.track.length = row.finish, len(self._writing.text(0))
+        return True
+
+    def figures(self) -> dict[str, Any]:
+        """The text, its times and its counters, under the names of the JSON interface."""
+        assert self._timed is not None, "begin() comes first"
+        state, ids = self._timed.state, self._timed.state.generated(0)
+        return {
+            "text": self._writing.text(0),
+            "token_ids": ids,
+            "finish_reason": state.finished[0],
+            "prompt_tokens": state.prompt_lengths[0],
+            "output_tokens": len(ids),
+            **self._timed.figures(),
+        }
+
+    def _arrival(self, row: RowStep) -> Arrival:
+        pieces = tuple(
+            (text, row.origin(position))
+            for position, token in enumerate(row.tokens)
+            if (text := self._detokenizer.push(token))
+        )
+        return Arrival(self.seconds, pieces, len(row.tokens), len(row.drafted), row.accepted)

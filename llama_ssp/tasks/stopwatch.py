@@ -1,0 +1,132 @@
+"""Where an engine's time goes: its calls on one stopwatch, put around it from outside.
+
+Every moment belongs to one part, the innermost that is being done, so the parts add up to the whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from llama_ssp.engine import Engine, Proposal, Runner, State, Verdict
+from llama_ssp.ranks import Ranks
+
+DRAFT, VERIFY, DECIDE, COMMUNICATE, HOST = PARTS = ("draft", "verify", "decide", "communicate", "host")
+MEANING = {
+    DRAFT: "drawing the draft's tokens: its forwards, laws and draws",
+    VERIFY: "the target's forwards over K+1 positions",
+    DECIDE: "laws, acceptance and the correction, after the target's forward",
+    COMMUNICATE: "calls between ranks, waiting for slower ranks included",
+    HOST: "the loop: choosing K, cutting at ends, committing, rolling back",
+}
+
+
+class Stopwatch:
+    """Divides time among parts. Off until `running`; then what no part claims is the host's."""
+
+    def __init__(self) -> None:
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self._doing: list[str] = []
+        self._since = 0.0
+        self._wait: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def running(self, wait: Callable[[], None]) -> Iterator[None]:
+        """Runs while inside. `wait` is called before every reading: until the device has done its work."""
+        self._wait = wait
+        wait()
+        self._doing, self._since = [HOST], time.perf_counter()
+        try:
+            yield
+        finally:
+            self._turn()
+            self._doing = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time inside is this part's, but for parts within it."""
+        if not self._doing:
+            yield
+            return
+        self._turn()
+        self._doing.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._doing.pop()
+
+    def _turn(self) -> None:
+        self._wait()
+        now = time.perf_counter()
+        self.spent[self._doing[-1]] += now - self._since
+        self._since = now
+
+
+class TimedEngine(Engine):
+    """The same engine, parts and all, with its calls on a stopwatch."""
+
+    def __init__(self, engine: Engine, watch: Stopwatch) -> None:
+        vars(self).update(vars(engine))
+        self._watch = watch
+        self.target = TimedRunner(engine.target, watch)
+
+    def draft(self, state: State, wanted: list[int]) -> Proposal:
+        with self._watch.part(DRAFT):
+            return super().draft(state, wanted)
+
+    def verify(self, state: State, proposal: Proposal) -> Verdict:
+        with self._watch.part(DECIDE):  # but for the target's forward, and what is said of it
+            return super().verify(state, proposal)
+
+
+class TimedRunner(Runner):
+    """The target's runner, with its forwards on a stopwatch."""
+
+    def __init__(self, runner: Runner, watch: Stopwatch) -> None:
+        vars(self).update(vars(runner))
+        self._watch = watch
+
+    def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
+        with self._watch.part(VERIFY):
+            return super().logits(token_BS, ends, wanted)
+
+
+class TimedRanks:
+    """The same ranks, with all they say to each other on a stopwatch."""
+
+    def __init__(self, ranks: Ranks, watch: Stopwatch) -> None:
+        self._ranks, self._watch = ranks, watch
+        self.rank, self.world = ranks.rank, ranks.world
+
+    @property
+    def is_leader(self) -> bool:
+        return self._ranks.is_leader
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        with self._watch.part(COMMUNICATE):
+            return self._ranks.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        with self._watch.part(COMMUNICATE):
+            return self._ranks.all_gather(tensor)
+
+    def broadcast_ints(self, values: list[int]) -> list[int]:
+        with self._watch.part(COMMUNICATE):
+            return self._ranks.broadcast_ints(values)
+
+    def require_same(self, what: str, text: str) -> None:
+        self._ranks.require_same(what, text)
+
+    def barrier(self) -> None:
+        self._ranks.barrier()
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        return self._ranks.cause_of(error)
+
+    def close(self) -> None:
+        self._ranks.close()
