@@ -33,7 +33,9 @@ class Recording:
         try:
             self._path.write_text(content, encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"cannot write task.record: {error.strerror}", where=str(self._path)) from None
+            raise StorageError(
+                f"cannot write the recording: {error.strerror}", where=str(self._path)
+            ) from None
         return str(self._path)
 
     def _svg(self) -> str:

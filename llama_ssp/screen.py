@@ -20,6 +20,7 @@ FRAMES_PER_S = 20
 BESIDE = 60  # columns from which two panes stand side by side; below, one above the other
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
+FIGURE_LINES = 3
 STYLES = {"drafted": "green", "corrected": "yellow", "bonus": "cyan", "sampled": ""}
 LEGEND = {"drafted": "drafted and accepted", "corrected": "corrected", "bonus": "bonus", "sampled": "sampled"}
 BARS = " ▁▂▃▄▅▆▇█"
@@ -43,29 +44,24 @@ class Picture:
             _body(view).wrap(console, max(own - FRAME, 2), overflow="fold")
             for view, own in zip(views, widths, strict=True)
         ]
-        above = self._above(console, width)
+        prompt = list(Text(visible(self.prompt), style="dim").wrap(console, max(width, 2), overflow="fold"))
         rows = [max(map(len, bodies))] * 2 if beside else list(map(len, bodies))
         if not self.whole:
-            rows = self._rows(options.height or console.height, len(above), beside)
+            prompt, rows = self._fitted(prompt, options.height or console.height, 1 if beside else 2)
         panes = [
             _pane(view, Text("\n").join(body[-room:]), room, own)
             for view, body, room, own in zip(views, bodies, rows, widths, strict=True)
         ]
-        yield Group(*above)
+        yield Group(_legend(), *prompt)
         yield _in_a_row(panes, widths) if beside else Group(*panes)
         yield Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
 
-    def _above(self, console: Console, width: int) -> list[Text]:
-        prompt = Text(visible(self.prompt), style="dim").wrap(console, max(width, 2), overflow="fold")
-        shown = list(prompt if self.whole else prompt[-PROMPT_LINES:])
-        return [_legend(), *shown]
-
     @staticmethod
-    def _rows(height: int, above: int, beside: bool) -> list[int]:
-        """How many lines of each text fit."""
-        frames = (1 if beside else 2) * (2 + FIGURE_LINES)
-        left = height - above - frames - 1
-        return [max(left, 1)] * 2 if beside else [max(left // 2, 1)] * 2
+    def _fitted(prompt: list[Text], height: int, stacked: int) -> tuple[list[Text], list[int]]:
+        """The end of the prompt, and how many lines of each text, that a terminal of this height holds."""
+        left = height - 2 - stacked * (2 + FIGURE_LINES)  # legend and note, borders and figures
+        shown = prompt[len(prompt) - min(PROMPT_LINES, len(prompt), max(left - stacked, 0)) :]
+        return shown, [max((left - len(shown)) // stacked, 1)] * 2
 
 
 @dataclass(frozen=True)
@@ -140,9 +136,6 @@ def verdict(picture: Picture) -> str:
         return ""
     before, after = picture.regular.ms_per_token, picture.speculative.ms_per_token
     return f"{faster:.2f} times as fast: {before:.2f} ms a token, then {after:.2f}; prefill left out"
-
-
-FIGURE_LINES = 3
 
 
 def figures(view: View) -> list[str]:

@@ -27,7 +27,7 @@ DEFINITIONS = {
     "alpha": "accepted over decided drafts of every K taken together",
     "predicted_speedup": "(1-alpha^(K+1)) / ((1-alpha)(K cost_ratio+1)), Leviathan et al.: takes drafts for "
     "independent, and a target's pass over K+1 positions for as fast as over one",
-    "time_split_ms_per_token": "a pass of its own, each part on a stopwatch, so its sum exceeds ms_per_token",
+    "time_split_ms_per_token": "of a pass of its own, whose clocks slow it: its sum is not ms_per_token",
     "peak_memory": "since the process began, loading included",
 }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import comb
 
 import pytest
+from scipy import stats
 
-from llama_ssp.statistics import paired_difference, wilson
+from llama_ssp.statistics import median_coverage, median_of, paired_difference, percentiles, wilson
 
 NEWCOMBE_1998 = [  # Statistics in Medicine 17, 857-872, table I, the score method
     (81, 263, 0.2553, 0.3662),
@@ -99,3 +100,26 @@ def test_no_share(counts: tuple[int, int]) -> None:
 def test_no_counts(counts: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="no counts"):
         paired_difference(*counts)
+
+
+@pytest.mark.parametrize(("n", "coverage"), [(1, 0.0), (2, 0.5), (5, 0.9375), (6, 0.96875), (9, 0.9609375)])
+def test_the_medians_interval_covers_what_it_says(n: int, coverage: float) -> None:
+    """Against the binomial law of how many values are below the median."""
+    found = median_of([float(i) for i in range(n)])
+    left_out = int(found.low)
+    assert found.high == n - 1 - left_out
+    assert median_coverage(n) == pytest.approx(1 - 2 * stats.binom.cdf(left_out, n, 0.5)) == coverage
+    assert n < 6 or coverage >= 0.95
+
+
+def test_the_medians_interval_is_the_narrowest_that_covers() -> None:
+    for n in range(6, 60):
+        left_out = int(median_of([float(i) for i in range(n)]).low)
+        assert (
+            1 - 2 * stats.binom.cdf(left_out, n, 0.5) >= 0.95 > 1 - 2 * stats.binom.cdf(left_out + 1, n, 0.5)
+        )
+
+
+def test_percentiles() -> None:
+    assert percentiles([float(i) for i in range(101)], (50, 90, 99)) == [50, 90, 99]
+    assert percentiles([3.0], (50, 99)) == [3, 3] and percentiles([], (50,)) == [None]

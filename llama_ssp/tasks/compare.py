@@ -138,9 +138,12 @@ class CompareTask:
 
     def _prompt(self, text: TextPrompt, tokens: Tokens) -> Prompt:
         model = self._inputs.run.model
+        wrong = problem_of(text, {})  # of what was typed; what was read has been checked
+        if wrong is not None:
+            raise wrong
         ids = tokens.chat(text.text, self._task.system) if self._task.chat else tokens.encode(text.text)
         ids = begun(ids, tokens)
-        problem = problem_of(text, {}) or unusable(text, ids, model.context, model.vocab)
+        problem = unusable(text, ids, model.context, model.vocab)
         if problem is not None:
             raise problem
         return Prompt(text.id, tuple(ids))
@@ -188,6 +191,7 @@ class CompareTask:
     def _in_turn(self, prompt: Prompt, sides: tuple[Side, Side], scene: Scene) -> None:
         """One after the other; each is alone on the machine."""
         for side, note in zip(sides, ("regular sampling", "speculative sampling"), strict=True):
+            self._draw(scene, scene.seconds, f"{note}: reading the prompt")
             side.begin(prompt, self._task.max_new_tokens, self._task.stop)
             while side.advance():
                 self._draw(scene, scene.seconds, f"{note}: running")

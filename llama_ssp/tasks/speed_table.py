@@ -85,7 +85,8 @@ def _notes(found: dict[str, Any]) -> list[str]:
     lines = []
     if best is not None:
         k = "adaptive" if best["k"] is None else best["k"]
-        lines.append(f"fastest: K = {k}, {best['speedup']:.2f} times the target alone")
+        gain = "" if best["speedup"] > 1 else "; speculation does not pay here"
+        lines.append(f"fastest: K = {k}, {best['speedup']:.2f} times as fast as the target alone{gain}")
     if cost is not None and found["alpha"] is not None:
         lines.append(
             f"draft step over target step {cost:.2f} ({_interval(found, 'cost_ratio')}), "

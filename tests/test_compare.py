@@ -1,0 +1,194 @@
+"""task=compare in a pipe: what it prints, what it counts, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.prompts import Reading
+from llama_ssp.tasks import compare
+from llama_ssp.tasks.side import Side
+from tests.conftest import Answer, Command, Saved
+
+COMPARE = ("task=compare", "task.max_new_tokens=12", "seed=1")
+SIDE = {
+    "text", "token_ids", "finish_reason", "prompt_tokens", "output_tokens", "prefill_ms", "decode_ms",
+    "time_to_first_token_ms", "ms_per_token", "tokens_per_s", "tokens_committed", "acceptance_rate",
+}  # fmt: skip
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+    return found
+
+
+def trained(saved: Saved) -> tuple[str, ...]:
+    """A pair of folders in fp32: greedy texts are then equal to the last token."""
+    folders = "model=local", f"model.path={saved.sharded}", "draft=local", f"draft.path={saved.whole}"
+    return *folders, "model.dtype=fp32", "draft.dtype=fp32"
+
+
+def test_prompts_from_a_pipe_one_a_line(command: Command) -> None:
+    answer = command(*COMPARE, stdin=b"hello\n\na fox\n")
+    assert (answer.code, answer.errors) == (0, [])
+    assert "\x1b" not in answer.out  # plain text where there is no terminal
+    assert [line for line in answer.out.splitlines() if line.startswith("prompt: ")] == [
+        "prompt: hello", "prompt: a fox",
+    ]  # fmt: skip
+    assert answer.out.count("--- regular") == answer.out.count("--- speculative, tiny_draft, K = 4") == 2
+    assert len(re.findall(r"--- \d+\.\d\d times as fast: .* prefill left out", answer.out)) == 2
+    found = document(answer)
+    assert (found["task"], found["status"]) == ("compare", "done")
+    assert [one["id"] for one in found["comparisons"]] == ["line-1", "line-3"]
+    for one in found["comparisons"]:
+        regular, speculative = one["regular"], one["speculative"]
+        assert regular.keys() == speculative.keys() >= SIDE
+        assert regular["tokens_drafted"] == 0 < speculative["tokens_drafted"]
+        assert regular["tokens_committed"] == speculative["tokens_committed"] == 12
+        assert regular["row_rounds"] == 12 > speculative["row_rounds"]
+        assert regular["text"] in answer.out or "\\x" in answer.out
+
+
+@pytest.mark.slow
+def test_the_speed_up_is_that_of_all_prompts_together(command: Command) -> None:
+    found = document(command(*COMPARE, 'task.prompts=["a","b"]', "output=json"))
+    regular, speculative = (
+        sum(one[side]["decode_ms"] for one in found["comparisons"]) for side in ("regular", "speculative")
+    )
+    assert found["speedup"] == pytest.approx(regular / speculative)  # of equally many tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("race", ["false", "true"])
+def test_greedy_texts_are_the_same_on_both_sides(race: str, command: Command, saved: Saved) -> None:
+    run = (*COMPARE, *trained(saved), "sampling=greedy", f"task.race={race}", "output=json", "out=null")
+    answer = command(*run, stdin=b"hello\ndef f")
+    for one in document(answer)["comparisons"]:
+        assert one["regular"]["token_ids"] == one["speculative"]["token_ids"]
+
+
+@pytest.mark.slow
+def test_a_race_draws_what_turns_do(command: Command) -> None:
+    """Whose round it is depends on clocks; what a round draws does not."""
+    texts = [
+        [
+            (one["regular"]["token_ids"], one["speculative"]["token_ids"])
+            for one in document(command(*COMPARE, f"task.race={race}", "output=json", stdin=b"hello\na"))[
+                "comparisons"
+            ]
+        ]
+        for race in ("false", "true")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_in_a_race_whoever_had_less_time_goes_next(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With clocks that say 3 and 1 for each round, the faster one does three rounds to the other's one."""
+    advance, order = Side.advance, list[str]()
+
+    def counted(side: Side) -> bool:
+        order.append(side.track.title.partition(",")[0])
+        return advance(side)
+
+    def seconds(side: Side) -> float:
+        return len(side.track.arrivals) * (3.0 if side.track.title == "regular" else 1.0)
+
+    monkeypatch.setattr(Side, "advance", counted)
+    monkeypatch.setattr(Side, "seconds", property(seconds))
+    monkeypatch.setattr(compare, "WARM_UP_TOKENS", 1)
+    command(*COMPARE, "task.race=true", "speculation.k=1", stdin=b"hello")
+    race = order[4:12]  # behind the warm-up: a round and an end of each
+    assert race == ["regular", *["speculative"] * 3, "regular", *["speculative"] * 3]
+
+
+@pytest.mark.slow
+def test_stop_strings_end_both_sides(command: Command, saved: Saved) -> None:
+    run = (*COMPARE, *trained(saved), "sampling=greedy", "out=null", "task.max_new_tokens=30")
+    whole = document(command(*run, stdin=b"hello"))["comparisons"][0]["regular"]["text"]
+    stop = whole[4:6]
+    answer = command(*run, f"task.stop={json.dumps([stop])}", stdin=b"hello")
+    for side in ("regular", "speculative"):
+        one = document(answer)["comparisons"][0][side]
+        assert one["finish_reason"] == "stop" and one["text"] == whole[: whole.index(stop)]
+
+
+@pytest.mark.slow
+def test_a_json_run_prints_the_document_alone(command: Command) -> None:
+    answer = command(*COMPARE, "output=json", 'task.prompts=["hello"]')
+    assert len(answer.out.splitlines()) == 1 and document(answer)["task"] == "compare"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["svg", "html", "cast"])
+def test_the_picture_is_saved_without_a_terminal(ending: str, command: Command) -> None:
+    answer = command(*COMPARE, 'task.prompts=["hello"]', f"task.record=a.{ending}")
+    assert document(answer)["record"] == f"a.{ending}"
+    assert Path(f"a.{ending}").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_lookup_drafts_without_a_draft_model(command: Command) -> None:
+    answer = command(*COMPARE, "speculation=ngram", "draft=none", stdin=b"one two one two one")
+    assert "--- speculative, ngram, K = 8" in answer.out
+    assert document(answer)["comparisons"][0]["speculative"]["tokens_drafted"] > 0
+
+
+@pytest.mark.slow
+def test_bad_prompts_of_a_pipe_can_be_skipped(command: Command) -> None:
+    long = b"word " * 5000
+    assert command(*COMPARE, stdin=b"hello\n" + long).code == 3
+    answer = command(*COMPARE, "task.on_bad_row=skip", stdin=b"hello\n" + long)
+    found = document(answer)
+    assert len(found["comparisons"]) == 1 and found["rows_skipped"] == 1
+    only = command(*COMPARE, "task.on_bad_row=skip", stdin=long)
+    assert only.code == 3 and "no usable prompt" in only.err
+
+
+@pytest.mark.slow
+def test_what_was_compared_remains_when_it_is_stopped(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Side.begin
+
+    def stopped(side: Side, prompt: Any, *rest: Any) -> None:
+        if prompt.id == "1":
+            raise KeyboardInterrupt
+        finish(side, prompt, *rest)
+
+    monkeypatch.setattr(Side, "begin", stopped)
+    answer = command(*COMPARE, 'task.prompts=["a","b","c"]', "task.record=a.svg")
+    assert answer.code == 130
+    found = document(answer)
+    assert (found["status"], len(found["comparisons"])) == ("interrupted", 1)
+    assert "times as fast" in Path("a.svg").read_text().replace("&#160;", " ")
+
+
+class Typist:
+    """Types these lines, then ends the input."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = iter(lines)
+
+    def ask(self) -> str | None:
+        return next(self._lines, None)
+
+
+def test_a_typing_slip_is_said_and_asked_again(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = ["hello", "word " * 5000, "half \udcff", "a fox"]
+    monkeypatch.setattr(compare, "Terminal", lambda: Typist(lines))
+    monkeypatch.setattr("llama_ssp.cli.read_prompts", lambda _: Reading([], []))
+    with caplog.at_level(logging.WARNING):
+        answer = command(*COMPARE)
+    assert answer.code == 0
+    assert [one["prompt"] for one in document(answer)["comparisons"]] == ["hello", "a fox"]
+    assert [one["id"] for one in document(answer)["comparisons"]] == ["1", "4"]
+    assert (
+        "fills the model's context" in caplog.text and "half a surrogate pair" in caplog.text
+    )  # said of prompt 3

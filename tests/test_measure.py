@@ -1,0 +1,158 @@
+"""task=measure: its document, its files, its turns. How fast anything is, no test says."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.prompts import SENTENCES
+from llama_ssp.tasks.measure import MeasureTask
+from llama_ssp.tasks.stopwatch import PARTS
+from tests.conftest import Answer, Command
+
+QUICK = (
+    "task=measure",
+    "task.max_new_tokens=6",
+    "task.repeats=2",
+    "seed=1",
+    'task.prompts=["hello","a fox"]',
+)
+SPEED = {
+    "ms_per_token", "ms_per_token_low", "ms_per_token_high", "tokens_per_s", "time_to_first_token_ms",
+    "inter_token_ms_p50", "inter_token_ms_p90", "inter_token_ms_p99", "delivery_ms_p50", "by_prompt_length",
+    "time_split_ms_per_token", "acceptance_rate", "acceptance_by_position", "tokens_per_target_forward",
+    "tokens_committed", "repeats",
+}  # fmt: skip
+PAIR = SPEED | {"k", "speedup", "speedup_low", "speedup_high", "predicted_speedup"}
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+    return found
+
+
+def test_the_document_and_the_files(command: Command) -> None:
+    answer = command(*QUICK, "task.ks=[1,3]")
+    assert (answer.code, answer.errors) == (0, [])
+    found = document(answer)
+    assert (found["task"], found["status"]) == ("measure", "done")
+    assert found["target_alone"].keys() >= SPEED and found["draft_alone"].keys() >= SPEED
+    assert [row["k"] for row in found["pair"]] == [1, 3] and all(row.keys() >= PAIR for row in found["pair"])
+    for row in (found["target_alone"], found["draft_alone"], *found["pair"]):
+        assert row["tokens_committed"] == 2 * 2 * 6  # repeats, prompts, tokens: the same for everyone
+        assert row["repeats"] == 2
+        assert row["ms_per_token_low"] <= row["ms_per_token"] <= row["ms_per_token_high"]
+        assert set(row["time_split_ms_per_token"]) == set(PARTS) == set(found["time_split_parts"])
+    assert found["target_alone"]["tokens_drafted"] == 0 < found["pair"][0]["tokens_drafted"]
+    assert len(found["pair"][1]["acceptance_by_position"]) == 3
+    assert found["pair"][0]["time_split_ms_per_token"]["draft"] > 0
+    assert found["pair"][0]["time_split_ms_per_token"]["communicate"] == 0
+    assert {"ms_per_token", "time_to_first_token_ms", "predicted_speedup"} <= found["definitions"].keys()
+    assert found["cost_ratio"] > 0 and found["interval_coverage"] == 0.5
+    assert found["peak_memory"][0]["process_bytes"] > 10**7
+    folder = Path(found["run_folder"])
+    assert (folder / "plot.png").read_bytes()[:4] == b"\x89PNG" and found["plot"] == str(folder / "plot.png")
+    rows = list(csv.DictReader((folder / "repeats.csv").open()))
+    assert [row["contender"] for row in rows] == [
+        name for name in ("target alone", "draft alone", "pair, K = 1", "pair, K = 3") for _ in range(2)
+    ]
+    assert json.loads((folder / "summary.json").read_text())["pair"] == found["pair"]
+    assert "where the time goes" in answer.out and "pair, K = 3" in answer.out
+
+
+def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, order = MeasureTask._turn, list[tuple[str, int, int]]()
+
+    def seen(task: MeasureTask, contender: Any, batches: Any, tokens: Any, repeat: int) -> Any:
+        order.append((contender.record.name, len(batches), repeat))
+        return turn(task, contender, batches, tokens, repeat)
+
+    monkeypatch.setattr(MeasureTask, "_turn", seen)
+    command(*QUICK, "task.ks=[2]", "out=null", "output=json")
+    names = ["target alone", "draft alone", "pair, K = 2"]
+    assert order == [(name, batches, n) for batches, n in ((1, 0), (2, 0), (2, 1)) for name in names]
+
+
+@pytest.mark.slow
+def test_two_runs_of_a_seed_count_the_same(command: Command) -> None:
+    counts = [
+        [
+            {name: value for name, value in row.items() if name.startswith(("tokens_", "accept", "blocks"))}
+            for row in document(command(*QUICK, "task.ks=[2]", "output=json", "out=null"))["pair"]
+        ]
+        for _ in range(2)
+    ]
+    for one in counts:
+        one[0] = {name: value for name, value in one[0].items() if not name.startswith("tokens_per_s")}
+    assert counts[0] == counts[1] != []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "pairs", "has_draft"),
+    [
+        (("draft=none",), [], False),
+        (("speculation=none",), [], False),
+        (("draft=none", "speculation=ngram", "task.ks=[2]"), [2], False),
+        (("speculation=adaptive", "task.ks=[2]"), [2, None], True),
+        (("task.ks=[]",), [], False),
+    ],
+    ids=["no-draft", "none", "ngram", "adaptive", "no-k"],
+)
+def test_who_takes_part(
+    overrides: tuple[str, ...], pairs: list[int | None], has_draft: bool, command: Command
+) -> None:
+    answer = command(*QUICK, "task.repeats=1", *overrides)
+    assert (answer.code, answer.errors) == (0, [])
+    found = document(answer)
+    assert [row["k"] for row in found["pair"]] == pairs
+    assert (found["draft_alone"] is not None) == has_draft == (found["cost_ratio"] is not None)
+    assert Path(found["plot"]).exists()
+
+
+@pytest.mark.slow
+def test_a_grid_of_lengths_and_batches(command: Command) -> None:
+    lengths = ("task.lengths=[5,40,17]", "task.prompts=null", "task.ks=[2]", "task.repeats=1")
+    found = document(command(*QUICK, *lengths))
+    assert found["prompt_tokens"] == [5, 40, 17]
+    assert [row["prompt_tokens"] for row in found["target_alone"]["by_prompt_length"]] == [5, 17, 40]
+    found = document(command(*QUICK, *lengths, "task.batch_size=2"))
+    assert [row["prompt_tokens"] for row in found["pair"][0]["by_prompt_length"]] == [17, 40]
+    assert found["pair"][0]["tokens_committed"] == 3 * 6
+
+
+@pytest.mark.slow
+def test_a_draft_of_a_shorter_context_is_not_measured_alone(command: Command) -> None:
+    grid = ("task.lengths=[60]", "task.prompts=null", "task.ks=[2]", "draft.context=64", "task.repeats=1")
+    found = document(command(*QUICK, *grid))
+    assert found["draft_alone"] is None and found["pair"][0]["speedup"] is not None
+
+
+@pytest.mark.slow
+def test_what_was_measured_remains_when_it_is_stopped(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, turns = MeasureTask._turn, list[int]()
+
+    def stopping(task: MeasureTask, *rest: Any) -> Any:
+        turns.append(1)
+        if len(turns) == 6:  # after the warm-up of three, and two of the first repeat
+            raise KeyboardInterrupt
+        return turn(task, *rest)
+
+    monkeypatch.setattr(MeasureTask, "_turn", stopping)
+    answer = command(*QUICK, "task.ks=[2]")
+    assert answer.code == 130
+    found = document(answer)
+    assert found["status"] == "interrupted" and found["target_alone"]["repeats"] == 1
+    assert found["pair"][0]["speedup"] is None and "target alone" in answer.out
+
+
+def test_fifteen_sentences() -> None:
+    """The ancestor had as many, less those that a missing comma joined."""
+    assert len(SENTENCES) == len(set(SENTENCES)) == 15
+    assert all(sentence.strip() == sentence and 3 < len(sentence) < 90 for sentence in SENTENCES)

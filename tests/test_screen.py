@@ -1,0 +1,101 @@
+"""The picture of a comparison fits its terminal, whatever the size and whatever the models write."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from llama_ssp.screen import STYLES, Picture, Scene, bars, verdict
+from llama_ssp.track import Arrival, Track
+
+quiet = settings(derandomize=True, deadline=None, database=None, max_examples=60)
+WRITTEN = "def f(x):\n    return 日本語 🎉 x\t# tab\n\x1b[31mred\x07\u202e\n"
+
+
+def scene(prompt: str = "def hello", texts: tuple[str, str] = (WRITTEN, WRITTEN * 3)) -> Scene:
+    origins = list(STYLES)
+    tracks = []
+    for name, text, drafted in zip(("regular", "speculative, K = 4"), texts, (0, 4), strict=True):
+        pieces = [(character, origins[i % 4]) for i, character in enumerate(text)]
+        arrivals = [
+            Arrival(0.1 * (i + 1), (piece,), 1, drafted, drafted // 2) for i, piece in enumerate(pieces)
+        ]
+        tracks.append(Track(name, 0.05, arrivals, "length"))
+    return Scene(prompt, tracks[0], tracks[1])
+
+
+def drawn(picture: Picture, width: int, height: int, colours: bool = False) -> str:
+    console = Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=colours, highlight=False,
+        color_system="256" if colours else None, _environ={},
+    )  # fmt: skip
+    console.print(picture, height=None if picture.whole else height)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [8, 20, 40, 59, 60, 80, 81, 200])
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_line_is_wider_than_the_terminal(width: int, whole: bool) -> None:
+    lines = drawn(scene().end(whole), width, 24).splitlines()
+    assert max(map(cell_len, lines)) <= width
+
+
+@quiet
+@given(st.text(max_size=80), st.text(max_size=200), st.integers(8, 130), st.integers(16, 60))
+@example("x" * 500, "日" * 300, 61, 16)
+def test_any_text_fits_any_terminal(prompt: str, text: str, width: int, height: int) -> None:
+    """In width and in height, with nothing on the way that would steer the terminal."""
+    output = drawn(scene(prompt, (text, text[::-1])).end(whole=False), width, height)
+    lines = output.removesuffix("\n").split("\n")
+    assert len(lines) <= height
+    assert max(map(cell_len, lines)) <= width
+    assert not [c for c in output if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160]
+
+
+def test_eighty_columns_hold_two_panes() -> None:
+    output = drawn(scene().end(whole=True), 80, 24)
+    first = next(line for line in output.splitlines() if "regular" in line)
+    assert "speculative, K = 4" in first and cell_len(first) == 80
+    assert "times as fast" in output.splitlines()[-1]
+    assert r"\x1b[31mred\x07\u202e" in output
+
+
+def test_a_narrow_terminal_has_one_pane_above_the_other() -> None:
+    lines = drawn(scene().end(whole=True), 40, 60).splitlines()
+    regular = next(i for i, line in enumerate(lines) if "regular" in line)
+    speculative = next(i for i, line in enumerate(lines) if "speculative" in line)
+    assert regular + 3 < speculative
+
+
+def test_a_low_terminal_shows_the_end_of_the_text() -> None:
+    whole = scene(texts=("\n".join(map(str, range(100))), "short"))
+    assert "│ 99" in drawn(whole.end(whole=False), 80, 16)
+    assert "│ 47" not in drawn(whole.end(whole=False), 80, 16)
+    assert "│ 47" in drawn(whole.end(whole=True), 80, 16)
+
+
+def test_tokens_are_coloured_by_origin() -> None:
+    pieces = tuple((origin, origin) for origin in STYLES)
+    coloured = Scene("p", Track("a", 0, [Arrival(1, pieces, 4, 4, 1)]), Track("b", 0, []))
+    output = drawn(coloured.at(2, whole=True), 100, 30, colours=True)
+    body = next(line for line in output.splitlines() if "bonus" in line and "│" in line)
+    for code, origin in ((32, "drafted"), (33, "corrected"), (36, "bonus")):
+        assert f"\x1b[{code}m{origin}\x1b[0m" in body
+    assert "\x1b[0msampled" in body
+
+
+def test_the_bar_of_accepted_lengths() -> None:
+    assert bars([8, 0, 4, 1]) == "0█8  1 0  2▄4  3▁1"
+    assert bars([]) == "" and bars([0, 0]) == "0 0  1 0"
+
+
+def test_the_verdict_compares_times_a_token() -> None:
+    said = verdict(scene(texts=("ab" * 10, "c" * 40)).end(whole=True))
+    assert said == "0.99 times as fast: 97.50 ms a token, then 98.75; prefill left out"
+    assert verdict(Scene("p", Track("a"), Track("b")).end(whole=True)) == ""

@@ -1,0 +1,119 @@
+"""What task=measure makes of clocks: checked on made-up samples whose answers are known."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+
+import pytest
+
+from llama_ssp.metrics import Counts
+from llama_ssp.speeds import Record, Sample, Speeds, predicted
+from llama_ssp.tasks.speed_table import csv_text, table
+
+
+def sample(ms: float, accepted: int = 0, rejected: int = 0, tokens: int = 100) -> Sample:
+    """A turn of so many ms a token, after a prefill that must not show in it."""
+    counts = Counts(row_rounds=tokens - accepted, committed=Counter({0: tokens - accepted, 1: accepted}))
+    counts.accepted[0], counts.drafted[0] = accepted, accepted + rejected
+    counts.reached[0] = accepted + rejected
+    found = Sample(inter_token_ms=[ms] * 99 + [10 * ms], delivery_ms=[ms])
+    found.take(7, 5.0, tokens * ms / 1000, 5.0 + ms / 1000, counts)
+    return found
+
+
+def speeds(repeats: int = 3) -> Speeds:
+    """The machine gets slower by half with each repeat; ratios do not."""
+    slow = [1.5**n for n in range(repeats)]
+    return Speeds(
+        Record("target alone", 0, [sample(10 * s) for s in slow]),
+        Record("draft alone", 0, [sample(2 * s) for s in slow]),
+        [
+            Record("pair, K = 1", 1, [sample(8 * s, 30, 10) for s in slow]),
+            Record("pair, K = 4", 4, [sample(5 * s, 50, 30) for s in slow]),
+        ],
+    )
+
+
+def test_ratios_do_not_drift_with_the_machine() -> None:
+    found = speeds().figures()
+    for row, expected in zip(found["pair"], (1.25, 2.0), strict=True):
+        assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx((expected,) * 3)
+    assert found["cost_ratio"] == pytest.approx(0.2)
+    target = found["target_alone"]
+    assert target["ms_per_token"] == pytest.approx(15)
+    assert (target["ms_per_token_low"], target["ms_per_token_high"]) == pytest.approx((10, 22.5))
+    assert found["best"] == {"k": 4, "speedup": pytest.approx(2.0)}
+    assert found["interval_coverage"] == pytest.approx(0.75)
+
+
+def test_prefill_is_in_the_first_token_and_nowhere_else() -> None:
+    target = speeds(1).figures()["target_alone"]
+    assert target["ms_per_token"] == pytest.approx(10)
+    assert target["tokens_per_s"] == pytest.approx(100)
+    assert target["time_to_first_token_ms"] == pytest.approx(5010)
+    assert target["inter_token_ms_p50"] == target["inter_token_ms_p90"] == pytest.approx(10)
+    assert 10 < target["inter_token_ms_p99"] < 100
+    assert target["by_prompt_length"] == [{"prompt_tokens": 7, "ms_per_token": pytest.approx(10)}]
+
+
+def test_the_prediction_is_leviathans() -> None:
+    found = speeds().figures()
+    alpha = 80 / 120
+    assert found["alpha"] == pytest.approx(alpha)
+    for row in found["pair"]:
+        k = row["k"]
+        closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (k * 0.2 + 1))
+        assert row["predicted_speedup"] == pytest.approx(closed)
+    assert predicted(1.0, 0.0, 4) == 5  # where the closed form divides by zero
+    assert predicted(None, 0.2, 4) is predicted(0.5, None, 4) is predicted(0.5, 0.2, None) is None
+
+
+def test_counters_are_those_of_all_repeats() -> None:
+    row = speeds(3).figures()["pair"][1]
+    assert (row["tokens_committed"], row["tokens_accepted"], row["tokens_drafted"]) == (300, 150, 240)
+    assert row["acceptance_rate"] == pytest.approx(50 / 80) and row["repeats"] == 3
+
+
+def test_what_was_stopped_is_reported_as_far_as_it_went() -> None:
+    whole = speeds(2)
+    whole.pair[1].samples.clear()
+    whole.pair[0].samples.pop()
+    found = whole.figures()
+    assert found["pair"][0]["speedup"] == pytest.approx(1.25) and found["pair"][1]["speedup"] is None
+    assert Speeds(Record("target alone", 0), None, []).figures()["target_alone"] == {}
+    found |= {"peak_memory": []}
+    assert [line.split("  ")[0] for line in table(found)[1:4]] == [
+        "target alone",
+        "draft alone",
+        "pair, K = 1",
+    ]
+
+
+def test_the_table_says_what_it_shows() -> None:
+    found = speeds(6).figures() | {"peak_memory": [{"rank": 0, "process_bytes": 2**30, "device_bytes": 0}]}
+    found["pair"][1]["time_split_ms_per_token"] = {"draft": 1.0, "verify": 3.5}
+    lines = table(found)
+    assert lines[0].split()[:3] == ["ms/token", "interval", "tokens/s"]
+    assert "2.00" in lines[4] and "2.00..2.00" in lines[4]
+    assert "pair, K = 4 1.00 3.50 4.50" in [" ".join(line.split()) for line in lines]
+    assert any("fastest: K = 4, 2.00 times as fast" in line for line in lines)
+    assert any("coverage 0.969" in line for line in lines) and any(
+        "process 1024 MiB" in line for line in lines
+    )
+
+
+def test_speculation_that_does_not_pay_is_called_so() -> None:
+    found = speeds(1)
+    found.pair[:] = [Record("pair, K = 1", 1, [sample(12.5, 10, 90)])]
+    lines = table(found.figures() | {"peak_memory": []})
+    assert any("0.80 times as fast as the target alone; speculation does not pay here" in x for x in lines)
+
+
+def test_the_csv_has_a_line_for_each_turn() -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(speeds(2).records))))
+    assert [(row["contender"], row["repeat"]) for row in rows[:3]] == [
+        ("target alone", "0"), ("target alone", "1"), ("draft alone", "0"),
+    ]  # fmt: skip
+    assert len(rows) == 8 and float(rows[7]["ms_per_token"]) == pytest.approx(7.5)
