@@ -2,18 +2,16 @@
 
     python bench/side_by_side.py [the overrides of launch/run.py] [repeats=5] [ks=2,4,8] [write=FILE.md]
 
-Every repeat runs each contender once, in turn, on the same prompts; ratios are taken within a repeat and
-their median is reported, so that a machine whose speed drifts does not favour anyone. Times are decoding
-only: prompts are read before the clock starts, except in `generate`, which reads them itself (its time
-for one token is taken off).
+What task=measure cannot say: how our regular sampling stands beside another program's. Every repeat runs
+each contender once, in turn, on the same prompts; ratios are taken within a repeat and their median is
+reported, so that a machine whose speed drifts does not favour anyone. Times are decoding only: prompts are
+read before the clock starts, except in `generate`, which reads them itself (its time for one token is taken
+off).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
+from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.checks import to_run  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
@@ -33,11 +32,12 @@ from llama_ssp.engine import Prompt  # noqa: E402
 from llama_ssp.entries import entries  # noqa: E402
 from llama_ssp.load.tokens import Tokens  # noqa: E402
 from llama_ssp.lookahead import FixedLookahead  # noqa: E402
-from llama_ssp.loop import Limits, generate  # noqa: E402
+from llama_ssp.loop import Limits  # noqa: E402
 from llama_ssp.metrics import Counts  # noqa: E402
 from llama_ssp.overrides import CONF  # noqa: E402
 from llama_ssp.report import versions  # noqa: E402
 from llama_ssp.tasks.pair import Pair, engine_for, open_pair, seats, tokens_of  # noqa: E402
+from llama_ssp.tasks.timed import TimedRun  # noqa: E402
 
 PROMPTS = [
     "def hello(name):",
@@ -75,8 +75,7 @@ def main() -> None:
     print(text)
     print(json.dumps({"rows": rows, "versions": versions()}))
     if own["write"]:
-        Path(own["write"]).parent.mkdir(parents=True, exist_ok=True)
-        Path(own["write"]).write_text(text, encoding="utf-8")
+        write(own["write"], text)
 
 
 def measured(contenders: dict[str, Callable[[int], tuple[float, Counts]]], repeats: int) -> list[dict]:
@@ -111,11 +110,11 @@ def by_us(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int, k: int)
     counts, spent = Counts(), 0.0
     for number, text in enumerate(PROMPTS):
         engine = engine_for(plain, replace(run, speculation=spec), tokens, frozenset(), seed, 512)
-        state = engine.prefill([Prompt(str(number), tuple(tokens.encode(text)))], new)
-        began = time.perf_counter()
-        for step in generate(engine, state, Limits(new), FixedLookahead(k, 1)):
-            counts.add(step.rows[0])
-        spent += time.perf_counter() - began
+        timed = TimedRun(engine, [Prompt(str(number), tuple(tokens.encode(text)))], new)
+        for _ in timed.rounds(Limits(new), FixedLookahead(k, 1)):
+            pass
+        counts.merge(timed.counts)
+        spent += timed.decode_s
     return 1000 * spent / (new * len(PROMPTS)), counts
 
 
@@ -136,28 +135,14 @@ def by_transformers(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: in
     return 1000 * spent / (new * len(PROMPTS)), Counts()
 
 
-def processor() -> str:
-    """The processor's name where the system tells it."""
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def table(rows: list[dict], run: RunConf, pair: Pair) -> str:
     """A results file that needs nothing beside it."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    found = versions()
     draft = run.draft.name if run.draft else "none"
     lines = [
         f"# {run.model.name} with {draft}: regular, speculative, transformers",
         "",
-        f"Command: `python bench/side_by_side.py {' '.join(sys.argv[1:])}`",
-        f"Hardware: {processor()}, {os.cpu_count()} cores; {pair.devices}",
-        f"Versions: python {found['python']}, torch {found['torch']}, transformers {found['transformers']}",
-        f"Commit {commit}, {time.strftime('%Y-%m-%d')}. Batch 1, {len(PROMPTS)} prompts.",
+        *surroundings(pair.devices),
+        f"Batch 1, {len(PROMPTS)} prompts.",
         "Ratios are medians over interleaved repeats, with the least and the most.",
         "",
         "| contender | ms/token | faster than regular | least..most | accepted | tokens/forward |",

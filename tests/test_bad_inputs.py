@@ -590,7 +590,32 @@ EVALUATIONS = [
     scored("no-room", "cluster.gib=0.001", holds=("do not fit", "GiB needed"), code=5, reach=FILES),
 ]  # fmt: skip
 
-TABLE = [*SETTINGS, *PRIVATE, *TOKENIZERS, *CHECKPOINTS, *MACHINES, *PROMPTS, *EVALUATIONS]
+COMPARED, MEASURED = ("task=compare", PROMPT), ("task=measure", PROMPT)
+SIDE_BY_SIDE = [
+    Case(0, "compare-no-draft", (*COMPARED, "draft=none"), 2, ("nobody drafts", "speculation=ngram")),
+    Case(0, "compare-none", (*COMPARED, "speculation=none"), 2, ("nobody drafts", "drafter none")),
+    Case(0, "compare-k-0", (*COMPARED, "speculation.k=0"), 2, ("nobody drafts", "k 0")),
+    Case(0, "record-kind", (*COMPARED, "task.record=a.gif"), 2, ("task.record", "'a.gif'", ".cast")),
+    Case(0, "record-empty", (*COMPARED, "task.record="), 2, ("task.record is empty",)),
+    Case(0, "record-nowhere", (*COMPARED, "task.record=no/a.svg"), 2, ("task.record is in no folder",)),
+    Case(0, "compare-stop", (*COMPARED, 'task.stop=[""]'), 2, ("task.stop holds an empty string",)),
+    Case(0, "compare-past-context", (*COMPARED, "task.max_new_tokens=1024"), 2, ("1023", "context of 1024")),
+    Case(0, "compare-nothing", ("task=compare",), 2, ("there is no prompt", "standard input"), stdin=b"\n"),
+    Case(0, "compare-bytes", ("task=compare",), 3, ("standard input line 1", "0xff"), stdin=b"\xff\n"),
+    Case(0, "measure-k", (*MEASURED, "task.ks=[1,0]"), 2, ("task.ks entry", "found 0", "[1, 64]")),
+    Case(0, "measure-k-twice", (*MEASURED, "task.ks=[2,2]"), 2, ("task.ks holds a number twice",)),
+    Case(0, "measure-length", ("task=measure", "task.lengths=[0]"), 2, ("task.lengths entry", "found 0")),
+    Case(0, "measure-both", (*MEASURED, "task.lengths=[8]"), 2, ("both task.lengths and prompts",)),
+    Case(0, "measure-repeats", (*MEASURED, "task.repeats=0"), 2, ("task.repeats", "found 0")),
+    Case(0, "measure-plot", (*MEASURED, "task.plot=a.doc"), 2, ("task.plot", "'a.doc'", ".png")),
+    Case(0, "measure-batch", (*MEASURED, "task.batch_size=0"), 2, ("task.batch_size", "found 0")),
+    Case(
+        0, "measure-long", ("task=measure", "task.lengths=[1024]"), 3,
+        ("fills the model's context", "task.lengths, 1024"), FILES,
+    ),
+]  # fmt: skip
+
+TABLE = [*SETTINGS, *PRIVATE, *TOKENIZERS, *CHECKPOINTS, *MACHINES, *PROMPTS, *EVALUATIONS, *SIDE_BY_SIDE]
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from llama_ssp.text import INCOMPLETE, Detokenizer, Writing
+from llama_ssp.text import INCOMPLETE, Detokenizer, Writing, visible
 from tests import checkpoints
 
 exhaustive = settings(derandomize=True, deadline=None, database=None)
@@ -200,3 +200,12 @@ def test_stop_strings_against_the_plain_definition(
     whole = letters(tokens[: ends[0]] if ends else tokens)
     text = whole[: min(whole.find(s) for s in stops if s in whole)] if ends else whole
     assert write(tokens, stops, blocks) == (text, text, ends[0] if ends else len(tokens))
+
+
+def test_what_would_steer_a_terminal_is_written_out():
+    assert visible("a\x1b[31m\x07\r\x00\x7f\x9b") == r"a\x1b[31m\x07\r\x00\x7f\x9b"
+    assert visible("left \u202e right\u2028\ufeff") == r"left \u202e right\u2028\ufeff"
+    assert visible("\ud800") == r"\ud800"
+    assert visible("def f():\n\treturn 日本 é 👩\u200d👧 \N{VARIATION SELECTOR-16}") == (
+        "def f():\n    return 日本 é 👩\u200d👧 \N{VARIATION SELECTOR-16}"
+    )

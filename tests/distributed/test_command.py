@@ -168,3 +168,39 @@ def test_what_cannot_be_split_is_refused_by_one_voice(saved: Any, tmp_path: Path
     assert said[1:] == [("", ""), ("", "")]
     assert len(said[0][1].splitlines()) == 1
     assert "4 heads, 2 KV heads, 3 ranks" in said[0][1] and "allowed 1, 2, 4 ranks" in said[0][1]
+
+
+def test_a_race_on_two_ranks_draws_what_one_process_does(command: Command, saved: Any, tmp_path: Path):
+    """Whose turn it is the leader's clocks say, and both ranks are told; prompts are shared, too."""
+    run = (*pair(saved), "task=compare", "task.race=true", "task.max_new_tokens=16", "seed=5")
+    stdin = "\n".join(PROMPTS[:2])
+    alone = command(*run, stdin=stdin.encode())
+    leader, other = on_ranks(tmp_path / "two", 2, *run, stdin=stdin)
+    assert (alone.code, leader.code, other.code) == (0, 0, 0), leader.err + other.err
+    expected, found = json.loads(alone.out)["comparisons"], json.loads(leader.out)["comparisons"]
+    for side in ("regular", "speculative"):
+        texts = [[one[side]["token_ids"] for one in run] for run in (expected, found)]
+        assert texts[0] == texts[1] and len(texts[1]) == 2
+    assert other.out == "" and other.err == ""
+
+
+def test_measured_on_two_ranks(command: Command, saved: Any, tmp_path: Path):
+    """The same counts as in one process; what ranks say to each other has its time; one rank prints."""
+    run = (*pair(saved), "task=measure", "task.max_new_tokens=8", "task.repeats=2", "task.ks=[2]", "seed=5")
+    run = (*run, 'task.prompts=["hello","def f"]')
+    alone = command(*run)
+    leader, other = on_ranks(tmp_path / "two", 2, *run)
+    assert (alone.code, leader.code, other.code) == (0, 0, 0), leader.err + other.err
+    expected, found = json.loads(alone.out), json.loads(leader.out)
+    assert found["pair"][0]["blocks_by_accepted"] == expected["pair"][0]["blocks_by_accepted"]
+    assert found["alpha"] == expected["alpha"]
+    for row, speaks in (
+        (found["target_alone"], True),
+        (found["draft_alone"], False),
+        (found["pair"][0], True),
+    ):
+        assert row["repeats"] == 2 and row["tokens_committed"] == 2 * 2 * 8
+        assert (row["time_split_ms_per_token"]["communicate"] > 0) == speaks
+    assert [rank["rank"] for rank in found["peak_memory"]] == [0, 1]
+    assert all(rank["process_bytes"] > 10**7 for rank in found["peak_memory"])
+    assert other.out == "" and other.err == ""

@@ -1,0 +1,44 @@
+"""What a results file has to say beside its figures: command, hardware, versions, commit, date."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from llama_ssp.report import versions
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def surroundings(devices: dict[str, str]) -> list[str]:
+    """Lines for the head of a results file. The commit is `-dirty` when it is not the whole truth."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    found = versions()
+    command = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    return [
+        f"Command: `python {command} {shlex.join(sys.argv[1:])}`",
+        f"Hardware: {processor()}, {os.cpu_count()} cores; {devices}",
+        f"Versions: python {found['python']}, torch {found['torch']}, transformers {found['transformers']}",
+        f"Commit {commit}, {time.strftime('%Y-%m-%d')}.",
+    ]
+
+
+def processor() -> str:
+    """The processor's name where the system tells it."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write(place: str, text: str) -> None:
+    """The results file, in a folder that need not be there."""
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
+    Path(place).write_text(text, encoding="utf-8")

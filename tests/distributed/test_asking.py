@@ -1,0 +1,70 @@
+"""While the leader waits for a person, the other ranks wait with it, however long it takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from llama_ssp.errors import DistributedError
+from llama_ssp.ranks import ALONE
+from llama_ssp.tasks import asking
+from llama_ssp.tasks.asking import while_others_wait
+from tests.distributed.threads import ThreadRank, ranks_of, together
+
+
+def nothing() -> list[int]:
+    raise AssertionError("only the leader works")
+
+
+def jobs(ranks: list[ThreadRank], work: Callable[[], list[int]]) -> list[Callable[[], list[int]]]:
+    return [lambda rank=rank: while_others_wait(rank, work if rank.is_leader else nothing) for rank in ranks]
+
+
+def test_every_rank_gets_what_the_leader_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ranks_of(3)
+    assert together(jobs(ranks, lambda: [7, 0, 8]), ranks) == [[7, 0, 8]] * 3
+    assert together(jobs(ranks, lambda: []), ranks) == [[]] * 3
+    assert while_others_wait(ALONE, lambda: [1]) == [1]
+
+
+def test_the_others_are_told_that_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work takes as long as three messages do: without them it would not end."""
+    monkeypatch.setattr(asking, "EVERY_S", 0.001)
+    ranks = ranks_of(2)
+    told, enough = ranks[0].broadcast_ints, threading.Event()
+
+    def counted(values: list[int]) -> list[int]:
+        found = told(values)
+        if ranks[0].counts["messages"] >= 3:
+            enough.set()
+        return found
+
+    monkeypatch.setattr(ranks[0], "broadcast_ints", counted)
+
+    def work() -> list[int]:
+        assert enough.wait(30)
+        return [5]
+
+    assert together(jobs(ranks, work), ranks) == [[5], [5]]
+    assert ranks[1].counts["messages"] == ranks[0].counts["messages"] >= 4
+
+
+def test_a_rank_that_is_lost_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person may never press Enter; that the others have gone must not wait for it."""
+    monkeypatch.setattr(asking, "EVERY_S", 0.001)
+    (leader, _), interrupted = ranks_of(2), threading.Event()
+
+    def lost(_: list[int]) -> list[int]:
+        raise DistributedError("another rank has gone")
+
+    monkeypatch.setattr(leader, "broadcast_ints", lost)
+    monkeypatch.setattr(asking._thread, "interrupt_main", interrupted.set)
+
+    def typing() -> list[int]:
+        assert interrupted.wait(30)
+        raise KeyboardInterrupt
+
+    with pytest.raises(DistributedError, match="another rank has gone"):
+        while_others_wait(leader, typing)

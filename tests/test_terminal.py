@@ -1,0 +1,176 @@
+"""task=compare in a real terminal: typed prompts, a resize, Ctrl-C, the end of the input."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+RUN = [sys.executable, str(ROOT / "launch" / "run.py")]
+SESSION = ("task=compare", "model=tiny", "draft=tiny_draft", "seed=1", "task.max_new_tokens=24")
+# A process whose controlling terminal is the one on its standard input: Ctrl-C then is a signal.
+LOGIN = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
+ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
+ALTERNATE, BACK = "\x1b[?1049h", "\x1b[?1049l"
+PATIENCE_S = 60
+INTERRUPT, END = "\x03", "\x04"
+
+
+class Terminal:
+    """A command in a pseudo-terminal of its own; `seen` is all that it has shown."""
+
+    def __init__(self, folder: Path, *overrides: str, columns: int = 80, lines: int = 24) -> None:
+        self._master, slave = os.openpty()
+        self.resize(columns, lines)
+        kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "WORLD_SIZE", "RANK")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", LOGIN, *RUN, *SESSION, *overrides], cwd=folder,
+            stdin=slave, stdout=slave, stderr=slave,
+            env={**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+        self._looked_at = 0
+
+    def resize(self, columns: int, lines: int) -> None:
+        """The kernel tells the process by SIGWINCH."""
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def until(self, awaited: str) -> str:
+        """What was shown from the last look on until this came."""
+        limit = time.monotonic() + PATIENCE_S
+        while (found := self.seen.find(awaited, self._looked_at)) < 0:
+            assert time.monotonic() < limit and self._read(), f"no {awaited!r} in {self.seen[-2000:]!r}"
+        begun, self._looked_at = self._looked_at, found + len(awaited)
+        return self.seen[begun : self._looked_at]
+
+    def leave(self) -> int:
+        """Its exit code, after all that it still shows."""
+        limit = time.monotonic() + PATIENCE_S
+        while time.monotonic() < limit and self._read():
+            pass
+        return self._process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._master)
+
+    def _read(self) -> bool:
+        """Takes what there is; False once the other side is closed."""
+        if not select.select([self._master], [], [], 1)[0]:
+            return True
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # how Linux says that nobody has the terminal open any more
+            return False
+        self.seen += data.decode(errors="replace")
+        return bool(data)
+
+
+@pytest.fixture
+def open_terminal(tmp_path: Path) -> Iterator[Any]:
+    opened: list[Terminal] = []
+
+    def start(*overrides: str, **size: int) -> Terminal:
+        opened.append(Terminal(tmp_path, *overrides, **size))
+        return opened[-1]
+
+    yield start
+    for terminal in opened:
+        terminal.close()
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    (file,) = (folder / "outputs").rglob("summary.json")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def lines(shown: str) -> list[str]:
+    return ESCAPE.sub("", shown).replace("\r\n", "\n").split("\n")
+
+
+def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_path: Path) -> None:
+    terminal = open_terminal("task.record=session.svg", columns=80)
+    terminal.until("prompt> ")
+    terminal.type("hello\n")
+    terminal.until(ALTERNATE)
+    terminal.until("speculative sampling: running")
+    terminal.until("replay, at the speed")
+    terminal.until(BACK)
+    kept = lines(terminal.until("prompt> "))
+    assert max(map(cell_len, kept)) == 80 and any("times as fast" in line for line in kept)
+    assert any("regular (length)" in line and "speculative, tiny_draft, K = 4" in line for line in kept)
+
+    terminal.type("日本 \N{PARTY POPPER}\n")
+    terminal.until(ALTERNATE)
+    terminal.resize(50, 20)  # while it is drawing
+    terminal.until(BACK)
+    kept = lines(terminal.until("prompt> "))
+    assert max(map(cell_len, kept)) == 50 and any("日本 \N{PARTY POPPER}" in line for line in kept)
+    assert not any("regular" in line and "speculative" in line for line in kept)  # one above the other
+
+    terminal.type("\n")  # an empty line asks again
+    terminal.until("prompt> ")
+    terminal.type("\x1b[A\x1b[A\n")  # the history: two lines up
+    assert "hello" in terminal.until(ALTERNATE)
+    terminal.until("prompt> ")
+    terminal.type(END)
+    assert terminal.leave() == 0
+    found = summary(tmp_path)
+    assert [one["prompt"] for one in found["comparisons"]] == ["hello", "日本 \N{PARTY POPPER}", "hello"]
+    assert found["status"] == "done" and found["record"] == "session.svg"
+    assert (tmp_path / "session.svg").read_text().count("times&#160;as&#160;fast") == 3
+    assert "Traceback" not in terminal.seen
+
+
+def test_interrupted_at_the_prompt(open_terminal: Any, tmp_path: Path) -> None:
+    terminal = open_terminal()
+    terminal.until("prompt> ")
+    terminal.type("half a prom" + INTERRUPT)
+    assert terminal.leave() == 130
+    assert "stopped by a signal" in terminal.seen and "Traceback" not in terminal.seen
+    assert summary(tmp_path)["status"] == "interrupted"
+
+
+def test_interrupted_while_it_draws(open_terminal: Any, tmp_path: Path) -> None:
+    """The terminal is given back as it was, and what was finished is kept."""
+    terminal = open_terminal("task.max_new_tokens=400")
+    terminal.until("prompt> ")
+    terminal.type("hello\n")
+    terminal.until("regular sampling: running")
+    terminal.type(INTERRUPT)
+    assert terminal.leave() == 130
+    assert terminal.seen.index(BACK) > terminal.seen.index(ALTERNATE)
+    assert terminal.seen.rindex("\x1b[?25h") > terminal.seen.rindex("\x1b[?25l")  # the cursor is there again
+    assert "Traceback" not in terminal.seen
+    assert summary(tmp_path)["comparisons"] == []
+
+
+def test_a_race_and_a_prompt_from_the_config(open_terminal: Any) -> None:
+    terminal = open_terminal("task.race=true", 'task.prompts=["hello"]', columns=100)
+    terminal.until("a race: in turns")
+    terminal.until("times as fast")
+    assert terminal.leave() == 0
+    assert "prompt>" not in terminal.seen and "replay" not in terminal.seen
+    assert terminal.seen.index("times as fast") < terminal.seen.index('"task": "compare"')
