@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llama_ssp.config import ModelConf, OnBadRow
 from llama_ssp.engine import AnyEngine, Prompt, State
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.load.tokens import Tokens
@@ -15,6 +17,8 @@ from llama_ssp.loop import Limits, Step, generate
 from llama_ssp.metrics import Counts, ratio
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.text import Decode, Writing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,35 @@ def unusable(text: TextPrompt, ids: list[int], context: int, vocab: int) -> Data
             allowed=f"ids below {vocab}", fix="remove the tokenizer's added tokens from the text",
         )  # fmt: skip
     return None
+
+
+def prompt_of(
+    text: TextPrompt, tokens: Tokens, model: ModelConf, chat: bool = False, system: str | None = None
+) -> Prompt:
+    """The prompt as tokens; refused if the model cannot continue it."""
+    ids = begun(tokens.chat(text.text, system) if chat else tokens.encode(text.text), tokens)
+    problem = unusable(text, ids, model.context, model.vocab)
+    if problem is not None:
+        raise problem
+    return Prompt(text.id, tuple(ids))
+
+
+def usable_prompts(
+    texts: list[TextPrompt], made: Callable[[TextPrompt], Prompt], policy: OnBadRow, skipped: list[str]
+) -> list[tuple[TextPrompt, Prompt]]:
+    """Those that `made` does not refuse; the others end the run or join the `skipped`, by the policy."""
+    usable = []
+    for text in texts:
+        try:
+            usable.append((text, made(text)))
+        except DataError as problem:
+            if policy is OnBadRow.fail:
+                raise
+            log.warning("skipped: %s", problem)
+            skipped.append(str(problem))
+    if texts and not usable:
+        raise DataError("no usable prompt is left", found=f"{len(skipped)} bad ones")
+    return usable
 
 
 def begun(ids: list[int], tokens: Tokens) -> list[int]:

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 from rich.console import Console as RichConsole
 
-from llama_ssp.config import CompareConf, Drafting, OnBadRow, Output, RunConf, home_expanded
+from llama_ssp.config import CompareConf, Drafting, Output, RunConf, home_expanded
 from llama_ssp.engine import Engine, Prompt
 from llama_ssp.errors import DataError
 from llama_ssp.inputs import Inputs
@@ -28,7 +29,7 @@ from llama_ssp.recording import Recording
 from llama_ssp.report import Console, RunFolder
 from llama_ssp.screen import Scene, Screen, figures, verdict
 from llama_ssp.tasks.asking import Terminal, while_others_wait
-from llama_ssp.tasks.batches import begun, damaged, unusable
+from llama_ssp.tasks.batches import begun, damaged, prompt_of, usable_prompts
 from llama_ssp.tasks.pair import Pair, engine_for, open_pair, seats, tokens_of
 from llama_ssp.tasks.side import Side
 from llama_ssp.text import visible
@@ -60,7 +61,8 @@ class CompareTask:
         run, task = self._inputs.run, self._task
         found = seats(self._inputs.pairs[0])
         tokens = tokens_of(found)
-        given = self._tokenised(self._inputs.reading.prompts, tokens)
+        made = partial(self._prompt, tokens=tokens)
+        given = usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
         longest = max((len(prompt.token_ids) for _, prompt in given), default=TYPED_TOKENS)
         slots = min(longest + task.max_new_tokens, run.model.context)
         # Two engines hold a cache of the target's.
@@ -122,31 +124,11 @@ class CompareTask:
             while side.advance():
                 pass
 
-    def _tokenised(self, texts: list[TextPrompt], tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:
-        usable = []
-        for text in texts:
-            try:
-                usable.append((text, self._prompt(text, tokens)))
-            except DataError as problem:
-                if self._task.on_bad_row is OnBadRow.fail:
-                    raise
-                log.warning("skipped: %s", problem)
-                self._skipped.append(str(problem))
-        if texts and not usable:
-            raise DataError("no usable prompt is left", found=f"{len(self._skipped)} bad ones")
-        return usable
-
     def _prompt(self, text: TextPrompt, tokens: Tokens) -> Prompt:
-        model = self._inputs.run.model
         wrong = problem_of(text, {})  # of what was typed; what was read has been checked
         if wrong is not None:
             raise wrong
-        ids = tokens.chat(text.text, self._task.system) if self._task.chat else tokens.encode(text.text)
-        ids = begun(ids, tokens)
-        problem = unusable(text, ids, model.context, model.vocab)
-        if problem is not None:
-            raise problem
-        return Prompt(text.id, tuple(ids))
+        return prompt_of(text, tokens, self._inputs.run.model, self._task.chat, self._task.system)
 
     def _asked(self, tokens: Tokens) -> Iterator[tuple[TextPrompt, Prompt]]:
         """Prompts as they are typed, on every rank, until the input ends."""

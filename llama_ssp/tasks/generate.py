@@ -7,16 +7,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from llama_ssp.config import GenerateConf, OnBadRow, Output
+from llama_ssp.config import GenerateConf, Output
 from llama_ssp.engine import Prompt, State
-from llama_ssp.errors import DataError
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.loop import RowStep, Step
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, RunFolder
-from llama_ssp.tasks.batches import Batches, begun, damaged, nothing_run, unusable
+from llama_ssp.tasks.batches import Batches, damaged, nothing_run, prompt_of, usable_prompts
 from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
 from llama_ssp.text import Writing
 
@@ -72,22 +71,9 @@ class GenerateTask:
         }
 
     def _tokenised(self, tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:
-        model = self._inputs.run.model
-        usable: list[tuple[TextPrompt, Prompt]] = []
-        for text in self._inputs.reading.prompts:
-            ids = tokens.chat(text.text, self._task.system) if self._task.chat else tokens.encode(text.text)
-            ids = begun(ids, tokens)
-            problem = unusable(text, ids, model.context, model.vocab)
-            if problem is None:
-                usable.append((text, Prompt(text.id, tuple(ids))))
-            elif self._task.on_bad_row is OnBadRow.fail:
-                raise problem
-            else:
-                log.warning("skipped: %s", problem)
-                self._skipped.append(str(problem))
-        if not usable:
-            raise DataError("no usable prompt is left", found=f"{len(self._skipped)} bad ones")
-        return usable
+        task, model = self._task, self._inputs.run.model
+        made = partial(prompt_of, tokens=tokens, model=model, chat=task.chat, system=task.system)
+        return usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
 
     def _batch(self, runs: Batches, rows: list[tuple[TextPrompt, Prompt]], tokens: Tokens) -> None:
         prompts = [prompt for _, prompt in rows]

@@ -10,13 +10,13 @@ import random
 import resource
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from llama_ssp.config import Drafting, MeasureConf, OnBadRow, Output, RunConf
+from llama_ssp.config import Drafting, MeasureConf, Output, RunConf
 from llama_ssp.engine import Engine, Prompt
-from llama_ssp.errors import DataError
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.loop import Limits
@@ -26,7 +26,7 @@ from llama_ssp.prompts import TextPrompt
 from llama_ssp.ranks import ALONE, Ranks
 from llama_ssp.report import Console, Progress, RunFolder
 from llama_ssp.speeds import Record, Sample, Speeds
-from llama_ssp.tasks.batches import begun, damaged, unusable
+from llama_ssp.tasks.batches import damaged, prompt_of, unusable, usable_prompts
 from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
 from llama_ssp.tasks.speed_table import csv_text, table
 from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedEngine, TimedRanks
@@ -109,22 +109,11 @@ class MeasureTask:
         }
 
     def _tokenised(self, tokens: Tokens) -> list[Prompt]:
-        model = self._inputs.run.model
         if self._task.lengths:
             return [self._random(length, tokens) for length in self._task.lengths]
-        usable = []
-        for text in self._inputs.reading.prompts:
-            ids = begun(tokens.encode(text.text), tokens)
-            problem = unusable(text, ids, model.context, model.vocab)
-            if problem is None:
-                usable.append(Prompt(text.id, tuple(ids)))
-            elif self._task.on_bad_row is OnBadRow.fail:
-                raise problem
-            else:
-                self._skipped.append(str(problem))
-        if not usable:
-            raise DataError("no usable prompt is left", found=f"{len(self._skipped)} bad ones")
-        return usable
+        made = partial(prompt_of, tokens=tokens, model=self._inputs.run.model)
+        texts, policy = self._inputs.reading.prompts, self._task.on_bad_row
+        return [prompt for _, prompt in usable_prompts(texts, made, policy, self._skipped)]
 
     def _random(self, length: int, tokens: Tokens) -> Prompt:
         model, draw = self._inputs.run.model, random.Random(f"{self._inputs.seed} {length}")
