@@ -16,7 +16,7 @@ from llama_ssp.ranks import Ranks
 
 ASK = "prompt> "
 STILL_BUSY, DONE = 0, 1
-EVERY_S = 60.0  # well within the time that ranks give each other for a message
+EVERY_S = 10.0  # well within the time that ranks give each other for a message
 
 
 def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:

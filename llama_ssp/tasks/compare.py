@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from llama_ssp.config import CompareConf, Drafting, Output, RunConf, home_expanded
-from llama_ssp.engine import Engine, Prompt
+from llama_ssp.engine import AnyEngine, Prompt
 from llama_ssp.errors import DataError
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
@@ -106,14 +106,14 @@ class CompareTask:
         plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
         ends = frozenset[int]() if task.ignore_eos else tokens.end_ids
 
-        def engine(of: Pair, by: RunConf) -> Engine:
-            return engine_for(of, by, tokens, ends, self._inputs.seed, task.prefill_chunk)
+        def engine(by: RunConf) -> AnyEngine:
+            return engine_for(pair, by, tokens, ends, self._inputs.seed, task.prefill_chunk)
 
         spec, drafter = run.speculation, self._inputs.pairs[0].drafter
         title = f"speculative, {drafter}, K {'adaptive' if spec.adaptive else f'= {spec.k}'}"
         return (
-            Side("regular", engine(replace(pair, draft=None), plain), plain, tokens.decode, ends),
-            Side(title, engine(pair, run), run, tokens.decode, ends),
+            Side("regular", engine(plain), plain, tokens.decode, ends),
+            Side(title, engine(run), run, tokens.decode, ends),
         )
 
     def _warm_up(self, regular: Side, speculative: Side, tokens: Tokens) -> None:
@@ -187,7 +187,9 @@ class CompareTask:
             side.begin(prompt, self._task.max_new_tokens, self._task.stop)
         while running := [n for n, side in enumerate(sides) if not side.has_ended]:
             behind = min(running, key=lambda n: sides[n].seconds)
-            sides[self._ranks.broadcast_ints([behind])[0]].advance()
+            side = sides[self._ranks.broadcast_ints([behind])[0]]
+            side.advance()
+            side.rest()
             self._draw(scene, max(side.seconds for side in sides), "a race: in turns, the same time for both")
 
     def _moving(self) -> AbstractContextManager[None]:

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from llama_ssp.config import Drafting, MeasureConf, Output, RunConf
-from llama_ssp.engine import Engine, Prompt
+from llama_ssp.engine import AnyEngine, Engine, Prompt
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.loop import Limits
 from llama_ssp.plot import plot_place
 from llama_ssp.plot_speeds import plot_speeds
 from llama_ssp.prompts import TextPrompt
-from llama_ssp.ranks import ALONE, Ranks
+from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, Progress, RunFolder
 from llama_ssp.speeds import Record, Sample, Speeds
 from llama_ssp.tasks.batches import damaged, prompt_of, unusable, usable_prompts
-from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.pair import Pair, draft_alone, engine_for, lookahead_for, open_pair, seats, tokens_of
 from llama_ssp.tasks.speed_table import csv_text, table
 from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedEngine, TimedRanks
 from llama_ssp.tasks.timed import TimedRun
@@ -70,7 +70,7 @@ class MeasureTask:
         # Contenders have caches of their own, and two of them hold the target's at a time.
         self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, 2 * rows, slots, self._ranks)
         drafts = self._inputs.pairs[0].drafter
-        alone = len(found) > 1 and longest + task.max_new_tokens <= found[1].model.context
+        alone = len(found) > 1 and longest + task.max_new_tokens <= self._pair.draft_context
         contenders = contenders_of(self._pair, run, task.ks if drafts else [], alone)
         self._speeds = speeds_of(contenders)
         batches = [self._prompts[i : i + rows] for i in range(0, len(self._prompts), rows)]
@@ -87,7 +87,7 @@ class MeasureTask:
                 for contender in contenders:
                     self._split(contender, batches, tokens)
                     progress.advance(1)
-            self._memory = peak_memory(self._pair.target.device, self._ranks)
+            self._memory = peak_memory(found[0].device, self._ranks)
         finally:
             self._show()
         return "done"
@@ -134,7 +134,7 @@ class MeasureTask:
         self._ranks.barrier()  # who has no part in it waits here, not in a message that has less patience
         return sample
 
-    def _engine(self, contender: Contender, tokens: Tokens, repeat: int) -> Engine:
+    def _engine(self, contender: Contender, tokens: Tokens, repeat: int) -> AnyEngine:
         assert contender.pair is not None
         ends, seed = self._ends(tokens), self._inputs.seed + repeat
         return engine_for(contender.pair, contender.run, tokens, ends, seed, self._task.prefill_chunk)
@@ -142,7 +142,7 @@ class MeasureTask:
     def _ends(self, tokens: Tokens) -> frozenset[int]:
         return frozenset() if self._task.ignore_eos else tokens.end_ids
 
-    def _sample(self, engine: Engine, run: RunConf, batches: list[list[Prompt]], tokens: Tokens) -> Sample:
+    def _sample(self, engine: AnyEngine, run: RunConf, batches: list[list[Prompt]], tokens: Tokens) -> Sample:
         sample, limits = Sample(), Limits(self._task.max_new_tokens, self._ends(tokens))
         for batch in batches:
             timed = TimedRun(engine, batch, self._task.max_new_tokens)
@@ -161,7 +161,9 @@ class MeasureTask:
     def _split(self, contender: Contender, batches: list[list[Prompt]], tokens: Tokens) -> None:
         """The same turn once more with the stopwatch on, which is no part of the figures above."""
         if contender.pair is not None:
-            engine = TimedEngine(self._engine(contender, tokens, 0), self._watch)
+            engine = self._engine(contender, tokens, 0)
+            if isinstance(engine, Engine):  # the leader's clocks are those that are shown
+                engine = TimedEngine(engine, self._watch)
             limits, made = Limits(self._task.max_new_tokens, self._ends(tokens)), 0
             self._watch.spent.clear()
             for batch in batches:
@@ -198,11 +200,9 @@ class MeasureTask:
 def contenders_of(pair: Pair, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
     """Who takes turns, in their order: the target alone, the draft alone, the pair at each K."""
     plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
-    found = [Contender(Record("target alone", 0), plain, replace(pair, draft=None))]
-    if ks and drafts_alone:
-        # The leader's draft is whole, so it runs there without the others.
-        alone = Pair(pair.draft, None, pair.devices, ALONE) if pair.draft is not None else None
-        found.append(Contender(Record("draft alone", 0), plain, alone))
+    found = [Contender(Record("target alone", 0), plain, pair)]
+    if ks and drafts_alone and not pair.crew.drafts_apart:  # apart, the leader has no part in it
+        found.append(Contender(Record("draft alone", 0), plain, draft_alone(pair)))
     for k in ks:
         spec = replace(run.speculation, k=k, adaptive=False)
         found.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), pair))
@@ -223,9 +223,8 @@ def peak_memory(device: torch.device, ranks: Ranks) -> list[dict[str, int]]:
     unit = 1 if sys.platform == "darwin" else 1024
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    own = torch.tensor([process, held], dtype=torch.int64, device=device)
     names = ("process_bytes", "device_bytes")
     return [
-        {"rank": rank, **dict(zip(names, part.tolist(), strict=True))}
-        for rank, part in enumerate(ranks.all_gather(own))
+        {"rank": rank, **dict(zip(names, part, strict=True))}
+        for rank, part in enumerate(ranks.gather_ints([process, held]))
     ]

@@ -241,6 +241,17 @@ def _drafter(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) -> 
     return ModelDrafter(runner, laws, draws)
 
 
+def draft_alone(pair: Pair) -> Pair | None:
+    """The draft in the target's place, on the ranks that share it with the leader; None on others."""
+    group = pair.crew.draft
+    if pair.draft is None or group is None or (group.world == 1 and not pair.crew.leads):
+        return None
+    crew = Crew(pair.crew.everyone if group.world == 1 else group, group, None)
+    return replace(
+        pair, target=pair.draft, draft=None, crew=crew, vocab=pair.draft.vocab, context=pair.draft_context
+    )
+
+
 def lookahead_for(run: RunConf, rows: int) -> Lookahead:
     """How K is chosen for a batch of this many rows."""
     spec = run.speculation

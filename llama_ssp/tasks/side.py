@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llama_ssp.config import RunConf
-from llama_ssp.engine import Engine, Prompt
+from llama_ssp.engine import AnyEngine, Prompt
 from llama_ssp.loop import Limits, RowStep, Step
 from llama_ssp.tasks.pair import lookahead_for
 from llama_ssp.tasks.timed import TimedRun
@@ -18,7 +18,7 @@ class Side:
     """`begin` reads a prompt, `advance` does a round."""
 
     def __init__(
-        self, title: str, engine: Engine, run: RunConf, decode: Decode, ends: frozenset[int]
+        self, title: str, engine: AnyEngine, run: RunConf, decode: Decode, ends: frozenset[int]
     ) -> None:
         self._title, self._engine, self._run, self._decode, self._ends = title, engine, run, decode, ends
         self.track = Track(title)
@@ -59,6 +59,10 @@ class Side:
         if row.finish is not None:
             self.track.finish, self.track.length = row.finish, len(self._writing.text(0))
         return True
+
+    def rest(self) -> None:
+        """Another side goes next: ranks get to know how the last round ended."""
+        self._engine.settle()
 
     def figures(self) -> dict[str, Any]:
         """The text, its times and its counters, under the names of the JSON interface."""

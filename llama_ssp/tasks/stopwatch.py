@@ -101,7 +101,14 @@ class TimedRanks:
 
     def __init__(self, ranks: Ranks, watch: Stopwatch) -> None:
         self._ranks, self._watch = ranks, watch
-        self.rank, self.world = ranks.rank, ranks.world
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def world(self) -> int:
+        return self._ranks.world
 
     @property
     def is_leader(self) -> bool:
@@ -118,6 +125,24 @@ class TimedRanks:
     def broadcast_ints(self, values: list[int]) -> list[int]:
         with self._watch.part(COMMUNICATE):
             return self._ranks.broadcast_ints(values)
+
+    def among(self, members: tuple[int, ...]) -> Ranks | None:
+        some = self._ranks.among(members)
+        return TimedRanks(some, self._watch) if some is not None else None
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        with self._watch.part(COMMUNICATE):
+            self._ranks.send(tensor, to)
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        with self._watch.part(COMMUNICATE):
+            return self._ranks.receive(tensor, source)
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        return self._ranks.gather_ints(values)
+
+    def enter(self, phase: str) -> None:
+        self._ranks.enter(phase)
 
     def require_same(self, what: str, text: str) -> None:
         self._ranks.require_same(what, text)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from llama_ssp.engine import Engine, Prompt
+from llama_ssp.engine import AnyEngine, Prompt
 from llama_ssp.lookahead import Lookahead
 from llama_ssp.loop import Limits, Step, generate
 from llama_ssp.metrics import Counts, ratio
@@ -18,18 +18,18 @@ class TimedRun:
     The clock is read after `engine.wait()`, so that a GPU has done what it is said to have done.
     """
 
-    def __init__(self, engine: Engine, prompts: list[Prompt], max_new_tokens: int) -> None:
+    def __init__(self, engine: AnyEngine, prompts: list[Prompt], max_new_tokens: int) -> None:
         self._engine = engine
         self.counts = Counts()
         self.decode_s = 0.0
         self.first_token_s: float | None = None
-        forwards = engine.target.forwards
+        forwards = engine.target_forwards
         engine.wait()
         began = time.perf_counter()
         self.state = engine.prefill(prompts, max_new_tokens)
         engine.wait()
         self.prefill_s = time.perf_counter() - began
-        self.prefill_forwards = engine.target.forwards - forwards
+        self.prefill_forwards = engine.target_forwards - forwards
 
     @property
     def seconds(self) -> float:
