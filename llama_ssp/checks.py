@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from llama_ssp.config import (
     SIZES,
     TASKS,
+    AgreeConf,
+    CertifyConf,
     CompareConf,
     Drafting,
     EvalConf,
@@ -20,6 +22,7 @@ from llama_ssp.config import (
     MeasureConf,
     ModelConf,
     PlacementConf,
+    PromptedConf,
     RunConf,
     SamplingConf,
     SpeculationConf,
@@ -67,6 +70,8 @@ def check(run: RunConf) -> None:
     for role, model in (("model", run.model), ("draft", run.draft)):
         if model is not None:
             _check_model(role, model)
+    if isinstance(run.task, PromptedConf):
+        _check_prompted(run.task)
     if isinstance(run.task, GenerateConf):
         _check_generate(run.task)
     if isinstance(run.task, CompareConf):
@@ -76,6 +81,10 @@ def check(run: RunConf) -> None:
     if isinstance(run.task, EvalConf):
         _check_eval(run.task)
         _check_drafts(run.task, run.speculation)
+    if isinstance(run.task, CertifyConf):
+        _check_certify(run.task)
+    if isinstance(run.task, AgreeConf):
+        _check_agree(run.task)
     if run.sampling.min_new_tokens > getattr(run.task, "max_new_tokens", math.inf):
         raise UsageError(
             "sampling.min_new_tokens exceeds task.max_new_tokens",
@@ -102,7 +111,7 @@ def check_context(run: RunConf) -> None:
         raise UsageError(
             "sampling.bad_tokens forbids every token", found=f"all {vocab}", fix="leave at least one"
         )
-    if isinstance(run.task, GenerateConf | EvalConf | CompareConf | MeasureConf):
+    if isinstance(run.task, PromptedConf | EvalConf):
         _between(
             "task.max_new_tokens",
             run.task.max_new_tokens,
@@ -223,13 +232,11 @@ def _check_model(role: str, model: ModelConf) -> None:
 
 
 def _check_generate(task: GenerateConf) -> None:
-    _check_prompted(task)
     _between("task.batch_size", task.batch_size, 1, 4096)
     _check_stops(task.stop)
 
 
 def _check_compare(task: CompareConf, run: RunConf) -> None:
-    _check_prompted(task)
     _check_stops(task.stop)
     spec = run.speculation
     idle = spec.drafter is Drafting.none or not (spec.k or spec.adaptive)
@@ -247,7 +254,6 @@ def _check_compare(task: CompareConf, run: RunConf) -> None:
 
 
 def _check_measure(task: MeasureConf) -> None:
-    _check_prompted(task)
     _between("task.batch_size", task.batch_size, 1, 4096)
     _between("task.repeats", task.repeats, 1, 1000)
     _check_plot_name(task.plot)
@@ -273,7 +279,7 @@ def _check_stops(stops: list[str]) -> None:
         )
 
 
-def _check_prompted(task: GenerateConf | CompareConf | MeasureConf) -> None:
+def _check_prompted(task: PromptedConf) -> None:
     """What tasks share that continue prompts."""
     _between("task.max_new_tokens", task.max_new_tokens, 1, 2**31 - 1)
     _between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
@@ -318,6 +324,21 @@ def _check_plot_name(plot: str | None) -> None:
             "task.plot is no picture's name", found=repr(plot), allowed=", ".join(PLOTS),
             fix="let its ending say which kind of picture it is",
         )  # fmt: skip
+
+
+def _check_certify(task: CertifyConf) -> None:
+    _between("task.samples", task.samples, 8, 10**6, "fewer texts tell nothing")
+    for key in ("law_tokens", "greedy_tokens"):
+        _between(f"task.{key}", getattr(task, key), 1, 2**31 - 1)
+    _between("task.law_rounds", task.law_rounds, 1, 10**6)
+    _between("task.false_alarm", task.false_alarm, 1e-3, 0.5, "the shuffles resolve no smaller rate")
+    _between("task.batch_size", task.batch_size, 1, 4096)
+
+
+def _check_agree(task: AgreeConf) -> None:
+    _between("task.chunk", task.chunk, 1, MAX_K)
+    _between("task.batch_size", task.batch_size, 1, 4096)
+    _check_plot_name(task.plot)
 
 
 def _check_drafts(task: EvalConf, spec: SpeculationConf) -> None:

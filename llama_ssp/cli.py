@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks, config
-from llama_ssp.config import CompareConf, EvalConf, GenerateConf, MeasureConf
+from llama_ssp.config import AgreeConf, CompareConf, EvalConf, MeasureConf, PromptedConf
 from llama_ssp.entries import entries
 from llama_ssp.errors import (
     INPUT_OUTPUT,
@@ -117,7 +117,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     except OmegaConfBaseException as error:
         raise translated(error) from error
     task = checked.task
-    if isinstance(task, EvalConf | MeasureConf):
+    if isinstance(task, EvalConf | MeasureConf | AgreeConf):
         check_plot(task.plot)
     if isinstance(task, CompareConf):
         check_record(task.record)
@@ -126,7 +126,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     recorded = checked if named else pairs[0].run
     # The leader reads, and draws the seed; the other ranks are told.
     reading = Reading([], [])
-    if isinstance(task, GenerateConf | CompareConf | MeasureConf) and _is_leader():
+    if isinstance(task, PromptedConf) and _is_leader():
         reading = read_prompts(task)
     seed = checked.seed if checked.seed is not None else secrets.randbelow(2**31)
     if checked.seed is None:

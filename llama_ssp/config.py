@@ -178,20 +178,26 @@ class TaskConf:
 
 
 @dataclass
-class GenerateConf(TaskConf):
-    """task=generate: continue prompts from the config, a file, or standard input."""
+class PromptedConf(TaskConf):
+    """A task that continues prompts: from the config, a file, or where else it has them from (prompts)."""
 
     prompts: list[str] | None = None
     prompt_file: str | None = None
+    on_bad_row: OnBadRow = OnBadRow.fail
     max_new_tokens: int = 128
+    prefill_chunk: int = 512
+
+
+@dataclass
+class GenerateConf(PromptedConf):
+    """task=generate: continue prompts from the config, a file, or standard input."""
+
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     chat: bool = False
     system: str | None = None
     batch_size: int = 8
-    prefill_chunk: int = 512
     trace: bool = False
-    on_bad_row: OnBadRow = OnBadRow.fail
 
 
 @dataclass
@@ -215,7 +221,7 @@ class EvalConf(TaskConf):
 
 
 @dataclass
-class CompareConf(TaskConf):
+class CompareConf(PromptedConf):
     """task=compare: each prompt by regular and by speculative sampling, side by side.
 
     Prompts come from the config, a file or a pipe, else they are asked for on the terminal. One sampling
@@ -224,22 +230,18 @@ class CompareConf(TaskConf):
     .svg and .html how it ends, .cast (asciinema) how it moves.
     """
 
-    prompts: list[str] | None = None
-    prompt_file: str | None = None
     max_new_tokens: int = 128
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     chat: bool = False
     system: str | None = None
-    prefill_chunk: int = 512
-    on_bad_row: OnBadRow = OnBadRow.fail
     race: bool = False
     replay: bool = True
     record: str | None = None
 
 
 @dataclass
-class MeasureConf(TaskConf):
+class MeasureConf(PromptedConf):
     """task=measure: how fast the target alone, the draft alone and the pair at each K of `ks` are.
 
     Prompts come from the config or a file, else they are fifteen sentences; `lengths` asks for prompts of
@@ -247,16 +249,45 @@ class MeasureConf(TaskConf):
     does not count. `plot` null puts plot.png into the run folder.
     """
 
-    prompts: list[str] | None = None
-    prompt_file: str | None = None
     lengths: list[int] = field(default_factory=list)
     ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
     repeats: int = 6
     max_new_tokens: int = 64
     ignore_eos: bool = True
     batch_size: int = 1
-    prefill_chunk: int = 512
-    on_bad_row: OnBadRow = OnBadRow.fail
+    plot: str | None = None
+
+
+@dataclass
+class CertifyConf(PromptedConf):
+    """task=certify: is what speculation draws the target's law?
+
+    `samples` texts of `max_new_tokens` are drawn of each prompt, by regular sampling, by speculation and by a
+    rule that is wrong on purpose; up to `law_rounds` rounds of texts of `law_tokens` are computed exactly;
+    greedy texts have `greedy_tokens`. A right sampler fails in at most `false_alarm` of runs.
+    """
+
+    samples: int = 128
+    max_new_tokens: int = 8
+    law_tokens: int = 24
+    law_rounds: int = 64
+    greedy_tokens: int = 24
+    false_alarm: float = 0.001
+    batch_size: int = 64
+
+
+@dataclass
+class AgreeConf(PromptedConf):
+    """task=agree: how far draft and target agree greedily on each prompt, and where they part.
+
+    The draft writes `chunk` tokens at a time, which the target reads in one pass, until they part or have
+    agreed on `max_new_tokens`. `plot` null puts plot.png into the run folder.
+    """
+
+    max_new_tokens: int = 64
+    chunk: int = 8
+    ignore_eos: bool = False
+    batch_size: int = 8
     plot: str | None = None
 
 
@@ -281,6 +312,8 @@ TASKS: dict[str, type[TaskConf]] = {
     "eval": EvalConf,
     "compare": CompareConf,
     "measure": MeasureConf,
+    "certify": CertifyConf,
+    "agree": AgreeConf,
 }
 
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")

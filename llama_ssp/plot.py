@@ -43,6 +43,28 @@ def plot_place(asked: str | None, folder: Path | None) -> Path | None:
     return folder / "plot.png" if folder is not None else None
 
 
+def plot_agreements(found: list[dict[str, Any]], most: int, path: Path) -> None:
+    """How many prompts the models still agree on, token by token; a mark where one's text parts or ends."""
+    from matplotlib.figure import Figure
+
+    lengths = sorted(one["agreed_tokens"] for one in found)
+    parted = sorted(one["agreed_tokens"] for one in found if one["fork"] is not None)
+    steps = range(max(lengths) + 2)
+    agreeing = [100 * sum(length >= n for length in lengths) / len(found) for n in steps]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.step(steps, agreeing, where="post", color=COLOURS["speculative"], label="agree on so many tokens")
+    heights = [100 * sum(other > n for other in lengths) / len(found) for n in parted]
+    axes.plot([n + 1 for n in parted], heights, "o", ms=4, color=COLOURS["regular"], label="parts here")
+    axes.set_xlim(0, min(most, max(lengths) + 1))
+    axes.set_ylim(0, 105)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(f"of {len(found)} prompts, %")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
 def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
     """Bars with their intervals, regular beside speculative, one group for each pair and size."""
     from matplotlib.figure import Figure

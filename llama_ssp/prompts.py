@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llama_ssp.config import CompareConf, GenerateConf, MeasureConf, OnBadRow, home_expanded
+from llama_ssp.config import (
+    AgreeConf,
+    CertifyConf,
+    CompareConf,
+    MeasureConf,
+    OnBadRow,
+    PromptedConf,
+    home_expanded,
+)
 from llama_ssp.errors import DataError, StorageError, UsageError
 
 log = logging.getLogger(__name__)
@@ -23,6 +31,16 @@ log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ID_LENGTH = 256
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
+SHORT = [  # for tasks that compare models; the pair that ships has seen such text
+    "def hello",
+    'def factorial(n):\n    """Return',
+    "import os\nimport ",
+    "class Stack:\n    def __init__(self",
+    "    for i in range(",
+    "7 * 8 = 56\n12 * 34 = 408\n23 * 45 = ",
+    "try:\n    with open(path) as file:\n        ",
+    "The quick brown fox",
+]
 SAMPLE = ['def hello(name):\n    """Greet someone by name."""\n']
 # What task=measure goes on with, unless told otherwise: prose, facts, code and sums, a sentence each.
 SENTENCES = [
@@ -61,7 +79,7 @@ class Reading:
     skipped: list[str]
 
 
-def read_prompts(task: GenerateConf | CompareConf | MeasureConf) -> Reading:
+def read_prompts(task: PromptedConf) -> Reading:
     """The prompts of a run, from the one source that the config names.
 
     None for a comparison that asks for them on the terminal, and for lengths instead of texts.
@@ -76,6 +94,8 @@ def read_prompts(task: GenerateConf | CompareConf | MeasureConf) -> Reading:
     if isinstance(task, MeasureConf):
         texts = [] if task.lengths else SENTENCES
         return Reading([TextPrompt(str(i), text, "sentences") for i, text in enumerate(texts)], [])
+    if isinstance(task, CertifyConf | AgreeConf):
+        return Reading([TextPrompt(str(i), t, "sample") for i, t in enumerate(SHORT)], [])
     if sys.stdin is None or sys.stdin.isatty():
         if isinstance(task, CompareConf) and sys.stdin is not None:
             return Reading([], [])

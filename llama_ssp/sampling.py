@@ -10,7 +10,7 @@ frequency and presence count generated tokens only. Logits go to fp32 first (fp6
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,12 @@ class Laws:
         law_BWV = torch.where(damaged_BW1, torch.nan, law_BWV)
         missing = self.vocab - law_BWV.shape[-1]
         return torch.nn.functional.pad(law_BWV, (0, missing)) if missing else law_BWV
+
+    def uncut(self) -> Laws:
+        """The same laws before the filters cut them; greedy ones before the choice, at temperature 1."""
+        warmth = self.controls.temperature or 1.0
+        controls = replace(self.controls, temperature=warmth, top_k=0, top_p=1.0, min_p=0.0)
+        return Laws(controls, self.end_ids, self.vocab)
 
     def _law(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls = self.controls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb, sqrt
+from math import comb, log, sqrt
 from statistics import NormalDist, median, quantiles
 
 LEVEL = 0.95
@@ -90,3 +90,17 @@ def _tail(n: int, rank: int) -> float:
 
 def _quantile(level: float) -> float:
     return NormalDist().inv_cdf((1 + level) / 2)
+
+
+def uniform_band(n: int, false_alarm: float) -> float:
+    """How far n uniform draws' own distribution function may be from the true one (Massart 1990)."""
+    return sqrt(log(2 / false_alarm) / (2 * n))
+
+
+def sum_band(spread: float, false_alarm: float) -> float:
+    """How far a sum of steps, each in -1..1 with mean 0 given the past, may be from 0 (Freedman 1975).
+
+    `spread` is the sum of their variances given the past. The bound holds at any size, unlike a normal one.
+    """
+    surprise = log(2 / false_alarm)
+    return surprise / 3 + sqrt(surprise**2 / 9 + 2 * surprise * spread)

@@ -25,6 +25,7 @@ LAYERS = [
     {"engine"},
     {"loop"},
     {"numerics", "report"},
+    {"certify"},
     {"tasks"},
     {"cli"},
 ]  # fmt: skip

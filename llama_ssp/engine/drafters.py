@@ -149,7 +149,7 @@ class Assistant(DraftModel):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         for offset in range(max(count)):
             self._pass(state, offset, count)
-        return nothing(state)
+        return Proposal(nothing(state).drafted_BK, None, count)
 
 
 class NgramDrafter:

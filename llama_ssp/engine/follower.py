@@ -74,7 +74,9 @@ class Follower:
         if self._target is None:
             return own
         proposal = self._rounds.drafts(state)
-        if own.k:  # a copy of the draft may have drawn otherwise, by rounding: the leader's tokens stand
+        if (
+            own.draft_BKV is not None
+        ):  # a copy of the draft may have drawn otherwise, by rounding: the leader's tokens stand
             alike = [
                 _alike(*row)
                 for row in zip(own.drafted_BK.tolist(), proposal.drafted_BK.tolist(), strict=True)

@@ -8,12 +8,24 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from llama_ssp.config import CompareConf, EvalConf, GenerateConf, MeasureConf, Output, TaskConf
+from llama_ssp.config import (
+    AgreeConf,
+    CertifyConf,
+    CompareConf,
+    EvalConf,
+    GenerateConf,
+    MeasureConf,
+    Output,
+    TaskConf,
+)
+from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.devices import device_of
 from llama_ssp.prompts import Reading, TextPrompt
 from llama_ssp.ranks import Ranks, open_ranks
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
+from llama_ssp.tasks.agree import AgreeTask
+from llama_ssp.tasks.certify import CertifyTask
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
@@ -24,7 +36,7 @@ class Task(Protocol):
     """One run of a task."""
 
     def run(self) -> str:
-        """Does the work; the status that the summary shows."""
+        """Does the work; the status that the summary shows: done, or failed where a check did."""
 
     def has_output(self) -> bool:
         """Whether there is anything to report, should it have been stopped."""
@@ -38,6 +50,8 @@ TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]]
     EvalConf: EvalTask,
     CompareConf: CompareTask,
     MeasureConf: MeasureTask,
+    CertifyConf: CertifyTask,
+    AgreeConf: AgreeTask,
 }
 
 
@@ -91,9 +105,9 @@ def _run(inputs: Inputs, ranks: Ranks) -> int:
             "run_folder": str(folder.path) if folder.path else None,
         }
         folder.close(summary)
-        if status == "done" or task.has_output():
+        if status in ("done", "failed") or task.has_output():
             _show(console, run.output, summary)
-    return 0
+    return FAILED_CHECK if status == "failed" else OK
 
 
 def _show(console: Console, output: Output, summary: dict[str, Any]) -> None:

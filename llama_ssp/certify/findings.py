@@ -1,0 +1,83 @@
+"""What a check found, and what all of them amount to: one verdict, one sentence, one page. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Outcome(Enum):
+    """What one check says. `blind` could not have seen a fault, `skipped` does not apply."""
+
+    passed = "passed"
+    failed = "failed"
+    blind = "blind"
+    skipped = "skipped"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what it says in a sentence, and the figures that this rests on."""
+
+    name: str
+    outcome: Outcome
+    says: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """The check under the names of the JSON interface."""
+        return {"name": self.name, "outcome": self.outcome.value, "says": self.says, **self.figures}
+
+
+SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"
+
+
+def verdict(checks: Sequence[Check]) -> str:
+    """One failure decides; what no check could have seen, none has excluded."""
+    outcomes = {check.outcome for check in checks}
+    if Outcome.failed in outcomes:
+        return DIFFERENT
+    return (
+        SAME if outcomes <= {Outcome.passed, Outcome.skipped} and Outcome.passed in outcomes else INCONCLUSIVE
+    )
+
+
+def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
+    """The verdict for people."""
+    found = verdict(checks)
+    by = {outcome: [c.name for c in checks if c.outcome is outcome] for outcome in Outcome}
+    if found == DIFFERENT:
+        return (
+            f"different: {subject} does not give the target's law ({', '.join(by[Outcome.failed])} failed)."
+        )
+    if found == INCONCLUSIVE:
+        unseen = ", ".join(by[Outcome.blind]) or "every check"
+        return f"inconclusive: nothing wrong was seen of {subject}, but {unseen} could not have seen it."
+    return (
+        f"same: {subject} gives the target's law, as far as {len(by[Outcome.passed])} checks see; "
+        f"a right sampler fails one of them in at most {false_alarm:g} of runs."
+    )
+
+
+def page(title: str, line: str, checks: Sequence[Check], facts: dict[str, str]) -> str:
+    """The report in markdown."""
+    rows = [f"| {check.name} | {check.outcome.value} | {check.says} |" for check in checks]
+    figures = [
+        f"### {check.name}\n\n"
+        + "\n".join(f"- {key}: {_shown(value)}" for key, value in check.figures.items())
+        for check in checks
+        if check.figures
+    ]
+    head = [f"# {title}", "", f"**{line}**", "", *(f"- {key}: {value}" for key, value in facts.items())]
+    table = ["", "| check | outcome | what it says |", "|---|---|---|", *rows, ""]
+    return "\n".join([*head, *table, "## Figures", "", "\n\n".join(figures), ""])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(_shown(one) for one in value)
+    return "-" if value is None else str(value)

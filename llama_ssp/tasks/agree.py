@@ -1,0 +1,184 @@
+"""task=agree: how far draft and target agree greedily, prompt by prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from statistics import mean, median
+from typing import Any
+
+from llama_ssp.config import AgreeConf, Drafting, Output, RunConf, Verification
+from llama_ssp.engine import AnyEngine, Prompt
+from llama_ssp.errors import UsageError
+from llama_ssp.inputs import Entry, Inputs
+from llama_ssp.load.tokens import Tokens
+from llama_ssp.metrics import ratio
+from llama_ssp.plot import plot_agreements, plot_place
+from llama_ssp.prompts import TextPrompt
+from llama_ssp.ranks import Ranks
+from llama_ssp.report import Console, Progress, RunFolder
+from llama_ssp.sampling import Laws
+from llama_ssp.tasks.agreeing import Agreement, agreements, fork_chances, from_any
+from llama_ssp.tasks.batches import damaged, prompt_of, usable_prompts
+from llama_ssp.tasks.pair import Pair, engine_for, open_pair, seats, tokens_of
+
+HEAD = ["prompt", "agreed", "ended by", "target takes", "draft takes"]
+
+
+class AgreeTask:
+    """One run of the task. `figures` is right at any moment, also after an interrupt."""
+
+    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        assert isinstance(inputs.run.task, AgreeConf)
+        self._ranks, self._inputs, self._task = ranks, inputs, inputs.run.task
+        self._console, self._folder = console, folder
+        self._pair: Pair | None = None
+        self._engine: AnyEngine | None = None
+        self._found: list[dict[str, Any]] = []
+        self._skipped = list(inputs.reading.skipped)
+        self._plot: str | None = None
+        self._fork_forwards = 0
+
+    def run(self) -> str:
+        """Loads the pair, goes along every prompt; the status."""
+        task, entry = self._task, _greedy(self._inputs.pairs[0], self._task.chunk)
+        run, found = entry.run, seats(entry)
+        tokens = tokens_of(found)
+        made = partial(prompt_of, tokens=tokens, model=run.model)
+        prompts = usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
+        longest = max(len(prompt.token_ids) for _, prompt in prompts)
+        slots = min(longest + task.max_new_tokens, run.model.context)
+        rows = min(task.batch_size, len(prompts))
+        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, rows, slots, self._ranks)
+        ends = frozenset() if task.ignore_eos else tokens.end_ids
+        self._engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
+        laws = Laws(run.sampling, tuple(sorted(ends)), min(self._pair.vocab, tokens.size)).uncut()
+        try:
+            with Progress("agree", len(prompts), "prompts") as progress:
+                for first in range(0, len(prompts), task.batch_size):
+                    part = prompts[first : first + task.batch_size]
+                    self._batch(self._pair, self._engine, laws, part, ends, tokens)
+                    progress.advance(len(part))
+        finally:
+            self._show()
+        place = plot_place(task.plot, self._folder.path)
+        if place is not None and self._ranks.is_leader:
+            plot_agreements(self._found, task.max_new_tokens, place)
+            self._plot = str(place)
+        return "done"
+
+    def has_output(self) -> bool:
+        return bool(self._found)
+
+    def figures(self) -> dict[str, Any]:
+        """The task's part of the summary."""
+        agreed = [one["agreed_tokens"] for one in self._found]
+        forks = sum(one["fork"] is not None for one in self._found)
+        return {
+            "prompts": self._found,
+            "rows_skipped": len(self._skipped),
+            "tokens_agreed": sum(agreed),
+            "tokens_agreed_mean": mean(agreed) if agreed else None,
+            "tokens_agreed_median": median(agreed) if agreed else None,
+            "prompts_parted": forks,
+            "agreement_rate": ratio(sum(agreed), sum(agreed) + forks),
+            "target_forwards": self._engine.target_forwards if self._engine else 0,
+            "target_forwards_at_forks": self._fork_forwards,
+            "draft_forwards": self._engine.draft_forwards if self._engine else 0,
+            "devices": self._pair.devices if self._pair else {},
+            "plot": self._plot,
+        }
+
+    def _batch(
+        self, pair: Pair, engine: AnyEngine, laws: Laws, part: list[tuple[TextPrompt, Prompt]],
+        ends: frozenset[int], tokens: Tokens,
+    ) -> None:  # fmt: skip
+        task = self._task
+        found = agreements(engine, [prompt for _, prompt in part], task.chunk, task.max_new_tokens, ends)
+        broken = [one for one in found if one.finish == "error"]
+        if broken:
+            first = broken[0]
+            position = len(first.prompt.token_ids) + len(first.tokens)
+            raise damaged(first.prompt.id, position, len(broken), len(found))
+        by_target, forwards = fork_chances(pair.target, found, laws, task.prefill_chunk)
+        self._fork_forwards += forwards
+        by_draft, _ = fork_chances(pair.draft, found, laws, task.prefill_chunk)
+        if pair.crew.drafts_apart:
+            by_draft = from_any(self._ranks, by_draft)
+        for (text, _), one, target, draft in zip(part, found, by_target, by_draft, strict=True):
+            whole = one if one.fork is None else replace(
+                one, fork=replace(one.fork, by_target=target, by_draft=draft)
+            )  # fmt: skip
+            self._found.append(_record(text, whole, tokens))
+
+    def _show(self) -> None:
+        if self._inputs.run.output is not Output.text or not self._found:
+            return
+        for line in table(self._found):
+            self._console.line(line)
+        figures = self.figures()
+        self._console.line(
+            f"{figures['tokens_agreed']} tokens agreed on in {len(self._found)} prompts, "
+            f"{figures['tokens_agreed_mean']:.1f} a prompt (median {figures['tokens_agreed_median']:g}); "
+            f"{figures['prompts_parted']} parted; {figures['target_forwards']} target forwards"
+        )
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """A line for each prompt."""
+    lines = [HEAD, *(_cells(one) for one in found)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines]  # fmt: skip
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    fork = one["fork"]
+    takes = ["-", "-"] if fork is None else [_held(fork["target"]), _held(fork["draft"])]
+    return [one["id"], str(one["agreed_tokens"]), one["finish_reason"], *takes]
+
+
+def _held(token: dict[str, Any]) -> str:
+    """A token, and its chance in the target's law | in the draft's."""
+    chances = (token["target_probability"], token["draft_probability"])
+    return f"{token['text']!r} {' | '.join('-' if p is None else f'{p:.3f}' for p in chances)}"
+
+
+def _record(text: TextPrompt, one: Agreement, tokens: Tokens) -> dict[str, Any]:
+    fork = None
+    if one.fork is not None:
+        sides = (("target", one.fork.target_token), ("draft", one.fork.draft_token))
+        fork = {
+            side: {
+                "token_id": token,
+                "text": tokens.decode([token]),
+                "target_probability": one.fork.by_target[index] if one.fork.by_target else None,
+                "draft_probability": one.fork.by_draft[index] if one.fork.by_draft else None,
+            }
+            for index, (side, token) in enumerate(sides)
+        }
+    return {
+        "id": text.id,
+        "prompt": text.text,
+        "prompt_tokens": len(one.prompt.token_ids),
+        "agreed_tokens": len(one.tokens),
+        "agreed_text": tokens.decode(list(one.tokens)),
+        "token_ids": list(one.tokens),
+        "finish_reason": one.finish,
+        "fork": fork,
+    }
+
+
+def _greedy(entry: Entry, chunk: int) -> Entry:
+    """The same pair, greedy, the draft writing a chunk at a time."""
+    run = entry.run
+    if run.draft is None or run.speculation.drafter is not Drafting.model:
+        raise UsageError(
+            "task=agree compares two models, but there is one", where="draft",
+            found=f"drafter {run.speculation.drafter.value}" if run.draft else "no draft",
+            fix="name the draft with draft=NAME",
+        )  # fmt: skip
+    speculation = replace(run.speculation, k=chunk, adaptive=False, verification=Verification.token)
+    sampling = replace(run.sampling, temperature=0.0)
+    greedy: RunConf = replace(run, speculation=speculation, sampling=sampling)
+    return replace(entry, run=greedy)

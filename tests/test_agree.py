@@ -1,0 +1,187 @@
+"""task=agree: the same as asking both models token by token, and what is said where they part."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.sampling import Laws
+from llama_ssp.tasks.agreeing import Agreement, agreements, fork_chances
+from llama_ssp.verify import RULES
+from tests.conftest import Answer, Command
+from tests.rig import GREEDY, Contrary
+from tests.toy import Toy, toy
+
+VOCAB, NEW = 7, 10
+END = frozenset({0})
+
+
+def agreed(
+    target: CausalModel, draft: CausalModel, prompts: list[Prompt], chunk: int = 4,
+    ends: frozenset[int] = END,
+) -> list[Agreement]:  # fmt: skip
+    laws, draws = Laws(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
+    drafter = ModelDrafter(Runner(draft), laws, draws)
+    engine = Engine(Runner(target), drafter, laws, RULES["token"], draws)
+    return agreements(engine, prompts, chunk, NEW, ends)
+
+
+def logits(model: CausalModel, text: list[int]) -> Tensor:
+    """The next token's, of a whole pass without any cache."""
+    found: Tensor = model.module(torch.tensor([text])).logits[0, -1]
+    return found
+
+
+def naive(target: CausalModel, draft: CausalModel, prompt: Prompt, ends: frozenset[int]) -> tuple[Any, ...]:
+    """Both models asked token by token: what they agree on, why no more, and the fork with its chances."""
+    text = list(prompt.token_ids)
+    for _ in range(NEW):
+        both = [logits(model, text) for model in (target, draft)]
+        one, other = (int(logit_V.argmax()) for logit_V in both)
+        if one != other:
+            laws = [logit_V.softmax(-1) for logit_V in both]
+            return (
+                text[len(prompt.token_ids) :],
+                "fork",
+                (one, other),
+                [(law[one], law[other]) for law in laws],
+            )
+        text.append(one)
+        if one in ends:
+            return text[len(prompt.token_ids) :], "eos", None, None
+    return text[len(prompt.token_ids) :], "length", None, None
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+def test_equals_asking_token_by_token(chunk: int) -> None:
+    """50 prompts of 1 to 12 tokens in ragged batches, in fp64: the draft is the target, slightly moved."""
+    chance = random.Random(chunk)
+    target, moved = toy(VOCAB, 3), Toy(VOCAB, 3)
+    generator = torch.Generator().manual_seed(chunk)
+    noise = torch.randn(moved.head.weight.shape, generator=generator, dtype=torch.float64)
+    moved.head.weight.data += 0.3 * noise
+    draft = CausalModel(moved, "moved")
+    prompts = [
+        Prompt(str(n), tuple(chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))))
+        for n in range(50)
+    ]
+    laws = Laws(GREEDY, tuple(END), VOCAB).uncut()
+    reasons = set()
+    for first in range(0, 50, 8):
+        part = prompts[first : first + 8]
+        found = agreed(target, draft, part, chunk)
+        by_target, by_draft = (fork_chances(model, found, laws, 512)[0] for model in (target, draft))
+        for prompt, one, *chances in zip(part, found, by_target, by_draft, strict=True):
+            tokens, reason, fork, expected = naive(target, draft, prompt, END)
+            assert (list(one.tokens), one.finish) == (tokens, reason)
+            reasons.add(reason)
+            if fork is None:
+                assert one.fork is None and chances == [None, None]
+            else:
+                assert one.fork is not None
+                assert (one.fork.target_token, one.fork.draft_token) == fork
+                for side, law in zip(chances, expected, strict=True):
+                    assert side == pytest.approx([float(p) for p in law], abs=1e-12)
+    assert reasons == {"fork", "eos", "length"}
+
+
+def test_a_draft_that_is_the_target_never_parts() -> None:
+    prompts = [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]
+    found = agreed(toy(VOCAB, 3), toy(VOCAB, 3), prompts, ends=frozenset())
+    assert [(len(one.tokens), one.finish, one.fork) for one in found] == [(NEW, "length", None)] * 2
+
+
+def test_a_contrary_draft_parts_at_once() -> None:
+    target = toy(VOCAB, 3)
+    (found,) = agreed(target, Contrary(Toy(VOCAB, 3), "contrary"), [Prompt("a", (1, 2, 3))])
+    best = int(logits(target, [1, 2, 3]).argmax())
+    assert (found.tokens, found.finish) == ((), "fork")
+    assert found.fork is not None
+    assert (found.fork.target_token, found.fork.draft_token) == (best, (best + 1) % VOCAB)
+
+
+def test_an_end_that_both_choose_is_the_last_token() -> None:
+    """What both would write behind it is not asked for: the naive course would go on to disagree or not."""
+    target = toy(VOCAB, 3)
+    text = [1, 2]
+    for _ in range(3):
+        text.append(int(logits(target, text).argmax()))
+    ends = frozenset({text[-1]})
+    first_end = next(i for i, token in enumerate(text[2:]) if token in ends)
+    (found,) = agreed(target, toy(VOCAB, 3), [Prompt("a", (1, 2))], chunk=8, ends=ends)
+    assert (list(found.tokens), found.finish) == (text[2 : 3 + first_end], "eos")
+
+
+def test_one_forward_a_chunk() -> None:
+    laws, draws = Laws(GREEDY, (), VOCAB), CounterDraws(0)
+    engine = Engine(
+        Runner(toy(VOCAB, 3)), ModelDrafter(Runner(toy(VOCAB, 3)), laws, draws), laws, RULES["token"], draws
+    )
+    agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset())
+    assert engine.target.forwards == 1 + NEW // 5  # the prompt, then ten tokens by fives
+
+
+def test_penalties_hold_for_both() -> None:
+    """A ban moves both argmaxes: two equal models agree all the same, on other tokens."""
+    target = toy(VOCAB, 3)
+    best = int(logits(target, [1, 2, 3]).argmax())
+    laws, draws = Laws(SamplingConf(temperature=0.0, bad_tokens=[best]), (), VOCAB), CounterDraws(0)
+    engine = Engine(
+        Runner(target), ModelDrafter(Runner(toy(VOCAB, 3)), laws, draws), laws, RULES["token"], draws
+    )
+    (found,) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
+    assert found.finish == "length" and best not in found.tokens
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+    return found
+
+
+def test_the_command(command: Command, tmp_path: Path) -> None:
+    """The synthetic pair on a file of prompts: table, summary and document say the same."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "one", "prompt": "hello"}\n{"id": "two", "prompt": "a longer prompt"}\n')
+    answer = command("task=agree", "seed=1", f"task.prompt_file={file}", "task.max_new_tokens=12")
+    assert (answer.code, answer.errors) == (0, [])
+    head, one, two, summary, _ = answer.out.splitlines()
+    assert head.split()[:2] == ["prompt", "agreed"]
+    found = document(answer)
+    assert (found["task"], found["status"]) == ("agree", "done")
+    assert [row["id"] for row in found["prompts"]] == ["one", "two"]
+    assert [line.split()[:2] for line in (one, two)] == [
+        [row["id"], str(row["agreed_tokens"])] for row in found["prompts"]
+    ]
+    assert f"{found['tokens_agreed']} tokens agreed on in 2 prompts" in summary
+    for row in found["prompts"]:
+        assert row["agreed_tokens"] == len(row["token_ids"]) <= 12
+        assert (row["fork"] is not None) == (row["finish_reason"] == "fork")
+        if row["fork"]:
+            target, draft = row["fork"]["target"], row["fork"]["draft"]
+            assert target["target_probability"] >= draft["target_probability"]
+            assert draft["draft_probability"] >= target["draft_probability"]
+
+
+@pytest.mark.slow
+def test_the_picture(command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    answer = command("task=agree", "seed=1", "task.max_new_tokens=6", "task.plot=agree.svg", "out=null")
+    assert document(answer)["plot"] == "agree.svg"
+    assert "<svg" in Path("agree.svg").read_text()
+
+
+@pytest.mark.parametrize("without", [("draft=none",), ("speculation=ngram",)])
+def test_it_takes_two_models(command: Command, without: tuple[str, ...]) -> None:
+    answer = command("task=agree", *without)
+    assert answer.code == 2
+    assert "two models" in answer.errors[0]

@@ -1,0 +1,407 @@
+"""task=certify: each check by itself, on right and on wrong samplers, and the command as a whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from llama_ssp import verify
+from llama_ssp.certify.calculus import MOST_TRIED, node
+from llama_ssp.certify.examine import Plan, check_greedy_texts, check_laws, check_samples
+from llama_ssp.certify.findings import Check, Outcome, page, sentence, verdict
+from llama_ssp.certify.reference import Noise, Reference
+from llama_ssp.certify.samplers import EngineSampler, WatchedEngineSampler
+from llama_ssp.certify.tallies import check_acceptance, check_drafts
+from llama_ssp.certify.twosample import Samples
+from llama_ssp.certify.watch import KeepsEveryDraft, Round, WatchedEngine, Witness
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner, drafters
+from llama_ssp.errors import FAILED_CHECK
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.lookahead import FixedLookahead
+from llama_ssp.sampling import Laws
+from llama_ssp.statistics import sum_band, uniform_band
+from llama_ssp.verify import RULES, BlockRule, Rule, TokenRule
+from tests import mutants
+from tests.conftest import Answer, Command
+from tests.toy import toy
+
+SURE = 1e-7  # false-alarm rate of a check in these tests
+VOCAB = 8
+PLAN = Plan(
+    samples=40, new_tokens=6, law_tokens=12, law_rounds=12, law_positions=60, greedy_tokens=12,
+    false_alarm=0.01, shuffles=2000, rows=16, chunk=512, seed=5,
+)  # fmt: skip
+PROMPTS = [Prompt("a", (1, 2, 3)), Prompt("b", (4,)), Prompt("c", (5, 6))]
+
+
+def random_round(seed: int, vocab: int, k: int, flat: bool = False) -> Round:
+    """Random laws, with zeros unless flat, and drafts drawn from theirs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def laws(count: int) -> torch.Tensor:
+        weight = torch.rand(count, vocab, generator=generator, dtype=torch.float64)
+        weight = weight if flat else weight * (torch.rand(count, vocab, generator=generator) < 0.7) + 1e-9
+        weight = torch.where(weight < 1e-6, 0, weight**3)
+        return weight / weight.sum(-1, keepdim=True)
+
+    target_WV, draft_KV = laws(k + 1), laws(k)
+    drafted = torch.multinomial(draft_KV, 1, generator=generator)[:, 0].tolist()
+    return Round(1, (0, *drafted), k, 0, target_WV, draft_KV)
+
+
+def worst(rule: Rule, rounds: Sequence[Round]) -> float:
+    """The largest error over all nodes that can be reached."""
+    nodes = [node(rule, seen, at) for seen in rounds for at in range(seen.count + 1)]
+    return max(one.error for one in nodes if one is not None)
+
+
+@pytest.fixture(scope="module")
+def rounds() -> list[Round]:
+    return [random_round(seed, vocab=6, k=3) for seed in range(16)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_exact_law_of_the_rules_is_the_targets(rule: str, rounds: list[Round]) -> None:
+    assert worst(RULES[rule], rounds) < 1e-13
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_wide_flat_law_is_tried_in_part(rule: str) -> None:
+    assert worst(RULES[rule], [random_round(7, vocab=3 * MOST_TRIED, k=3, flat=True)]) < 1e-12
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_wide_flat_law_hides_no_swapped_ratio(rule: str) -> None:
+    with patch.object(verify, "_ratios", mutants._swapped):
+        assert worst(RULES[rule], [random_round(7, vocab=3 * MOST_TRIED, k=3, flat=True)]) > 0.01
+
+
+RULE_FAULTS = [
+    mutant for mutant in mutants.MUTANTS if mutant.place in (verify, TokenRule, BlockRule)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", RULE_FAULTS, ids=lambda mutant: mutant.name)
+def test_every_planted_fault_of_the_rules_shows(mutant: mutants.Mutant, rounds: list[Round]) -> None:
+    """All that tests/mutants.py plants into the rules, on 16 rounds of three drafts."""
+    place = {TokenRule: ["token"], BlockRule: ["block"]}.get(mutant.place, list(RULES))
+    with patch.object(mutant.place, mutant.attribute, mutant.fault):
+        assert max(worst(RULES[rule], rounds) for rule in place) > 1e-6
+
+
+def test_there_are_planted_faults() -> None:
+    assert len(RULE_FAULTS) >= 15
+
+
+def sampler(
+    name: str, rule: Rule, draft: CausalModel | str | None, witness: Witness | None = None,
+    sampling: SamplingConf | None = None, target: CausalModel | None = None, k: int = 3,
+    ends: frozenset[int] = frozenset(), rows: int = 16,
+) -> Any:  # fmt: skip
+    """Toy models behind the interface that certify judges."""
+    target = target or toy(VOCAB, 0, sharpness=0.8)
+    laws, draws = Laws(sampling or SamplingConf(), tuple(ends), target.vocab), CounterDraws(11)
+    drafter: Drafter = NoDrafter()
+    if isinstance(draft, CausalModel):
+        drafter = ModelDrafter(Runner(draft), laws, draws)
+    elif draft == "ngram":
+        drafter = NgramDrafter(1, 4, target.vocab, torch.float64)
+    engine = Engine(Runner(target), drafter, laws, rule, draws)
+    lookahead = lambda count: FixedLookahead(k if draft else 0, count)  # noqa: E731
+    if witness is None:
+        return EngineSampler(name, engine, lookahead, ends, rows)
+    return WatchedEngineSampler(name, WatchedEngine(engine, witness), lookahead, ends, rows)
+
+
+def draft_model() -> CausalModel:
+    return toy(VOCAB, 1, sharpness=0.8)
+
+
+def watched(rule: str, texts: int = 0, draft: CausalModel | str | None = None, **settings: Any) -> Any:
+    """A watched sampler that has drawn so many texts of 30 tokens."""
+    found = sampler(
+        "ours", RULES[rule], draft or draft_model(), Witness(rule == "block", 3), rows=100, **settings
+    )
+    if texts:
+        found.texts([Prompt(f"{n}", (n % VOCAB, 1)) for n in range(texts)], 30)
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_as_many_drafts_are_kept_as_expected(rule: str) -> None:
+    witness = watched(rule, texts=200).witness
+    assert check_drafts(witness, SURE).outcome is Outcome.passed
+    found = check_acceptance(witness, SURE)
+    assert found.outcome is Outcome.passed
+    assert sum(found.figures["decided_by_position"]) > 3000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_that_keeps_more_shows(rule: str) -> None:
+    with patch.object(verify, "_ratios", lambda block: mutants.verify_ratios(block) * 2):
+        witness = watched(rule, texts=200).witness
+    assert check_acceptance(witness, SURE).outcome is Outcome.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [mutants._declares_mixture, mutants._drops_what_it_saw])
+def test_drafts_that_are_not_from_their_laws_show(fault: Any) -> None:
+    with patch.object(drafters.ModelDrafter, "propose", fault):
+        witness = watched("block", texts=200, draft=toy(VOCAB, 1, sharpness=3)).witness
+    assert check_drafts(witness, 1e-3).outcome is Outcome.failed
+
+
+def test_ngram_drafts_are_certain() -> None:
+    witness = watched("block", texts=50, draft="ngram").witness
+    found = check_drafts(witness, SURE)
+    assert (found.outcome, found.figures["tokens_placed"]) == (Outcome.passed, 0)
+    assert found.figures["tokens_drafted"] > 100
+    with patch.object(drafters.NgramDrafter, "propose", _another_token):
+        witness = watched("block", texts=20, draft="ngram").witness
+    assert check_drafts(witness, SURE).outcome is Outcome.failed
+
+
+def _another_token(self: Any, state: Any, count: Any) -> Any:
+    proposal = mutants.ngram_propose(self, state, count)
+    if proposal.draft_BKV is None:
+        return proposal
+    return replace(proposal, draft_BKV=proposal.draft_BKV.roll(1, -1))
+
+
+def test_nothing_drafted_proves_nothing() -> None:
+    witness = Witness(True, 0)
+    assert check_drafts(witness, SURE).outcome is check_acceptance(witness, SURE).outcome is Outcome.blind
+
+
+SAMPLINGS = {
+    "plain": SamplingConf(),
+    "nucleus": SamplingConf(temperature=0.9, top_p=0.8),
+    "top-k": SamplingConf(top_k=3),
+    "penalties": SamplingConf(repetition_penalty=1.3, presence_penalty=0.4, bad_tokens=[3]),
+    "greedy": SamplingConf(temperature=0.0),
+}
+
+
+def law_check(rule: str = "block", **settings: Any) -> Check:
+    sampling = settings.setdefault("sampling", SamplingConf())
+    found = check_laws(
+        watched(rule, **settings),
+        toy(VOCAB, 0, sharpness=0.8),
+        Laws(sampling, (), VOCAB),
+        PROMPTS,
+        PLAN,
+        True,
+    )
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("controls", SAMPLINGS)
+def test_the_laws_are_the_targets_own(rule: str, controls: str) -> None:
+    found = law_check(rule, sampling=SAMPLINGS[controls])
+    assert found.outcome is Outcome.passed, found.says
+    assert found.figures["positions"] >= 30
+    assert found.figures["largest_total_variation_rule"] < 1e-12
+    assert found.figures["largest_total_variation"] < 1e-6  # laws are made in fp32 or wider
+
+
+WORLD_FAULTS = [
+    (mutants.RaggedCache, "update", mutants._keeps_stale, "plain"),
+    (mutants.Laws, "_law", mutants._unfiltered_target, "nucleus"),
+    (mutants.Laws, "_law", mutants._unfiltered_target, "top-k"),
+    (mutants.State, "prefix", mutants._committed_prefix_only, "penalties"),
+]
+
+
+@pytest.mark.parametrize(("place", "attribute", "fault", "controls"), WORLD_FAULTS)
+def test_laws_that_are_not_the_targets_own_show(
+    place: Any, attribute: str, fault: Any, controls: str
+) -> None:
+    with patch.object(place, attribute, fault):
+        found = law_check(sampling=SAMPLINGS[controls])
+    assert found.outcome is Outcome.failed
+    assert found.figures["positions_astray"] > 0
+
+
+def test_a_cut_may_fall_differently_within_rounding() -> None:
+    """A law that keeps one near tie more is excused; one that keeps a token far below the cut is not."""
+    target = toy(VOCAB, 0, sharpness=0.8)
+    laws = Laws(SamplingConf(top_k=2), (), VOCAB)
+    text = (1, 2, 3)
+    seen = Round(2, text, 1, 0, torch.zeros(2, VOCAB), torch.zeros(1, VOCAB))
+    reference = Reference(target, [seen], 2, 8, 512)
+    uncut_V = reference._law(laws.uncut(), 0, 0, 0)
+    down = uncut_V.sort(descending=True).indices
+    for kept, excused in ((2, True), (3, True), (VOCAB, False)):
+        recorded_V = torch.zeros(VOCAB, dtype=torch.float64)
+        recorded_V[down[:kept]] = uncut_V[down[:kept]]
+        assert seen.target_WV is not None
+        seen.target_WV[0] = recorded_V / recorded_V.sum()
+        gap = math.log(float(uncut_V[down[1]] / uncut_V[down[2]]))
+        noise = Noise(total_variation=1e-7, log=gap / 4 + 1e-6, positions=1)
+        assert reference.departure(laws, noise, 0, 0).within(noise) is excused, kept
+
+
+def two_samples(subject: Any, wrong: Any = None) -> dict[str, Check]:
+    regular = sampler("regular", TokenRule(), None)
+    wrong = wrong or sampler("keeps every draft", KeepsEveryDraft(), draft_model())
+    return {check.name: check for check in check_samples(subject, regular, wrong, PROMPTS, PLAN, True)}
+
+
+def test_the_same_texts_are_not_told_apart() -> None:
+    found = two_samples(sampler("ours", RULES["block"], draft_model()))
+    assert [check.outcome for check in found.values()] == [Outcome.passed] * 2
+    assert found["two samples"].figures["smallest_share_seen"] <= 1
+    assert min(found["two samples"].figures["p_values"].values()) > 0.01
+
+
+def test_other_texts_are_told_apart() -> None:
+    found = two_samples(sampler("ours", KeepsEveryDraft(), draft_model()))
+    assert found["two samples"].outcome is Outcome.failed
+
+
+def test_a_control_that_passes_leaves_it_open() -> None:
+    """With the target for a draft, keeping every draft is right: no wrong rule would show."""
+    own = sampler("keeps every draft", KeepsEveryDraft(), toy(VOCAB, 0, sharpness=0.8))
+    found = two_samples(sampler("ours", RULES["block"], draft_model()), wrong=own)
+    assert found["negative control"].outcome is Outcome.blind
+    assert verdict(list(found.values())) == "inconclusive"
+
+
+@pytest.mark.slow
+def test_false_alarms_are_as_frequent_as_stated() -> None:
+    """200 pairs of samples of one law: at most 5 % are told apart, and not many fewer."""
+    random = np.random.default_rng(0)
+
+    def draw(count: int) -> list[list[int]]:
+        return [
+            list(random.choice(4, size=random.integers(1, 4), p=[0.6, 0.2, 0.15, 0.05])) for _ in range(count)
+        ]
+
+    alarms = 0
+    for seed in range(200):
+        samples = Samples([draw(20)], [draw(20)], [draw(20)], 3)
+        found = samples.compare_subject(0.05, 200, seed)
+        alarms += found.rejects
+    assert 1 <= alarms <= 24  # binomial(200, 0.05) exceeds 24 once in 20 000; the seeds are fixed
+
+
+def test_texts_that_end_differ_from_texts_that_go_on() -> None:
+    short, long = [[1]] * 40, [[1, 1]] * 40
+    assert Samples([short], [long], [long], 2).compare_subject(0.01, 2000, 0).rejects
+    assert not Samples([short], [short], [long], 2).compare_subject(0.01, 2000, 0).rejects
+
+
+def test_greedy_texts() -> None:
+    greedy = SamplingConf(temperature=0.0)
+    regular = sampler("regular", TokenRule(), None, sampling=greedy)
+    ours = sampler("ours", RULES["block"], draft_model(), sampling=greedy)
+    wrong = sampler("keeps every draft", KeepsEveryDraft(), draft_model(), sampling=greedy)
+    target = toy(VOCAB, 0, sharpness=0.8)
+    found = check_greedy_texts(target, ours, regular, wrong, 3, PROMPTS, PLAN)
+    assert [check.outcome for check in found] == [Outcome.passed] * 2
+    assert found[0].figures["texts_equal"] == len(PROMPTS)
+    found = check_greedy_texts(target, wrong, regular, None, 3, PROMPTS, PLAN)
+    assert [check.outcome for check in found] == [Outcome.failed]
+
+
+def test_what_the_checks_amount_to() -> None:
+    passed, failed, blind, skipped = (Check(o.value, o, "it says") for o in Outcome)
+    assert verdict([passed, skipped]) == "same"
+    assert verdict([passed, blind]) == "inconclusive"
+    assert verdict([passed, blind, failed]) == "different"
+    assert verdict([]) == verdict([skipped]) == "inconclusive"
+    for checks in ([passed], [passed, blind], [failed]):
+        line = sentence("a with b", checks, 1e-3)
+        assert line.startswith(verdict(checks)) and "a with b" in line
+        assert line in page("Certificate", line, checks, {"seed": "1"})
+
+
+def test_bands_hold() -> None:
+    """2000 sets of 50 uniform draws, and of 50 coins: the bands of 10 % are left by at most 10 %."""
+    random = np.random.default_rng(1)
+    place = np.sort(random.random((2000, 50)), axis=1)
+    distance = np.maximum(np.arange(1, 51) / 50 - place, place - np.arange(50) / 50).max(1)
+    assert 0.03 < (distance > uniform_band(50, 0.1)).mean() < 0.1
+    coins = (random.random((2000, 50)) < 0.3).sum(1) - 15.0
+    assert (np.abs(coins) > sum_band(50 * 0.21, 0.1)).mean() < 0.1
+    assert sum_band(0.0, 0.1) > 0
+
+
+SMALL = ("task.samples=8", "task.max_new_tokens=3", "task.law_tokens=6", "task.law_rounds=6",
+         "task.greedy_tokens=6", 'task.prompts=["hello there", "def f"]')  # fmt: skip
+CHECKS = ["law", "drafts", "monitor", "two samples", "negative control", "greedy"]
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+    return found
+
+
+def test_the_command(command: Command) -> None:
+    """The synthetic pair, too few texts to tell a wrong rule: one line a check, a page, a document."""
+    answer = command("task=certify", "seed=1", *SMALL)
+    assert (answer.code, answer.errors) == (0, [])
+    found = document(answer)
+    assert (found["task"], found["status"]) == ("certify", "done")
+    assert [check["name"] for check in found["checks"]] == CHECKS
+    assert found["verdict"] in ("same", "inconclusive") and found["says"].startswith(found["verdict"])
+    lines = answer.out.splitlines()
+    assert len(lines) == len(CHECKS) + 2 and lines[-2] == found["says"]
+    written = (Path(found["run_folder"]) / "report.md").read_text()
+    assert found["says"] in written
+    assert all(check["says"] in written for check in found["checks"])
+
+
+def test_a_wrong_rule_fails_the_command(command: Command) -> None:
+    with patch.object(verify, "_ratios", mutants._swapped):
+        answer = command("task=certify", "seed=1", "output=json", *SMALL)
+    found = document(answer)
+    assert (answer.code, found["status"], found["verdict"]) == (FAILED_CHECK, "failed", "different")
+    assert {c["name"]: c["outcome"] for c in found["checks"]}["law"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_greedy_run_needs_no_samples(command: Command) -> None:
+    found = document(command("task=certify", "seed=1", "sampling=greedy", "output=json", *SMALL))
+    assert [c["name"] for c in found["checks"]] == ["law", "drafts", "monitor", "greedy", "negative control"]
+    assert found["verdict"] == "same"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_gives_no_verdict(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llama_ssp.tasks.certify.check_samples", stopped)
+    answer = command("task=certify", "seed=1", "output=json", *SMALL)
+    found = document(answer)
+    assert (answer.code, found["status"], found["verdict"]) == (130, "interrupted", None)
+    assert [c["name"] for c in found["checks"]] == ["law"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("speculation=none", "nobody drafts"),
+        ("task.samples=3", "task.samples"),
+        ("task.false_alarm=1e-9", "task.false_alarm"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused(command: Command, override: str, said: str) -> None:
+    answer = command("task=certify", override)
+    assert answer.code == 2
+    assert said in answer.errors[0]
