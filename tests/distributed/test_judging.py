@@ -1,0 +1,71 @@
+"""certify and agree on two real ranks: the verdict, the exit code and the figures of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.errors import FAILED_CHECK
+from tests.conftest import Command
+from tests.distributed.test_command import on_ranks, pair
+
+pytestmark = pytest.mark.slow
+
+CERTIFY = (
+    "task=certify", "seed=5", "speculation.k=3", 'task.prompts=["hello","def f"]', "task.samples=24",
+    "task.max_new_tokens=4", "task.law_tokens=8", "task.law_rounds=6", "task.greedy_tokens=8",
+)  # fmt: skip
+AGREE = (
+    "task=agree",
+    "seed=5",
+    'task.prompts=["hello","def f","a quick brown fox"]',
+    "task.max_new_tokens=16",
+)
+
+
+def swap_ratios(rank: int) -> None:
+    """The rule is wrong, on the leader, which alone decides."""
+    from llama_ssp import verify
+    from tests import mutants
+
+    if rank == 0:
+        verify._ratios = mutants._swapped
+
+
+def certificate(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(check["name"], check["outcome"]) for check in found["checks"]]
+
+
+def test_two_ranks_certify_as_one(command: Command, saved: Any, tmp_path: Path) -> None:
+    run = (*pair(saved), *CERTIFY)
+    alone = json.loads(command(*run).out)
+    leader, other = on_ranks(tmp_path / "two", 2, *run)
+    assert (leader.code, other.code) == (0, 0), leader.err + other.err
+    found = json.loads(leader.out)
+    assert certificate(found) == certificate(alone) and found["verdict"] == alone["verdict"]
+    assert [c["outcome"] for c in found["checks"] if c["name"] == "law"] == ["passed"]
+    assert (other.out, other.err) == ("", "")
+
+
+def test_every_rank_leaves_with_the_verdict(saved: Any, tmp_path: Path) -> None:
+    answers = on_ranks(tmp_path / "two", 2, *pair(saved), *CERTIFY, fault=swap_ratios)
+    assert [answer.code for answer in answers] == [FAILED_CHECK] * 2, answers[0].err + answers[1].err
+    assert json.loads(answers[0].out)["verdict"] == "different"
+
+
+def test_two_ranks_agree_as_one(command: Command, saved: Any, tmp_path: Path) -> None:
+    run = (*pair(saved), *AGREE)
+    alone = json.loads(command(*run).out)
+    leader, other = on_ranks(tmp_path / "two", 2, *run)
+    assert (leader.code, other.code) == (0, 0), leader.err + other.err
+    found = json.loads(leader.out)
+    for one, same in zip(found["prompts"], alone["prompts"], strict=True):
+        assert one["token_ids"] == same["token_ids"] and one["finish_reason"] == same["finish_reason"]
+        if one["fork"]:
+            for side in ("target", "draft"):
+                assert one["fork"][side] == pytest.approx(same["fork"][side], abs=1e-5)
+    assert found["target_forwards"] == alone["target_forwards"]
+    assert other.out == ""
