@@ -6,6 +6,8 @@ than one of them is ever held whole. What no cut names, such as norms, is read w
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from llama_ssp.load.quantised import QUANTISED, quantised
 from llama_ssp.load.sources import Source
 from llama_ssp.ranges import vocab_share
 from llama_ssp.ranks import Ranks
+
+HELD_BACK = 16 * 2**20  # bytes read between two returns of memory to the system
 
 
 def cut_module(
@@ -65,6 +69,7 @@ def fill_module(
     cuts, held = cuts or {}, TORCH_DTYPES[dtype]
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = bool(getattr(module.config, "tie_word_embeddings", False))
+    freed = 0
     for name, layer in list(module.named_modules()):
         cut = cuts.get(name)
         read: dict[str, Tensor | None] = {}
@@ -73,7 +78,11 @@ def fill_module(
             if parameter is None or (layer is head and key not in source.shapes and tied):
                 continue
             whole = cut is None or (parameter.ndim == 1 and cut.dim == COLUMNS)
-            read[leaf] = source.read(key, None if whole else cut).to(device, held)
+            part = source.read(key, None if whole else cut)
+            read[leaf], freed = part.to(device, held), freed + part.nbytes
+        if freed > HELD_BACK:
+            return_memory()
+            freed = 0
         if dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head:
             weight = read["weight"]
             assert weight is not None
@@ -90,6 +99,13 @@ def fill_module(
         head.weight = _tied(module, source, dtype, device, cuts)
     elif tied and torch.equal(head.weight, embedding.weight):
         head.weight = embedding.weight
+    return_memory()
+
+
+def return_memory() -> None:
+    """Has the C library give what was freed back to the system: glibc keeps pieces of many megabytes."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _tied(
