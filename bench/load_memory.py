@@ -178,12 +178,12 @@ def table(rows: list[dict[str, Any]], size: int, world: int) -> str:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    found = versions()
+    found, busy = versions(), os.getloadavg()[2]
     lines = [
         f"# Memory of a rank at load: {size / GIB:.2f} GiB in bf16 over {world} ranks",
         "",
         f"Command: `python bench/load_memory.py {' '.join(sys.argv[1:])}`",
-        f"Hardware: {processor()}, {os.cpu_count()} cores",
+        f"Hardware: {processor()}, {os.cpu_count()} cores; load average {busy:.0f} (15 minutes)",
         f"Versions: python {found['python']}, torch {found['torch']}, safetensors {found['safetensors']}",
         f"Commit {commit}, {time.strftime('%Y-%m-%d')}.",
         "MiB of anonymous memory of the whole process; allowed: 1.15 x share + 450 MiB, at load and after.",
