@@ -40,7 +40,7 @@ def settings(dtype: Dtype) -> dict[str, Any]:
 
 
 def quantised(dtype: Dtype, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Linear:
-    """The layer of this weight, on the device: the move there, which begins on the CPU, quantises."""
+    """The layer of this weight, which is on the CPU: its move to the device quantises it."""
     _quiet()
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
@@ -50,11 +50,11 @@ def quantised(dtype: Dtype, weight: Tensor, bias: Tensor | None, device: torch.d
         layer = Linear8bitLt(
             inputs, outputs, bias=False, has_fp16_weights=False, threshold=OUTLIERS, device="meta"
         )
-        layer.weight = Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+        layer.weight = Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     else:
         kind = {"compress_statistics": False, "quant_type": "nf4"}
         layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16, device="meta", **kind)
-        layer.weight = Params4bit(weight.cpu(), requires_grad=False, module=layer, **kind)
+        layer.weight = Params4bit(weight, requires_grad=False, module=layer, **kind)
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     made: nn.Linear = layer.to(device)

@@ -23,6 +23,7 @@ from llama_ssp.load.sources import Source
 from llama_ssp.ranges import vocab_share
 from llama_ssp.ranks import Ranks
 
+CPU = torch.device("cpu")
 HELD_BACK = 16 * 2**20  # bytes read between two returns of memory to the system
 
 
@@ -72,6 +73,7 @@ def fill_module(
     freed = 0
     for name, layer in list(module.named_modules()):
         cut = cuts.get(name)
+        shrinks = dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head
         read: dict[str, Tensor | None] = {}
         for leaf, parameter in layer._parameters.items():
             key = f"{name}.{leaf}" if name else leaf
@@ -79,11 +81,12 @@ def fill_module(
                 continue
             whole = cut is None or (parameter.ndim == 1 and cut.dim == COLUMNS)
             part = source.read(key, None if whole else cut)
-            read[leaf], freed = part.to(device, held), freed + part.nbytes
+            # Quantising begins on the CPU, and ends on the device.
+            read[leaf], freed = part.to(CPU if shrinks else device, held), freed + part.nbytes
         if freed > HELD_BACK:
             return_memory()
             freed = 0
-        if dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head:
+        if shrinks:
             weight = read["weight"]
             assert weight is not None
             module.set_submodule(name, quantised(dtype, weight, read.get("bias"), device))
