@@ -74,13 +74,16 @@ class CausalModel:
         """Logits at every column fed, or only at the last (for a pass that is fed for its keys)."""
         masks = {kind: self._mask(feed, window) for kind, window in self.windows.items()}
         cache.expect(feed, masks)
+        # As an index, because a slice of several rows' last columns is no plain matrix: the head's product
+        # is then batched, on a copy of its weights for every row (bf16 on a CPU).
+        last = torch.tensor([feed.width - 1], device=self.device) if last_only else 0
         logits: Tensor = self.module(
             input_ids=token_BW,
             position_ids=feed.positions(),
             attention_mask=masks if self.mask_by_kind else next(iter(masks.values())),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1 if last_only else 0,
+            logits_to_keep=last,
         ).logits
         return logits
 
