@@ -1,10 +1,12 @@
 """What a run needs, before it runs: bytes on every rank, from shapes alone. Closed form, no torch."""
 
 from llama_ssp.plan.asked import DRAFT, TARGET, Kind, Line, Role, Workload
-from llama_ssp.plan.bill import tensor_lines
-from llama_ssp.plan.room import BYTES, GIB, Bill, bill, parameters, require_room
+from llama_ssp.plan.attention import GPU, Kernels
+from llama_ssp.plan.bill import Peak, phases, tensor_lines
+from llama_ssp.plan.room import GIB, Bill, bill, parameters, require_room
+from llama_ssp.plan.weights import BYTES
 
 __all__ = [
-    "BYTES", "DRAFT", "GIB", "TARGET", "Bill", "Kind", "Line", "Role", "Workload",
-    "bill", "parameters", "require_room", "tensor_lines",
+    "BYTES", "DRAFT", "GIB", "GPU", "TARGET", "Bill", "Kernels", "Kind", "Line", "Peak", "Role", "Workload",
+    "bill", "parameters", "phases", "require_room", "tensor_lines",
 ]  # fmt: skip
