@@ -23,7 +23,7 @@ LAYERS = [
     {"sampling", "verify", "draws", "ranks"},
     {"cache", "load"},
     {"engine"},
-    {"loop"},
+    {"loop", "trace"},
     {"numerics", "report"},
     {"certify"},
     {"tasks"},

@@ -86,7 +86,8 @@ def _fused(walk: Walk, query: Block) -> Block:
     t, w, part = walk.t, walk.w, walk.p
     repeated = walk.rows * part.query_width * walk.span
     grouped, one = part.queries > part.kvs, walk.columns == 1
-    copies = (t(repeated, w), t(repeated, w)) if grouped and not one else ()
+    # One key head for all queries is only looked at repeatedly.
+    copies = (t(repeated, w), t(repeated, w)) if grouped and part.kvs > 1 and not one else ()
     out = _kernel(walk, query, packed=grouped and one)
     if part.family in FUSED and not one:  # their queries, and so the output, lie head by head
         out = t(walk.tokens * part.query_width, w, out)
@@ -129,15 +130,15 @@ def _eager(walk: Walk, query: Block) -> tuple[Block, Block]:
             weights = t(n, FP32, weights)
         weights = t.same(weights, n, w, converted)
     else:
-        if part.queries > part.kvs:
+        if part.queries > part.kvs > 1:
             copies += [t(repeated, w), t(repeated, w)]
-        weights = t(n, w, t(n, w, _batched(walk, query, w)))
+        weights = t(n, w, t(n, w, _batched(walk, query, w), _single(walk, repeated)))
         for _ in range(4):  # the cap's three steps, the mask
             weights = t(n, w, weights)
         wide = t(n, FP32, t.same(weights, n, FP32, w != FP32 and walk.kernels.cpu))
         weights = t.same(wide, n, w, w != FP32)
         del wide
-    out = t(walk.tokens * part.query_width, w, weights)
+    out = t(walk.tokens * part.query_width, w, weights, _single(walk, repeated))
     if walk.columns > 1:
         out = t(walk.tokens * part.query_width, w, out)
     return out, weights
@@ -147,3 +148,9 @@ def _batched(walk: Walk, query: Block, width: int) -> Block:
     """A batched product wants heads of several rows in one row of matrices."""
     copied = walk.rows > 1 and walk.columns > 1
     return walk.t.same(query, walk.tokens * walk.p.query_width, width, copied)
+
+
+def _single(walk: Walk, repeated: int) -> Block | None:
+    """So it does of the one key head that all queries look at, for as long as the product takes."""
+    alone = walk.p.queries > walk.p.kvs == 1 and walk.rows > 1
+    return walk.t(repeated, walk.w) if alone else None

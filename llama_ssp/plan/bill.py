@@ -93,15 +93,16 @@ def shares(target: Role, draft: Role | None, placement: Placement, work: Workloa
     found = []
     if rank in placement.target:
         part = Part.of(target.model, len(placement.target), placement.target.index(rank))
-        found.append(_share(target, part, room))
+        found.append(share_of(target, part, room))
     if draft is not None and rank in placement.draft:
         degree = placement.draft_degree
         part = Part.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0)
-        found.append(_share(draft, part, min(room, draft.model.context)))
+        found.append(share_of(draft, part, min(room, draft.model.context)))
     return found
 
 
-def _share(role: Role, part: Part, capacity: int) -> Share:
+def share_of(role: Role, part: Part, capacity: int) -> Share:
+    """The part with what else its passes depend on."""
     windowed = WINDOWED.get(part.family, (False,))
     if part.family == "mistral" and not role.model.sliding_window:
         windowed = (False,)

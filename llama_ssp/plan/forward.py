@@ -34,6 +34,7 @@ class Passes:
     kernels: Kernels = GPU
     _layers: list[Block] = field(default_factory=list)
     _kept: list[Block] = field(default_factory=list)
+    elsewhere: Block | None = None  # which tokens were other ranks', as the embedding keeps it
 
     @property
     def width(self) -> int:

@@ -58,8 +58,8 @@ class Walk:
         if self.p.world == 1:
             return self.scaled(self.hidden(token))
         elsewhere, row = self._own_rows(token)
-        found = self.scaled(self.hidden(row))
-        return self.hidden(found, elsewhere)
+        self.passes.elsewhere = elsewhere
+        return self.hidden(self.scaled(self.hidden(row)))
 
     def scaled(self, looked_up: Block) -> Block:
         return self.hidden(looked_up) if self.p.family == "gemma2" else looked_up
