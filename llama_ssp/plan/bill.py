@@ -7,16 +7,18 @@ from functools import lru_cache
 
 from llama_ssp.config import Dtype
 from llama_ssp.placement import Placement
+from llama_ssp.plan.allocator import UNIT, Allocator
 from llama_ssp.plan.asked import DRAFT, TARGET, Kind, Line, Role, Workload
 from llama_ssp.plan.attention import GPU, Kernels
 from llama_ssp.plan.forward import CACHE, Passes
 from llama_ssp.plan.laws import Laws
 from llama_ssp.plan.rounds import Batch, Duties
 from llama_ssp.plan.tape import Tape
-from llama_ssp.plan.weights import Part, held, width
+from llama_ssp.plan.weights import Part, Weight, held, tensors, weights, width
 
 WINDOWED = {"gemma2": (False, True), "gpt_neo": (False, True), "mistral": (True,)}
-GPU_UNIT = 512  # bytes: the caching allocator of a GPU rounds every request up to it
+LOADING = "load"
+ALLOCATOR = "torch's caching allocator, replayed"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Share:
     dtype: Dtype
     capacity: int  # of its caches
     windowed: tuple[bool, ...]
+
+    def quantised(self, weight: Weight) -> bool:
+        return weight.linear and self.dtype.value in ("int8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,7 @@ def tensor_lines(
             Line(share.role, group, size, Kind.exact)
             for group, size in held(share.part, share.dtype, unit).items()
         ]
-        cells = work.rows * share.part.key_width * (share.capacity + 1) * width(share.dtype)
-        lines.append(Line(share.role, CACHE, 2 * share.part.layers * _rounded(cells, unit), Kind.exact))
+        lines.append(Line(share.role, CACHE, _cache(share, work.rows, unit), Kind.exact))
     worst = max(phases(target, draft, placement, work, rank, kernels), key=lambda peak: peak.bytes)
     role = DRAFT if worst.phase.startswith(DRAFT) else TARGET
     lines += [Line(role, f"{name} ({worst.phase})", size, Kind.exact) for name, size in worst.parts]
@@ -78,13 +82,42 @@ def phases(
     kernels: Kernels = GPU,
 ) -> tuple[Peak, ...]:
     """The worst moment of each phase on this rank."""
+    return _phases(_asked(target, draft, placement, work, rank, kernels))
+
+
+def segments(target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int) -> Line:
+    """What a GPU's allocator reserves beyond the bytes of `tensor_lines`, by replaying the run.
+
+    Weights come first, as they are loaded; then the batch, from prefill to its last round.
+    """
+    asked = _asked(target, draft, placement, work, rank, GPU)
+    lines = tensor_lines(target, draft, placement, work, rank)
+    reserved = _reserved(asked)
+    excess = max(0, reserved - sum(line.bytes for line in lines))
+    return Line(TARGET if asked.target else DRAFT, "segments", excess, Kind.simulated, ALLOCATOR)
+
+
+@lru_cache(maxsize=1024)
+def _reserved(asked: Asked) -> int:
+    tape, allocator, number = Tape(record=True), Allocator(), 0
+    for share in (asked.target, asked.draft):
+        for _, size, times in tensors(share.part, share.dtype) if share else ():
+            for _ in range(times):
+                number -= 1
+                allocator.allocate(number, size)
+    asked.run(tape)
+    allocator.replay(tape.events or [])
+    return allocator.reserved
+
+
+def _asked(
+    target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int, kernels: Kernels
+) -> Asked:
     own = {share.role: share for share in shares(target, draft, placement, work, rank)}
     room = min(work.slots, target.model.context)
     drafting = placement.draft[0] if draft is not None and placement.draft else placement.target[0]
     duties = Duties(decides=rank == placement.target[0], drafts=rank == drafting)
-    return _phases(
-        own.get(TARGET), own.get(DRAFT), target.model.vocab, width(target.dtype), work, room, duties, kernels
-    )
+    return Asked(own.get(TARGET), own.get(DRAFT), target.model.vocab, work, room, duties, kernels)
 
 
 def shares(target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int) -> list[Share]:
@@ -109,39 +142,60 @@ def share_of(role: Role, part: Part, capacity: int) -> Share:
     return Share(role.role, part, role.dtype, capacity, windowed)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Everything that a rank's run in sizes depends on."""
+
+    target: Share | None
+    draft: Share | None
+    vocab: int
+    work: Workload
+    room: int
+    duties: Duties
+    kernels: Kernels
+
+    def run(self, tape: Tape) -> None:
+        """Walks the batch, from prefill to the last round."""
+        target, draft = self._passes(tape, self.target), self._passes(tape, self.draft)
+        laws = Laws(tape, self.work.rows, self.vocab)
+        batch = Batch(tape, target, draft, laws, self.duties, self.work.prefill_chunk)
+        batch.run(self.work.prompt_tokens, self.room, self.work.k)
+
+    def _passes(self, tape: Tape, share: Share | None) -> Passes | None:
+        if share is None:
+            return None
+        return Passes(
+            tape, share.part, share.dtype, self.work.rows, share.capacity,
+            windowed=share.windowed, kernels=self.kernels,
+        )  # fmt: skip
+
+
 @lru_cache(maxsize=4096)
-def _phases(
-    target: Share | None,
-    draft: Share | None,
-    vocab: int,
-    target_width: int,
-    work: Workload,
-    room: int,
-    duties: Duties,
-    kernels: Kernels,
-) -> tuple[Peak, ...]:
-    tape = Tape(_unit(kernels), apart=(CACHE,))
-    target_passes, draft_passes = (
-        None
-        if share is None
-        else Passes(
-            tape, share.part, share.dtype, work.rows, share.capacity, windowed=share.windowed, kernels=kernels
-        )
-        for share in (target, draft)
-    )
-    laws = Laws(tape, work.rows, vocab)
-    Batch(tape, target_passes, draft_passes, laws, duties, work.prefill_chunk).run(
-        work.prompt_tokens, room, work.k
-    )
-    return tuple(
+def _phases(asked: Asked) -> tuple[Peak, ...]:
+    tape = Tape(_unit(asked.kernels), apart=(CACHE,))
+    asked.run(tape)
+    found = [
         Peak(phase, tuple((name, size) for name, size in parts.items() if size))
         for phase, parts in tape.peaks.items()
+    ]
+    return (*found, _loading(asked))
+
+
+def _loading(asked: Asked) -> Peak:
+    """A layer that is quantised is there in 16 bit, too; then there are no caches yet."""
+    both = [share for share in (asked.target, asked.draft) if share is not None]
+    caches = sum(_cache(share, asked.work.rows, 1) for share in both)
+    largest = max(
+        (2 * weight.count for share in both for weight in weights(share.part) if share.quantised(weight)),
+        default=0,
     )
+    return Peak(LOADING, (("a layer in 16 bit", max(0, largest - caches)),))
+
+
+def _cache(share: Share, rows: int, unit: int) -> int:
+    cells = rows * share.part.key_width * (share.capacity + 1) * width(share.dtype)
+    return 2 * share.part.layers * (-(-cells // unit) * unit)
 
 
 def _unit(kernels: Kernels) -> int:
-    return 1 if kernels.cpu else GPU_UNIT
-
-
-def _rounded(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+    return 1 if kernels.cpu else UNIT

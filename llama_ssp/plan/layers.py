@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 NF4_TOKENS = 4  # up to here bitsandbytes multiplies by 4 bit directly
 
+# What oneDNN takes at a time of a product's inputs, rows and outputs, and what it notes beside.
+ONEDNN_INPUTS, ONEDNN_ROWS, ONEDNN_OUTPUTS, ONEDNN_HEAD = 512, 256, 64, 1024
+
 
 class Walk:
     """The layers of one pass."""
@@ -162,7 +165,16 @@ class Walk:
             return self._int8_linear(x, m * inputs, n)
         if self.held.value == "nf4" and m > NF4_TOKENS:  # many tokens: by a dequantised copy of the weight
             return t(n, self.w, x, t(inputs * outputs, self.w))
-        return t(n, self.w, x)
+        return self.product(x, m, inputs, outputs)
+
+    def product(self, x: Block, m: int, inputs: int, outputs: int) -> Block:
+        """A matrix product; on a CPU oneDNN copies portions in bf16 (seen with AVX512 and one thread)."""
+        y = self.t(m * outputs, self.w, x)
+        if self.kernels.threads and self.held is Dtype.bf16:
+            taken, made = min(-(-inputs // 32) * 32, ONEDNN_INPUTS), min(m, ONEDNN_ROWS)
+            scratch = self.t(ONEDNN_OUTPUTS * (taken * self.w + made * FP32) + ONEDNN_HEAD, 1)
+            del scratch
+        return y
 
     def _int8_linear(self, x: Block, taken: int, made: int) -> Block:
         """MatMul8bitLt.forward, with some outliers"""
@@ -209,15 +221,13 @@ class Walk:
 
     def head(self, x: Block, positions: int) -> Block:
         """load: GatheredHead.forward; the caps on gemma2's logits"""
-        logits = (
-            self._gathered(x, positions) if self.p.world > 1 else self.t(positions * self.p.vocab, self.w, x)
-        )
-        for _ in range(3 if self.p.family == "gemma2" else 0):
-            logits = self.t(positions * self.p.vocab, self.w, logits)
+        part, t, w = self.p, self.t, self.w
+        logits = self.product(x, positions, part.dim, part.vocab)
+        if part.world > 1:
+            padded = t(positions * part.widest, w, logits)
+            parts = [t(positions * part.widest, w, padded) for _ in range(part.world)]
+            logits, own = t(positions * part.whole_vocab, w), logits
+            del padded, parts, own
+        for _ in range(3 if part.family == "gemma2" else 0):
+            logits = t(positions * part.whole_vocab, w, logits)
         return logits
-
-    def _gathered(self, x: Block, positions: int) -> Block:
-        y = self.t(positions * self.p.vocab, self.w, x)
-        padded = self.t(positions * self.p.widest, self.w, y)
-        parts = [self.t(positions * self.p.widest, self.w, padded) for _ in range(self.p.world)]
-        return self.t(positions * self.p.whole_vocab, self.w, *parts)

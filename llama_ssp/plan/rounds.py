@@ -115,8 +115,17 @@ class Batch:
             del others
 
     def _logits(self, passes: Passes, columns: int, span: int, wanted: int) -> Block:
-        """engine.runner.Runner.logits; its index is broadcast over the vocabulary"""
+        """engine.runner.Runner.logits; its index is broadcast over the vocabulary
+
+        A CPU gathers 16 bit through fp32.
+        """
         logits = passes.run(columns, span, last_only=False)
         n = self.laws.rows * wanted * passes.part.whole_vocab
         with self.t.labelled(LOGITS):
-            return self.t(n, passes.width, logits, self.t(n, INT))
+            column = self.t(self.laws.rows * wanted, INT)
+            index = self.t(n, INT, column)
+            chosen = self.t(n, passes.width, logits, index)
+            if passes.kernels.threads and passes.width < FP32:
+                self.t(n, FP32)
+        del logits, column, index
+        return chosen

@@ -1,0 +1,304 @@
+"""The plan's bytes beside what runs really allocate: models of both roles, whole and over two gloo ranks.
+
+    python bench/plan_bytes.py [write=FILE.md] [json=FILE.json]
+
+Truth are the allocator's own events, as torch's profiler records them (what kernels take for themselves
+included), on top of the weights, caches and tokens that are there before. Every case has processes of its
+own: several profiles in one process miscount blocks of one another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from llama_ssp.config import Dtype, ModelConf, SamplingConf, Weights  # noqa: E402
+from llama_ssp.draws import CounterDraws  # noqa: E402
+from llama_ssp.engine import Engine, ModelDrafter, NoDrafter, Prompt, Proposal, Runner, State  # noqa: E402
+from llama_ssp.load.models import load, load_part  # noqa: E402
+from llama_ssp.load.synthetic import build  # noqa: E402
+from llama_ssp.plan import DRAFT, TARGET, Kernels, Role  # noqa: E402
+from llama_ssp.plan.bill import share_of  # noqa: E402
+from llama_ssp.plan.forward import CACHE, Passes  # noqa: E402
+from llama_ssp.plan.laws import Laws as LawsInSizes  # noqa: E402
+from llama_ssp.plan.rounds import TOKENS, Batch, Duties  # noqa: E402
+from llama_ssp.plan.rounds import Proposal as ProposalInSizes  # noqa: E402
+from llama_ssp.plan.tape import Tape  # noqa: E402
+from llama_ssp.plan.weights import Part, held  # noqa: E402
+from llama_ssp.ranks import ALONE, Ranks, open_ranks  # noqa: E402
+from llama_ssp.report import versions  # noqa: E402
+from llama_ssp.sampling import Laws  # noqa: E402
+from llama_ssp.verify import RULES  # noqa: E402
+
+ROWS, PROMPT, NEW, K, CHUNK, VOCAB = 2, 90, 30, 4, 32, 4000
+ROOM = PROMPT + NEW
+SHAPES: dict[str, dict[str, int]] = {
+    TARGET: {"n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "dim": 256, "ffn": 704},
+    DRAFT: {"n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "head_dim": 32, "dim": 128, "ffn": 352},
+}
+PHASES = ("prefill", "decode", "verify")
+DTYPES = (Dtype.fp32, Dtype.fp16, Dtype.bf16)
+CPU = torch.device("cpu")
+WITHIN = 0.001
+PATIENCE_S = 0.002
+PATIENCE_CASE_S = 60
+
+
+@dataclass(frozen=True)
+class Case:
+    """A role's model in one phase. Of the draft, decode drafts one token, and verify K of them."""
+
+    role: str
+    phase: str
+    dtype: Dtype
+    world: int
+
+    @property
+    def conf(self) -> Role:
+        sizes: dict[str, Any] = {"vocab": VOCAB, "context": 256, **SHAPES[self.role]}
+        model = ModelConf(name=self.role, family="llama", weights=Weights.synthetic, **sizes)
+        return Role(self.role, model, self.dtype)
+
+    @property
+    def k(self) -> int:
+        return {"prefill": 0, "decode": int(self.role == DRAFT), "verify": K}[self.phase]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank of a case: bytes planned and allocated."""
+
+    case: Case
+    rank: int
+    planned: int
+    actual: int
+
+    @property
+    def off(self) -> float:
+        return self.planned / self.actual - 1
+
+
+CASES = [
+    Case(role, phase, dtype, world)
+    for world in (1, 2)
+    for role in (TARGET, DRAFT)
+    for phase in PHASES
+    for dtype in DTYPES
+]
+
+
+class Patient:
+    """Ranks that wait a little after each collective.
+
+    gloo's own thread holds the tensors of a collective a moment longer; were it the last to do so, they
+    would end on that thread, where the profiler does not see it, and count for ever.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ranks, name)
+        return self._patiently(found) if name in ("all_reduce", "all_gather") else found
+
+    def _patiently(self, collective: Any) -> Any:
+        def call(tensor: Tensor) -> Any:
+            made = collective(tensor)
+            time.sleep(PATIENCE_S)
+            return made
+
+        return call
+
+
+def planned(case: Case, rank: int) -> int:
+    """Weights, caches, and the phase's peak beside them."""
+    role = case.conf
+    part = Part.of(role.model, case.world, rank)
+    tape = Tape(apart=(CACHE,))
+    kernels = Kernels(cpu=True, threads=torch.get_num_threads())
+    share = share_of(role, part, ROOM)
+    passes = Passes(tape, part, role.dtype, ROWS, ROOM, windowed=share.windowed, kernels=kernels)
+    laws = LawsInSizes(tape, ROWS, VOCAB)
+    target, draft = (passes, None) if case.role == TARGET else (None, passes)
+    duties = Duties(decides=rank == 0, drafts=True)
+    batch = Batch(tape, target, draft, laws, duties, CHUNK)
+    with tape.labelled(TOKENS):
+        _tokens = tape(ROWS * (ROOM + 1), 8)
+    tape.phase("prefill")
+    batch.warm(passes, PROMPT - 1)
+    if case.phase != "prefill" and case.role == DRAFT:
+        tape.phase(case.phase)
+        batch.propose(PROMPT, case.k, 1)
+    elif case.phase != "prefill":
+        given = ProposalInSizes(
+            tape(ROWS * case.k, 8), tape(ROWS * case.k * VOCAB, 4) if case.k and rank == 0 else None, None
+        )
+        tape.phase(case.phase)
+        batch.verify(PROMPT, case.k, given)
+    caches = 2 * part.layers * passes.cells * passes.width
+    return sum(held(part, role.dtype).values()) + caches + sum(tape.peaks[case.phase].values())
+
+
+def actual(case: Case, ranks: Ranks) -> int:
+    """The same of a real run."""
+    role = case.conf
+    if case.world == 1:
+        model = load(role.model, None, role.dtype, CPU, TARGET)
+    else:
+        model = load_part(role.model, None, role.dtype, CPU, TARGET, ranks)
+    laws, draws, runner = Laws(SamplingConf(), (), VOCAB), CounterDraws(0), Runner(model, CHUNK)
+    prompts = [Prompt(name, tuple(range(PROMPT))) for name in "ab"]
+    state = State(prompts, ROOM, CPU)
+    before = model.weights_bytes + state.token_BS.nbytes
+    if case.phase == "prefill":
+        return before + _peak(lambda: _warm(runner, state))
+    _warm(runner, state)
+    assert runner._cache is not None
+    before += runner._cache.nbytes()
+    if case.role == DRAFT:
+        drafter = ModelDrafter(runner, laws, draws)
+        return before + _peak(lambda: drafter.propose(state, (case.k,) * ROWS))
+    engine = Engine(runner, NoDrafter(), laws, RULES["block"], draws, ranks)
+    proposal = _proposal(case.k, ranks.is_leader)
+    before += sum(t.nbytes for t in (proposal.drafted_BK, proposal.draft_BKV) if t is not None)
+    return before + _peak(lambda: engine.verify(state, proposal))
+
+
+def _warm(runner: Runner, state: State) -> None:
+    runner.start(ROWS, ROOM)
+    runner.warm(state.token_BS, [PROMPT - 1] * ROWS)
+
+
+def _proposal(k: int, leads: bool) -> Proposal:
+    drafted_BK = torch.arange(ROWS * k).view(ROWS, k)
+    law_BKV = torch.full((ROWS, k, VOCAB), 1 / VOCAB) if k and leads else None
+    return Proposal(drafted_BK, law_BKV, (k,) * ROWS)
+
+
+def _peak(run: Any) -> int:
+    """The most bytes alive at once of those that `run` allocates."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        kept = run()
+    del kept
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+def measure(case: Case) -> list[Row]:
+    """One process a rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder) / str(rank) for rank in range(case.world)]
+        children = [_forked(case, rank, answer) for rank, answer in enumerate(answers)]
+        for child in children:
+            _, status = os.waitpid(child, 0)
+            if status:
+                raise RuntimeError(f"a rank of {case} failed")
+        found = [int(pickle.loads(answer.read_bytes())) for answer in answers]
+    return [Row(case, rank, planned(case, rank), bytes_) for rank, bytes_ in enumerate(found)]
+
+
+def _forked(case: Case, rank: int, answer: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    signal.alarm(PATIENCE_CASE_S)
+    try:
+        ranks: Ranks = ALONE
+        if case.world > 1:
+            os.environ |= {
+                "RANK": str(rank), "WORLD_SIZE": str(case.world), "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(case.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(case),
+            }  # fmt: skip
+            ranks = Patient(open_ranks(CPU))  # type: ignore[assignment]
+        answer.write_bytes(pickle.dumps(actual(case, ranks)))
+        ranks.close()
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _port(case: Case) -> str:
+    return str(20000 + (os.getppid() * 37 + CASES.index(case)) % 20000)
+
+
+def prepare() -> None:
+    """What every process would import and compile for itself."""
+    torch.set_num_threads(1)
+    build(CASES[0].conf.model, torch.float32)
+
+
+def table(rows: list[Row]) -> str:
+    exact = sum(row.planned == row.actual for row in rows)
+    worst = max(rows, key=lambda row: abs(row.off))
+    lines = [
+        "| role | phase | dtype | ranks | rank | planned | allocated | off |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        case = row.case
+        difference = row.planned - row.actual
+        off = "0" if not difference else f"{difference:+,} ({row.off:+.3%})"
+        lines.append(
+            f"| {case.role} | {case.phase} | {case.dtype.value} | {case.world} | {row.rank} "
+            f"| {row.planned:,} | {row.actual:,} | {off} |"
+        )
+    lines.append("")
+    lines.append(f"To the byte: {exact} of {len(rows)}. The worst is off by {worst.off:+.4%}.")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    own = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    prepare()
+    started = time.monotonic()
+    rows = [row for case in CASES for row in measure(case)]
+    text = table(rows)
+    print(text)
+    print(f"{time.monotonic() - started:.0f} s")
+    if own.get("json"):
+        plain = [[f"{row.case}, rank {row.rank}", row.planned, row.actual] for row in rows]
+        Path(own["json"]).write_text(json.dumps(plain), encoding="utf-8")
+    if own.get("write"):
+        Path(own["write"]).write_text(heading(own["write"]) + text + "\n", encoding="utf-8")
+
+
+def heading(file: str) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return (
+        "# The plan's bytes beside what runs allocate\n\n"
+        f"Command: `python bench/plan_bytes.py write={file}`\n"
+        f"Hardware: {platform.processor() or platform.machine()}, one thread a rank\n"
+        f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())}\n"
+        f"Commit {commit.stdout.strip()}, {time.strftime('%Y-%m-%d')}. {ROWS} rows, prompts of {PROMPT}, "
+        f"chunks of {CHUNK}, {NEW} new tokens, K = {K}, vocabulary {VOCAB}.\n"
+        "Of the draft, decode drafts one token and verify drafts K. Over two ranks both roles are split.\n\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

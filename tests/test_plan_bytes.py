@@ -1,0 +1,41 @@
+"""The plan's bytes against the allocator's own events, on models that run for real (bench/plan_bytes.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.plan_bytes import CASES, PHASES, Case, planned
+from llama_ssp.config import Dtype
+from llama_ssp.plan import DRAFT, TARGET
+
+BENCH = Path(__file__).resolve().parents[1] / "bench" / "plan_bytes.py"
+
+
+@pytest.mark.slow
+def test_every_case_is_planned_within_a_thousandth(tmp_path: Path) -> None:
+    """Both roles, all phases, three number formats, one and two ranks: most of them to the byte.
+
+    What may be off is what kernels take for themselves, which differs between processors. In a process of
+    its own, because it forks one for every rank of every case.
+    """
+    answer = tmp_path / "rows.json"
+    subprocess.run(
+        [sys.executable, str(BENCH), f"json={answer}"], check=True, timeout=400, capture_output=True
+    )
+    rows = json.loads(answer.read_text())
+    assert len(rows) == sum(case.world for case in CASES) == 54
+    off = {name: plan / real - 1 for name, plan, real in rows if abs(plan / real - 1) > 0.001}
+    assert not off
+    assert sum(plan == real for _, plan, real in rows) >= 0.8 * len(rows)
+
+
+def test_the_cases_differ() -> None:
+    """No two phases of a role are planned alike by accident."""
+    for role in (TARGET, DRAFT):
+        found = [planned(Case(role, phase, Dtype.fp32, 1), 0) for phase in PHASES]
+        assert len(set(found)) == len(PHASES)
