@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import platform
 import signal
 import subprocess
 import sys
@@ -56,7 +55,6 @@ SHAPES: dict[str, dict[str, int]] = {
 PHASES = ("prefill", "decode", "verify")
 DTYPES = (Dtype.fp32, Dtype.fp16, Dtype.bf16)
 CPU = torch.device("cpu")
-WITHIN = 0.001
 PATIENCE_S = 0.002
 PATIENCE_CASE_S = 60
 
@@ -231,7 +229,7 @@ def _forked(case: Case, rank: int, answer: Path) -> int:
                 "RANK": str(rank), "WORLD_SIZE": str(case.world), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(case.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(case),
             }  # fmt: skip
-            ranks = Patient(open_ranks(CPU))  # type: ignore[assignment]
+            ranks = Patient(open_ranks(CPU))
         answer.write_bytes(pickle.dumps(actual(case, ranks)))
         ranks.close()
         os._exit(0)
@@ -292,12 +290,17 @@ def heading(file: str) -> str:
     return (
         "# The plan's bytes beside what runs allocate\n\n"
         f"Command: `python bench/plan_bytes.py write={file}`\n"
-        f"Hardware: {platform.processor() or platform.machine()}, one thread a rank\n"
+        f"Hardware: {_processor()}, one thread a rank\n"
         f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())}\n"
         f"Commit {commit.stdout.strip()}, {time.strftime('%Y-%m-%d')}. {ROWS} rows, prompts of {PROMPT}, "
         f"chunks of {CHUNK}, {NEW} new tokens, K = {K}, vocabulary {VOCAB}.\n"
         "Of the draft, decode drafts one token and verify drafts K. Over two ranks both roles are split.\n\n"
     )
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as table:
+        return next((line.partition(":")[2].strip() for line in table if "model name" in line), "unknown")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -13,12 +14,25 @@ from hydra.core.global_hydra import GlobalHydra
 
 from llama_ssp import checks, config, overrides
 from llama_ssp.config import Dtype, ModelConf, Splitting, Weights
+from llama_ssp.errors import DistributedError
 from llama_ssp.load import synthetic
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.placement import Placement
-from llama_ssp.plan import DRAFT, TARGET, Kind, Role, Workload, parameters, phases, segments, tensor_lines
+from llama_ssp.plan import (
+    DRAFT,
+    TARGET,
+    Kind,
+    Role,
+    Workload,
+    parameters,
+    phases,
+    rank_bill,
+    require_room,
+    segments,
+    tensor_lines,
+)  # fmt: skip
 from llama_ssp.plan.allocator import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Allocator
-from llama_ssp.plan.weights import Part, held
+from llama_ssp.plan.weights import Part, Weight, held, sizes_of
 
 WORK = Workload(rows=1, prompt_tokens=1919, new_tokens=128, k=4, prefill_chunk=512)
 SIZES: dict[str, dict[str, Any]] = {
@@ -193,6 +207,44 @@ def test_split_drafts_and_copies() -> None:
     copy = total(target, draft, placed(4, 4, copies=True), rank=3)
     share = total(target, draft, placed(4, 4), rank=3)
     assert copy - share > 0.74 * sum(held(Part.of(draft.model), Dtype.fp16).values())
+
+
+def test_three_figures_are_the_lines() -> None:
+    """What refuses a run adds up to the bill."""
+    target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
+    bills = rank_bill(target, draft, placed(8, 1), WORK, 0)
+    assert [b.role for b in bills] == [TARGET, DRAFT]
+    assert sum(b.total for b in bills) == total(target, draft, placed(8, 1))
+    assert bills[1].weights == sum(held(Part.of(draft.model), Dtype.fp16, 512).values())
+    with pytest.raises(DistributedError, match=r"cache 0\.6 GiB, passing through 0\.1 GiB"):
+        require_room(bills, "cuda:0", 16 * 2**30, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_quantised_layers_are_what_bitsandbytes_makes(name: str) -> None:
+    """One matrix, quantised on the CPU: its numbers, and what describes them."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    formats = Enum("formats", {name: name})
+    found = dict(tensors_of(Weight("layers", 192, 128, linear=True), formats[name]))
+    layer: Any
+    if name == "int8":
+        layer = Linear8bitLt(128, 192, bias=False, has_fp16_weights=False).to("cpu")
+        held_beside = [layer.weight.SCB]
+    else:
+        layer = Linear4bit(128, 192, bias=False, quant_type="nf4", compress_statistics=False).to("cpu")
+        held_beside = [layer.weight.quant_state.absmax, layer.weight.quant_state.code]
+    assert found["layers"] == layer.weight.nbytes
+    assert found["quantisation scales"] == sum(t.nbytes for t in held_beside)
+
+
+def tensors_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
+    """Bytes by group."""
+    found: dict[str, int] = {}
+    for group, size in sizes_of(weight, dtype):
+        found[group] = found.get(group, 0) + size
+    return iter(found.items())
 
 
 def test_a_draft_apart_is_on_its_own_ranks() -> None:

@@ -17,6 +17,8 @@ INT, FP32 = 8, 4
 # torch's FlashAttentionKernel.cpp: from this many queries on, so many queries and keys are taken at a time.
 CPU_TILES = ((768, 256, 512), (192, 64, 512), (0, 32, 512))
 
+GPU_ALIGNMENT = 16  # of a mask's rows in torch's memory-efficient attention
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -98,6 +100,9 @@ def _fused(walk: Walk, query: Block) -> Block:
 def _kernel(walk: Walk, query: Block, packed: bool) -> Block:
     t, w, part = walk.t, walk.w, walk.p
     bias = t(walk.tokens * walk.span, w)
+    padded = None
+    if not walk.kernels.cpu and walk.span % GPU_ALIGNMENT:  # so does torch's pad_bias
+        padded = t(walk.tokens * (walk.span // GPU_ALIGNMENT + 1) * GPU_ALIGNMENT, w)
     out = t(walk.tokens * part.query_width, w, query)
     accumulated = max(w, FP32)
     log_sums = t(walk.tokens * part.queries, accumulated)
@@ -110,7 +115,7 @@ def _kernel(walk: Walk, query: Block, packed: bool) -> Block:
             reduced = t(walk.kernels.threads * some * others, w)
             del reduced
         del scores
-    del bias, log_sums
+    del bias, padded, log_sums
     return out
 
 

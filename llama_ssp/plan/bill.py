@@ -12,6 +12,7 @@ from llama_ssp.plan.asked import DRAFT, TARGET, Kind, Line, Role, Workload
 from llama_ssp.plan.attention import GPU, Kernels
 from llama_ssp.plan.forward import CACHE, Passes
 from llama_ssp.plan.laws import Laws
+from llama_ssp.plan.room import Bill
 from llama_ssp.plan.rounds import Batch, Duties
 from llama_ssp.plan.tape import Tape
 from llama_ssp.plan.weights import Part, Weight, held, tensors, weights, width
@@ -19,6 +20,7 @@ from llama_ssp.plan.weights import Part, Weight, held, tensors, weights, width
 WINDOWED = {"gemma2": (False, True), "gpt_neo": (False, True), "mistral": (True,)}
 LOADING = "load"
 ALLOCATOR = "torch's caching allocator, replayed"
+UNSEEN = "as on a CPU, without what a GPU's kernels take for themselves"
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,31 @@ def tensor_lines(
         lines.append(Line(share.role, CACHE, _cache(share, work.rows, unit), Kind.exact))
     worst = max(phases(target, draft, placement, work, rank, kernels), key=lambda peak: peak.bytes)
     role = DRAFT if worst.phase.startswith(DRAFT) else TARGET
-    lines += [Line(role, f"{name} ({worst.phase})", size, Kind.exact) for name, size in worst.parts]
+    unseen = "" if kernels.cpu else UNSEEN
+    lines += [Line(role, f"{name} ({worst.phase})", size, Kind.exact, unseen) for name, size in worst.parts]
     return tuple(line for line in lines if line.bytes)
+
+
+def rank_bill(
+    target: Role,
+    draft: Role | None,
+    placement: Placement,
+    work: Workload,
+    rank: int,
+    kernels: Kernels = GPU,
+) -> list[Bill]:
+    """The lines in three figures a role, for `require_room`."""
+    bills = []
+    lines = tensor_lines(target, draft, placement, work, rank, kernels)
+    for role in (target, draft):
+        own = [line for line in lines if role is not None and line.role == role.role]
+        if role is None or not own:
+            continue
+        cache = sum(line.bytes for line in own if line.name == CACHE)
+        passing = sum(line.bytes for line in own if line.name.endswith(")"))
+        weights = sum(line.bytes for line in own) - cache - passing
+        bills.append(Bill(role.role, role.model.name, weights, cache, passing))
+    return bills
 
 
 def phases(

@@ -19,10 +19,18 @@ class Bill:
     name: str
     weights: int
     cache: int
+    passing: int = 0  # at the worst moment beside them, counted with one role of the two
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache
+        return self.weights + self.cache + self.passing
+
+    def in_words(self) -> str:
+        passing = f", passing through {self.passing / GIB:.1f} GiB" if self.passing else ""
+        return (
+            f"{self.role} {self.name}: weights {self.weights / GIB:.1f} GiB, "
+            f"cache {self.cache / GIB:.1f} GiB{passing}"
+        )
 
 
 def parameters(model: ModelConf) -> int:
@@ -42,10 +50,7 @@ def require_room(bills: list[Bill], device: str, capacity: int, reserve: float) 
     if needed > usable:
         raise DistributedError(
             f"the models do not fit on {device}",
-            where="; ".join(
-                f"{b.role} {b.name}: weights {b.weights / GIB:.1f} GiB, cache {b.cache / GIB:.1f} GiB"
-                for b in bills
-            ),
+            where="; ".join(b.in_words() for b in bills),
             found=f"{needed / GIB:.1f} GiB needed",
             allowed=f"{usable / GIB:.1f} GiB ({capacity / GIB:.1f} GiB less {reserve:.0%} reserve)",
             fix="take a smaller model, a smaller dtype (model.dtype=int8), fewer rows (task.batch_size) "

@@ -151,13 +151,13 @@ def held(part: Part, dtype: Dtype, unit: int = 1) -> dict[str, int]:
 def tensors(part: Part, dtype: Dtype) -> Iterator[tuple[str, int, int]]:
     """Every tensor: its group, its bytes, and how many are like it."""
     for weight in weights(part):
-        for group, bytes_ in _sizes(weight, dtype):
+        for group, bytes_ in sizes_of(weight, dtype):
             yield group, bytes_, weight.times
     for bytes_ in buffers(part, dtype):
         yield BUFFERS, bytes_, 1
 
 
-def _sizes(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
+def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
     """What one such tensor occupies, and beside it the scales of a quantised one."""
     if weight.linear and dtype.value == "int8":
         yield weight.group, weight.count
