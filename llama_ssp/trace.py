@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves
 from llama_ssp.config import Weights
 from llama_ssp.engine import Runner
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.cuts import Cut
 from llama_ssp.load.devices import TORCH_DTYPES
 from llama_ssp.load.synthetic import build
-from llama_ssp.load.tensor import Cut, cut_module
-from llama_ssp.plan import Role
+from llama_ssp.load.tensor import cut_module
+from llama_ssp.plan.asked import DRAFT, Role
 from llama_ssp.ranks import Alone
 
 DEPTHS = (2, 3)
@@ -182,7 +183,8 @@ def _filled(module: Any, role: Role, world: int, rank: int) -> CausalModel:
     module.to = lambda *_: module  # it is nowhere, so it need not be moved
     source = BlankSource(module)
     if world > 1:
-        cut_module(module, source, FakeRanks(rank, world), TORCH_DTYPES[role.dtype], torch.device("cpu"))
+        ranks, cpu = FakeRanks(rank, world), torch.device("cpu")
+        cut_module(module, source, ranks, role.dtype, cpu, leader_looks_up=role.role == DRAFT)
     else:
         for name, parameter in list(module.named_parameters()):
             owner, _, leaf = name.rpartition(".")

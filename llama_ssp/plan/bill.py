@@ -154,7 +154,7 @@ def shares(target: Role, draft: Role | None, placement: Placement, work: Workloa
         found.append(share_of(target, part, room))
     if draft is not None and rank in placement.draft:
         degree = placement.draft_degree
-        part = Part.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0)
+        part = Part.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)
         found.append(share_of(draft, part, min(room, draft.model.context)))
     return found
 

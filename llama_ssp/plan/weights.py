@@ -38,9 +38,11 @@ class Part:
     ffn: int
     vocab: int
     widest: int
+    looked_up: int  # rows of the embedding
 
     @staticmethod
-    def of(model: ModelConf, world: int = 1, rank: int = 0) -> Part:
+    def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
+        """A split draft's first rank holds the embedding whole, the others a row that nobody reads."""
         queries, kvs, ffn, vocab, widest = (
             model.n_heads, model.n_kv_heads, model.ffn, model.vocab, model.vocab,
         )  # fmt: skip
@@ -50,9 +52,12 @@ class Part:
             ffn = size(mlp_share(model.ffn, world, rank))
             vocab = size(vocab_share(model.vocab, world, rank))
             widest = size(vocab_share(model.vocab, world, 0))
+        looked_up = vocab
+        if leader_looks_up and world > 1:
+            looked_up = 1 if rank else model.vocab
         return Part(
             model.family, model.n_layers, model.dim, model.head_dim, model.context, model.tied,
-            model.vocab, world, queries, kvs, ffn, vocab, widest,
+            model.vocab, world, queries, kvs, ffn, vocab, widest, looked_up,
         )  # fmt: skip
 
     @property
@@ -86,10 +91,10 @@ class Weight:
 
 
 def weights(part: Part) -> Iterator[Weight]:
-    """Every parameter of the part; a tied head is the embedding."""
+    """Every parameter of the part; a tied head is the embedding, where that has its rows."""
     dim, layers, family = part.dim, part.layers, part.family
     vectors = 2 if family in LAYER_NORM else 1
-    yield Weight(EMBEDDING, part.vocab, dim)
+    yield Weight(EMBEDDING, part.looked_up, dim)
     if family in ("gpt_neo", "opt"):
         yield Weight(POSITIONS, part.context + (2 if family == "opt" else 0), dim)
     for outputs, inputs, bias in _matrices(part):
@@ -100,7 +105,7 @@ def weights(part: Part) -> Iterator[Weight]:
     if family == "qwen3":
         yield Weight(NORMS, part.head_dim, 1, 2 * layers)
     yield Weight(NORMS, dim, 1, vectors)
-    if not part.tied:
+    if not part.tied or part.looked_up < part.vocab:
         yield Weight(HEAD, part.vocab, dim)
 
 
