@@ -25,7 +25,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch: prompts of this length, so many new tokens each, K drafted a round."""
+    """One batch: prompts of this length, so many new tokens each, K drafted a round (0: nobody drafts)."""
 
     rows: int
     prompt_tokens: int

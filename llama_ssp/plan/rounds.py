@@ -71,13 +71,17 @@ class Batch:
             passes.run(rest, end, last_only=True)
 
     def propose(self, length: int, k: int, lag: int) -> Proposal:
-        """engine.drafters.ModelDrafter.propose; whoever decides needs the laws, the others the tokens."""
+        """engine.drafters.ModelDrafter.propose; whoever decides needs the laws, the others the tokens.
+
+        Between the first pass and the last none sees more than the last: only their laws are made.
+        """
         rows, n = self.laws.rows, self.laws.rows * k * self.laws.vocab
         drafted, laws, damaged = [], [], []
         wide = FP32 if self.draft is None else max(self.draft.width, FP32)
         for offset in range(k if self.draft is not None else 0):
             assert self.draft is not None
-            logits = self._logits(self.draft, lag if offset == 0 else 1, length + offset, 1)
+            if offset in (0, k - 1):
+                logits = self._logits(self.draft, lag if offset == 0 else 1, length + offset, 1)
             if not self.duties.drafts:
                 continue
             with self.t.labelled(LAWS):
@@ -90,8 +94,12 @@ class Batch:
         with self.t.labelled(LAWS):
             any_damaged = self.t(rows, 1, self.t(rows * k, 1)) if k else None
             tokens = self.t(rows * k, INT)
-            needed = k and (self.duties.decides or self.duties.drafts)
-            return Proposal(tokens, self.t(n, wide) if needed else None, any_damaged)
+            if not k or not (self.duties.decides or self.duties.drafts):
+                return Proposal(tokens, None, any_damaged)
+            like = (
+                self.t(n, wide) if self.draft is None else None
+            )  # what a looked-up token's law is made like
+            return Proposal(tokens, self.t(n, wide, like), any_damaged)
 
     def verify(self, length: int, k: int, proposal: Proposal) -> None:
         """engine.engine.Engine.verify"""
