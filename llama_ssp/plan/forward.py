@@ -92,6 +92,8 @@ class Passes:
 
         The layers that are not walked have theirs before the last one has.
         """
+        if not self.tape.notices(CACHE):
+            return
         made = len(self._layers) // 2
         wanted = self.part.layers if layer_is_last else 1
         with self.tape.labelled(CACHE):

@@ -49,6 +49,10 @@ class Tape:
         """A conversion that gives the tensor itself where nothing is to be converted."""
         return self(count, width, block) if converted else block
 
+    def notices(self, label: str) -> bool:
+        """Whether blocks of this label make a difference to anything."""
+        return self.events is not None or label not in self._apart
+
     def begin(self, block: Block) -> int:
         self._count += 1
         if block.label not in self._apart:
