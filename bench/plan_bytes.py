@@ -30,7 +30,17 @@ from torch import Tensor  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, SamplingConf, Weights  # noqa: E402
 from llama_ssp.draws import CounterDraws  # noqa: E402
-from llama_ssp.engine import Engine, ModelDrafter, NoDrafter, Prompt, Proposal, Runner, State  # noqa: E402
+from llama_ssp.engine import (  # noqa: E402
+    AnyEngine,
+    Engine,
+    Follower,
+    ModelDrafter,
+    NoDrafter,
+    Prompt,
+    Proposal,
+    Runner,
+    State,
+)
 from llama_ssp.load.models import load, load_part  # noqa: E402
 from llama_ssp.load.synthetic import build  # noqa: E402
 from llama_ssp.plan import DRAFT, TARGET, Kernels, Role  # noqa: E402
@@ -41,7 +51,7 @@ from llama_ssp.plan.rounds import TOKENS, Batch, Duties  # noqa: E402
 from llama_ssp.plan.rounds import Proposal as ProposalInSizes  # noqa: E402
 from llama_ssp.plan.tape import Tape  # noqa: E402
 from llama_ssp.plan.weights import Part, held  # noqa: E402
-from llama_ssp.ranks import ALONE, Ranks, open_ranks  # noqa: E402
+from llama_ssp.ranks import ALONE, Crew, Ranks, open_ranks  # noqa: E402
 from llama_ssp.report import versions  # noqa: E402
 from llama_ssp.sampling import Laws  # noqa: E402
 from llama_ssp.verify import RULES  # noqa: E402
@@ -173,10 +183,17 @@ def actual(case: Case, ranks: Ranks) -> int:
     if case.role == DRAFT:
         drafter = ModelDrafter(runner, laws, draws)
         return before + _peak(lambda: drafter.propose(state, (case.k,) * ROWS))
-    engine = Engine(runner, NoDrafter(), laws, RULES["block"], draws, ranks)
+    crew = Crew(ranks, ranks, None)
+    engine: AnyEngine
+    if ranks.is_leader:
+        engine = Engine(runner, NoDrafter(), laws, RULES["block"], draws, crew)
+    else:
+        engine = Follower(runner, None, crew, ROOM, CPU)
     proposal = _proposal(case.k, ranks.is_leader)
     before += sum(t.nbytes for t in (proposal.drafted_BK, proposal.draft_BKV) if t is not None)
-    return before + _peak(lambda: engine.verify(state, proposal))
+    most = _peak(lambda: engine.verify(state, proposal))
+    engine.settle()
+    return before + most
 
 
 def _warm(runner: Runner, state: State) -> None:
