@@ -126,7 +126,7 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
             raise DistributedError(
                 "nf4 wants layers whose inputs are whole blocks", where=f"model {model.name}, {what}",
                 found=odd[0], allowed=f"multiples of {NF4_BLOCK}",
-                fix="use dtype=int8 or bf16" + (", or another number of ranks" if world > 1 else ""),
+                fix="use dtype=int8 or bf16" + (", or other ranks" if "rank" in what and world > 1 else ""),
             )  # fmt: skip
 
 
