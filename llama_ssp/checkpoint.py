@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import ModelConf, Weights, home_expanded
+from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.folder import header, read_json, require_plain, weight_files
 
@@ -23,6 +23,7 @@ CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
+TIED_BY_DEFAULT = ("gemma2", "gpt_neo", "opt")  # families whose config.json leaves it out where it is so
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
 
 
@@ -199,3 +200,43 @@ def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:
         return model, None
     path = find(model, role)
     return with_shape(model, inspect(path), role), path
+
+
+def outlined(model: ModelConf, role: str) -> ModelConf:
+    """The model with its shape from config.json alone; a preset that has it needs no files at all."""
+    known = bool(model.family) and all(getattr(model, size) for size in SIZES)
+    if model.weights is Weights.synthetic or (known and not _is_here(model)):
+        return model
+    file = _config_file(model, role)
+    checkpoint = Checkpoint(file.parent, read_json(file), {})
+    if not isinstance(checkpoint.config.get("model_type"), str):
+        raise ModelError(
+            "config.json names no model_type", where=str(file), fix="use a Hugging Face model folder"
+        )
+    tied = checkpoint.config.get("tie_word_embeddings", checkpoint.config["model_type"] in TIED_BY_DEFAULT)
+    return replace(with_shape(model, checkpoint, role), tied=bool(tied))
+
+
+def _is_here(model: ModelConf) -> bool:
+    return model.path is not None and (model.path.startswith(SHIPPED) or home_expanded(model.path).is_dir())
+
+
+def _config_file(model: ModelConf, role: str) -> Path:
+    """The config.json, of a hub repository fetched where download=true."""
+    if model.path is not None or model.repo is None:
+        return find(model, role) / "config.json"
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            hf_hub_download(
+                model.repo, "config.json", revision=model.revision, local_files_only=not model.download
+            )
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        found = "no local copy" if not model.download else str(error)
+        raise ModelError(
+            f"{role} {model.name}: config.json is not at hand", where=f"hub repository {model.repo}",
+            found=found, fix=f"write {role}.download=true, or {role}.path=FOLDER",
+        ) from None  # fmt: skip

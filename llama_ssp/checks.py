@@ -15,6 +15,7 @@ from llama_ssp.config import (
     TASKS,
     AgreeConf,
     CertifyConf,
+    ClusterConf,
     CompareConf,
     Drafting,
     EvalConf,
@@ -22,6 +23,7 @@ from llama_ssp.config import (
     MeasureConf,
     ModelConf,
     PlacementConf,
+    PlanConf,
     PromptedConf,
     RunConf,
     SamplingConf,
@@ -39,7 +41,10 @@ MEMORY = re.compile(r"\d+(\.\d+)? ?(KiB|MiB|GiB|KB|MB|GB)")
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
-NEVER_EMPTY = ("name", "repo", "revision", "path", "prompt_file", "out", "plot", "record", "offload_folder")
+NEVER_EMPTY = (
+    "name", "repo", "revision", "path", "prompt_file", "out", "plot", "record", "image", "offload_folder",
+    "gpu", "folder",
+)  # fmt: skip
 
 PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 
@@ -78,6 +83,8 @@ def check(run: RunConf) -> None:
         _check_compare(run.task, run)
     if isinstance(run.task, MeasureConf):
         _check_measure(run.task)
+    if isinstance(run.task, PlanConf):
+        _check_plan(run.task)
     if isinstance(run.task, EvalConf):
         _check_eval(run.task)
         _check_drafts(run.task, run.speculation)
@@ -94,9 +101,8 @@ def check(run: RunConf) -> None:
         )
     if run.seed is not None:
         _between("seed", run.seed, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
-    _between("cluster.reserve", run.cluster.reserve, 0.0, 0.9)
-    if run.cluster.gib is not None:
-        _between("cluster.gib", run.cluster.gib, 0.0, 2.0**20, "null measures the machine", above=True)
+    _between("plan.acceptance", run.plan.acceptance, 0.0, 1.0)
+    _check_cluster(run.cluster)
     _check_placement(run.placement)
 
 
@@ -111,14 +117,12 @@ def check_context(run: RunConf) -> None:
         raise UsageError(
             "sampling.bad_tokens forbids every token", found=f"all {vocab}", fix="leave at least one"
         )
-    if isinstance(run.task, PromptedConf | EvalConf):
-        _between(
-            "task.max_new_tokens",
-            run.task.max_new_tokens,
-            1,
-            run.model.context - 1,
-            f"model {run.model.name} has a context of {run.model.context} tokens, prompt included",
-        )
+    of = f"model {run.model.name} has a context of {run.model.context} tokens"
+    prompt = run.task.prompt_tokens if isinstance(run.task, PlanConf) else 1
+    _between("task.prompt_tokens", prompt, 1, run.model.context - 1, of)
+    if isinstance(run.task, PromptedConf | EvalConf | PlanConf):
+        most = run.model.context - prompt
+        _between("task.max_new_tokens", run.task.max_new_tokens, 1, most, f"{of}, prompt included")
 
 
 def _check_types(node: Any, prefix: str) -> None:
@@ -216,6 +220,29 @@ def _check_placement(placement: PlacementConf) -> None:
             )  # fmt: skip
 
 
+def _check_cluster(cluster: ClusterConf) -> None:
+    _between("cluster.reserve", cluster.reserve, 0.0, 0.9)
+    _between("cluster.nodes", cluster.nodes, 1, 1024)
+    if cluster.gpus is not None:
+        _between("cluster.gpus", cluster.gpus, 1, 1024, "null is what there is")
+    for name in ("gib", "gb_s", "tflops", "link_gb_s"):
+        if (value := getattr(cluster, name)) is not None:
+            _between(f"cluster.{name}", value, 0.0, 2.0**20, "null looks it up", above=True)
+    for name in ("context_mib", "cublas_mib", "nccl_mib", "graph_mib"):
+        if (value := getattr(cluster, name)) is not None:
+            _between(f"cluster.{name}", value, 0.0, 2.0**20)
+    times = cluster.times
+    if times.bandwidth_share is not None:
+        _between("cluster.times.bandwidth_share", times.bandwidth_share, 0.0, 2.0, above=True)
+    for name in ("layer_us", "step_us", "message_us", "law_ns", "round_us", "accept_ns"):
+        if (value := getattr(times, name)) is not None:
+            _between(f"cluster.times.{name}", value, 0.0, 1e9)
+    for name in ("all_reduce_us", "rows_cost"):
+        for count, value in getattr(times, name).items():
+            _between(f"cluster.times.{name} count", count, 1, 2**20)
+            _between(f"cluster.times.{name}", value, 0.0, 1e9)
+
+
 def _check_model(role: str, model: ModelConf) -> None:
     least = 1 if model.weights is Weights.synthetic else 0
     for name in SIZES:
@@ -256,7 +283,7 @@ def _check_compare(task: CompareConf, run: RunConf) -> None:
 def _check_measure(task: MeasureConf) -> None:
     _between("task.batch_size", task.batch_size, 1, 4096)
     _between("task.repeats", task.repeats, 1, 1000)
-    _check_plot_name(task.plot)
+    _check_picture("task.plot", task.plot)
     for key, values, most in (("task.ks", task.ks, MAX_K), ("task.lengths", task.lengths, 2**20)):
         for value in values:
             _between(f"{key} entry", value, 1, most)
@@ -293,6 +320,15 @@ def _check_prompted(task: PromptedConf) -> None:
         raise UsageError("task.prompts is an empty list", fix='write task.prompts=["your prompt"]')
 
 
+def _check_plan(task: PlanConf) -> None:
+    _between("task.prompt_tokens", task.prompt_tokens, 1, 2**31 - 1)
+    _between("task.max_new_tokens", task.max_new_tokens, 1, 2**31 - 1)
+    _between("task.batch_size", task.batch_size, 1, 4096)
+    _between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
+    _between("task.acceptance", task.acceptance, 0.0, 1.0)
+    _check_picture("task.image", task.image)
+
+
 def _check_eval(task: EvalConf) -> None:
     for key, values, least, most in (
         ("task.seeds", task.seeds, 0, MAX_SEED),
@@ -315,13 +351,13 @@ def _check_eval(task: EvalConf) -> None:
             )  # fmt: skip
     if len(set(task.pairs)) < len(task.pairs):
         raise UsageError("task.pairs holds a pair twice", found=task.pairs, fix="give each once")
-    _check_plot_name(task.plot)
+    _check_picture("task.plot", task.plot)
 
 
-def _check_plot_name(plot: str | None) -> None:
-    if plot is not None and not plot.endswith(PLOTS):
+def _check_picture(key: str, name: str | None) -> None:
+    if name is not None and not name.endswith(PLOTS):
         raise UsageError(
-            "task.plot is no picture's name", found=repr(plot), allowed=", ".join(PLOTS),
+            f"{key} is no picture's name", found=repr(name), allowed=", ".join(PLOTS),
             fix="let its ending say which kind of picture it is",
         )  # fmt: skip
 
@@ -338,7 +374,7 @@ def _check_certify(task: CertifyConf) -> None:
 def _check_agree(task: AgreeConf) -> None:
     _between("task.chunk", task.chunk, 1, MAX_K)
     _between("task.batch_size", task.batch_size, 1, 4096)
-    _check_plot_name(task.plot)
+    _check_picture("task.plot", task.plot)
 
 
 def _check_drafts(task: EvalConf, spec: SpeculationConf) -> None:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks, config
-from llama_ssp.config import AgreeConf, CompareConf, EvalConf, MeasureConf, PromptedConf
+from llama_ssp.config import AgreeConf, CompareConf, EvalConf, MeasureConf, PlanConf, PromptedConf
 from llama_ssp.entries import entries
 from llama_ssp.errors import (
     INPUT_OUTPUT,
@@ -117,6 +117,10 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     except OmegaConfBaseException as error:
         raise translated(error) from error
     task = checked.task
+    if isinstance(task, PlanConf):
+        from llama_ssp import planning
+
+        return planning.execute(checked, ranks(), _is_leader())
     if isinstance(task, EvalConf | MeasureConf | AgreeConf):
         check_plot(task.plot)
     if isinstance(task, CompareConf):

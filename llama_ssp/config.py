@@ -132,12 +132,58 @@ class PlacementConf:
 
 
 @dataclass
+class TimesConf:
+    """What a step's time is made of, beside bytes; null is as calibrated on published runs (plan/speed.py).
+
+    Maps go from a number of ranks (all_reduce_us) or of token rows in one pass (rows_cost) to a figure;
+    what lies between two of them is interpolated.
+    """
+
+    source: str = ""
+    bandwidth_share: float | None = None
+    layer_us: float | None = None
+    step_us: float | None = None
+    all_reduce_us: dict[int, float] = field(default_factory=dict)
+    message_us: float | None = None
+    rows_cost: dict[int, float] = field(default_factory=dict)
+    law_ns: float | None = None
+    round_us: float | None = None
+    accept_ns: float | None = None
+
+
+@dataclass
 class ClusterConf:
-    """What there is to run on; `gib` null means: measure the machine at hand."""
+    """What there is to run on: `nodes` machines with `gpus` GPUs each (gpu=cpu: processes that share one).
+
+    What is null is looked up: `local` asks the machine at hand, and figures of a GPU that a preset has
+    are that preset's. `gib` is what one GPU offers, less `reserve` of it; `gb_s` and `tflops` (16 bit, dense)
+    are its data sheet's, `link_gb_s` is one direction's. `*_mib` are taken by libraries on every GPU.
+    """
 
     name: str = "local"
+    gpu: str | None = None
+    nodes: int = 1
+    gpus: int | None = None
     gib: float | None = None
     reserve: float = 0.1
+    bf16: bool | None = None
+    gb_s: float | None = None
+    tflops: float | None = None
+    link: str = ""
+    link_gb_s: float | None = None
+    context_mib: float | None = None
+    cublas_mib: float | None = None
+    nccl_mib: float | None = None
+    graph_mib: float | None = None
+    times: TimesConf = field(default_factory=TimesConf)
+
+
+@dataclass
+class PlanningConf:
+    """What runs do with their own plan; `enforce` refuses those that do not fit, before loading."""
+
+    enforce: bool = True
+    acceptance: float = 0.8
 
 
 @dataclass
@@ -292,6 +338,23 @@ class AgreeConf(PromptedConf):
 
 
 @dataclass
+class PlanConf(TaskConf):
+    """task=plan: does the pair fit, where should the draft sit, how fast will it be; no GPU, no weights.
+
+    `acceptance` is the chance that a drafted token stands, given that those before it did. `image` is a
+    picture of the bill (.png, .svg); `require_fit` leaves with exit code 1 unless the verdict is `fits`.
+    """
+
+    prompt_tokens: int = 512
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    prefill_chunk: int = 512
+    acceptance: float = 0.8
+    image: str | None = None
+    require_fit: bool = False
+
+
+@dataclass
 class RunConf:
     """The whole run."""
 
@@ -302,6 +365,7 @@ class RunConf:
     sampling: SamplingConf = field(default_factory=SamplingConf)
     speculation: SpeculationConf = field(default_factory=SpeculationConf)
     task: TaskConf = field(default_factory=TaskConf)
+    plan: PlanningConf = field(default_factory=PlanningConf)
     seed: int | None = None
     output: Output = Output.text
     out: str | None = "outputs"
@@ -314,6 +378,7 @@ TASKS: dict[str, type[TaskConf]] = {
     "measure": MeasureConf,
     "certify": CertifyConf,
     "agree": AgreeConf,
+    "plan": PlanConf,
 }
 
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")

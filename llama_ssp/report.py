@@ -25,8 +25,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes"
 
 
 def config_sha256(run: RunConf) -> str:
-    """A hash of everything that decides the output; where results are put does not."""
-    content = {key: value for key, value in resolved(run).items() if key not in ("out", "output")}
+    """A hash of everything that decides the output; where results are put, and the plan, do not."""
+    content = {key: value for key, value in resolved(run).items() if key not in ("out", "output", "plan")}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 class RunFolder:
     """`<out>/<date>/<time>-<task>/`: the resolved config, the summary, the rounds when traced."""
 
-    def __init__(self, run: RunConf, seed: int) -> None:
+    def __init__(self, run: RunConf, seed: int | None) -> None:
         self.path: Path | None = None
         self._rounds: IO[str] | None = None
         if run.out is None:

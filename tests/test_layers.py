@@ -15,8 +15,8 @@ LAYERS = [
     {"llama_ssp", "errors"},
     {"config"},
     {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
-     "tabular"},
-    {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "lookahead", "journal"},
+     "tabular", "lookahead"},
+    {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "journal"},
     {"track", "speeds"},
     {"screen", "plot_speeds"},
     {"recording"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"loop", "trace"},
     {"numerics", "report"},
     {"certify"},
-    {"tasks"},
+    {"tasks", "planning"},
     {"cli"},
 ]  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -34,6 +34,7 @@ WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
     "ranges", "placement", "journal", "tabular", "track", "speeds", "screen", "plot_speeds", "recording",
+    "planning",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

@@ -1,0 +1,160 @@
+"""A plan as a person reads it in ten seconds: tables and bars for a terminal. No torch."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from llama_ssp.plan.outcome import Outcome, parts
+from llama_ssp.plan.room import GIB, parameters
+from llama_ssp.plan.search import Option
+from llama_ssp.plan.verdict import GpuBill, Verdict
+
+WIDTH, BAR = 104, 50
+FILL = dict(zip(parts([]), "█▓▒░+:", strict=True))
+COLOUR = dict(
+    zip(parts([]), ("blue", "cyan", "green", "bright_green", "yellow", "bright_black"), strict=True)
+)
+MARK = {Verdict.fits: "green", Verdict.uncertain: "yellow", Verdict.does_not_fit: "red"}
+
+
+def rendered(plan: Outcome, colour: bool) -> str:
+    """The whole plan as text, with colours for a terminal."""
+    console = Console(
+        file=io.StringIO(), width=WIDTH, force_terminal=colour, highlight=False, soft_wrap=True,
+        color_system="standard" if colour else None, legacy_windows=False,
+    )  # fmt: skip
+    console.print(Text(_heading(plan), style="bold"))
+    console.print(_placements(plan))
+    for line in _bars(plan.chosen.bills):
+        console.print(line)
+    console.print()
+    if plan.chances:
+        console.print(_acceptances(plan))
+    for words in _words(plan):
+        console.print(Text(words))
+    console.print(Text(plan.sentence(), style=f"bold {MARK[plan.chosen.verdict]}"))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _heading(plan: Outcome) -> str:
+    models = " + ".join(
+        f"{role.model.name} {role.dtype.value} ({_count(parameters(role.model))})"
+        for role in plan.asked.roles
+    )
+    work = plan.asked.work
+    rows = f"{work.rows} row{'s' * (work.rows > 1)}"
+    return (
+        f"{models} on {plan.asked.machine.in_words()}\n"
+        f"{rows} of {work.prompt_tokens} + {work.new_tokens} tokens, acceptance {plan.asked.acceptance:.2f}"
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+
+
+def _placements(plan: Outcome) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("", "placement", "fullest GPU", "verdict", "K", "ms/token", "speed-up"):
+        table.add_column(name, justify="left" if name in ("", "placement", "verdict") else "right")
+    shown = notable(plan.options)
+    for number, one in shown:
+        worst = one.worst
+        table.add_row(
+            str(number),
+            one.placement.in_words(),
+            f"{worst.total / GIB:.1f} of {worst.capacity / GIB:.1f} GiB",
+            Text(one.verdict.value.replace("_", " "), style=MARK[one.verdict]),
+            str(one.k) if plan.drafts else "",
+            f"{one.ms_per_token:.2f}",
+            f"{plan.regular_ms / one.ms_per_token:.2f}x",
+        )
+    if len(plan.options) > len(shown):
+        table.add_row("", f"and {len(plan.options) - len(shown)} more in the JSON", *[""] * 5)
+    return table
+
+
+def notable(options: list[Option]) -> list[tuple[int, Option]]:
+    """The best of each kind of placement, and the fewest ranks that fit; with places in the ranking."""
+    kinds: dict[object, tuple[int, Option]] = {}
+    for number, one in enumerate(options, start=1):
+        place = one.placement
+        kinds.setdefault((place.draft_apart, place.copies, min(place.draft_degree, 2)), (number, one))
+    fitting = [entry for entry in enumerate(options, start=1) if entry[1].verdict is Verdict.fits]
+    if fitting:
+        fewest = min(fitting, key=lambda entry: entry[1].placement.world)
+        kinds.setdefault(fewest[1].placement.world, fewest)
+    return sorted({number: one for number, one in kinds.values()}.items())
+
+
+def _bars(bills: tuple[GpuBill, ...]) -> Iterator[Text]:
+    """A bar for each kind of GPU; those that hold alike share one."""
+    kinds: dict[tuple[int, ...], list[GpuBill]] = {}
+    for bill in bills:
+        kinds.setdefault(tuple(parts(bill.lines).values()), []).append(bill)
+    used = [name for name in FILL if any(parts(bill.lines)[name] for bill in bills)]
+    for alike in kinds.values():
+        yield _bar(alike)
+    legend = Text(" " * 9)
+    for name in used:
+        legend.append(f"{FILL[name]} {name}  ", style=COLOUR[name])
+    yield legend
+
+
+def _bar(alike: list[GpuBill]) -> Text:
+    bill = alike[0]
+    ranks = f"{bill.rank}" if len(alike) == 1 else f"{bill.rank}-{alike[-1].rank}"
+    if len(alike) > 1 and alike[-1].rank - bill.rank != len(alike) - 1:
+        ranks = f"{bill.rank},.."
+    line = Text(f"GPU {ranks:<4} ")
+    scale = BAR / max(bill.capacity, bill.total, 1)
+    filled, so_far = 0, 0
+    for name, size in parts(bill.lines).items():
+        so_far += size
+        cells = round(so_far * scale) - filled
+        filled += cells
+        line.append(FILL[name] * cells, style=COLOUR[name])
+    room = round(bill.capacity * scale)
+    line.append("·" * max(room - filled, 0), style="bright_black")
+    line.append(f" {bill.total / GIB:.1f} of {bill.capacity / GIB:.1f} GiB, ")
+    left = f"{bill.margin / GIB:.1f} left" if bill.margin >= 0 else f"{-bill.margin / GIB:.1f} too much"
+    line.append(left, style=MARK[bill.verdict])
+    return line
+
+
+def _acceptances(plan: Outcome) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("acceptance")
+    for one in plan.chances:
+        table.add_column(f"{one.acceptance:g}", justify="right")
+    table.add_row("K", *(str(one.k) for one in plan.chances))
+    table.add_row("tokens a round", *(f"{one.tokens_per_round:.2f}" for one in plan.chances))
+    table.add_row("ms/token", *(f"{one.ms_per_token:.2f}" for one in plan.chances))
+    table.add_row("speed-up", *(f"{one.speedup:.2f}x" for one in plan.chances))
+    return table
+
+
+def _words(plan: Outcome) -> Iterator[str]:
+    """What the tables leave out, a line each."""
+    room, pace = plan.room, plan.chosen.pace
+    yield ""
+    if plan.chosen.verdict is Verdict.fits:
+        most = f"largest that fits here: context {room.context}, or {room.rows} rows"
+        yield most + (f", or K = {room.k}" if plan.drafts else "")
+    for number, change in enumerate(plan.advice):
+        yield f"{'to make it fit: ' if number == 0 else '            or: '}{change}"
+    if plan.chosen.verdict is not Verdict.fits and not plan.advice:
+        yield "no single change was found that makes it fit"
+    steps = f"regular {plan.regular_ms:.2f} ms/token, prompt {plan.prefill_ms:.0f} ms"
+    if plan.drafts:
+        checked = 1000 * pace.verify[plan.chosen.k]
+        steps += f", a draft step {1000 * pace.draft:.2f} ms, verifying {checked:.2f} ms"
+    yield steps
+    source = plan.asked.machine.times.source
+    yield f"times within {plan.asked.band:.0%}, constants of {source}"

@@ -1,0 +1,79 @@
+"""task=plan: from the configuration to a plan, printed, drawn and kept. No torch, no weights, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llama_ssp import checks
+from llama_ssp.checkpoint import outlined
+from llama_ssp.config import Drafting, Output, PlacementConf, PlanConf, RunConf
+from llama_ssp.errors import FAILED_CHECK, OK
+from llama_ssp.placement import Placement, resolve
+from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
+from llama_ssp.plan.machine import machine_of, require_world
+from llama_ssp.plan.outcome import outcome
+from llama_ssp.plan.search import Asked, require_planned
+from llama_ssp.plan.table import rendered
+from llama_ssp.plan.verdict import Verdict
+from llama_ssp.plot import check_plot, plot_bills
+from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
+
+
+def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
+    """Plans; the exit code, which asks for more than an answer only with task.require_fit."""
+    task = run.task
+    assert isinstance(task, PlanConf)
+    check_plot(task.image, "task.image")
+    draft = None if run.draft is None else outlined(run.draft, DRAFT)
+    run = replace(run, model=outlined(run.model, TARGET), draft=draft)
+    checks.check_context(run)
+    asked = asked_of(run)
+    require_world(asked.machine, ranks)
+    plan = outcome(asked, fixed_placement(run.placement, asked))
+    folder = RunFolder(run if is_leader else replace(run, out=None), run.seed)
+    summary = {
+        "task": task.name,
+        "status": "done",
+        "config_sha256": config_sha256(run),
+        "seed": run.seed,
+        "versions": versions(),
+        **plan.document(),
+        "run_folder": str(folder.path) if folder.path else None,
+    }
+    folder.close(summary)
+    console = Console() if is_leader else NoConsole()
+    if run.output is not Output.json:
+        console.write(rendered(plan, console.is_terminal))
+    if task.image is not None and is_leader:
+        plot_bills(plan.bars(), task.image)
+    console.document(summary)
+    failed = task.require_fit and plan.chosen.verdict is not Verdict.fits
+    return FAILED_CHECK if failed else OK
+
+
+def asked_of(run: RunConf) -> Asked:
+    """What the plan is about, every figure in its place."""
+    task, spec = run.task, run.speculation
+    assert isinstance(task, PlanConf)
+    machine = machine_of(run.cluster)
+    speculates = spec.k > 0 or spec.adaptive
+    drafts = speculates and spec.drafter is Drafting.model and run.draft is not None
+    return Asked(
+        machine=machine,
+        target=Role(TARGET, run.model, machine.dtype(run.model.dtype)),
+        draft=Role(DRAFT, run.draft, machine.dtype(run.draft.dtype)) if drafts and run.draft else None,
+        work=Workload(task.batch_size, task.prompt_tokens, task.max_new_tokens, spec.k, task.prefill_chunk),
+        acceptance=task.acceptance,
+        k_max=spec.k_max,
+        text_drafts=speculates and spec.drafter is Drafting.ngram,
+    )
+
+
+def fixed_placement(conf: PlacementConf, asked: Asked) -> Placement | None:
+    """The one placement that was asked for; None where it is to be found."""
+    require_planned(conf.splitting)
+    blank = PlacementConf()
+    free = ("draft", "draft_degree", "target_ranks", "draft_ranks")
+    if all(getattr(conf, n) == getattr(blank, n) for n in free):
+        return None
+    return resolve(conf, asked.machine.world, drafts=asked.draft is not None)

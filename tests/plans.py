@@ -1,0 +1,49 @@
+"""Plans of presets, without Hydra: what the tests of the plan share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from llama_ssp.config import ClusterConf, Dtype, ModelConf, TimesConf
+from llama_ssp.overrides import CONF
+from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
+from llama_ssp.plan.machine import Machine, machine_of
+from llama_ssp.plan.search import Asked
+
+
+def preset(group: str, name: str) -> dict[str, Any]:
+    """A yaml of conf/, with those it builds on."""
+    content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    base = [preset(group, one) for one in content.pop("defaults", []) if isinstance(one, str)]
+    return {key: value for part in (*base, content) for key, value in part.items()}
+
+
+def model(name: str, **changes: Any) -> ModelConf:
+    content = preset("model", name)
+    return replace(ModelConf(**{**content, "dtype": Dtype(content.get("dtype", "auto"))}), **changes)
+
+
+def cluster(name: str, **changes: Any) -> ClusterConf:
+    content = preset("cluster", name)
+    times = TimesConf(**content.pop("times", {}))
+    return replace(ClusterConf(**content, times=times), **changes)
+
+
+def machine(name: str, **changes: Any) -> Machine:
+    return machine_of(cluster(name, **changes))
+
+
+def asked(
+    target: str, draft: str | None, on: Machine, *, dtype: Dtype = Dtype.bf16, acceptance: float = 0.8,
+    **work: int,
+) -> Asked:  # fmt: skip
+    workload = Workload(
+        **{"rows": 1, "prompt_tokens": 512, "new_tokens": 128, "k": 4, **work}  # type: ignore[arg-type]
+    )
+    roles = [Role(TARGET, model(target), dtype)]
+    if draft is not None:
+        roles.append(Role(DRAFT, model(draft), dtype))
+    return Asked(on, roles[0], roles[1] if draft else None, workload, acceptance)

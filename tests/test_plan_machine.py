@@ -1,0 +1,136 @@
+"""Clusters: their figures, what is looked up, and what is refused."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import ClusterConf, Dtype
+from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.plan import machine as room
+from llama_ssp.plan.machine import gpus_here, known, machine_of, matching, memory_here, require_world
+from llama_ssp.plan.room import GIB
+from tests.plans import cluster, machine
+
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA A100 80GB PCIe": "A100-80",
+    "NVIDIA H100 80GB HBM3": "H100-80", "NVIDIA H200": "H200", "NVIDIA L4": "L4", "NVIDIA L40S": "L40S",
+    "NVIDIA A10G": "A10G", "Tesla V100-SXM2-32GB": "V100-32", "NVIDIA GeForce RTX 4090": None,
+    "NVIDIA A10": None, "Tesla V100-SXM2-16GB": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    """Puts an nvidia-smi on the path that says what it is told to."""
+
+    def install(said: str, code: int = 0) -> None:
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\nexit {code}\n")
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        gpus_here.cache_clear()
+
+    yield install
+    gpus_here.cache_clear()
+
+
+@pytest.mark.parametrize("name", sorted(known()))
+def test_every_preset_is_whole(name):
+    on = machine(name)
+    assert on.capacity > 0 and on.world >= 1 and on.times.bytes_per_s > 0 and on.times.flops_per_s > 0
+    assert on.times.source
+    assert on.taken.context > 0
+
+
+def test_figures_can_be_edited():
+    on = machine("p4d", gpus=4, nodes=2, gib=70.0, gb_s=3110.0)
+    assert (on.world, on.capacity) == (8, 70 * GIB)
+    assert on.times.bytes_per_s == pytest.approx(2 * machine("p4d").times.bytes_per_s)
+
+
+@pytest.mark.parametrize(("name", "gpu"), NAMES.items())
+def test_a_drivers_name_is_understood(name, gpu):
+    assert matching(name, [str(preset["gpu"]) for preset in known().values()]) == gpu
+
+
+def test_local_gpus_have_their_presets_figures(driver):
+    driver("NVIDIA A100-SXM4-40GB, 40000\nNVIDIA A100-SXM4-40GB, 30000")
+    on = machine_of(ClusterConf(reserve=0.0))
+    assert (on.gpu, on.world, on.capacity) == ("A100-40", 2, 30000 * 2**20)
+    assert on.times.bytes_per_s == machine("p4d").times.bytes_per_s
+    assert on.taken == machine("p4d").taken
+
+
+def test_hidden_gpus_are_not_counted(driver, monkeypatch):
+    driver("NVIDIA H200, 140000\nNVIDIA H200, 140000")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert machine_of(ClusterConf()).world == 1
+
+
+def test_a_measured_capacity_goes_before_what_the_driver_said(driver):
+    driver("NVIDIA H200, 140000")
+    assert machine_of(ClusterConf(reserve=0.0), capacity=12345).capacity == 12345
+    assert machine_of(ClusterConf(reserve=0.0, gib=2.0), capacity=12345).capacity == 2 * GIB
+
+
+@pytest.mark.parametrize(("said", "code"), [("", 0), ("NVIDIA-SMI has failed", 9)])
+def test_without_gpus_the_cpu_is_planned(driver, said, code):
+    driver(said, code)
+    on = machine_of(ClusterConf(reserve=0.0))
+    assert on.is_cpu and on.world == 1
+    assert on.capacity == pytest.approx(memory_here(), rel=0.2)
+    assert on.times.band > machine("p4d").times.band  # another machine's constants
+
+
+def test_ranks_of_a_cpu_share_its_memory():
+    on = machine("cpu", gib=16.0, reserve=0.0)
+    assert on.capacity_of(4) == 4 * GIB
+    assert machine("p4d").capacity_of(4) == machine("p4d").capacity
+
+
+def test_auto_is_what_the_gpu_computes_in(monkeypatch):
+    assert machine("p4d").dtype(Dtype.auto) is Dtype.bf16
+    assert machine("v100x8").dtype(Dtype.auto) is Dtype.fp16
+    assert machine("cpu", bf16=False).dtype(Dtype.auto) is Dtype.fp32
+    assert machine("p4d").dtype(Dtype.int8) is Dtype.int8
+
+
+def test_unknown_gpus_are_refused(driver):
+    driver("NVIDIA GeForce RTX 4090, 24000")
+    with pytest.raises(UsageError, match=r"not known; cluster local; found NVIDIA GeForce RTX 4090.*A100-40"):
+        machine_of(ClusterConf())
+    with pytest.raises(UsageError, match="found H900"):
+        machine_of(ClusterConf(gpu="H900", gpus=4))
+    with pytest.raises(UsageError, match=r"not that cluster's; found H200, cluster p4d, allowed A100-40"):
+        machine_of(cluster("p4d", gpu="H200"))
+
+
+def test_a_known_gpu_is_enough():
+    on = machine_of(ClusterConf(gpu="H200", gpus=2, gib=139.0, reserve=0.0))
+    assert (on.world, on.capacity, on.link) == (2, machine("h200x8").capacity, "NVLink4")
+
+
+def test_an_unknown_gpu_with_all_its_figures_is_taken():
+    whole = replace(cluster("p4d"), name="mine", gpu="RTX 4090", gpus=1)
+    assert machine_of(whole).gpu == "RTX 4090"
+
+
+def test_the_number_of_ranks_must_be_the_clusters():
+    require_world(machine("p4d"), 1)
+    require_world(machine("p4d"), 8)
+    with pytest.raises(DistributedError, match="found 4 ranks, allowed 1 nodes x 8 = 8"):
+        require_world(machine("p4d"), 4)
+
+
+def test_memory_is_read_from_the_system(monkeypatch, tmp_path):
+    table = tmp_path / "meminfo"
+    table.write_text("MemTotal: 100 kB\nMemAvailable:     80 kB\n")
+    monkeypatch.setattr(room, "MEMORY_TABLE", table)
+    assert memory_here() == 80 * 1024
+    monkeypatch.setattr(room, "MEMORY_TABLE", tmp_path / "none")
+    assert memory_here() > 2**20

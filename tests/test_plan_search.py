@@ -1,0 +1,256 @@
+"""Placements of a pair: all that there are, ranked, and what is advised where none fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import Dtype, PlacementConf, Splitting
+from llama_ssp.errors import DistributedError
+from llama_ssp.placement import resolve
+from llama_ssp.plan.advice import advice, largest, overrides
+from llama_ssp.plan.bill import tensor_lines
+from llama_ssp.plan.constants import communicators, constant_lines
+from llama_ssp.plan.outcome import outcome, parts, worlds_of
+from llama_ssp.plan.room import GIB
+from llama_ssp.plan.search import best_placement, option, placements, regular_ms, search
+from llama_ssp.plan.verdict import GpuBill, Verdict, bill_of
+from tests.plans import asked, machine
+
+P4D = machine("p4d")
+
+
+def named(words: str, world: int):
+    return next(one for one in placements(world, True) if one.in_words() == words)
+
+
+def test_every_kind_of_placement_is_there():
+    words = [one.in_words() for one in placements(3, True)]
+    assert words == [
+        "target 0-2, draft 0 (whole)", "target 0-2, draft 0,1 (split)", "target 0-2, draft 0-2 (split)",
+        "target 0,1, draft 2 (own)", "target 0, draft 1,2 (own)", "target 0-2, draft 0-2 (copies)",
+    ]  # fmt: skip
+    assert [one.in_words() for one in placements(1, True)] == ["target 0, draft 0 (whole)"]
+    assert [one.in_words() for one in placements(4, False)] == ["target 0-3"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_placements_are_asked_for_as_they_are_said(world):
+    for one in placements(world, True):
+        words = dict(word.split("=") for word in overrides(one).split())
+        seat = PlacementConf(draft=type(PlacementConf().draft)(words["placement"]))
+        degree = words.get("placement.draft_degree")
+        assert resolve(replace(seat, draft_degree=int(degree) if degree else None), world, True) == one
+
+
+def test_the_fastest_that_fits_comes_first():
+    found = search(asked("65B", "7B", P4D, prompt_tokens=1536), list(range(1, 9)))
+    assert [one.verdict.rank for one in found] == sorted(one.verdict.rank for one in found)
+    fitting = [one for one in found if one.verdict is Verdict.fits]
+    assert [one.ms_per_token for one in fitting] == sorted(one.ms_per_token for one in fitting)
+    assert found[0].placement.in_words() == "target 0-7, draft 0-7 (split)"
+    assert {one.verdict for one in found} >= {Verdict.fits, Verdict.does_not_fit}
+
+
+def test_a_sharded_draft_saves_what_the_whole_one_spoils():
+    """65B over 4 GPUs of 40 GB: with the whole 7B on the leader it does not fit, split it does."""
+    on = asked("65B", "7B", P4D, prompt_tokens=1536)
+    assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is Verdict.does_not_fit
+    assert option(on, named("target 0-3, draft 0-3 (split)", 4)).verdict is Verdict.fits
+
+
+def test_the_draft_is_counted():
+    """vLLM issues 9995 and 8073: it fitted without the draft, then ran out of memory with it."""
+    on = asked("65B", "7B", P4D, prompt_tokens=1536)
+    alone = replace(on, draft=None)
+    assert search(alone, [4])[0].verdict is Verdict.fits
+    assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is Verdict.does_not_fit
+
+
+def test_the_drafts_cache_is_counted():
+    """llama.cpp issue 25465, vllm-metal issue 447: weights of the draft counted, its cache forgotten."""
+    on = asked("7B", "7B", P4D, rows=16, prompt_tokens=1900)
+    (bill,) = option(on, named("target 0, draft 0 (whole)", 1)).bills
+    assert parts(bill.lines)["draft caches"] == parts(bill.lines)["target caches"] > 15 * GIB
+    assert bill.verdict is Verdict.does_not_fit
+
+
+def test_a_batch_is_counted():
+    """accelerate issue 608: it fitted at one row, and ran out of memory with a batch."""
+    one, many = (asked("13B", None, machine("p4d", gpus=1), rows=n, prompt_tokens=1900) for n in (1, 12))
+    assert search(one, [1])[0].verdict is Verdict.fits
+    assert search(many, [1])[0].verdict is not Verdict.fits
+
+
+def test_communicators_are_counted():
+    """nccl issue 864: every communicator takes its own."""
+    assert communicators(named("target 0, draft 0 (whole)", 1), 0) == 0
+    assert communicators(named("target 0-3, draft 0-3 (split)", 4), 0) == 1
+    assert communicators(named("target 0-3, draft 0,1 (split)", 4), 0) == 2
+    assert communicators(named("target 0-3, draft 0,1 (split)", 4), 3) == 1
+    own = named("target 0-2, draft 3,4 (own)", 5)
+    assert [communicators(own, rank) for rank in range(5)] == [2] * 5
+
+
+def test_30b_over_eight_has_an_uneven_split():
+    on = asked("30B", "7B", P4D)
+    bills = option(on, named("target 0-7, draft 0-7 (split)", 8)).bills
+    caches = [parts(bill.lines)["target caches"] for bill in bills]
+    assert caches[0] == max(caches) and caches[-1] == min(caches)
+    assert caches[0] / caches[-1] == pytest.approx(7 / 6)
+
+
+def test_ranks_that_hold_alike_have_the_same_bill_as_each_alone():
+    on = asked("30B", "7B", P4D)
+    for place in placements(8, True):
+        bills = bill_of(P4D, on.target, on.draft, place, on.work)
+        for bill in bills:
+            tensors = tensor_lines(on.target, on.draft, place, on.work, bill.rank)
+            assert bill.lines == (*tensors, *constant_lines(P4D, place, bill.rank))
+
+
+@pytest.mark.parametrize(
+    ("total", "capacity", "verdict"),
+    [
+        (10 * GIB, 11 * GIB, Verdict.fits),
+        (10 * GIB, int(10.2 * GIB), Verdict.uncertain),
+        (10 * GIB, int(9.8 * GIB), Verdict.uncertain),
+        (10 * GIB, 9 * GIB, Verdict.does_not_fit),
+        (40 * GIB, 41 * GIB, Verdict.uncertain),  # 3 % of a large bill
+        (0, 0, Verdict.uncertain),
+    ],
+)
+def test_verdict(total, capacity, verdict):
+    lines = option(asked("tiny", None, P4D), next(placements(1, False))).bills[0].lines[:1]
+    assert GpuBill(0, (replace(lines[0], bytes=total),), capacity).verdict is verdict
+
+
+def test_the_largest_is_the_largest():
+    on = asked("13B", None, machine("p4d", gpus=1))
+    chosen = search(on, [1])[0]
+    room = largest(on, chosen)
+
+    def fits(**work: int) -> bool:
+        other = replace(on, work=replace(on.work, k=chosen.k, **work))
+        return option(other, chosen.placement, chosen.k).verdict is Verdict.fits
+
+    assert 1 < room.rows < 100
+    assert fits(rows=room.rows) and not fits(rows=room.rows + 1)
+    assert room.context == 2048 and room.k == 0  # the model's own; no draft
+
+
+def test_no_more_than_the_model_can_read():
+    on = asked("llama3.1-8b", None, machine("l4x4", gpus=1))
+    room = largest(on, search(on, [1])[0])
+    assert on.work.slots < room.context < 131072
+
+
+def test_advice_fits_when_it_is_followed():
+    on = asked("65B", "7B", machine("p4d", gpus=4), prompt_tokens=1536)
+    chosen = option(on, named("target 0-3, draft 0 (whole)", 4))
+    said = advice(on, chosen, [1, 2, 3, 4])
+    assert said[0] == "draft split over 4 (placement=sharded on 4 ranks)"
+    assert "draft=none: the target alone fits" in said
+    assert not advice(on, search(on, [4])[0], [4])
+
+
+def test_more_ranks_are_advised():
+    on = asked("65B", None, P4D)
+    said = advice(on, option(on, next(placements(2, False))), list(range(1, 9)))
+    assert said[0].startswith("target over 8 ranks instead of 2")
+
+
+def test_int8_is_advised_where_it_helps():
+    """One GPU: a split model is not quantised here."""
+    on = asked("13B", None, machine("l4x4", gpus=1))
+    chosen = search(on, [1])[0]
+    assert chosen.verdict is Verdict.does_not_fit
+    assert "model.dtype=int8 (target 0)" in advice(on, chosen, [1])
+
+
+def test_a_shorter_context_and_fewer_rows_are_advised():
+    on = asked("13B", None, machine("p4d", gpus=1), rows=32, prompt_tokens=1900)
+    chosen = search(on, [1])[0]
+    said = advice(on, chosen, [1])
+    room = largest(on, chosen)
+    assert f"{room.rows} rows instead of 32 (task.batch_size)" in said
+    assert f"context {room.context} instead of 2028 (prompt and new tokens)" in said
+
+
+def test_where_nothing_helps_nothing_is_advised():
+    on = asked("llama3.1-70b", None, machine("cpu", gib=1.0))
+    assert advice(on, search(on, [1])[0], [1]) == []
+
+
+def test_more_ranks_than_can_be_split_are_refused():
+    on = asked("qwen2.5-7b", None, P4D)  # 28 heads, 4 KV heads
+    found = {len(one.placement.target) for one in search(on, list(range(1, 9)))}
+    assert found == {1, 2, 3, 4}
+    with pytest.raises(DistributedError, match=r"cannot be split.*28 heads, 4 KV heads, 8 ranks"):
+        option(on, next(placements(8, False)))
+    with pytest.raises(DistributedError, match="cannot be split"):
+        search(on, [5, 7])
+
+
+def test_int8_is_not_split():
+    on = asked("65B_8bit", None, P4D, dtype=Dtype.int8)
+    with pytest.raises(DistributedError, match="not quantised"):
+        option(on, next(placements(8, False)))
+
+
+def test_other_ways_of_splitting_are_refused():
+    place = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=False)
+    with pytest.raises(DistributedError, match="only tensor splitting is planned"):
+        option(asked("7B", None, P4D), place)
+
+
+def test_best_placement_has_exactly_the_ranks_there_are():
+    on = asked("65B", "7B", P4D)
+    for world in (4, 5, 8):
+        assert best_placement(on, world).placement.world == world
+
+
+def test_copies_are_never_better_than_the_leaders_draft():
+    on = asked("65B", "7B", P4D)
+    copies, whole = (option(on, named(f"target 0-7, draft {w}", 8)) for w in ("0-7 (copies)", "0 (whole)"))
+    assert copies.ms_per_token == whole.ms_per_token
+    assert sum(b.total for b in copies.bills) > sum(b.total for b in whole.bills)
+
+
+def test_speed_up_is_over_the_best_regular_run():
+    on = asked("65B", "7B", P4D)
+    worlds = list(range(1, 9))
+    options = search(on, worlds)
+    alone = search(replace(on, draft=None), worlds)[0]
+    assert regular_ms(on, options, worlds) == alone.ms_per_token
+    tight = replace(on, machine=machine("p4d", gib=1.0))
+    assert regular_ms(tight, options, worlds) == min(one.regular_ms for one in options)
+
+
+def test_text_drafts_cost_nothing_but_the_check():
+    on = replace(asked("7B", None, P4D), text_drafts=True)
+    chosen = search(on, [1])[0]
+    assert chosen.pace.draft == 0 and chosen.k == on.k_max
+    assert outcome(on).speedup > 2
+
+
+def test_of_many_gpus_not_every_number_is_tried():
+    assert worlds_of(8) == list(range(1, 9))
+    assert worlds_of(24) == [1, 2, 4, 8, 16, 24]
+    assert worlds_of(32) == [1, 2, 4, 8, 16, 32]
+
+
+def test_a_bill_in_parts_loses_nothing():
+    on = asked("65B", "7B", P4D)
+    for bill in search(on, [8])[0].bills:
+        assert sum(parts(bill.lines).values()) == bill.total
+
+
+def test_the_sentence():
+    said = outcome(asked("65B", "7B", P4D)).sentence()
+    assert said.startswith("It fits, target 0-7, draft 0-7 (split); at acceptance 0.80: ")
+    assert said.endswith("drafting does not pay.")
+    assert "without drafting" in outcome(asked("7B", None, P4D)).sentence()
+    dear = outcome(asked("7B", "7B", P4D, acceptance=0.3)).sentence()
+    assert "at acceptance 0.30 drafting does not pay" in dear

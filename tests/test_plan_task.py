@@ -1,0 +1,218 @@
+"""task=plan as a command: what it prints, keeps, draws and refuses, with no weights and no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from tests.test_process import ROOT, RUN, WATCHED, environment, errors
+
+PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d")
+
+
+def document(answer):
+    assert answer.code == 0, answer.err
+    return json.loads(answer.out.splitlines()[-1])
+
+
+def test_the_document(command):
+    plan = document(command(*PAIR, "out=null"))
+    assert plan["task"] == "plan" and plan["status"] == "done" and plan["verdict"] == "fits"
+    assert len(plan["config_sha256"]) == 64 and "torch" in plan["versions"]
+    assert [gpu["rank"] for gpu in plan["per_gpu"]] == list(range(8))
+    for gpu in plan["per_gpu"]:
+        assert gpu["total_bytes"] == sum(line["bytes"] for line in gpu["lines"].values())
+        assert gpu["capacity_bytes"] - gpu["total_bytes"] == gpu["margin_bytes"] > 0
+        assert {line["kind"] for line in gpu["lines"].values()} <= {"exact", "simulated", "constant"}
+        assert all(line["source"] for line in gpu["lines"].values() if line["kind"] == "constant")
+    best = plan["best"]
+    assert best["placement"] == "target 0-7, draft 0-7 (split)" == plan["placements"][0]["placement"]
+    assert best["ms_per_token"] == plan["placements"][0]["ms_per_token"]
+    assert best["speedup"] == pytest.approx(best["ms_per_token_regular"] / best["ms_per_token"])
+    assert len(plan["placements"]) == 71
+    assert [row["acceptance"] for row in plan["by_acceptance"]] == [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
+    assert 0 < plan["break_even_acceptance"] < 0.8
+    assert plan["largest"]["context_tokens"] == 2048
+
+
+def test_the_text(command):
+    said = command(*PAIR, "out=null").out
+    assert "65B bf16 (65.3B) + 7B bf16 (6.74B) on p4d: 8 x A100-40, 39.4 GiB each, NVLink3" in said
+    assert "target 0-7, draft 0-7 (split)" in said and "GPU 0-7" in said
+    assert "It fits, target 0-7" in said and "drafting does not pay" in said
+    assert max(len(line) for line in said.splitlines()[:-1]) < 160
+    only = command(*PAIR, "out=null", "output=json").out
+    assert len(only.splitlines()) == 1
+
+
+def test_one_placement(command):
+    plan = document(command(*PAIR, "placement=leader", "out=null"))
+    (only,) = plan["placements"]
+    assert only["placement"] == "target 0-7, draft 0 (whole)" and only["overrides"] == "placement=leader"
+    degree = document(command(*PAIR, "placement=own", "placement.draft_degree=2", "out=null"))
+    assert degree["best"]["placement"] == "target 0-5, draft 6,7 (own)"
+
+
+def test_without_a_draft(command):
+    for words in (("draft=none",), ("speculation=none",), ("speculation.k=0",)):
+        plan = document(
+            command(*(w for w in PAIR if w != "draft=7B" or words[0] != "draft=none"), *words, "out=null")
+        )
+        assert plan["best"]["k"] == 0 and plan["best"]["speedup"] == 1 and plan["by_acceptance"] == []
+
+
+def test_ngram_drafts(command):
+    plan = document(
+        command("task=plan", "model=7B", "draft=none", "speculation=ngram", "cluster=p4d", "out=null")
+    )
+    assert plan["best"]["k"] > 0 and plan["best"]["draft_step_ms"] == 0
+
+
+def test_it_is_kept(command):
+    answer = command(*PAIR)
+    plan = document(answer)
+    folder = Path(plan["run_folder"])
+    assert json.loads((folder / "summary.json").read_text()) == plan
+    assert yaml.safe_load((folder / "config.yaml").read_text())["cluster"]["name"] == "p4d"
+
+
+@pytest.mark.parametrize("name", ["bill.png", "bill.svg"])
+def test_a_picture(command, name):
+    document(command(*PAIR, "out=null", f"task.image={name}"))
+    content = Path(name).read_bytes()
+    if name.endswith("svg"):
+        assert "svg" in ElementTree.fromstring(content).tag
+    else:
+        assert content.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("gib", "code", "verdict"), [(39, 0, "fits"), (6, 1, "does_not_fit")])
+def test_require_fit_is_for_scripts(command, gib, code, verdict):
+    answer = command(*PAIR, f"cluster.gib={gib}", "task.require_fit=true", "out=null")
+    assert answer.code == code and answer.errors == []
+    assert json.loads(answer.out.splitlines()[-1])["verdict"] == verdict
+    assert command(*PAIR, f"cluster.gib={gib}", "out=null").code == 0
+
+
+def test_the_recorded_draft_of_a_batch(command):
+    plan = document(command(*PAIR, "task.batch_size=8", "task.prompt_tokens=1000", "out=null"))
+    assert plan["workload"] == {
+        "rows": 8, "prompt_tokens": 1000, "new_tokens": 128, "k": plan["best"]["k"], "prefill_chunk": 512,
+        "acceptance": 0.8,
+    }  # fmt: skip
+
+
+def test_only_config_json_is_read(command, saved, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(saved.whole / "config.json", folder)
+    short = ("task.prompt_tokens=32", "task.max_new_tokens=32")
+    with_weights, without = (
+        document(
+            command(
+                "task=plan",
+                "model=local",
+                f"model.path={path}",
+                "draft=none",
+                "cluster=p4d",
+                "out=null",
+                *short,
+            )
+        )
+        for path in (saved.whole, folder)
+    )
+    assert with_weights["per_gpu"] == without["per_gpu"]
+
+
+def test_a_presets_folder_need_not_be_here(command):
+    assert document(command(*PAIR, "model.path=/no/such/folder", "out=null"))["verdict"] == "fits"
+
+
+def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
+    answer = command(*PAIR, f"model.path={saved.whole}", "out=null")
+    assert answer.code == 4 and "the checkpoint is not a 65B" in answer.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["cluster=p5d"], 2, "there is no cluster=p5d"),
+        (["cluster=local", "cluster.gpu=H900"], 2, "the GPU's figures are not known"),
+        (["cluster.gpu=H200"], 2, "not that cluster's"),
+        (["cluster.gpus=0"], 2, "cluster.gpus is out of range"),
+        (["cluster.times.layer_us=-1"], 2, "cluster.times.layer_us is out of range"),
+        (["task.acceptance=1.5"], 2, "task.acceptance is out of range"),
+        (["task.prompt_tokens=4000"], 2, "task.prompt_tokens is out of range"),
+        (["task.prompt_tokens=2000"], 2, "context of 2048 tokens, prompt included"),
+        (["task.image=bill.doc"], 2, "task.image is no picture's name"),
+        (["task.image=/no/such/bill.png"], 2, "task.image is in no folder"),
+        (["placement.target_ranks=[0,9]"], 5, "placement.target_ranks does not fit the ranks"),
+        (["placement=layers"], 5, "only tensor splitting is planned"),
+        (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),
+        (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
+        (["model=local"], 2, "neither a path nor a repo"),
+        (["model=local", "model.path=/no/such"], 4, "model.path is not a folder"),
+        (["model=local", "model.repo=nobody/nothing"], 4, "config.json is not at hand"),
+    ],
+)
+def test_refused_in_one_line(command, words, code, said):
+    answer = command(
+        *(w for w in PAIR if w.partition("=")[0] not in {x.partition("=")[0] for x in words}), *words
+    )
+    assert answer.code == code and said in answer.errors[0]
+    assert len(answer.errors) == 1 and answer.out == ""
+
+
+def test_a_world_that_is_not_the_clusters_is_refused(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    answer = command(*PAIR, "out=null")
+    assert answer.code == 5 and "the number of ranks is not the cluster's" in answer.errors[0]
+
+
+def test_other_ranks_say_nothing(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "3")
+    answer = command(*PAIR)
+    assert (answer.code, answer.out) == (0, "")
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.slow
+def test_torch_stays_out(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *PAIR, "out=null"], capture_output=True, text=True, timeout=60,
+        env=environment(), cwd=tmp_path, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "heavy: []" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_colours_are_for_terminals(tmp_path):
+    """Through a pseudo-terminal, as a person sees it."""
+    import pty
+
+    seen: list[bytes] = []
+
+    def keep(terminal: int) -> bytes:
+        data = os.read(terminal, 65536)
+        seen.append(data)
+        return data
+
+    code = os.waitstatus_to_exitcode(pty.spawn([*RUN, *PAIR, "out=null"], keep))
+    assert code == 0
+    said = b"".join(seen).decode()
+    assert "\x1b[" in said and "█" in said
+    piped = subprocess.run(
+        [*RUN, *PAIR, "out=null"], capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60
+    )
+    assert "\x1b[" not in piped.stdout and errors(piped.stderr) == []
