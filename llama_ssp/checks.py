@@ -14,6 +14,7 @@ from llama_ssp.config import (
     SIZES,
     TASKS,
     AgreeConf,
+    CalibrateConf,
     CertifyConf,
     ClusterConf,
     CompareConf,
@@ -85,6 +86,8 @@ def check(run: RunConf) -> None:
         _check_measure(run.task)
     if isinstance(run.task, PlanConf):
         _check_plan(run.task)
+    if isinstance(run.task, CalibrateConf):
+        _check_calibrate(run.task)
     if isinstance(run.task, EvalConf):
         _check_eval(run.task)
         _check_drafts(run.task, run.speculation)
@@ -232,9 +235,10 @@ def _check_cluster(cluster: ClusterConf) -> None:
         if (value := getattr(cluster, name)) is not None:
             _between(f"cluster.{name}", value, 0.0, 2.0**20)
     times = cluster.times
-    if times.bandwidth_share is not None:
-        _between("cluster.times.bandwidth_share", times.bandwidth_share, 0.0, 2.0, above=True)
-    for name in ("layer_us", "step_us", "message_us", "law_ns", "round_us", "accept_ns"):
+    for name in ("bandwidth_share", "flops_share"):
+        if (value := getattr(times, name)) is not None:
+            _between(f"cluster.times.{name}", value, 0.0, 2.0, above=True)
+    for name in ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns", "message_us"):
         if (value := getattr(times, name)) is not None:
             _between(f"cluster.times.{name}", value, 0.0, 1e9)
     for name in ("all_reduce_us", "rows_cost"):
@@ -327,6 +331,15 @@ def _check_plan(task: PlanConf) -> None:
     _between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
     _between("task.acceptance", task.acceptance, 0.0, 1.0)
     _check_picture("task.image", task.image)
+
+
+def _check_calibrate(task: CalibrateConf) -> None:
+    _between("task.repeats", task.repeats, 1, 1000)
+    if not re.fullmatch(r"\w[\w.-]*", task.cluster_name):
+        raise UsageError(
+            "task.cluster_name is no name of a file", found=repr(task.cluster_name),
+            allowed="letters, digits, _ . -", fix="choose another",
+        )  # fmt: skip
 
 
 def _check_eval(task: EvalConf) -> None:

@@ -133,22 +133,27 @@ class PlacementConf:
 
 @dataclass
 class TimesConf:
-    """What a step's time is made of, beside bytes; null is as calibrated on published runs (plan/speed.py).
+    """What times are made of, beside bytes; null is as calibrated on published runs (plan/speed.py).
 
-    Maps go from a number of ranks (all_reduce_us) or of token rows in one pass (rows_cost) to a figure;
-    what lies between two of them is interpolated.
+    Of peak, a GEMV attains `bandwidth_share` and a long GEMM `flops_share`. A pass costs `step_us`, and
+    `layer_us` a layer; a round `round_us`, and `check_us` if it has drafts. A law costs `law_ns` an entry of
+    the vocabulary, and `accept_ns` if drafts are checked against it. A message is what the leader tells the
+    other ranks. Maps go from a number of ranks (all_reduce_us), or of tokens in one pass (rows_cost, over
+    the cost of one), to a figure; what lies between two of them is interpolated.
     """
 
     source: str = ""
     bandwidth_share: float | None = None
+    flops_share: float | None = None
+    rows_cost: dict[int, float] = field(default_factory=dict)
     layer_us: float | None = None
     step_us: float | None = None
+    round_us: float | None = None
+    check_us: float | None = None
+    law_ns: float | None = None
+    accept_ns: float | None = None
     all_reduce_us: dict[int, float] = field(default_factory=dict)
     message_us: float | None = None
-    rows_cost: dict[int, float] = field(default_factory=dict)
-    law_ns: float | None = None
-    round_us: float | None = None
-    accept_ns: float | None = None
 
 
 @dataclass
@@ -355,6 +360,18 @@ class PlanConf(TaskConf):
 
 
 @dataclass
+class CalibrateConf(TaskConf):
+    """task=calibrate: measures this machine; writes it as a cluster, cluster/`cluster_name`.yaml in `folder`.
+
+    The folder is then named with --config-dir, and the cluster with cluster=`cluster_name`.
+    """
+
+    folder: str = "calibrated"
+    cluster_name: str = "calibrated"
+    repeats: int = 5
+
+
+@dataclass
 class RunConf:
     """The whole run."""
 
@@ -379,6 +396,7 @@ TASKS: dict[str, type[TaskConf]] = {
     "certify": CertifyConf,
     "agree": AgreeConf,
     "plan": PlanConf,
+    "calibrate": CalibrateConf,
 }
 
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")

@@ -9,6 +9,7 @@ from llama_ssp.checkpoint import outlined
 from llama_ssp.config import Drafting, Output, PlacementConf, PlanConf, RunConf
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.placement import Placement, resolve
+from llama_ssp.plan.actual import is_free
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
 from llama_ssp.plan.machine import machine_of, require_world
 from llama_ssp.plan.outcome import outcome
@@ -72,8 +73,6 @@ def asked_of(run: RunConf) -> Asked:
 def fixed_placement(conf: PlacementConf, asked: Asked) -> Placement | None:
     """The one placement that was asked for; None where it is to be found."""
     require_planned(conf.splitting)
-    blank = PlacementConf()
-    free = ("draft", "draft_degree", "target_ranks", "draft_ranks")
-    if all(getattr(conf, n) == getattr(blank, n) for n in free):
+    if is_free(conf):
         return None
     return resolve(conf, asked.machine.world, drafts=asked.draft is not None)

@@ -98,7 +98,7 @@ def test_30b_over_eight_has_an_uneven_split():
     bills = option(on, named("target 0-7, draft 0-7 (split)", 8)).bills
     caches = [parts(bill.lines)["target caches"] for bill in bills]
     assert caches[0] == max(caches) and caches[-1] == min(caches)
-    assert caches[0] / caches[-1] == pytest.approx(7 / 6)
+    assert caches[0] / caches[-1] == pytest.approx(7 / 6, rel=1e-3)
 
 
 def test_ranks_that_hold_alike_have_the_same_bill_as_each_alone():
@@ -106,7 +106,7 @@ def test_ranks_that_hold_alike_have_the_same_bill_as_each_alone():
     for place in placements(8, True):
         bills = bill_of(P4D, on.target, on.draft, place, on.work)
         for bill in bills:
-            tensors = tensor_lines(on.target, on.draft, place, on.work, bill.rank)
+            tensors = tensor_lines(on.target, on.draft, place, on.work, bill.rank, P4D.kernels)
             assert bill.lines == (*tensors, *constant_lines(P4D, place, bill.rank))
 
 

@@ -94,7 +94,7 @@ def test_int8_reads_half():
     conf = model("7B")
     wide, narrow = (share_of(Role("model", conf, d), 1).weights for d in (Dtype.bf16, Dtype.int8))
     head = 2 * conf.vocab * conf.dim
-    assert narrow - head == pytest.approx((wide - head) / 2)
+    assert narrow - head == pytest.approx((wide - head) / 2, rel=0.002)  # and its scales
 
 
 def test_figures_between_known_ones():

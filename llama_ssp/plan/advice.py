@@ -10,9 +10,9 @@ from llama_ssp.config import Dtype
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import Placement
 from llama_ssp.plan.asked import Workload
-from llama_ssp.plan.room import BYTES
 from llama_ssp.plan.search import Asked, Option, search
 from llama_ssp.plan.verdict import Verdict, bill_of, worst
+from llama_ssp.plan.weights import BYTES
 
 MOST_ROWS, MOST_K, LEAST_CONTEXT, SMALL_CHUNK = 4096, 64, 64, 128
 MOST_ADVICE = 4

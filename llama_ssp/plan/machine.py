@@ -19,6 +19,7 @@ import yaml
 from llama_ssp.config import ClusterConf, Dtype, TimesConf
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.overrides import CONF
+from llama_ssp.plan.attention import GPU, Kernels
 from llama_ssp.plan.room import GIB
 from llama_ssp.plan.speed import Times, times_of
 
@@ -56,6 +57,11 @@ class Machine:
     def world(self) -> int:
         """How many ranks it has room for: one a GPU."""
         return self.nodes * self.gpus
+
+    @property
+    def kernels(self) -> Kernels:
+        """Whose scratch and rounding the bill has."""
+        return Kernels(cpu=True, threads=threads_here()) if self.is_cpu else GPU
 
     @property
     def is_cpu(self) -> bool:
@@ -191,6 +197,12 @@ def memory_here() -> int:
         return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def threads_here() -> int:
+    """How many threads torch computes with, unless it is told otherwise."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdecimal() and int(told) else os.cpu_count() or 1
 
 
 def cpu_has_bf16() -> bool:

@@ -8,11 +8,13 @@ from typing import Any
 
 from llama_ssp.placement import Placement
 from llama_ssp.plan.advice import Largest, advice, largest, overrides
-from llama_ssp.plan.asked import Line, Role
+from llama_ssp.plan.asked import DRAFT, TARGET, Line, Role
+from llama_ssp.plan.forward import CACHE
 from llama_ssp.plan.room import GIB
 from llama_ssp.plan.search import Asked, Option, option, regular_ms, search
 from llama_ssp.plan.speed import ACCEPTANCES, Chance, break_even, chance, prefill_s, share_of
 from llama_ssp.plan.verdict import GpuBill, Verdict
+from llama_ssp.plan.weights import BUFFERS, EMBEDDING, HEAD, LAYERS, NORMS, POSITIONS, SCALES
 
 MANY = 16  # ranks up to which every number of them is tried
 
@@ -147,6 +149,7 @@ def worlds_of(most: int) -> list[int]:
     return [*(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < most), most]
 
 
+HELD = (EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS)
 PARTS = ("target weights", "target caches", "draft weights", "draft caches", "work", "libraries")
 
 
@@ -154,14 +157,13 @@ def parts(lines: Iterable[Line]) -> dict[str, int]:
     """A bill in few parts, for pictures: weights and caches by role, what passes, what libraries take."""
     found = dict.fromkeys(PARTS, 0)
     for line in lines:
-        role = {"model": "target", "draft": "draft"}.get(line.role)
-        kind = next((k for k in ("weights", "cache") if k in line.name), None)
+        role = {TARGET: "target", DRAFT: "draft"}.get(line.role)
         if role is None:
             found["libraries"] += line.bytes
-        elif kind is None:
-            found["work"] += line.bytes
+        elif line.name == CACHE:
+            found[f"{role} caches"] += line.bytes
         else:
-            found[f"{role} {'weights' if kind == 'weights' else 'caches'}"] += line.bytes
+            found[f"{role} weights" if line.name in HELD else "work"] += line.bytes
     return found
 
 

@@ -164,8 +164,8 @@ def regular_ms(asked: Asked, options: list[Option], worlds: list[int]) -> float:
 def _verify_s(asked: Asked, target: Share, k: int, slots: float) -> float:
     times, rows = asked.machine.times, asked.work.rows
     laws = rows * (k + 1) * target.vocab
-    spent = forward_s(target, times, rows, k + 1, slots) + laws * times.law
-    return spent + (times.round + laws * times.accept if k else 0.0)
+    spent = forward_s(target, times, rows, k + 1, slots) + laws * times.law + times.round
+    return spent + (times.check + laws * times.accept if k else 0.0)
 
 
 def _order(one: Option) -> tuple[int, float, int, int]:

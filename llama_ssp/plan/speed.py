@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from llama_ssp.config import Dtype, TimesConf
 from llama_ssp.lookahead import tokens_per_round
 from llama_ssp.plan.asked import Role
-from llama_ssp.plan.room import BYTES, parameters
-from llama_ssp.ranges import head_ranges, mlp_share, vocab_share
+from llama_ssp.plan.weights import BUFFERS, EMBEDDING, POSITIONS, Part, held, weights, width
 
 # Tokens a second by ranks: gpt-fast README, Llama-2-7B bf16, A100-80 limited to 330 W, one row, 5 tokens
 # of prompt.
@@ -39,15 +38,16 @@ class Times:
 
     bytes_per_s: float
     flops_per_s: float
+    rows_cost: tuple[tuple[int, float], ...]
     layer: float
     step: float
+    round: float
+    check: float
+    law: float
+    accept: float
     reduce: tuple[tuple[int, float], ...]
     link_per_s: float
     message: float
-    rows_cost: tuple[tuple[int, float], ...]
-    law: float
-    round: float
-    accept: float
     band: float
     source: str
 
@@ -86,16 +86,17 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
     reduce = conf.all_reduce_us or {n: 1e6 * (constant + further * (n - 1)) for n in (2, 4, 8, 16)}
     return Times(
         bytes_per_s=gb_s * 1e9 * share,
-        flops_per_s=tflops * 1e12 * FLOPS_SHARE,
+        flops_per_s=tflops * 1e12 * (FLOPS_SHARE if conf.flops_share is None else conf.flops_share),
+        rows_cost=tuple(sorted((conf.rows_cost or ROWS_COST).items())),
         layer=layer if conf.layer_us is None else conf.layer_us / 1e6,
         step=(conf.step_us or 0.0) / 1e6,
+        round=(conf.round_us or 0.0) / 1e6,
+        check=(conf.check_us or 0.0) / 1e6,
+        law=(conf.law_ns or 0.0) / 1e9,
+        accept=(conf.accept_ns or 0.0) / 1e9,
         reduce=tuple((n, us / 1e6) for n, us in sorted(reduce.items())),
         link_per_s=(link_gb_s or 1e6) * 1e9,
         message=(conf.message_us or 0.0) / 1e6,
-        rows_cost=tuple(sorted((conf.rows_cost or ROWS_COST).items())),
-        law=(conf.law_ns or 0.0) / 1e9,
-        round=(conf.round_us or 0.0) / 1e6,
-        accept=(conf.accept_ns or 0.0) / 1e9,
         band=WIDE_BAND if borrowed else BAND,
         source=conf.source or "published runs of Llama-2-7B on A100-80 (gpt-fast)",
     )
@@ -103,30 +104,27 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
 
 def share_of(role: Role, ranks: int, whole_tables: bool = False) -> Share:
     """The part of the first rank, which holds what does not divide; `whole_tables` as in gpt-fast."""
-    model, wide = role.model, max(BYTES[role.dtype], 2)
-    heads = head_ranges(model.n_heads, model.n_kv_heads, ranks, 0)
-    first, last = mlp_share(model.ffn, ranks, 0)
-    size = 2 * model.n_layers * model.dim * model.head_dim
-    attention = size * (model.n_heads + model.n_kv_heads)
-    tables = model.vocab * model.dim * (1 if model.tied else 2)
-    rest = parameters(model) - tables - attention
-    matrices = size * (heads.queries + heads.kvs) + rest * (last - first) / model.ffn
-    rows = vocab_share(model.vocab, 1 if whole_tables else ranks, 0)[1]
+    model = role.model
+    part = Part.of(model, ranks)
+    looked_up = (POSITIONS, BUFFERS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS)
+    read = sum(size for group, size in held(part, role.dtype).items() if group not in looked_up)
+    numbers = sum(weight.count * weight.times for weight in weights(part) if weight.group not in looked_up)
+    elsewhere = (part.whole_vocab - part.vocab) * part.dim if whole_tables else 0
     return Share(
         ranks=ranks,
-        layers=model.n_layers,
-        weights=matrices * BYTES[role.dtype] + rows * model.dim * wide,
-        slot=2.0 * model.n_layers * heads.kvs * model.head_dim * wide,
-        flops=2 * (matrices + rows * model.dim),
-        sums=2 * model.n_layers + (0 if whole_tables else PASSES) if ranks > 1 else 0,
-        width=model.dim * wide,
-        vocab=model.vocab,
+        layers=part.layers,
+        weights=read + elsewhere * width(role.dtype),
+        slot=2.0 * part.layers * part.key_width * width(role.dtype),
+        flops=2.0 * (numbers + elsewhere),
+        sums=2 * part.layers + (0 if whole_tables else PASSES) if ranks > 1 else 0,
+        width=part.dim * width(role.dtype),
+        vocab=part.whole_vocab,
     )
 
 
-def forward_s(share: Share, times: Times, rows: int, width: int, slots: float) -> float:
-    """One pass over `width` tokens of each row, which looks at `slots` cached ones."""
-    tokens = rows * width
+def forward_s(share: Share, times: Times, rows: int, each: int, slots: float) -> float:
+    """One pass over `each` tokens of each row, which looks at `slots` cached ones."""
+    tokens = rows * each
     reading = share.weights / times.bytes_per_s * between(times.rows_cost, tokens)
     computing = share.flops * tokens / times.flops_per_s
     looking = share.slot * rows * slots / times.bytes_per_s

@@ -95,12 +95,13 @@ def notable(options: list[Option]) -> list[tuple[int, Option]]:
 
 def _bars(bills: tuple[GpuBill, ...]) -> Iterator[Text]:
     """A bar for each kind of GPU; those that hold alike share one."""
-    kinds: dict[tuple[int, ...], list[GpuBill]] = {}
+    kinds: dict[object, list[GpuBill]] = {}
     for bill in bills:
-        kinds.setdefault(tuple(parts(bill.lines).values()), []).append(bill)
+        alike = tuple(round(size / GIB, 1) for size in parts(bill.lines).values())
+        kinds.setdefault((alike, bill.verdict), []).append(bill)
     used = [name for name in FILL if any(parts(bill.lines)[name] for bill in bills)]
-    for alike in kinds.values():
-        yield _bar(alike)
+    for group in kinds.values():
+        yield _bar(sorted(group, key=lambda bill: bill.margin))
     legend = Text(" " * 9)
     for name in used:
         legend.append(f"{FILL[name]} {name}  ", style=COLOUR[name])
@@ -109,9 +110,11 @@ def _bars(bills: tuple[GpuBill, ...]) -> Iterator[Text]:
 
 def _bar(alike: list[GpuBill]) -> Text:
     bill = alike[0]
-    ranks = f"{bill.rank}" if len(alike) == 1 else f"{bill.rank}-{alike[-1].rank}"
-    if len(alike) > 1 and alike[-1].rank - bill.rank != len(alike) - 1:
-        ranks = f"{bill.rank},.."
+    numbers = sorted(one.rank for one in alike)
+    first, last = numbers[0], numbers[-1]
+    ranks = f"{first}" if first == last else f"{first}-{last}"
+    if last - first != len(numbers) - 1:
+        ranks = f"{first},.."
     line = Text(f"GPU {ranks:<4} ")
     scale = BAR / max(bill.capacity, bill.total, 1)
     filled, so_far = 0, 0

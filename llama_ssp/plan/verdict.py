@@ -69,7 +69,7 @@ def bill_of(
             kind.append(_part(draft, placement.draft, rank, placement.draft_degree))
         if tuple(kind) not in made:
             made[tuple(kind)] = (
-                *tensor_lines(target, draft, placement, work, rank),
+                *tensor_lines(target, draft, placement, work, rank, machine.kernels),
                 *constant_lines(machine, placement, rank),
             )
         found.append(GpuBill(rank, made[tuple(kind)], capacity))

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from llama_ssp.config import (
     AgreeConf,
+    CalibrateConf,
     CertifyConf,
     CompareConf,
     EvalConf,
@@ -25,6 +26,7 @@ from llama_ssp.prompts import Reading, TextPrompt
 from llama_ssp.ranks import Ranks, open_ranks
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
 from llama_ssp.tasks.agree import AgreeTask
+from llama_ssp.tasks.calibrate import CalibrateTask
 from llama_ssp.tasks.certify import CertifyTask
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
@@ -52,6 +54,7 @@ TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]]
     MeasureConf: MeasureTask,
     CertifyConf: CertifyTask,
     AgreeConf: AgreeTask,
+    CalibrateConf: CalibrateTask,
 }
 
 

@@ -1,0 +1,151 @@
+"""The plan of a run that is about to load: where its draft sits, whether it fits, and afterwards how right
+it was. No torch.
+
+    asked = asked_of_run(run, roles, work, capacity)     # None: nothing is known of this GPU
+    placement = placed(run.placement, asked, world)      # what placement=auto means here
+    prediction = predict(run, asked, placement)
+    require_fit(prediction, run.plan.enforce)            # before anything is loaded
+    prediction.beside(measured)                          # for summary.json, and in_words() of it for people
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from llama_ssp.config import Drafting, DraftSeat, PlacementConf, RunConf, Splitting
+from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.placement import Placement, resolve
+from llama_ssp.plan.advice import advice
+from llama_ssp.plan.asked import Role, Workload
+from llama_ssp.plan.machine import machine_of
+from llama_ssp.plan.room import GIB
+from llama_ssp.plan.search import Asked, Option, best_placement, option
+from llama_ssp.plan.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run took: the fullest GPU's bytes where they can be told, decoding time, and acceptance."""
+
+    device_bytes: int | None = None
+    tensor_bytes: int | None = None
+    ms_per_token: float | None = None
+    acceptance: float | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the plan says of this very run."""
+
+    asked: Asked
+    option: Option
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the fullest GPU, libraries included."""
+        return self.option.worst.total
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of the rank with the most tensors."""
+        roles = {role.role for role in self.asked.roles}
+        return max(sum(li.bytes for li in bill.lines if li.role in roles) for bill in self.option.bills)
+
+    def ms_per_token(self, acceptance: float) -> float:
+        return self.option.pace.ms_per_token(acceptance, self.option.k)
+
+    def beside(self, measured: Measured) -> dict[str, Any]:
+        """Predicted and measured, side by side, under the names of the JSON interface."""
+        acceptance = self.asked.acceptance if measured.acceptance is None else measured.acceptance
+        pairs = {
+            "device_bytes": (self.device_bytes, measured.device_bytes),
+            "tensor_bytes": (self.tensor_bytes, measured.tensor_bytes),
+            "ms_per_token": (self.ms_per_token(acceptance), measured.ms_per_token),
+        }
+        return {
+            "verdict": self.option.verdict.value,
+            "placement": self.option.placement.in_words(),
+            "k": self.option.k,
+            "acceptance": acceptance,
+            "ms_per_token_regular": self.option.regular_ms,
+            "band": self.asked.band,
+            **{
+                name: {
+                    "predicted": said,
+                    "measured": found,
+                    "predicted_over_measured": said / found if found else None,
+                }
+                for name, (said, found) in pairs.items()
+            },
+        }
+
+
+def in_words(beside: dict[str, Any]) -> str:
+    """Predicted beside measured in one line for people."""
+    words = []
+    units = (("device_bytes", GIB, "GiB on the fullest device"), ("tensor_bytes", GIB, "GiB of tensors"))
+    for name, unit, what in (*units, ("ms_per_token", 1, "ms/token")):
+        said, found = beside[name]["predicted"] / unit, beside[name]["measured"]
+        if found:
+            off = said * unit / found
+            words.append(f"{what} {said:.3g} predicted, {found / unit:.3g} measured ({off:.2f}x)")
+    return f"plan against actual: {'; '.join(words) or 'nothing was measured'}"
+
+
+def asked_of_run(
+    run: RunConf, roles: tuple[Role, Role | None], work: Workload, capacity: int | None = None
+) -> Asked | None:
+    """What a plan of this run is about; None, with a word, where the device's figures are not known.
+
+    `capacity` is what the device has left, in bytes, as measured; cluster.gib goes before it.
+    """
+    try:
+        machine = machine_of(run.cluster, capacity)
+    except UsageError as error:
+        log.info("not planned: %s", error)
+        return None
+    spec = run.speculation
+    looks_up = spec.drafter is Drafting.ngram and (spec.k > 0 or spec.adaptive)
+    most = max(spec.k_max, spec.k)
+    return Asked(machine, *roles, work, run.plan.acceptance, k_max=most, text_drafts=looks_up)
+
+
+def placed(conf: PlacementConf, asked: Asked | None, world: int, drafts: bool) -> Placement:
+    """Which ranks hold what: as asked for, and where that is left open the fastest that fits."""
+    if world > 1 and is_free(conf) and asked is not None and asked.draft is not None:
+        return best_placement(asked, world).placement
+    return resolve(conf, world, drafts)
+
+
+def is_free(conf: PlacementConf) -> bool:
+    """Whether the configuration leaves to the plan where the draft sits."""
+    named = (conf.draft_degree, conf.target_ranks, conf.draft_ranks)
+    return conf.splitting is Splitting.tensor and conf.draft is DraftSeat.auto and not any(named)
+
+
+def predict(run: RunConf, asked: Asked | None, placement: Placement) -> Prediction | None:
+    """The run's own bill and pace; None where nothing can be said."""
+    if asked is None or placement.splitting is not Splitting.tensor:
+        return None
+    return Prediction(asked, option(asked, placement, None if run.speculation.adaptive else asked.work.k))
+
+
+def require_fit(prediction: Prediction | None, enforce: bool) -> None:
+    """Refuses a run that does not fit, with the plan's advice; where it is uncertain, says so."""
+    if prediction is None or prediction.option.verdict is Verdict.fits:
+        return
+    asked, worst = prediction.asked, prediction.option.worst
+    where = f"rank {worst.rank} of {prediction.option.placement.in_words()}, {asked.machine.in_words()}"
+    found, allowed = f"{worst.total / GIB:.2f} GiB needed", f"{worst.capacity / GIB:.2f} GiB"
+    if prediction.option.verdict is Verdict.uncertain or not enforce:
+        log.warning("it may not fit: %s: %s of %s", where, found, allowed)
+        return
+    changes = advice(asked, prediction.option, [prediction.option.placement.world])
+    raise DistributedError(
+        "the models do not fit", where=where, found=found, allowed=allowed,
+        fix="; or ".join([*changes, "plan.enforce=false to try all the same"]),
+    )  # fmt: skip

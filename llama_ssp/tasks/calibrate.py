@@ -1,0 +1,253 @@
+"""task=calibrate: this machine's constants, measured, as a cluster that plans and runs can use.
+
+What a token costs beside bytes is found by least squares over rounds of small synthetic models of two
+depths and two vocabularies, regular and speculative: each constant's part in a round is what the plan's
+own formula (plan/search.py) makes of that constant alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from llama_ssp.config import (
+    CalibrateConf,
+    ClusterConf,
+    DraftSeat,
+    Dtype,
+    PlacementConf,
+    RunConf,
+    TimesConf,
+    home_expanded,
+)
+from llama_ssp.errors import StorageError
+from llama_ssp.inputs import Inputs
+from llama_ssp.load.devices import describe, device_of, dtype_of
+from llama_ssp.placement import resolve
+from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
+from llama_ssp.plan.machine import CPU, CPU_TABLE, MIB, Machine, known, machine_of, matching
+from llama_ssp.plan.room import GIB
+from llama_ssp.plan.search import Asked, pace_of
+from llama_ssp.plan.speed import Pace
+from llama_ssp.ranks import Ranks
+from llama_ssp.report import Console, RunFolder, versions
+from llama_ssp.tasks.timing import (
+    GEMM_ROWS,
+    PROMPT,
+    Case,
+    Player,
+    in_turn,
+    message_s,
+    shape,
+    streamed,
+    streaming_s,
+    sum_s,
+)
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 3, 5, 9, 17)  # tokens of a pass: a step, and checks of 1, 2, 4, 8 and 16 drafts
+NEW = 40
+DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 10), (512, 16384), (0, 2, 6)
+WIDTH, HEAD = 64, 8  # so narrow that bytes hardly count, with heads enough for several ranks
+LONG_PART = 8  # one matrix in so many is multiplied with a long prompt's rows
+UNITS = {"us": 1e-6, "ns": 1e-9}
+FITTED = ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns")
+
+
+class CalibrateTask:
+    """One run of the task. The leader writes the file."""
+
+    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        assert isinstance(inputs.run.task, CalibrateConf)
+        self._run, self._task, self._ranks, self._console = inputs.run, inputs.run.task, ranks, console
+        self._found: dict[str, Any] = {}
+
+    def run(self) -> str:
+        """Measures, writes, says how to use it."""
+        cluster, _ = measured(self._run, self._ranks, self._task.cluster_name, self._task.repeats)
+        file = home_expanded(self._task.folder) / "cluster" / f"{cluster.name}.yaml"
+        if self._ranks.is_leader:
+            _write(file, cluster)
+        self._found = {"cluster_file": str(file), "cluster": plain(cluster)}
+        log.info("wrote %s: use it with --config-dir %s cluster=%s", file, self._task.folder, cluster.name)
+        return "done"
+
+    def has_output(self) -> bool:
+        return bool(self._found)
+
+    def figures(self) -> dict[str, Any]:
+        return self._found
+
+
+def measured(
+    run: RunConf, ranks: Ranks, name: str, repeats: int, beside: Sequence[Callable[[], float]] = ()
+) -> tuple[ClusterConf, list[float]]:
+    """The machine's constants, and the medians of works that are to be timed in turn with them.
+
+    All ranks take part at once, so that what they share is shared.
+    """
+    device = device_of(run.placement.target_device, "placement.target_device")
+    dtype = dtype_of(Dtype.auto, device, "model.dtype")
+    taken_by_libraries = _taken(device)  # before there are models
+    player, weights = Player(run, ranks, NEW), streamed(device, dtype)
+    long = weights[: max(len(weights) // LONG_PART, 1)]
+    works: dict[str, list[Callable[[], float]]] = {
+        "rows": [partial(streaming_s, rows, weights) for rows in ROWS],
+        "gemm": [partial(streaming_s, GEMM_ROWS, long)],
+        "sum": [partial(sum_s, ranks, device, dtype)],
+        "message": [partial(message_s, ranks)],
+        "cases": [partial(player.round_s, case) for case in cases()],
+        "beside": list(beside),
+    }
+    taken = iter(in_turn([work for group in works.values() for work in group], repeats))
+    found = {name: [next(taken) for _ in group] for name, group in works.items()}
+    times = TimesConf(source=_source(device), bandwidth_share=1.0, flops_share=1.0)
+    times.rows_cost = {
+        rows: _short(spent / found["rows"][0]) for rows, spent in zip(ROWS, found["rows"], strict=True)
+    }
+    if ranks.world > 1:
+        times.all_reduce_us = {ranks.world: _short(1e6 * found["sum"][0])}
+        times.message_us = _short(1e6 * found["message"][0])
+    cluster = ClusterConf(
+        name=name,
+        gpu=CPU if device.type == "cpu" else torch.cuda.get_device_name(device),
+        gpus=ranks.world,
+        reserve=0.1 if device.type == "cpu" else 0.0,
+        bf16=dtype is Dtype.bf16,
+        gb_s=_short(sum(weight.nbytes for weight in weights) / found["rows"][0] / 1e9),
+        tflops=_short(2 * GEMM_ROWS * sum(weight.numel() for weight in long) / found["gemm"][0] / 1e12),
+        times=times,
+        **taken_by_libraries,
+    )
+    for key, seconds in fitted(cluster, found["cases"], dtype, ranks.world).items():
+        setattr(times, key, _short(seconds / UNITS[key[-2:]]))
+    log.info(
+        "streams %.1f GB/s, multiplies %.2f TFLOP/s; a layer costs %.0f us, a pass %.0f us more",
+        cluster.gb_s, cluster.tflops, times.layer_us, times.step_us,
+    )  # fmt: skip
+    return cluster, found["beside"]
+
+
+def _taken(device: torch.device) -> dict[str, Any]:
+    """What libraries take: the context measured, the rest as the preset of such a GPU has it."""
+    found = dict.fromkeys(("cublas_mib", "nccl_mib", "graph_mib"), 0.0)
+    context = _short(_context_bytes(device) / MIB)
+    if device.type == "cpu":
+        return {**found, "context_mib": context}
+    name = torch.cuda.get_device_name(device)
+    alike = [preset for preset in known().values() if matching(name, [str(preset["gpu"])])]
+    found.update({key: float(alike[0][key]) for key in found} if alike else {})
+    total = _short(torch.cuda.mem_get_info(device)[1] / GIB)
+    return {**found, "context_mib": context, "gib": total}
+
+
+def cases() -> list[Case]:
+    """What the constants are fitted to; a draft has two layers."""
+    found = []
+    for layers, vocab, k in product(DEPTHS, VOCABULARIES, LOOKAHEADS):
+        target, draft = (shape(n, WIDTH, vocab, head_dim=HEAD) for n in (layers, DEPTHS[0]))
+        found.append(Case(target, draft if k else None, k))
+    return found
+
+
+def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -> dict[str, float]:
+    """The constants, in seconds, that explain the cases' rounds best; relative errors count."""
+
+    def all_but(key: str | None) -> list[float]:
+        """The cases' rounds if every fitted constant were zero, but this one a second."""
+        times = replace(cluster.times)
+        for name in FITTED:
+            setattr(times, name, 1 / UNITS[name[-2:]] if name == key else 0.0)
+        machine = machine_of(replace(cluster, times=times))
+        return [predicted(case, machine, dtype, world).round_s(case.k) for case in cases()]
+
+    base = all_but(None)
+    columns = [[a - b for a, b in zip(all_but(key), base, strict=True)] for key in FITTED]
+    matrix = np.array(columns).T / np.array(spent)[:, None]
+    wanted = (np.array(spent) - np.array(base)) / np.array(spent)
+    return dict(zip(FITTED, non_negative(matrix, wanted), strict=True))
+
+
+def non_negative(matrix: Any, wanted: Any) -> list[float]:
+    """Least squares; a constant that would be negative is left out, the worst first."""
+    kept = list(range(matrix.shape[1]))
+    while kept:
+        found = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)[0]
+        if found.min() >= 0:
+            break
+        kept.pop(int(found.argmin()))
+    values = [0.0] * matrix.shape[1]
+    for index, value in zip(kept, found if kept else [], strict=True):
+        values[index] = float(value)
+    return values
+
+
+def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> Pace:
+    """What the plan says of a case: the draft on the leader, the target over all ranks."""
+    draft = Role(DRAFT, case.draft, dtype) if case.draft else None
+    work = Workload(1, len(PROMPT), NEW, case.k)
+    asked = Asked(machine, Role(TARGET, case.target, dtype), draft, work, 0.0)
+    return pace_of(asked, resolve(PlacementConf(draft=DraftSeat.leader), world, drafts=draft is not None))
+
+
+def _context_bytes(device: torch.device) -> int:
+    """What a process takes beside its tensors: on a GPU the context, on a CPU the program itself."""
+    if device.type == "cuda":
+        torch.ones(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
+
+
+def _source(device: torch.device) -> str:
+    found = versions()
+    where = describe(device)
+    if device.type == "cpu":
+        where = f"{processor()}, {where}"
+    return f"task=calibrate, {where}, torch {found['torch']}, {time.strftime('%Y-%m-%d')}"
+
+
+def processor() -> str:
+    """The processor's name where the system tells it."""
+    try:
+        lines = CPU_TABLE.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _short(value: float) -> float:
+    """To four digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
+def plain(cluster: ClusterConf) -> dict[str, Any]:
+    """The cluster as its yaml has it, without what is open."""
+    found = {key: value for key, value in asdict(cluster).items() if value is not None}
+    found["times"] = {key: value for key, value in found["times"].items() if value not in (None, {})}
+    return found
+
+
+def _write(file: Path, cluster: ClusterConf) -> None:
+    text = yaml.safe_dump(plain(cluster), sort_keys=False, allow_unicode=True, width=200)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the cluster: {error.strerror}", where=str(file), fix="choose another task.folder"
+        ) from None

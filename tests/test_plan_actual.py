@@ -1,0 +1,118 @@
+"""The plan of a run: where the draft goes, what is refused, and predicted beside measured."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import Drafting, DraftSeat, Dtype, PlacementConf, PlanningConf, RunConf, SpeculationConf
+from llama_ssp.errors import DistributedError
+from llama_ssp.plan.actual import Measured, asked_of_run, in_words, placed, predict, require_fit
+from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
+from llama_ssp.plan.room import GIB
+from llama_ssp.plan.search import best_placement
+from tests.plans import cluster, model
+
+WORK = Workload(rows=1, prompt_tokens=1536, new_tokens=128, k=4)
+ROLES = (Role(TARGET, model("65B"), Dtype.bf16), Role(DRAFT, model("7B"), Dtype.bf16))
+
+
+def run(**changes) -> RunConf:
+    return RunConf(**{"model": ROLES[0].model, "draft": ROLES[1].model, "cluster": cluster("p4d"), **changes})
+
+
+def test_auto_is_the_fastest_that_fits():
+    asked = asked_of_run(run(), ROLES, WORK)
+    place = placed(PlacementConf(), asked, 8, drafts=True)
+    assert place == best_placement(asked, 8).placement
+    assert place.in_words() == "target 0-7, draft 0-7 (split)"
+
+
+@pytest.mark.parametrize(
+    "conf", [PlacementConf(draft=DraftSeat.leader), PlacementConf(draft=DraftSeat.own, draft_degree=2)]
+)
+def test_what_was_asked_for_stays(conf):
+    asked = asked_of_run(run(), ROLES, WORK)
+    assert placed(conf, asked, 8, drafts=True).draft == ((0,) if conf.draft is DraftSeat.leader else (6, 7))
+
+
+def test_one_rank_and_no_plan_have_nothing_to_choose():
+    assert placed(PlacementConf(), None, 4, drafts=True).in_words() == "target 0-3, draft 0 (whole)"
+    asked = asked_of_run(run(), ROLES, WORK)
+    assert placed(PlacementConf(), asked, 1, drafts=True).world == 1
+
+
+def test_what_does_not_fit_is_refused_with_advice():
+    conf = run(cluster=cluster("p4d", gpus=4))
+    asked = asked_of_run(conf, ROLES, WORK)
+    prediction = predict(conf, asked, placed(PlacementConf(draft=DraftSeat.leader), asked, 4, drafts=True))
+    with pytest.raises(DistributedError) as refused:
+        require_fit(prediction, enforce=True)
+    said = str(refused.value)
+    assert "do not fit; rank 0 of target 0-3, draft 0 (whole)" in said
+    assert "placement=sharded on 4 ranks" in said and "plan.enforce=false" in said and "\n" not in said
+
+
+def test_a_refusal_can_be_waved_through(caplog):
+    conf = run(cluster=cluster("p4d", gpus=1))
+    asked = asked_of_run(conf, ROLES, WORK)
+    with caplog.at_level(logging.WARNING):
+        require_fit(predict(conf, asked, placed(PlacementConf(), asked, 1, drafts=True)), enforce=False)
+    assert "it may not fit: rank 0" in caplog.text
+
+
+def test_what_fits_is_not_talked_about(caplog):
+    asked = asked_of_run(run(), ROLES, WORK)
+    with caplog.at_level(logging.WARNING):
+        require_fit(predict(run(), asked, placed(PlacementConf(), asked, 8, drafts=True)), enforce=True)
+        require_fit(None, enforce=True)
+    assert caplog.text == ""
+
+
+def test_the_measured_capacity_counts():
+    """What the device has left when the run starts, not what its data sheet says."""
+    conf, alone = run(cluster=cluster("p4d", gib=None)), (Role(TARGET, model("7B"), Dtype.bf16), None)
+    asked = asked_of_run(conf, alone, WORK, capacity=10 * GIB)
+    prediction = predict(conf, asked, placed(PlacementConf(), asked, 1, drafts=False))
+    with pytest.raises(DistributedError, match=r"allowed 10\.00 GiB"):
+        require_fit(prediction, enforce=True)
+
+
+def test_an_unknown_gpu_is_not_planned(caplog):
+    conf = run(cluster=replace(cluster("p4d"), name="mine", gpu="RTX 4090", gb_s=None))
+    with caplog.at_level(logging.INFO):
+        assert asked_of_run(conf, ROLES, WORK) is None
+    assert "not planned: the GPU's figures are not known" in caplog.text
+    assert predict(conf, None, placed(PlacementConf(), None, 2, drafts=True)) is None
+
+
+def test_predicted_beside_measured():
+    asked = asked_of_run(run(), ROLES, WORK)
+    prediction = predict(run(), asked, placed(PlacementConf(), asked, 8, drafts=True))
+    assert prediction is not None and prediction.option.k == 4
+    half = Measured(prediction.device_bytes // 2, None, 2 * prediction.ms_per_token(0.7), 0.7)
+    beside = prediction.beside(half)
+    assert beside["device_bytes"]["predicted_over_measured"] == pytest.approx(2)
+    assert beside["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
+    assert beside["tensor_bytes"]["measured"] is None
+    assert 0 < prediction.tensor_bytes < prediction.device_bytes
+    assert "(2.00x)" in in_words(beside) and "(0.50x)" in in_words(beside)
+    assert "nothing was measured" in in_words(prediction.beside(Measured()))
+    assert prediction.ms_per_token(0.9) < prediction.ms_per_token(0.5)
+
+
+def test_adaptive_runs_are_planned_at_their_best_k():
+    conf = run(speculation=SpeculationConf(adaptive=True, k=0, k_max=3), plan=PlanningConf(acceptance=0.95))
+    asked = asked_of_run(conf, ROLES, WORK)
+    prediction = predict(conf, asked, placed(PlacementConf(), asked, 8, drafts=True))
+    assert prediction is not None and prediction.option.k == 3
+
+
+def test_text_drafts():
+    conf = run(speculation=SpeculationConf(drafter=Drafting.ngram, k=8), draft=None)
+    asked = asked_of_run(conf, (ROLES[0], None), WORK)
+    assert asked is not None and asked.text_drafts
+    place = placed(PlacementConf(), asked, 8, drafts=False)
+    assert predict(conf, asked, place).option.pace.draft == 0
