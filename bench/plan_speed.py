@@ -3,7 +3,8 @@
     python bench/plan_speed.py [repeats=5] [k=4] [clock=wall|cpu] [write=FILE.md]
 
 Synthetic pairs of several shapes, regular and speculative, are timed in turn with the calibration, so that
-a machine whose speed drifts does not favour anyone. The prediction is made with the calibrated constants
+a machine whose speed drifts does not favour anyone; the least of the repeats counts, each the median of
+its rounds. The prediction is made with the calibrated constants
 and, where tokens are drafted, with the acceptance that was seen; none of the shapes takes part in the
 calibration. Leaves with 1 if a prediction is off by more than a fifth. Where others use the machine, too,
 clock=cpu with OMP_NUM_THREADS=1 counts the seconds that the one thread has computed.

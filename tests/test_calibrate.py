@@ -13,6 +13,7 @@ from llama_ssp.config import ClusterConf, Dtype, TimesConf
 from llama_ssp.plan.machine import machine_of
 from llama_ssp.tasks import calibrate, timing
 from llama_ssp.tasks.calibrate import FITTED, UNITS, cases, fitted, non_negative, predicted
+from tests.distributed.test_command import on_ranks
 from tests.plans import cluster
 
 TRUE = {
@@ -61,16 +62,40 @@ def test_figures_are_taken_in_turn_and_the_first_is_dropped():
 
     found = timing.in_turn([lambda: work("a"), lambda: work("b")], 3)
     assert "".join(said) == "abababab"
-    assert found == [5.0, 6.0]
+    assert found == [3.0, 4.0]
+
+
+LESS = {
+    timing: {"STREAMED": {"cpu": 2**20}, "SIDE": 256},
+    calibrate: {"NEW": 4, "DEPTHS": (1, 2), "VOCABULARIES": (300,), "LOOKAHEADS": (0, 2), "ROWS": (1, 3)},
+}
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Less of everything, so that it takes a moment."""
-    monkeypatch.setattr(timing, "STREAMED", {"cpu": 2**20})
-    monkeypatch.setattr(timing, "SIDE", 256)
-    for name, value in {"NEW": 6, "DEPTHS": (1, 2), "VOCABULARIES": (300, 600), "ROWS": (1, 3)}.items():
-        monkeypatch.setattr(calibrate, name, value)
+    for room, values in LESS.items():
+        for name, value in values.items():
+            monkeypatch.setattr(room, name, value)
+
+
+def made_small(_rank: int) -> None:
+    """The same, in a process of its own."""
+    for room, values in LESS.items():
+        for name, value in values.items():
+            setattr(room, name, value)
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
+    answers = on_ranks(
+        tmp_path / "run", 2, "task=calibrate", "task.repeats=1", "model=tiny", "draft=tiny_draft", "out=null",
+        f"task.folder={tmp_path}", fault=made_small,
+    )  # fmt: skip
+    assert [answer.code for answer in answers] == [0, 0], answers[0].err
+    written = yaml.safe_load((tmp_path / "cluster" / "calibrated.yaml").read_text(encoding="utf-8"))
+    assert written["gpus"] == 2
+    assert written["times"]["all_reduce_us"][2] > 0 and written["times"]["message_us"] > 0
 
 
 def test_it_writes_a_cluster_that_plans_use(command, small):

@@ -83,6 +83,14 @@ def test_a_batch_is_counted():
     assert search(many, [1])[0].verdict is not Verdict.fits
 
 
+def test_checked_positions_are_counted():
+    """vLLM issues 37521 and 27508: the first real check, and logits in fp32, took what nobody had counted."""
+    on = asked("llama3.1-8b", "llama3.2-1b", P4D, rows=64, prompt_tokens=16)
+    place = named("target 0, draft 0 (whole)", 1)
+    one, eight = (option(on, place, k).bills[0].total for k in (1, 8))
+    assert eight - one >= 7 * 64 * 128256 * 4
+
+
 def test_communicators_are_counted():
     """nccl issue 864: every communicator takes its own."""
     assert communicators(named("target 0, draft 0 (whole)", 1), 0) == 0

@@ -8,6 +8,7 @@ import torch
 
 from llama_ssp.config import Dtype
 from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.plan.machine import memory_here
 
 TORCH_DTYPES = {
     Dtype.fp64: torch.float64, Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16,
@@ -65,12 +66,7 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    try:
-        with open("/proc/meminfo", encoding="ascii") as table:
-            available = next(line for line in table if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory_here()
 
 
 def describe(device: torch.device) -> str:

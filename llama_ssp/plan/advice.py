@@ -111,7 +111,7 @@ def _narrower(asked: Asked) -> Iterator[Asked]:
     """The same with one model in a format of fewer bytes."""
     for role in asked.roles:
         for dtype in (Dtype.bf16 if asked.machine.bf16 else Dtype.fp16, Dtype.int8):
-            if BYTES[dtype] < BYTES[role.dtype]:
+            if BYTES[dtype] < BYTES.get(role.dtype, 0):  # what is not there is narrower still
                 other = replace(role, dtype=dtype, model=replace(role.model, dtype=dtype))
                 is_target = role is asked.target
                 yield replace(asked, target=other) if is_target else replace(asked, draft=other)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from llama_ssp.config import Dtype, TimesConf
 from llama_ssp.lookahead import tokens_per_round
 from llama_ssp.plan.asked import Role
-from llama_ssp.plan.weights import BUFFERS, EMBEDDING, POSITIONS, Part, held, weights, width
+from llama_ssp.plan.weights import BUFFERS, BYTES, EMBEDDING, POSITIONS, Part, held, weights, width
 
 # Tokens a second by ranks: gpt-fast README, Llama-2-7B bf16, A100-80 limited to 330 W, one row, 5 tokens
 # of prompt.
@@ -206,4 +206,5 @@ def break_even(pace: Pace, regular_ms: float) -> float | None:
 
 def band_of(times: Times, roles: list[Role]) -> float:
     """How far off a prediction for these models may be."""
-    return WIDE_BAND if any(role.dtype is Dtype.int8 for role in roles) else times.band
+    quantised = any(BYTES.get(role.dtype, 0) < BYTES[Dtype.bf16] for role in roles)
+    return WIDE_BAND if quantised else times.band

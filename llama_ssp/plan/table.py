@@ -94,41 +94,52 @@ def notable(options: list[Option]) -> list[tuple[int, Option]]:
 
 
 def _bars(bills: tuple[GpuBill, ...]) -> Iterator[Text]:
-    """A bar for each kind of GPU; those that hold alike share one."""
+    """A bar for each kind of GPU; those whose bars look alike share one."""
     kinds: dict[object, list[GpuBill]] = {}
     for bill in bills:
-        alike = tuple(round(size / GIB, 1) for size in parts(bill.lines).values())
-        kinds.setdefault((alike, bill.verdict), []).append(bill)
+        kinds.setdefault((tuple(_cells(bill).items()), bill.verdict), []).append(bill)
     used = [name for name in FILL if any(parts(bill.lines)[name] for bill in bills)]
-    for group in kinds.values():
-        yield _bar(sorted(group, key=lambda bill: bill.margin))
+    for alike in kinds.values():
+        yield _bar(alike)
     legend = Text(" " * 9)
     for name in used:
         legend.append(f"{FILL[name]} {name}  ", style=COLOUR[name])
     yield legend
 
 
-def _bar(alike: list[GpuBill]) -> Text:
-    bill = alike[0]
-    numbers = sorted(one.rank for one in alike)
-    first, last = numbers[0], numbers[-1]
-    ranks = f"{first}" if first == last else f"{first}-{last}"
-    if last - first != len(numbers) - 1:
-        ranks = f"{first},.."
-    line = Text(f"GPU {ranks:<4} ")
+def _cells(bill: GpuBill) -> dict[str, int]:
+    """How many cells of the bar each part fills."""
     scale = BAR / max(bill.capacity, bill.total, 1)
-    filled, so_far = 0, 0
+    cells, filled, so_far = {}, 0, 0
     for name, size in parts(bill.lines).items():
         so_far += size
-        cells = round(so_far * scale) - filled
-        filled += cells
-        line.append(FILL[name] * cells, style=COLOUR[name])
-    room = round(bill.capacity * scale)
-    line.append("·" * max(room - filled, 0), style="bright_black")
+        cells[name] = round(so_far * scale) - filled
+        filled += cells[name]
+    return cells
+
+
+def _bar(alike: list[GpuBill]) -> Text:
+    bill = min(alike, key=lambda one: one.margin)
+    ranks, cells = _spans([one.rank for one in alike]), _cells(bill)
+    line = Text(f"GPU {ranks:<4} ")
+    for name, count in cells.items():
+        line.append(FILL[name] * count, style=COLOUR[name])
+    line.append("·" * (BAR - sum(cells.values())), style="bright_black")
     line.append(f" {bill.total / GIB:.1f} of {bill.capacity / GIB:.1f} GiB, ")
     left = f"{bill.margin / GIB:.1f} left" if bill.margin >= 0 else f"{-bill.margin / GIB:.1f} too much"
     line.append(left, style=MARK[bill.verdict])
     return line
+
+
+def _spans(ranks: list[int]) -> str:
+    """0-2,5 for 0, 1, 2, 5."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
 
 
 def _acceptances(plan: Outcome) -> Table:

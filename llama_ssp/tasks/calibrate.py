@@ -58,7 +58,7 @@ from llama_ssp.tasks.timing import (
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 3, 5, 9, 17)  # tokens of a pass: a step, and checks of 1, 2, 4, 8 and 16 drafts
-NEW = 40
+NEW = 28
 DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 10), (512, 16384), (0, 2, 6)
 WIDTH, HEAD = 64, 8  # so narrow that bytes hardly count, with heads enough for several ranks
 LONG_PART = 8  # one matrix in so many is multiplied with a long prompt's rows
@@ -94,7 +94,7 @@ class CalibrateTask:
 def measured(
     run: RunConf, ranks: Ranks, name: str, repeats: int, beside: Sequence[Callable[[], float]] = ()
 ) -> tuple[ClusterConf, list[float]]:
-    """The machine's constants, and the medians of works that are to be timed in turn with them.
+    """The machine's constants, and the figures of works that are to be timed in turn with them.
 
     All ranks take part at once, so that what they share is shared.
     """

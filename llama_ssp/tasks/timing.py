@@ -1,7 +1,7 @@
 """What a machine is timed with: streamed weights, sums and messages over ranks, and rounds of small models.
 
-The rounds go through the same engine as every task, so that what is measured is what is predicted. Several
-figures of one kind are taken in turn, repeatedly, and the median stands for each: machines drift.
+The rounds go through the same engine as every task, so that what is measured is what is predicted. All are
+taken in turn, repeatedly, because machines drift; a round's time is the median of its run's.
 """
 
 from __future__ import annotations
@@ -62,26 +62,32 @@ def shape(
 
 
 def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """The median of each work's figures, taken in turn; the first of each does not count."""
+    """The least of each work's figures, taken in turn: what disturbs a machine only ever adds.
+
+    The first figure of each does not count.
+    """
     taken: list[list[float]] = [[] for _ in works]
     for repeat in range(repeats + 1):
         for work, figures in zip(works, taken, strict=True):
             figure = work()
             if repeat:
                 figures.append(figure)
-    return [median(figures) for figures in taken]
+    return [min(figures) for figures in taken]
 
 
 def streaming_s(rows: int, weights: list[torch.Tensor]) -> float:
-    """Seconds to multiply rows of tokens with every weight once."""
+    """Seconds to multiply rows of tokens with every weight once; on a CPU, as many median multiplications."""
     x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
-    _wait(weights[0].device)
-    began = now()
+    _wait(x.device)
+    spent, began = [], now()
     with torch.inference_mode():
         for weight in weights:
             functional.linear(x, weight)
-    _wait(weights[0].device)
-    return now() - began
+            if x.device.type == "cpu":
+                spent.append(now() - began)
+                began = now()
+    _wait(x.device)
+    return median(spent) * len(weights) if spent else now() - began
 
 
 def streamed(device: torch.device, dtype: Dtype) -> list[torch.Tensor]:
