@@ -12,7 +12,7 @@ import yaml
 from llama_ssp.config import ClusterConf, Dtype, TimesConf
 from llama_ssp.plan.machine import machine_of
 from llama_ssp.tasks import calibrate, timing
-from llama_ssp.tasks.calibrate import FITTED, UNITS, cases, fitted, non_negative, predicted
+from llama_ssp.tasks.calibrate import FAR, FITTED, cases, fitted, non_negative, predicted
 from tests.distributed.test_command import on_ranks
 from tests.plans import cluster
 
@@ -26,24 +26,30 @@ TRUE = {
 }
 
 
+def cluster_with(**known) -> ClusterConf:
+    return replace(cluster("cpu"), gb_s=10.0, times=TimesConf(flops_share=1.0, **known))
+
+
+def made(times: dict[str, float], world: int, **known) -> list[float]:
+    """What the cases take on a machine of these constants."""
+    true = cluster_with(bandwidth_share=0.8, rows_cost={1: 1.0, FAR: 1.6}, **times, **known)
+    return [predicted(case, machine_of(true), Dtype.bf16, world).round_s(case.k) for case in cases()]
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_constants_that_made_the_times_are_found(world):
-    times = TimesConf(rows_cost={1: 1.0, 9: 1.5}, all_reduce_us={2: 40.0}, message_us=120.0, **TRUE)
-    true = replace(cluster("cpu"), times=times)
-    spent = [predicted(case, machine_of(true), Dtype.bf16, world).round_s(case.k) for case in cases()]
-    found = fitted(true, spent, Dtype.bf16, world)
-    for key in FITTED:
-        assert found[key] / UNITS[key[-2:]] == pytest.approx(TRUE[key], rel=1e-6)
+    known = {"all_reduce_us": {2: 40.0}, "message_us": 120.0}
+    found = fitted(cluster_with(**known), made(TRUE, world, **known), Dtype.bf16, world)
+    assert found.bandwidth_share == pytest.approx(0.8, rel=0.01)
+    assert found.rows_cost[FAR] == pytest.approx(1.6, rel=0.01)
+    assert {key: getattr(found, key) for key in FITTED} == pytest.approx(TRUE, rel=0.01)
 
 
 def test_noise_moves_them_a_little():
-    true = replace(cluster("cpu"), times=TimesConf(rows_cost={1: 1.0, 9: 1.5}, **TRUE))
     noise = np.random.default_rng(0).normal(1, 0.03, len(cases()))
-    spent = [
-        predicted(case, machine_of(true), Dtype.bf16, 1).round_s(case.k) * factor
-        for case, factor in zip(cases(), noise, strict=True)
-    ]
-    assert fitted(true, spent, Dtype.bf16, 1)["layer_us"] / 1e-6 == pytest.approx(500, rel=0.1)
+    found = fitted(cluster_with(), list(np.array(made(TRUE, 1)) * noise), Dtype.bf16, 1)
+    assert found.layer_us == pytest.approx(500, rel=0.1)
+    assert found.bandwidth_share == pytest.approx(0.8, rel=0.2)
 
 
 def test_no_constant_is_negative():
@@ -67,7 +73,15 @@ def test_figures_are_taken_in_turn_and_the_first_is_dropped():
 
 LESS = {
     timing: {"STREAMED": {"cpu": 2**20}, "SIDE": 256},
-    calibrate: {"NEW": 4, "DEPTHS": (1, 2), "VOCABULARIES": (300,), "LOOKAHEADS": (0, 2), "ROWS": (1, 3)},
+    calibrate: {
+        "NEW": 4,
+        "DEPTHS": (1, 2),
+        "VOCABULARIES": (300,),
+        "LOOKAHEADS": (0, 2),
+        "WIDTH": 64,
+        "HEAD": 8,
+        "WIDE": 96,
+    },
 }
 
 

@@ -10,7 +10,7 @@ from llama_ssp.config import Dtype, PlacementConf, Splitting
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import resolve
 from llama_ssp.plan.advice import advice, largest, overrides
-from llama_ssp.plan.bill import tensor_lines
+from llama_ssp.plan.bill import segments, tensor_lines
 from llama_ssp.plan.constants import communicators, constant_lines
 from llama_ssp.plan.outcome import outcome, parts, worlds_of
 from llama_ssp.plan.room import GIB
@@ -115,7 +115,8 @@ def test_ranks_that_hold_alike_have_the_same_bill_as_each_alone():
         bills = bill_of(P4D, on.target, on.draft, place, on.work)
         for bill in bills:
             tensors = tensor_lines(on.target, on.draft, place, on.work, bill.rank, P4D.kernels)
-            assert bill.lines == (*tensors, *constant_lines(P4D, place, bill.rank))
+            rounding = segments(on.target, on.draft, place, on.work, bill.rank)
+            assert bill.lines == (*tensors, rounding, *constant_lines(P4D, place, bill.rank))
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,9 @@ def _fits(asked: Asked, placement: Placement, work: Workload) -> bool:
 
 
 def _best(asked: Asked, worlds: list[int]) -> Option | None:
-    """The fastest placement that fits, if there is one."""
+    """The fastest of the most telling placements that fits, if there is one."""
     with suppress(DistributedError):
-        best = search(asked, worlds)[0]
+        best = search(asked, worlds, every=False)[0]
         return best if best.verdict is Verdict.fits else None
     return None
 

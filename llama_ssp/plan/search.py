@@ -67,25 +67,25 @@ class Option:
         return self.pace.ms_per_token(0.0, 0)
 
 
-def placements(world: int, drafts: bool) -> Iterator[Placement]:
-    """Every placement over exactly so many ranks."""
+def placements(world: int, drafts: bool, every: bool = True) -> Iterator[Placement]:
+    """Every placement over exactly so many ranks, or only the most telling of each kind."""
     if not drafts:
         yield resolve(PlacementConf(), world, drafts=False)
         return
     seats = [(DraftSeat.leader, 1)]
     if world > 1:
-        seats += [(DraftSeat.sharded, degree) for degree in range(2, world + 1)]
-        seats += [(DraftSeat.own, degree) for degree in range(1, world)]
-        seats += [(DraftSeat.replicated, world)]
+        seats += [(DraftSeat.sharded, degree) for degree in range(2 if every else world, world + 1)]
+        seats += [(DraftSeat.own, degree) for degree in range(1, world if every else 2)]
+        seats += [(DraftSeat.replicated, world)] * every
     for seat, degree in seats:
         yield resolve(PlacementConf(draft=seat, draft_degree=degree), world, drafts=True)
 
 
 def option(asked: Asked, placement: Placement, k: int | None = None) -> Option:
-    """The placement's bill and pace, at the best K or at a given one; refused where it cannot be."""
+    """The placement's bill and pace, at the best K or a given one; refused where it cannot be."""
     require_possible(asked, placement)
     pace = pace_of(asked, placement)
-    k = pace.best_k(asked.acceptance) if k is None else k
+    k = pace.best_k(asked.acceptance) if k is None else min(k, len(pace.verify) - 1)
     work = replace(asked.work, k=k)
     bills = bill_of(asked.machine, asked.target, asked.draft, placement, work)
     return Option(placement, bills, pace, k, pace.ms_per_token(asked.acceptance, k))
@@ -109,15 +109,15 @@ def require_planned(splitting: Splitting) -> None:
         )  # fmt: skip
 
 
-def search(asked: Asked, worlds: list[int]) -> list[Option]:
-    """All placements over these numbers of ranks: fitting ones first, the fastest first, fewer ranks first.
+def search(asked: Asked, worlds: list[int], every: bool = True) -> list[Option]:
+    """The placements over these numbers of ranks: fitting ones first, the fastest first, fewer ranks first.
 
     If none is possible, the reason of the last is raised.
     """
     found: list[Option] = []
     reason: DistributedError | None = None
     for world in worlds:
-        for placement in placements(world, asked.draft is not None):
+        for placement in placements(world, asked.draft is not None, every):
             try:
                 found.append(option(asked, placement))
             except DistributedError as error:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from llama_ssp.placement import LEADER, Placement
 from llama_ssp.plan.asked import Line, Role, Workload
-from llama_ssp.plan.bill import tensor_lines
+from llama_ssp.plan.bill import segments, tensor_lines
 from llama_ssp.plan.constants import constant_lines
 from llama_ssp.plan.machine import MIB, Machine
 from llama_ssp.ranges import head_ranges, mlp_share, vocab_share
@@ -70,6 +70,7 @@ def bill_of(
         if tuple(kind) not in made:
             made[tuple(kind)] = (
                 *tensor_lines(target, draft, placement, work, rank, machine.kernels),
+                *(() if machine.is_cpu else (segments(target, draft, placement, work, rank),)),
                 *constant_lines(machine, placement, rank),
             )
         found.append(GpuBill(rank, made[tuple(kind)], capacity))

@@ -1,7 +1,8 @@
 """task=calibrate: this machine's constants, measured, as a cluster that plans and runs can use.
 
-What a token costs beside bytes is found by least squares over rounds of small synthetic models of two
-depths and two vocabularies, regular and speculative: each constant's part in a round is what the plan's
+Bandwidth is streamed. What passes attain of it, what more tokens in a pass cost, and what a token costs
+beside bytes are found by least squares over rounds of small synthetic models of two depths and two
+vocabularies and of a wide one, regular and speculative: each constant's part in a round is what the plan's
 own formula (plan/search.py) makes of that constant alone.
 """
 
@@ -57,11 +58,13 @@ from llama_ssp.tasks.timing import (
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 3, 5, 9, 17)  # tokens of a pass: a step, and checks of 1, 2, 4, 8 and 16 drafts
 NEW = 28
-DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 10), (512, 16384), (0, 2, 6)
-WIDTH, HEAD = 64, 8  # so narrow that bytes hardly count, with heads enough for several ranks
+DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 8), (512, 16384), (0, 2, 6)
+WIDTH, HEAD = 320, 40  # a layer costs less where it is narrower still; heads enough for several ranks
+WIDE, WIDE_LAYERS, WIDE_VOCABULARY = 960, 3, 2048  # so wide that bytes count most
+FAR = 17  # tokens of a pass at which the cost of more of them is noted
 LONG_PART = 8  # one matrix in so many is multiplied with a long prompt's rows
+FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 UNITS = {"us": 1e-6, "ns": 1e-9}
 FITTED = ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns")
 
@@ -104,7 +107,7 @@ def measured(
     player, weights = Player(run, ranks, NEW), streamed(device, dtype)
     long = weights[: max(len(weights) // LONG_PART, 1)]
     works: dict[str, list[Callable[[], float]]] = {
-        "rows": [partial(streaming_s, rows, weights) for rows in ROWS],
+        "gemv": [partial(streaming_s, 1, weights)],
         "gemm": [partial(streaming_s, GEMM_ROWS, long)],
         "sum": [partial(sum_s, ranks, device, dtype)],
         "message": [partial(message_s, ranks)],
@@ -114,9 +117,6 @@ def measured(
     taken = iter(in_turn([work for group in works.values() for work in group], repeats))
     found = {name: [next(taken) for _ in group] for name, group in works.items()}
     times = TimesConf(source=_source(device), bandwidth_share=1.0, flops_share=1.0)
-    times.rows_cost = {
-        rows: _short(spent / found["rows"][0]) for rows, spent in zip(ROWS, found["rows"], strict=True)
-    }
     if ranks.world > 1:
         times.all_reduce_us = {ranks.world: _short(1e6 * found["sum"][0])}
         times.message_us = _short(1e6 * found["message"][0])
@@ -126,16 +126,15 @@ def measured(
         gpus=ranks.world,
         reserve=0.1 if device.type == "cpu" else 0.0,
         bf16=dtype is Dtype.bf16,
-        gb_s=_short(sum(weight.nbytes for weight in weights) / found["rows"][0] / 1e9),
+        gb_s=_short(sum(weight.nbytes for weight in weights) / found["gemv"][0] / 1e9),
         tflops=_short(2 * GEMM_ROWS * sum(weight.numel() for weight in long) / found["gemm"][0] / 1e12),
         times=times,
         **taken_by_libraries,
     )
-    for key, seconds in fitted(cluster, found["cases"], dtype, ranks.world).items():
-        setattr(times, key, _short(seconds / UNITS[key[-2:]]))
+    cluster.times = fitted(cluster, found["cases"], dtype, ranks.world)
     log.info(
         "streams %.1f GB/s, multiplies %.2f TFLOP/s; a layer costs %.0f us, a pass %.0f us more",
-        cluster.gb_s, cluster.tflops, times.layer_us, times.step_us,
+        cluster.gb_s, cluster.tflops, cluster.times.layer_us, cluster.times.step_us,
     )  # fmt: skip
     return cluster, found["beside"]
 
@@ -155,29 +154,37 @@ def _taken(device: torch.device) -> dict[str, Any]:
 
 def cases() -> list[Case]:
     """What the constants are fitted to; a draft has two layers."""
+    sizes = [(layers, WIDTH, HEAD, vocab) for layers, vocab in product(DEPTHS, VOCABULARIES)]
+    sizes.append((WIDE_LAYERS, WIDE, WIDE // 12, WIDE_VOCABULARY))
     found = []
-    for layers, vocab, k in product(DEPTHS, VOCABULARIES, LOOKAHEADS):
-        target, draft = (shape(n, WIDTH, vocab, head_dim=HEAD) for n in (layers, DEPTHS[0]))
+    for (layers, dim, head, vocab), k in product(sizes, LOOKAHEADS):
+        target, draft = (shape(n, dim, vocab, head_dim=head) for n in (layers, DEPTHS[0]))
         found.append(Case(target, draft if k else None, k))
     return found
 
 
-def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -> dict[str, float]:
-    """The constants, in seconds, that explain the cases' rounds best; relative errors count."""
+def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -> TimesConf:
+    """The constants that explain the cases' rounds best; relative errors count."""
+    zero: dict[str, Any] = {**dict.fromkeys(FITTED, 0.0), "rows_cost": {1: 1.0, FAR: 1.0}}
+    nothing = replace(cluster.times, bandwidth_share=1.0, **zero)
 
-    def all_but(key: str | None) -> list[float]:
-        """The cases' rounds if every fitted constant were zero, but this one a second."""
-        times = replace(cluster.times)
-        for name in FITTED:
-            setattr(times, name, 1 / UNITS[name[-2:]] if name == key else 0.0)
-        machine = machine_of(replace(cluster, times=times))
-        return [predicted(case, machine, dtype, world).round_s(case.k) for case in cases()]
+    def rounds(times: TimesConf, **changes: Any) -> Any:
+        machine = machine_of(replace(cluster, times=times, **changes))
+        return np.array([predicted(case, machine, dtype, world).round_s(case.k) for case in cases()])
 
-    base = all_but(None)
-    columns = [[a - b for a, b in zip(all_but(key), base, strict=True)] for key in FITTED]
-    matrix = np.array(columns).T / np.array(spent)[:, None]
-    wanted = (np.array(spent) - np.array(base)) / np.array(spent)
-    return dict(zip(FITTED, non_negative(matrix, wanted), strict=True))
+    known = rounds(nothing, gb_s=FREE, tflops=FREE)  # sums and messages, which were measured
+    whole = rounds(nothing)
+    columns = [whole - known, rounds(replace(nothing, rows_cost={1: 1.0, FAR: 2.0})) - whole]
+    for key in FITTED:
+        one: dict[str, Any] = {key: 1 / UNITS[key[-2:]]}
+        columns.append(rounds(replace(nothing, **one)) - whole)
+    matrix, wanted = np.array(columns).T / np.array(spent)[:, None], 1 - known / np.array(spent)
+    reading, more, *seconds = non_negative(matrix, wanted)
+    found = replace(nothing, bandwidth_share=_short(1 / reading) if reading else 1.0)
+    found.rows_cost = {1: 1.0, FAR: _short(1 + (more / reading if reading else 0.0))}
+    for key, value in zip(FITTED, seconds, strict=True):
+        setattr(found, key, _short(value / UNITS[key[-2:]]))
+    return found
 
 
 def non_negative(matrix: Any, wanted: Any) -> list[float]:
