@@ -63,7 +63,7 @@ def main() -> None:
     run, found = entry.run, seats(entry)
     tokens = tokens_of(found)
     new = int(own["new"])
-    pair = open_pair(found, run.cluster.reserve, run.cluster.gib, 1, 256 + new)
+    pair = open_pair(found, run, 1, 256 + new)
     contenders: dict[str, Callable[[int], tuple[float, Counts]]] = {
         "transformers generate": lambda i: by_transformers(pair, run, tokens, new, i),
         "regular (K = 0)": lambda i: by_us(pair, run, tokens, new, i, 0),

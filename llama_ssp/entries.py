@@ -15,8 +15,13 @@ from llama_ssp.config import Drafting, EvalConf, RunConf, Splitting, Weights
 from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Entry, drafts
 from llama_ssp.overrides import CONF, translated
-from llama_ssp.placement import resolve
+from llama_ssp.placement import Placement, resolve
+from llama_ssp.plan.actual import asked_of_run, is_free, placed
+from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
+from llama_ssp.plan.machine import CPU, machine_of
 from llama_ssp.ranges import require_deepspeed, require_split
+
+USUAL_TOKENS = 512  # of a prompt, for plans that are made before there is one
 
 
 def entries(run: RunConf, folders: list[Path], world: int) -> tuple[Entry, ...]:
@@ -31,7 +36,7 @@ def _completed(run: RunConf, world: int) -> Entry:
     draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft")
     whole = replace(run, model=model, draft=draft)
     checks.check_context(whole)
-    placement = resolve(whole.placement, world, drafts(whole))
+    placement = _placement(whole, world)
     if placement.splitting is Splitting.deepspeed:
         require_deepspeed(model, placement.world)
     elif len(placement.target) > 1:
@@ -39,6 +44,32 @@ def _completed(run: RunConf, world: int) -> Entry:
     if draft is not None and placement.draft_degree > 1:
         require_split(draft, placement.draft_degree, "draft")
     return Entry(whole, target_path, draft_path, placement)
+
+
+def _placement(run: RunConf, world: int) -> Placement:
+    """Who holds what: as asked for, and where that is left open what the plan finds fastest.
+
+    The prompts are not read yet, so it plans with prompts of a usual length.
+    """
+    draft = run.draft if drafts(run) else None
+    if world == 1 or draft is None or not is_free(run.placement):
+        return resolve(run.placement, world, draft is not None)
+    if run.placement.target_device == CPU and run.cluster.gpu is None:
+        run = replace(run, cluster=replace(run.cluster, gpu=CPU))
+    try:
+        machine = machine_of(run.cluster)
+    except UsageError:  # nothing is known of this GPU
+        return resolve(run.placement, world, drafts=True)
+    roles = (
+        Role(TARGET, run.model, machine.dtype(run.model.dtype)),
+        Role(DRAFT, draft, machine.dtype(draft.dtype)),
+    )
+    new = min(getattr(run.task, "max_new_tokens", USUAL_TOKENS), run.model.context - 1)
+    work = Workload(
+        getattr(run.task, "batch_size", 1), min(USUAL_TOKENS, run.model.context - new), new,
+        run.speculation.k, getattr(run.task, "prefill_chunk", USUAL_TOKENS),
+    )  # fmt: skip
+    return placed(run.placement, asked_of_run(run, roles, work), world, drafts=True)
 
 
 def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:

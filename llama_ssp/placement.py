@@ -6,7 +6,8 @@ it (on the leader alone, in copies, or split over the target's first ranks) or o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from llama_ssp.config import DraftSeat, PlacementConf, Splitting
 from llama_ssp.errors import DistributedError
@@ -37,6 +38,15 @@ class Placement:
     def draft_apart(self) -> bool:
         """Whether the draft has ranks, and so GPUs, of its own."""
         return bool(self.draft) and self.draft[0] not in self.target
+
+    def as_plain(self) -> dict[str, Any]:
+        """For messages between ranks."""
+        return {**asdict(self), "splitting": self.splitting.value}
+
+    @staticmethod
+    def of_plain(plain: dict[str, Any]) -> Placement:
+        ranks = {key: tuple(plain[key]) for key in ("target", "draft")}
+        return Placement(**{**plain, **ranks, "splitting": Splitting(plain["splitting"])})
 
     def in_words(self) -> str:
         """For logs and tables: "target 0-5, draft 6-7 (own)"."""

@@ -26,6 +26,8 @@ from llama_ssp.plan.verdict import Verdict
 
 log = logging.getLogger(__name__)
 
+SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -147,5 +149,5 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     changes = advice(asked, prediction.option, [prediction.option.placement.world])
     raise DistributedError(
         "the models do not fit", where=where, found=found, allowed=allowed,
-        fix="; or ".join([*changes, "plan.enforce=false to try all the same"]),
+        fix="; or ".join([*(changes or [SMALLER]), "plan.enforce=false to try all the same"]),
     )  # fmt: skip

@@ -49,7 +49,7 @@ class AgreeTask:
         longest = max(len(prompt.token_ids) for _, prompt in prompts)
         slots = min(longest + task.max_new_tokens, run.model.context)
         rows = min(task.batch_size, len(prompts))
-        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, rows, slots, self._ranks)
+        self._pair = open_pair(found, run, rows, slots, self._ranks)
         ends = frozenset() if task.ignore_eos else tokens.end_ids
         self._engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
         laws = Laws(run.sampling, tuple(sorted(ends)), min(self._pair.vocab, tokens.size)).uncut()

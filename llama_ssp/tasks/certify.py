@@ -64,9 +64,7 @@ class CertifyTask:
         longest = max(len(prompt.token_ids) for prompt in self._prompts)
         new = max(task.max_new_tokens, task.law_tokens, task.greedy_tokens)
         slots = min(longest + new, run.model.context)
-        self._pair = open_pair(
-            found, run.cluster.reserve, run.cluster.gib, task.batch_size, slots, self._ranks
-        )
+        self._pair = open_pair(found, run, task.batch_size, slots, self._ranks)
         self._examine(self._pair, tokens)
         self._finished = True
         verdicts = [VERDICTS.index(verdict(self._checks))] if self._ranks.is_leader else []

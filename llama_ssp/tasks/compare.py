@@ -66,7 +66,7 @@ class CompareTask:
         longest = max((len(prompt.token_ids) for _, prompt in given), default=TYPED_TOKENS)
         slots = min(longest + task.max_new_tokens, run.model.context)
         # Two engines hold a cache of the target's.
-        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, 2, slots, self._ranks)
+        self._pair = open_pair(found, run, 2, slots, self._ranks)
         regular, speculative = self._sides(self._pair, tokens)
         self._warm_up(regular, speculative, tokens)
         try:

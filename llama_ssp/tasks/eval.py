@@ -140,7 +140,7 @@ class EvalTask:
         longest = max(len(prompt.token_ids) for block in blocks for _, prompt in block)
         slots = min(longest + task.max_new_tokens, run.model.context)
         rows = min(task.batch_size, max(len(block) for block in blocks))
-        require_loadable(found, run.cluster.reserve, run.cluster.gib, rows, slots, self._ranks)
+        require_loadable(found, run, rows, slots)
         return Prepared(entry, found, tokens, blocks)
 
     def _answer_all(self, one: Prepared, shelf: Shelf) -> None:

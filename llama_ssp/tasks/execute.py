@@ -22,6 +22,7 @@ from llama_ssp.config import (
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.devices import device_of
+from llama_ssp.placement import Placement
 from llama_ssp.prompts import Reading, TextPrompt
 from llama_ssp.ranks import Ranks, open_ranks
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
@@ -73,14 +74,20 @@ def execute(inputs: Inputs) -> int:
 
 
 def shared(inputs: Inputs, ranks: Ranks) -> Inputs:
-    """The leader's seed and prompts, on every rank; their configs have to be the same already."""
+    """The leader's seed, prompts and placements, on every rank; their configs have to be the same already."""
     if ranks.world == 1:
         return inputs
     ranks.require_same("configuration or versions", json.dumps([config_sha256(inputs.run), versions()]))
-    own = json.dumps({"seed": inputs.seed, "reading": asdict(inputs.reading)})
+    placements = [pair.placement.as_plain() for pair in inputs.pairs]
+    own = json.dumps({"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements})
     told = json.loads(bytes(ranks.broadcast_ints(list(own.encode()))))
     prompts = [TextPrompt(**prompt) for prompt in told["reading"]["prompts"]]
-    return replace(inputs, seed=told["seed"], reading=Reading(prompts, told["reading"]["skipped"]))
+    pairs = tuple(
+        replace(pair, placement=Placement.of_plain(plain))
+        for pair, plain in zip(inputs.pairs, told["placements"], strict=True)
+    )
+    reading = Reading(prompts, told["reading"]["skipped"])
+    return replace(inputs, seed=told["seed"], pairs=pairs, reading=reading)
 
 
 def _run(inputs: Inputs, ranks: Ranks) -> int:

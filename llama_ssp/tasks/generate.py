@@ -12,11 +12,12 @@ from llama_ssp.engine import Prompt, State
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.loop import RowStep, Step
+from llama_ssp.plan.actual import in_words as plan_in_words
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, RunFolder
 from llama_ssp.tasks.batches import Batches, damaged, nothing_run, prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.pair import Pair, beside_plan, engine_for, lookahead_for, open_pair, seats, tokens_of
 from llama_ssp.text import Writing
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class GenerateTask:
         rows = min(task.batch_size, len(prompts))
         longest = max(len(prompt.token_ids) for _, prompt in prompts)
         slots = min(longest + task.max_new_tokens, run.model.context)
-        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, rows, slots, self._ranks)
+        self._pair = open_pair(found, run, rows, slots, self._ranks)
         ends = frozenset() if task.ignore_eos else tokens.end_ids
         engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
         lookahead = partial(lookahead_for, run)
@@ -55,7 +56,10 @@ class GenerateTask:
             if len(batches) > 1:
                 log.info("batch %d of %d done", number, len(batches))
         self._raise_if_damaged()
-        log.info("%s", in_words(self._runs.figures()))
+        figures = self.figures()
+        log.info("%s", in_words(figures))
+        if figures["plan"] is not None:
+            log.info("%s", plan_in_words(figures["plan"]))
         return "done"
 
     def has_output(self) -> bool:
@@ -63,11 +67,13 @@ class GenerateTask:
 
     def figures(self) -> dict[str, Any]:
         """The task's part of the summary."""
+        figures = self._runs.figures() if self._runs else nothing_run()
         return {
             "outputs": self._outputs,
             "rows_skipped": len(self._skipped),
             "devices": self._pair.devices if self._pair else {},
-            **(self._runs.figures() if self._runs else nothing_run()),
+            **figures,
+            "plan": beside_plan(self._pair, figures),
         }
 
     def _tokenised(self, tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:

@@ -68,7 +68,7 @@ class MeasureTask:
         slots = min(longest + task.max_new_tokens, run.model.context)
         rows = min(task.batch_size, len(self._prompts))
         # Contenders have caches of their own, and two of them hold the target's at a time.
-        self._pair = open_pair(found, run.cluster.reserve, run.cluster.gib, 2 * rows, slots, self._ranks)
+        self._pair = open_pair(found, run, 2 * rows, slots, self._ranks)
         drafts = self._inputs.pairs[0].drafter
         alone = len(found) > 1 and longest + task.max_new_tokens <= self._pair.draft_context
         contenders = contenders_of(self._pair, run, task.ks if drafts else [], alone)

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,11 @@ from llama_ssp.load.layers import load_layers
 from llama_ssp.load.models import DRAFT, load, load_part, require_supported
 from llama_ssp.load.tokens import Tokens, read_tokens, require_same_tokens
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
+from llama_ssp.placement import Placement
 from llama_ssp.plan import Bill, bill, parameters, require_room
+from llama_ssp.plan.actual import Measured, Prediction, asked_of_run, predict, require_fit
+from llama_ssp.plan.asked import Role, Workload
+from llama_ssp.plan.machine import CPU
 from llama_ssp.ranks import ALONE, Crew, Ranks, crew_of
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
@@ -79,6 +84,7 @@ class Pair:
     context: int
     draft_context: int
     draft_dtype: torch.dtype
+    prediction: Prediction | None = None
 
 
 def seats(entry: Entry) -> list[Seat]:
@@ -112,29 +118,23 @@ def tokens_of(found: list[Seat]) -> Tokens:
     return own[0]
 
 
-def open_pair(
-    found: list[Seat], reserve: float, gib: float | None, rows: int, slots: int, ranks: Ranks = ALONE
-) -> Pair:
+def open_pair(found: list[Seat], run: RunConf, rows: int, slots: int, ranks: Ranks = ALONE) -> Pair:
     """Loads the models, if they fit with caches of `rows` texts of `slots` tokens."""
-    require_loadable(found, reserve, gib, rows, slots, ranks)
-    return Shelf(ranks).open(found)
+    prediction = require_loadable(found, run, rows, slots)
+    return replace(Shelf(ranks).open(found), prediction=prediction)
 
 
-def require_loadable(
-    found: list[Seat], reserve: float, gib: float | None, rows: int, slots: int, ranks: Ranks
-) -> None:
-    """Refuses what cannot be run or does not fit, before weights are read."""
+def require_loadable(found: list[Seat], run: RunConf, rows: int, slots: int) -> Prediction | None:
+    """Refuses what cannot be run or does not fit, before weights are read; else what the plan says of it."""
     for seat in found:
         if seat.path is not None:
             require_supported(seat.path)
-    by_device: dict[torch.device, list[Bill]] = {}
-    for seat in (seat for seat in found if seat.splitting is not Splitting.layers):  # accelerate spreads
-        bills = by_device.setdefault(seat.device, [])
-        whole = bill(seat.role, seat.model, seat.dtype, rows, slots)
-        bills.append(_own_part(whole, seat, ranks.rank))
-    for device, bills in by_device.items():
-        capacity = memory_of(device) if gib is None else int(gib * 2**30)
-        require_room(bills, str(device), capacity, reserve)
+    prediction = _predicted(found, run, rows, slots)
+    if prediction is not None:
+        require_fit(prediction, run.plan.enforce)
+    elif run.plan.enforce:
+        _require_room(found, run, rows, slots)
+    return prediction
 
 
 class Shelf:
@@ -241,6 +241,19 @@ def _drafter(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) -> 
     return ModelDrafter(runner, laws, draws)
 
 
+def beside_plan(pair: Pair | None, figures: dict[str, Any]) -> dict[str, Any] | None:
+    """What was predicted of this run beside what was measured, on the leader's device."""
+    if pair is None or pair.prediction is None:
+        return None
+    reserved = allocated = None
+    holder = pair.target or pair.draft
+    if holder is not None and holder.device.type == "cuda":
+        reserved = torch.cuda.max_memory_reserved(holder.device)
+        allocated = torch.cuda.max_memory_allocated(holder.device)
+    measured = Measured(reserved, allocated, figures["ms_per_token"], figures["acceptance_rate_decided"])
+    return pair.prediction.beside(measured)
+
+
 def draft_alone(pair: Pair) -> Pair | None:
     """The draft in the target's place, on the ranks that share it with the leader; None on others."""
     group = pair.crew.draft
@@ -272,13 +285,33 @@ def _seated(seat: Seat) -> str:
     return f"{describe(seat.device)}, {seat.dtype.value}{over}{copies}"
 
 
-def _own_part(whole: Bill, seat: Seat, rank: int) -> Bill:
-    """What this rank's device holds of it; the ranks of a machine without GPUs share its memory."""
-    if seat.world == 1 or seat.device.type == "cpu":
-        return whole
-    if rank not in seat.ranks:
-        return replace(whole, weights=0, cache=0)
-    return replace(whole, weights=-(-whole.weights // seat.degree), cache=-(-whole.cache // seat.degree))
+def _predicted(found: list[Seat], run: RunConf, rows: int, slots: int) -> Prediction | None:
+    """The plan of this run; None where it has none: models on devices of their own, engines not ours."""
+    target, draft = found[0], found[1] if len(found) > 1 else None
+    if draft is not None and draft.device != target.device and target.world == 1:
+        return None
+    new = min(getattr(run.task, "max_new_tokens", slots), slots - 1)
+    k = run.speculation.k if _may_draft(run) else 0
+    work = Workload(rows, slots - new, new, k, getattr(run.task, "prefill_chunk", slots))
+    if target.device.type == "cpu" and run.cluster.gpu is None:
+        run = replace(run, cluster=replace(run.cluster, gpu=CPU))
+    roles = [Role(seat.role, seat.model, seat.dtype) for seat in found]
+    whole = (roles[0], roles[1] if draft is not None else None)
+    asked = asked_of_run(run, whole, work, memory_of(target.device))
+    drafting = (draft.ranks, draft.copies) if draft is not None else ((), False)
+    return predict(run, asked, Placement(target.splitting, target.world, target.ranks, *drafting))
+
+
+def _require_room(found: list[Seat], run: RunConf, rows: int, slots: int) -> None:
+    """Weights and caches alone, device by device; where accelerate spreads a model it refuses itself."""
+    by_device: dict[torch.device, list[Bill]] = {}
+    for seat in (seat for seat in found if seat.splitting is not Splitting.layers):
+        by_device.setdefault(seat.device, []).append(bill(seat.role, seat.model, seat.dtype, rows, slots))
+    for device, bills in by_device.items():
+        gib = run.cluster.gib
+        require_room(
+            bills, str(device), memory_of(device) if gib is None else int(gib * 2**30), run.cluster.reserve
+        )
 
 
 def _may_draft(run: RunConf) -> bool:

@@ -17,10 +17,11 @@ from torch.nn import functional
 
 from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Verification, Weights
 from llama_ssp.engine import Prompt
-from llama_ssp.inputs import Entry
+from llama_ssp.inputs import Entry, drafts
 from llama_ssp.load.devices import TORCH_DTYPES
 from llama_ssp.loop import Limits, generate
 from llama_ssp.metrics import Counts
+from llama_ssp.placement import resolve
 from llama_ssp.ranks import Ranks
 from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
 
@@ -152,9 +153,10 @@ class Player:
     def _pair(self, run: RunConf) -> tuple[Pair, Any]:
         key = f"{run.model} {run.draft}"
         if key not in self._pairs:
-            found = seats(Entry(run, None, None))
+            placement = resolve(run.placement, self._ranks.world, drafts(run))
+            found = seats(Entry(run, None, None, placement))
             tokens = tokens_of(found)
-            pair = open_pair(found, 0.0, None, 1, len(PROMPT) + self._new, self._ranks)
+            pair = open_pair(found, run, 1, len(PROMPT) + self._new, self._ranks)
             self._pairs[key] = (pair, tokens)
         return self._pairs[key]
 
