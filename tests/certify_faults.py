@@ -54,7 +54,7 @@ def _unfiltered_target(self: Laws, logits: Any, prefix: Any) -> Any:
     return mutants._unfiltered_target(self, logits, prefix)
 
 
-NUCLEUS = ("sampling=nucleus",)
+NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
 FAULTS = [
     Fault("ratio swapped", verify, "_ratios", mutants._swapped, "law"),
     Fault("correction from the target's whole law", verify, "_remaining_law", mutants._target_again, "law"),

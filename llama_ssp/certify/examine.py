@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 from llama_ssp.certify.calculus import Node, node
 from llama_ssp.certify.findings import Check, Outcome
-from llama_ssp.certify.reference import Departure, Noise, Reference, tolerance
+from llama_ssp.certify.reference import (
+    Departure,
+    Noise,
+    Reference,
+    quantiles,
+    tolerance,
+    typical_excess,
+)
 from llama_ssp.certify.samplers import Sampler, WatchedSampler
 from llama_ssp.certify.twosample import POWER, Samples
 from llama_ssp.engine import Prompt
@@ -77,10 +84,13 @@ def _law_finding(noise: Noise, departures: list[Departure], nodes: list[Node]) -
     by_rule = max((one.error for one in nodes), default=0.0)
     beyond = max(one.beyond for one in departures)
     largest = max(one.total_variation for one in departures)
+    typical = quantiles([one.total_variation for one in departures])[0]
     figures = {
         "positions": len(departures),
         "positions_astray": astray,
         "largest_total_variation": largest,
+        "median_total_variation": typical,
+        "rounding_median_total_variation": noise.typical[0],
         "largest_total_variation_uncut": beyond,
         "rounding_band_total_variation": noise.total_variation,
         "rounding_tolerance_total_variation": tolerance(noise),
@@ -95,6 +105,10 @@ def _law_finding(noise: Noise, departures: list[Departure], nodes: list[Node]) -
         says = f"verification used laws other than the target's at {astray} of {len(departures)} positions"
         most = f"total variation {largest:.2g} at worst, where rounding explains {tolerance(noise):.2g}"
         return Check("law", Outcome.failed, f"{says}: {most}", figures)
+    if typical_excess(departures, noise):
+        says = f"verification used laws other than the target's: total variation {typical:.2g} at half of the"
+        most = f"{len(departures)} positions, where regular passes differ by {noise.typical[0]:.2g}"
+        return Check("law", Outcome.failed, f"{says} {most}", figures)
     if not noise.total_variation <= MOST_NOISE:
         says = f"the target's own law moves by {noise.total_variation:.2g} with how its text is fed"
         return Check("law", Outcome.blind, says, figures)

@@ -5,7 +5,8 @@ does, in blocks and in one piece, each time beside other rows. Every rank takes 
 
 Where filters cut a law, rounding may keep a token or drop it, and the law jumps. So a recorded law is held
 against the law *before* its cut: what it keeps must be what some change within rounding would keep, and on
-that the two laws must agree.
+that the two laws must agree. That excuses much at a single position; so what recorded laws differ by at most
+positions, cut and all, must not be a multiple of what regular passes differ by there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,16 +24,23 @@ from llama_ssp.engine.runner import Model
 from llama_ssp.numerics import Feeder
 from llama_ssp.sampling import Laws, Prefix, filtered
 
+QUANTILES = (0.5, 0.75)  # of the positions, at which recorded laws and regular passes are compared
+MULTIPLE = 3.0  # of the regular passes' quantile that is still rounding
+PART_OF_LARGEST = 0.25  # passes may be equal, bit by bit, at most positions: so much is rounding everywhere
 SAFETY = 2.0  # how often the largest difference between regular passes a recorded law may differ
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The largest differences between regular passes: total variation, and of a log probability."""
+    """What regular passes differ by.
+
+    At most: in total variation, and in a log probability, before any cut. At the QUANTILES of the positions:
+    in total variation, cut and all.
+    """
 
     total_variation: float
     log: float
-    positions: int
+    typical: tuple[float, ...] = (0.0,) * len(QUANTILES)
 
 
 @dataclass(frozen=True)
@@ -72,15 +81,16 @@ class Reference:
         ]
 
     def noise(self, laws: Laws) -> Noise:
-        """What the passes differ by, before any filter cuts."""
-        uncut, far, log, positions = laws.uncut(), [0.0], [0.0], 0
+        """What the passes differ by."""
+        uncut, far, log, whole = laws.uncut(), [0.0], [0.0], [0.0]
         for seen, index in zip(self._rounds, range(len(self._rounds)), strict=True):
             for at in range(seen.count + 1):
                 first, *others = (self._law(uncut, way, index, at) for way in range(len(self._ways)))
                 far += [float((first - other).abs().sum()) / 2 for other in others]
                 log += [_log_distance(first, other) for other in others]
-                positions += 1
-        return Noise(_largest(far), _largest(log), positions)
+                first, *others = (self._law(laws, way, index, at) for way in range(len(self._ways)))
+                whole += [float((first - other).abs().sum()) / 2 for other in others]
+        return Noise(_largest(far), _largest(log), quantiles(whole))
 
     def departure(self, laws: Laws, noise: Noise, index: int, at: int) -> Departure:
         """How the law that verification used differs from the target's own at this position."""
@@ -111,6 +121,17 @@ class Reference:
         )
         law_V = laws(logit_V[None, None], prefix)[0, 0].double().cpu()
         return law_V / law_V.sum()
+
+
+def quantiles(values: list[float]) -> tuple[float, ...]:
+    return tuple(np.quantile(values, QUANTILES).tolist())
+
+
+def typical_excess(departures: Sequence[Departure], noise: Noise) -> bool:
+    """Whether recorded laws differ from the target's own by a multiple of what regular passes differ by."""
+    found = quantiles([departure.total_variation for departure in departures])
+    least = max(PART_OF_LARGEST * noise.total_variation, 1e-6)
+    return any(own > MULTIPLE * usual + least for own, usual in zip(found, noise.typical, strict=True))
 
 
 def _logits(

@@ -1,0 +1,108 @@
+"""The pair that ships: certify's checks pass what is right, and each fault of the list fails its check.
+
+The checks run by themselves, at the size of the default run or below; `python -m tests.certify_faults`
+runs the whole command on every fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llama_ssp.certify.examine import Plan, check_laws, check_samples
+from llama_ssp.certify.findings import Check, Outcome
+from llama_ssp.certify.tallies import check_drafts
+from llama_ssp.certify.watch import KeepsEveryDraft, Witness
+from llama_ssp.checkpoint import SHIPPED_FOLDER, complete
+from llama_ssp.config import CertifyConf, Dtype, ModelConf, SamplingConf
+from llama_ssp.engine import Prompt
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.models import load
+from llama_ssp.load.tokens import Tokens, read_tokens
+from llama_ssp.prompts import SHORT
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES, TokenRule
+from tests.certify_faults import FAULTS, Fault, TransformersSampler
+from tests.test_certify import sampler
+
+pytestmark = pytest.mark.slow
+
+NUCLEUS = SamplingConf(temperature=0.8, top_p=0.95)
+DEFAULT = CertifyConf()
+PLAN = Plan(
+    samples=DEFAULT.samples, new_tokens=DEFAULT.max_new_tokens, law_tokens=DEFAULT.law_tokens,
+    law_rounds=DEFAULT.law_rounds, law_positions=30, greedy_tokens=DEFAULT.greedy_tokens,
+    false_alarm=DEFAULT.false_alarm, shuffles=20_000, rows=64, chunk=512, seed=1,
+)  # fmt: skip
+Shipped = tuple[CausalModel, CausalModel, Tokens]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Shipped:
+    models = []
+    for name in ("demo", "demo_draft"):
+        model, path = complete(ModelConf(name=name, path=f"shipped:{name}"), "model")
+        models.append(load(model, path, Dtype.bf16, torch.device("cpu"), "model"))
+    return models[0], models[1], read_tokens(SHIPPED_FOLDER / "demo", 4096)
+
+
+def prompts_of(tokens: Tokens) -> list[Prompt]:
+    return [Prompt(str(n), tuple(tokens.encode(text))) for n, text in enumerate(SHORT)]
+
+
+def laws_checked(shipped: Shipped, sampling: SamplingConf, rule: str = "block") -> Check:
+    target, draft, tokens = shipped
+    ours = sampler(
+        "ours", RULES[rule], draft, Witness(rule == "block", 1), sampling, target, 4, tokens.end_ids, 64
+    )
+    laws = Laws(sampling, tuple(tokens.end_ids), target.vocab)
+    with torch.inference_mode():
+        found = check_laws(ours, target, laws, prompts_of(tokens), PLAN, True)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("sampling", [SamplingConf(), NUCLEUS], ids=["plain", "nucleus"])
+def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConf) -> None:
+    found = laws_checked(shipped, sampling)
+    assert found.outcome is Outcome.passed, found.says
+    assert found.figures["positions"] > 250
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.check == "law"], ids=lambda fault: fault.name)
+def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
+    with fault.planted():
+        found = laws_checked(shipped, NUCLEUS if fault.overrides else SamplingConf())
+    assert found.outcome is Outcome.failed
+    shown = found.figures["median_total_variation"] > 3 * found.figures["rounding_median_total_variation"]
+    assert shown or found.figures["positions_rule_wrong"] + found.figures["positions_astray"] > 5
+
+
+@pytest.mark.parametrize(
+    "fault", [None, *(f for f in FAULTS if f.check == "drafts")], ids=["none", "mixture"]
+)
+def test_faults_of_the_drafts(shipped: Shipped, fault: Fault | None) -> None:
+    """A third of the default run's texts."""
+    target, draft, tokens = shipped
+    witness = Witness(True, 1)
+    ours = sampler("ours", RULES["block"], draft, witness, None, target, 4, tokens.end_ids, 64)
+    asked = [replace(p, id=f"{p.id} {n}") for p in prompts_of(tokens) for n in range(PLAN.samples // 3)]
+    if fault is None:
+        ours.texts(asked, PLAN.new_tokens)
+    else:
+        with fault.planted():
+            ours.texts(asked, PLAN.new_tokens)
+    expected = Outcome.passed if fault is None else Outcome.failed
+    assert check_drafts(witness, PLAN.level).outcome is expected
+
+
+def test_transformers_with_another_tokenizer(shipped: Shipped) -> None:
+    """A quarter of the default run's texts, and nothing but the texts: its law is far from the target's."""
+    target, draft, tokens = shipped
+    plan = replace(PLAN, samples=PLAN.samples // 4)
+    regular = sampler("regular", TokenRule(), None, None, None, target, 4, tokens.end_ids, 64)
+    wrong = sampler("keeps every draft", KeepsEveryDraft(), draft, None, None, target, 4, tokens.end_ids, 64)
+    found = check_samples(TransformersSampler(), regular, wrong, prompts_of(tokens), plan, True)
+    assert [check.outcome for check in found] == [Outcome.failed, Outcome.passed]
