@@ -74,19 +74,17 @@ class MeasureTask:
         contenders = contenders_of(self._pair, run, task.ks if drafts else [], alone)
         self._speeds = speeds_of(contenders)
         batches = [self._prompts[i : i + rows] for i in range(0, len(self._prompts), rows)]
-        turns = (task.repeats + 1) * len(contenders)
+        turns = (task.repeats + 1) * len(batches) * len(contenders)
         try:
-            for contender in contenders:
-                self._turn(contender, batches[:1], tokens, 0)
             with Progress("measure", turns, "turns") as progress:
+                self._repeat(contenders, batches[:1], tokens, 0)
                 for repeat in range(task.repeats):
-                    for contender in contenders:
-                        sample = self._turn(contender, batches, tokens, repeat)
-                        contender.record.samples += [sample] if sample else []
-                        progress.advance(1)
+                    samples = self._repeat(contenders, batches, tokens, repeat, progress)
+                    for contender, sample in zip(contenders, samples, strict=True):
+                        contender.record.samples += [sample] if contender.pair else []
                 for contender in contenders:
                     self._split(contender, batches, tokens)
-                    progress.advance(1)
+                    progress.advance(len(batches))
             self._memory = peak_memory(found[0].device, self._ranks)
         finally:
             self._show()
@@ -124,15 +122,40 @@ class MeasureTask:
             raise problem
         return Prompt(where.id, tuple(ids))
 
+    def _repeat(
+        self, contenders: list[Contender], batches: list[list[Prompt]], tokens: Tokens, repeat: int,
+        progress: Progress | None = None,
+    ) -> list[Sample]:  # fmt: skip
+        """All prompts once by each contender, in turn at every batch: what slows the machine slows all.
+
+        Every repeat draws other texts, the same in every run of this seed.
+        """
+        samples = [Sample() for _ in contenders]
+        for batch in batches:
+            for contender, sample in zip(contenders, samples, strict=True):
+                self._turn(contender, batch, tokens, repeat, sample)
+                if progress is not None:
+                    progress.advance(1)
+        return samples
+
     def _turn(
-        self, contender: Contender, batches: list[list[Prompt]], tokens: Tokens, repeat: int
-    ) -> Sample | None:
-        """All prompts once. Every repeat draws other texts, the same in every run of this seed."""
-        sample = None
+        self, contender: Contender, batch: list[Prompt], tokens: Tokens, repeat: int, sample: Sample
+    ) -> None:
+        """One batch by one contender."""
         if contender.pair is not None:
-            sample = self._sample(self._engine(contender, tokens, repeat), contender.run, batches, tokens)
+            engine = self._engine(contender, tokens, repeat)
+            limits = Limits(self._task.max_new_tokens, self._ends(tokens))
+            timed = TimedRun(engine, batch, self._task.max_new_tokens)
+            for step, spent in timed.rounds(limits, lookahead_for(contender.run, len(batch))):
+                if step.round:
+                    sample.delivery_ms.append(1000 * spent)
+                    for row in step.rows:
+                        sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
+            self._require_sound(timed)
+            longest = max(len(prompt.token_ids) for prompt in batch)
+            first_s = timed.first_token_s or 0.0
+            sample.take(longest, timed.prefill_s, timed.decode_s, first_s, timed.counts)
         self._ranks.barrier()  # who has no part in it waits here, not in a message that has less patience
-        return sample
 
     def _engine(self, contender: Contender, tokens: Tokens, repeat: int) -> AnyEngine:
         assert contender.pair is not None
@@ -142,22 +165,8 @@ class MeasureTask:
     def _ends(self, tokens: Tokens) -> frozenset[int]:
         return frozenset() if self._task.ignore_eos else tokens.end_ids
 
-    def _sample(self, engine: AnyEngine, run: RunConf, batches: list[list[Prompt]], tokens: Tokens) -> Sample:
-        sample, limits = Sample(), Limits(self._task.max_new_tokens, self._ends(tokens))
-        for batch in batches:
-            timed = TimedRun(engine, batch, self._task.max_new_tokens)
-            for step, spent in timed.rounds(limits, lookahead_for(run, len(batch))):
-                if step.round:
-                    sample.delivery_ms.append(1000 * spent)
-                    for row in step.rows:
-                        sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
-            self._require_sound(timed)
-            sample.take(
-                max(len(prompt.token_ids) for prompt in batch), timed.prefill_s, timed.decode_s,
-                timed.first_token_s or 0.0, timed.counts,
-            )  # fmt: skip
-        return sample
-
+                    progress.advance(len(batches))
+            self._memory = peak_memory(found[0].device, self._ranks)
     def _split(self, contender: Contender, batches: list[list[Prompt]], tokens: Tokens) -> None:
         """The same turn once more with the stopwatch on, which is no part of the figures above."""
         if contender.pair is not None:
