@@ -27,7 +27,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def csv_text(records: list[Record]) -> str:
-    """A line for each turn, for other statistics than ours."""
+    """A line for each contender and repeat, for other statistics than ours."""
     rows = [
         {"contender": record.name, "k": record.k, "repeat": repeat, **sample.row()}
         for record in records
