@@ -210,6 +210,7 @@ def _check_placement(placement: PlacementConf) -> None:
             )  # fmt: skip
     if placement.draft_degree is not None:
         _between("placement.draft_degree", placement.draft_degree, 1, 4096)
+    _between("placement.timeout_s", placement.timeout_s, 1.0, 86400.0, "seconds; raise it for slow machines")
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
         raise UsageError(
             "placement.max_memory and offload_folder are for splitting by layers",

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import hydra
@@ -27,15 +26,19 @@ from llama_ssp.entries import entries
 from llama_ssp.errors import (
     INPUT_OUTPUT,
     USAGE,
+    JointError,
     RunError,
     StorageError,
     UsageError,
     one_line,
 )
+from llama_ssp.guard import GUARD, end_with_launcher, leave
 from llama_ssp.inputs import Inputs
 from llama_ssp.overrides import CONF, check_arguments, ranks, translated
 from llama_ssp.plot import check_plot, check_record
 from llama_ssp.prompts import Reading, read_prompts
+
+GRACE_S = 4.0  # for a rank to obey a signal
 
 
 def main() -> NoReturn:
@@ -45,14 +48,20 @@ def main() -> NoReturn:
         format="%(message)s",
         stream=sys.stderr,
     )
-    signal.signal(signal.SIGTERM, _terminate)
+    end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as exceptions
-    code = _guarded()
+    if os.environ.get("LLAMA_SSP_DEBUG") != "1":
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the rest comes to us as exceptions, too
+    GUARD.start(None if os.environ.get("WORLD_SIZE", "1") == "1" else GRACE_S)
+    try:
+        code = _guarded()
+    except JointError as error:  # the others may be waited for without end when a group is taken down
+        _fail(str(error), error.code, error)
+        _forget_unwritable_output()
+        leave(error.code)
+    finally:
+        GUARD.stop()
     _forget_unwritable_output()
-    if code and _is_among_ranks():  # the others may be waited for without end when a group is taken down
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
     sys.exit(code)
 
 
@@ -62,6 +71,8 @@ def _guarded() -> int:
         code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
         sys.stdout.flush()
         return code
+    except JointError:
+        raise
     except RunError as error:
         return _fail(str(error), error.code, error)
     except RecursionError as error:
@@ -71,7 +82,7 @@ def _guarded() -> int:
     except OSError as error:
         return _fail(f"{error.strerror or error}; {error.filename or 'input or output'}", INPUT_OUTPUT, error)
     except KeyboardInterrupt as stop:
-        number = signal.SIGTERM if stop.args == (signal.SIGTERM,) else signal.SIGINT
+        number = stop.args[0] if stop.args else signal.SIGINT
         return _fail("stopped by a signal; what was finished is in the run folder", 128 + number, stop)
 
 
@@ -161,21 +172,14 @@ def _forget_unwritable_output() -> None:
 
 
 def _fail(message: str, code: int, error: BaseException) -> int:
+    """Says it, if this process is the one to."""
     if os.environ.get("LLAMA_SSP_DEBUG") == "1":
         traceback.print_exception(error)
-    if _is_leader() and sys.stderr is not None:
+    speaks = error.speaks if isinstance(error, RunError) else None
+    if (_is_leader() if speaks is None else speaks) and sys.stderr is not None:
         print(f"error: {one_line(message)}", file=sys.stderr)
     return code
 
 
-def _is_among_ranks() -> bool:
-    opened = sys.modules.get("llama_ssp.ranks")  # comes with the task, if it got so far
-    return opened is not None and opened.are_open()
-
-
 def _is_leader() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.SIGTERM)

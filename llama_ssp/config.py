@@ -117,7 +117,8 @@ class PlacementConf:
 
     A device `auto` is the rank's own accelerator, else the CPU. `draft_degree` null is all of the target's
     ranks for replicated and sharded, one rank for own; lists of ranks say it one by one. `max_memory`
-    (device index, cpu: "20GiB") and `offload_folder` are for splitting=layers.
+    (device index, cpu: "20GiB") and `offload_folder` are for splitting=layers. `timeout_s` is how long a rank
+    may be late, silent or waited for before all end.
     """
 
     splitting: Splitting = Splitting.tensor
@@ -129,6 +130,7 @@ class PlacementConf:
     draft_device: str = "auto"
     max_memory: dict[str, str] = field(default_factory=dict)
     offload_folder: str | None = None
+    timeout_s: float = 120.0
 
 
 @dataclass

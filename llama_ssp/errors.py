@@ -16,6 +16,7 @@ class RunError(Exception):
     """The base of all errors that are the user's to mend; `code` is the exit code."""
 
     code = FAILED_CHECK
+    speaks: bool | None = None  # whether this rank says it; None is: the leader does
 
     def __init__(
         self, what: str, *, where: str = "", found: object = None, allowed: str = "", fix: str = ""
@@ -54,6 +55,14 @@ class DistributedError(RunError):
     """Ranks, rendezvous or devices do not match what was asked for."""
 
     code = DISTRIBUTED
+
+
+class JointError(RunError):
+    """What ends all ranks of a run: one line, one code, said by one of them."""
+
+    def __init__(self, line: str, code: int, speaks: bool) -> None:
+        super().__init__(line)
+        self.code, self.speaks = code, speaks
 
 
 class StorageError(RunError):

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "llama_ssp"
 # Lowest first; a module may import from its own row and from the rows above it in this list.
 LAYERS = [
     {"llama_ssp", "errors"},
-    {"config"},
+    {"config", "guard"},
     {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
      "tabular", "lookahead"},
     {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "journal"},
@@ -34,7 +34,7 @@ WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
     "ranges", "placement", "journal", "tabular", "track", "speeds", "screen", "plot_speeds", "recording",
-    "planning",
+    "planning", "guard",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

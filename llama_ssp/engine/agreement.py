@@ -3,7 +3,7 @@
 A round has one message to the ranks of the target: what the round before decided, and what is drafted
 for this one. Ranks that take part in drafting are asked before: the decision, and how much to draft.
 From these every rank derives all that it does, so nothing hangs on equal seeds or equal rounding. Each
-message carries a checksum of what the leader holds the texts to be.
+message carries how many rounds are decided, and a checksum of what the leader holds the texts to be.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ class Leading:
         self._untold: list[int] = []  # the last decision
         self._basis: int | None = None  # what the texts were when it was taken
         self._rows = 0
+        self._decided = 0  # rounds, since this engine began
+        self.round = 0  # that is going on
+
+    def begin(self) -> int:
+        """The number of the round that begins."""
+        self.round = self._decided + 1
+        return self.round
 
     def ask(self, state: State, count: Count) -> None:
         """Tells those who draft what was decided, and how much to draft now."""
@@ -75,6 +82,7 @@ class Leading:
 
     def decide(self, state: State, verdict: Verdict) -> None:
         """Keeps the decision for the next messages."""
+        self._decided += 1
         if self._target is not None or self._asked is not None:
             self._untold, self._basis = verdict.told(), checksum(state.lengths)
             self._rows = state.rows
@@ -88,7 +96,7 @@ class Leading:
 
     def _tell(self, ranks: Ranks | None, basis: int, values: list[int]) -> None:
         if ranks is not None:
-            ranks.broadcast_ints([basis, int(bool(self._untold)), *self._untold, *values])
+            ranks.broadcast_ints([self._decided, basis, int(bool(self._untold)), *self._untold, *values])
 
     def _basis_of(self, state: State) -> int:
         """What the texts were at the last decision; before the first, what they are."""
@@ -104,6 +112,13 @@ class Following:
         self._start: list[int] | None = None  # of the round to come
         self._basis: int | None = None  # what the texts were at the last decision
         self._rows = 0
+        self._decided = 0  # rounds, since this engine began
+        self.round = 0  # that is going on
+
+    def begin(self) -> int:
+        """The number of the round that begins."""
+        self.round = self._decided + 1
+        return self.round
 
     def count(self, state: State) -> Count:
         """How much to draft; for ranks that are asked."""
@@ -123,6 +138,7 @@ class Following:
     def verdict(self, state: State) -> Verdict:
         """What was decided. What comes with it starts the next round."""
         self._basis, self._rows = checksum(state.lengths), state.rows
+        self._decided += 1
         verdict, self._start = self._heard(self._target if self._asked is None else self._asked, state)
         if verdict is None:
             raise self._astray("a round ended without a decision")
@@ -146,7 +162,9 @@ class Following:
 
     def _hear(self, ranks: Ranks | None, basis: int, rows: int) -> tuple[Verdict | None, list[int]]:
         assert ranks is not None, "whom a rank hears from follows from its place"
-        theirs, decided, *values = ranks.broadcast_ints([])
+        number, theirs, decided, *values = ranks.broadcast_ints([])
+        if number != self._decided:
+            raise self._astray(f"{self._decided} rounds are decided here, {number} with the leader")
         if theirs != basis:
             raise self._astray("their texts differ in length")
         rest = iter(values)
@@ -154,6 +172,6 @@ class Following:
 
     def _astray(self, how: str) -> DistributedError:
         return DistributedError(
-            f"the ranks are out of step: {how}", where=f"rank {self._me}",
+            f"the ranks are out of step: {how}", where=f"rank {self._me}, round {self.round}",
             fix="report it: ranks derive all they do from the leader's messages",
         )  # fmt: skip

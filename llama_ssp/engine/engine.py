@@ -82,7 +82,7 @@ class Engine:
 
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """At most `wanted` tokens a row, fewer where the drafter cannot reach further."""
-        self._enter("draft")
+        self._enter("draft", self._rounds.begin())
         count = tuple(
             min(k, self.drafter.limit(length)) for k, length in zip(wanted, state.lengths, strict=True)
         )
@@ -93,10 +93,10 @@ class Engine:
 
     def verify(self, state: State, proposal: Proposal) -> Verdict:
         """One target forward over K+1 positions, and the decision. Finished rows are fed nothing."""
-        self._enter("verify")
+        self._enter("verify", self._rounds.round)
         verdict = self._judge(state, proposal, target_logits(self.target, state, proposal.count))
         self._rounds.decide(state, verdict)
-        self._enter("commit")
+        self._enter("commit", self._rounds.round)
         return verdict
 
     def roll_back(self, state: State) -> None:

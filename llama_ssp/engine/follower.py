@@ -67,7 +67,7 @@ class Follower:
 
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """Takes part in drafting, if it does, then hears what was drafted."""
-        self._enter("draft")
+        self._enter("draft", self._rounds.begin())
         if self._drafter is None:
             return self._rounds.drafts(state)
         own = self._drafter.propose(state, self._rounds.count(state))
@@ -86,11 +86,11 @@ class Follower:
 
     def verify(self, state: State, proposal: Proposal) -> Verdict:
         """Takes part in the target's forward, then hears the decision."""
-        self._enter("verify")
+        self._enter("verify", self._rounds.round)
         if self._target:
             target_logits(self._target, state, proposal.count)
         verdict = self._rounds.verdict(state)
-        self._enter("commit")
+        self._enter("commit", self._rounds.round)
         return verdict
 
     def roll_back(self, state: State) -> None:

@@ -2,10 +2,10 @@
 
 from llama_ssp.ranks.crew import SOLE, Crew, crew_of
 from llama_ssp.ranks.faults import LostPeer
-from llama_ssp.ranks.group import PACKET, are_open, checksum, open_ranks
+from llama_ssp.ranks.group import PACKET, checksum, open_ranks
 from llama_ssp.ranks.protocol import ALONE, Alone, Ranks
 
 __all__ = [
-    "ALONE", "PACKET", "SOLE", "Alone", "Crew", "LostPeer", "Ranks", "are_open", "checksum", "crew_of",
+    "ALONE", "PACKET", "SOLE", "Alone", "Crew", "LostPeer", "Ranks", "checksum", "crew_of",
     "open_ranks",
 ]  # fmt: skip

@@ -1,16 +1,25 @@
-"""Why a rank ends: the first one that fails leaves its reason, and the others give it as theirs."""
+"""Why a rank ends: the first one that fails leaves its reason, and all end with it."""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
 
-from llama_ssp.errors import DistributedError, RunError
+from llama_ssp.errors import DISTRIBUTED, INPUT_OUTPUT, DistributedError, JointError, RunError
+from llama_ssp.guard import GUARD
+from llama_ssp.ranks.board import END, Board, Cause, Place
+from llama_ssp.ranks.meeting import Meeting
+from llama_ssp.ranks.peers import Peers
+from llama_ssp.ranks.watch import BEAT_S, LEAVE_S, QUIET_S, Watch, stopped
 
-COMPLAINT = "llama_ssp_complaint"
-PATIENCE_S = 2.0  # for a rank that has failed to say why
+SIGNAL_S = 0.3  # torchrun stops all ranks when one has gone: that one is the cause
+LINGER_S = 2.0  # for the others to hear the cause from a store that ends with this process
 
 
 class LostPeer(DistributedError):
@@ -20,10 +29,23 @@ class LostPeer(DistributedError):
 class Report:
     """One rank's account of what it is doing, and of what ended it."""
 
-    def __init__(self, rank: int, store: Any) -> None:
-        self.rank = rank
-        self.phase = "start"
-        self._store = store
+    def __init__(self, meeting: Meeting, patience_s: float) -> None:
+        address = meeting.address
+        self.rank, self.world = address.rank, address.world
+        self.place = Place("start")
+        self.folder: Path | None = None  # where records are kept
+        self._keeps_store = address.hosts
+        self._board = Board(meeting.store, self.rank, self.world)
+        peers = Peers(meeting.everyone, self.rank)
+        self._watch = Watch(
+            self._board.clone(), peers, self.rank, self.world, patience_s, not address.launched
+        )
+        self._watch.start()
+
+    def enter(self, phase: str, number: int = 0) -> None:
+        self.place = self._watch.place = Place(phase, number)
+        with suppress(RuntimeError):  # who keeps the store is gone: the watch knows
+            self._board.move(self.place)
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -31,28 +53,74 @@ class Report:
         try:
             yield
         except RuntimeError as error:
+            GUARD.ending = True
+            self._watch.lost.set()
             raise LostPeer(
-                "another rank has gone or does not answer", where=f"rank {self.rank}, {self.phase}, {what}",
+                "another rank has gone or does not answer", where=f"rank {self.rank}, {self.place}, {what}",
                 found=str(error)[-160:], fix="look for the first error of the other ranks",
             ) from error  # fmt: skip
 
-    def cause_of(self, error: BaseException) -> BaseException:
-        """The error, which the others get to know, or the one they ended with."""
-        if isinstance(error, LostPeer | KeyboardInterrupt):
-            left = self._complaint(PATIENCE_S if isinstance(error, LostPeer) else 0.0)
-            return error if left is None else DistributedError(left)
-        what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-        line = f"rank {self.rank} failed in {self.phase}; {what}"
-        with suppress(RuntimeError):  # the others find that this rank is gone
-            self._store.compare_set(COMPLAINT, "", line)
-        return error if isinstance(error, RunError | OSError) else DistributedError(line)
+    def leave(self) -> None:
+        """From here on, ranks that go are no fault."""
+        self.enter(END)
 
-    def _complaint(self, patience_s: float) -> str | None:
-        """What the first rank that failed has left, waiting a little for it."""
-        until = time.monotonic() + patience_s
-        with suppress(RuntimeError):  # the store may be gone, too
-            while not (left := self._store.check([COMPLAINT])) and time.monotonic() < until:
-                time.sleep(0.05)
-            if left:
-                return str(self._store.get(COMPLAINT).decode())
-        return None
+    def part(self) -> None:
+        self._watch.part()
+
+    def cause_of(self, error: BaseException) -> JointError:
+        """What all ranks end with: the first cause on the board, which may be this error."""
+        GUARD.ending = True
+        cause = self._cause(error)
+        speaks = self._watch.speaks(cause)
+        GUARD.arm("cause", LEAVE_S, cause.code, cause.line if speaks else "")
+        self._keep(error, cause)
+        if self._keeps_store:
+            self._linger(cause)
+        return JointError(cause.line, cause.code, speaks)
+
+    def _cause(self, error: BaseException) -> Cause:
+        if isinstance(error, LostPeer):
+            self._watch.found.wait(QUIET_S + 2 * BEAT_S)
+        elif isinstance(error, KeyboardInterrupt):
+            self._watch.found.wait(SIGNAL_S)
+        if self._watch.found.is_set():
+            return self._watch.cause
+        with suppress(RuntimeError):
+            return self._board.blame(self._own(error))
+        return self._own(error)
+
+    def _own(self, error: BaseException) -> Cause:
+        where = f"rank {self.rank} failed during {self.place}"
+        if isinstance(error, KeyboardInterrupt):
+            return stopped(self.rank, error.args[0], self.place)
+        if isinstance(error, LostPeer):
+            return Cause(f"rank {self.rank} waits in vain; {error}; {self._places()}", error.code)
+        if isinstance(error, RunError):
+            return Cause(f"{where}: {error}", error.code)
+        code = INPUT_OUTPUT if isinstance(error, OSError) else DISTRIBUTED
+        return Cause(f"{where}: {type(error).__name__}: {error}", code)
+
+    def _places(self) -> str:
+        """Where all ranks are: those out of step show."""
+        view = self._watch.view
+        return ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(view.places)) if view else ""
+
+    def _keep(self, error: BaseException, cause: Cause) -> None:
+        """This rank's record, in the run folder where this machine has it."""
+        if self.folder is None or not self.folder.is_dir():
+            return
+        record = {
+            "time": datetime.now(UTC).isoformat(), "rank": self.rank, "phase": self.place.phase,
+            "round": self.place.round, "exception": f"{type(error).__name__}: {error}", "cause": cause.line,
+            "exit_code": cause.code, "host": socket.gethostname(), "pid": os.getpid(),
+        }  # fmt: skip
+        with suppress(OSError):  # a full disk must not hide the cause
+            path = self.folder / f"error.rank{self.rank}.json"
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def _linger(self, cause: Cause) -> None:
+        until = time.monotonic() + LINGER_S
+        others = set(range(self.world)) - {self.rank, *cause.silent}
+        with suppress(RuntimeError):
+            while time.monotonic() < until and not all(map(self._board.has_heard, others)):
+                time.sleep(0.02)

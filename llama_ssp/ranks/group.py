@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import zlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import LEADER
 from llama_ssp.ranks.faults import Report
+from llama_ssp.ranks.meeting import meet
 from llama_ssp.ranks.protocol import ALONE, Ranks
 
 PACKET = 1024  # integers of a message's first broadcast; a round's fit, a list of prompts takes a second one
 HEAD = 3  # number, length, checksum
-LOADING = timedelta(minutes=30)  # until all ranks have come, or have loaded
-WORKING = timedelta(minutes=2)  # while one waits for another in a round
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-LOOPBACK = "lo"
+LOADING = timedelta(minutes=30)  # while ranks load
+WORKING_S = 120.0  # while one waits for another in a round
+LATER_S = 10.0  # how much later NCCL gives up, which then ends the process: the watch is to be first
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,12 @@ class Group:
         self._sent = 0
         # Messages and waiting go by gloo also where tensors go by NCCL: a stuck kernel is still reported.
         ranks = list(members)
-        self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=terms.patience)
-        self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
-        self._tensors: Any = dist.new_group(ranks, backend=_backend(terms.device), timeout=terms.patience)
+        backend = _backend(terms.device)
+        later = timedelta(seconds=LATER_S if backend == "nccl" else 0)
+        with self._during("making groups"):
+            self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=terms.patience)
+            self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
+            self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=terms.patience + later)
 
     @property
     def rank(self) -> int:
@@ -139,14 +141,21 @@ class Group:
         with self._during("waiting for the others"):
             dist.barrier(group=self._waiting)
 
-    def enter(self, phase: str) -> None:
-        self._terms.report.phase = phase
+    def enter(self, phase: str, number: int = 0) -> None:
+        self._terms.report.enter(phase, number)
+
+    def keep_errors_in(self, folder: Path | None) -> None:
+        name = str(folder.resolve()) if folder else ""
+        told = bytes(self.broadcast_ints(list(os.fsencode(name))))
+        self._terms.report.folder = Path(os.fsdecode(told)) if told else None
 
     def cause_of(self, error: BaseException) -> BaseException:
         return self._terms.report.cause_of(error)
 
     def close(self) -> None:
+        self._terms.report.leave()
         self.barrier()
+        self._terms.report.part()
         dist.destroy_process_group()
 
     def _in_order(self, parts: list[Tensor]) -> list[Tensor]:
@@ -161,7 +170,7 @@ class Group:
     def _astray(self, what: str, found: str, allowed: str) -> DistributedError:
         return DistributedError(
             f"the ranks are out of step: {what}",
-            where=f"rank {self._terms.rank}, {self._terms.report.phase}", found=found, allowed=allowed,
+            where=f"rank {self._terms.rank}, {self._terms.report.place}", found=found, allowed=allowed,
             fix="report it: ranks derive all they do from the leader's messages",
         )  # fmt: skip
 
@@ -173,40 +182,24 @@ def checksum(values: list[int]) -> int:
     return zlib.crc32(",".join(map(str, values)).encode())
 
 
-def open_ranks(device: torch.device, patience: timedelta = WORKING) -> Ranks:
-    """The ranks that torchrun started; a single one talks to nobody."""
+def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
+    """The ranks that torchrun started; a single one talks to nobody.
+
+    `patience_s` is how long they may come after each other, be silent, or wait for one another.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
-    missing = [name for name in ENVIRONMENT if not os.environ.get(name)]
-    if missing:
-        raise DistributedError(
-            "several ranks were asked for, but not by torchrun", where="environment",
-            found=f"no {', '.join(missing)}", fix="start with torchrun --nproc-per-node N launch/run.py",
-        )  # fmt: skip
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world) and _has_loopback():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    meeting = meet(patience_s)
+    rank, world = meeting.address.rank, meeting.address.world
+    report = Report(meeting, patience_s)
     try:
-        store, rank, world = next(rendezvous("env://", rank, world, timeout=LOADING))
-        dist.init_process_group("gloo", store=store, timeout=LOADING, rank=rank, world_size=world)
-        return Group(tuple(range(world)), Terms(rank, device, patience, Report(rank, store)))
-    except (RuntimeError, ValueError) as error:
-        raise DistributedError(
-            "the ranks do not find each other", where=f"rank {rank} of {world}", found=str(error)[:160],
-            fix="check MASTER_ADDR, MASTER_PORT and that every rank was started",
-        ) from error  # fmt: skip
-
-
-def are_open() -> bool:
-    """Whether this process is one of several that have found each other, and have not parted."""
-    return dist.is_initialized()
+        dist.init_process_group("gloo", store=meeting.store, timeout=LOADING, rank=rank, world_size=world)
+        return Group(tuple(range(world)), Terms(rank, device, timedelta(seconds=patience_s), report))
+    except BaseException as error:
+        raise report.cause_of(error) from error
 
 
 def _backend(device: torch.device) -> str:
     """NCCL where every rank of the machine has a GPU of its own."""
     own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
     return "nccl" if device.type == "cuda" and own else "gloo"
-
-
-def _has_loopback() -> bool:
-    return LOOPBACK in {name for _, name in socket.if_nameindex()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -52,8 +53,11 @@ class Ranks(Protocol):
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """What that rank sent, into this tensor of its shape."""
 
-    def enter(self, phase: str) -> None:
-        """Says what this rank is about to do, for messages about failures."""
+    def enter(self, phase: str, number: int = 0) -> None:
+        """Says what this rank is about to do, and in which round, for messages about failures."""
+
+    def keep_errors_in(self, folder: Path | None) -> None:
+        """Where a rank that fails leaves a record; the leader's folder counts."""
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Why this rank ends: the error, which the others get to know, or the one they ended with."""
@@ -94,7 +98,10 @@ class Alone:
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         raise DistributedError("a single rank has nobody to hear from", found=f"rank {source}")
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, number: int = 0) -> None:
+        pass
+
+    def keep_errors_in(self, folder: Path | None) -> None:
         pass
 
     def cause_of(self, error: BaseException) -> BaseException:

@@ -61,7 +61,8 @@ TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]]
 
 def execute(inputs: Inputs) -> int:
     """Runs the task on every rank there is; the exit code. A rank that fails ends all, by its cause."""
-    ranks = open_ranks(device_of(inputs.run.placement.target_device, "placement.target_device"))
+    placement = inputs.run.placement
+    ranks = open_ranks(device_of(placement.target_device, "placement.target_device"), placement.timeout_s)
     try:
         code = _run(shared(inputs, ranks), ranks)
         ranks.close()
@@ -95,6 +96,7 @@ def _run(inputs: Inputs, ranks: Ranks) -> int:
     run = inputs.run
     console = Console() if ranks.is_leader else NoConsole()
     folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed)
+    ranks.keep_errors_in(folder.path)
     began = time.perf_counter()
     task = TASKS[type(run.task)](inputs, console, folder, ranks)
     status = "error"

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
-from llama_ssp import cli
 from tests.conftest import Command
+from tests.distributed.faults import Started
 
 pytestmark = pytest.mark.slow
 
@@ -24,63 +20,6 @@ PATIENCE_S = 60
 ROOT = Path(__file__).resolve().parents[2]
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32", "output=json", "out=null")
 PROMPTS = ("hello", "def f", "a quick brown fox")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one rank said and left with."""
-
-    code: int | None
-    out: str
-    err: str
-
-    @property
-    def errors(self) -> list[str]:
-        return [line for line in self.err.splitlines() if line.startswith("error:")]
-
-
-def on_ranks(
-    folder: Path, world: int, *overrides: str, fault: Callable[[int], None] | None = None, stdin: str = ""
-) -> list[Answer]:
-    """Runs the command on fresh processes; `fault(rank)` goes first on each."""
-    folder.mkdir()
-    (folder / "stdin").write_text(stdin)
-    context = multiprocessing.get_context("spawn")
-    # As torchrun does it: the store outlives the ranks.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        context.Process(target=_rank, args=(folder, rank, world, store.port, overrides, fault), daemon=True)
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(PATIENCE_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return [
-        Answer(code, (folder / f"{rank}.out").read_text(), (folder / f"{rank}.err").read_text())
-        for rank, code in enumerate(codes)
-    ]
-
-
-def _rank(
-    folder: Path, rank: int, world: int, port: int, overrides: tuple[str, ...], fault: Any
-) -> None:  # fmt: skip
-    os.chdir(folder)
-    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-        os.dup2(os.open(f"{rank}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), stream.fileno())
-    sys.stdin = open("stdin", encoding="utf-8")  # noqa: SIM115
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
-    )  # fmt: skip
-    sys.argv = ["llama-ssp", *overrides]
-    if fault:
-        fault(rank)
-    cli.main()
 
 
 def pair(saved: Any) -> tuple[str, ...]:
@@ -91,7 +30,7 @@ def test_two_ranks_give_one_processes_output(command: Command, saved: Any, tmp_p
     run = (*pair(saved), "task.max_new_tokens=16", "seed=5", "speculation.k=3")
     stdin = "\n".join(PROMPTS)
     alone = command(*run, stdin=stdin.encode())
-    leader, other = on_ranks(tmp_path / "two", 2, *run, stdin=stdin)
+    leader, other = Started(tmp_path / "two", 2, *run, stdin=stdin).finish()
     assert (alone.code, leader.code, other.code) == (0, 0, 0), leader.err + other.err
     expected, found = json.loads(alone.out), json.loads(leader.out)
     assert found["outputs"] == expected["outputs"] and len(found["outputs"]) == len(PROMPTS)
@@ -136,8 +75,12 @@ def vanish_in_the_target(rank: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "said", "codes"),
     [
-        (fail_in_the_target, "rank 1 failed in verify; MemoryError: nothing left", (5, 5)),
-        (vanish_in_the_target, "another rank has gone", (5, 9)),
+        (fail_in_the_target, "rank 1 failed during verify, round 3: MemoryError: nothing left", (5, 5)),
+        (
+            vanish_in_the_target,
+            "rank 1 is gone (killed by a signal, or it exited without a word) during verify, round 3",
+            (5, 9),
+        ),
     ],
     ids=["raises", "vanishes"],
 )
@@ -146,7 +89,7 @@ def test_a_rank_that_fails_ends_all(
 ):
     # A text that ends by itself might end before the fourth pass.
     run = ('task.prompts=["hello"]', "task.max_new_tokens=64", "task.ignore_eos=true", "seed=1")
-    answers = on_ranks(tmp_path / "run", 2, *pair(saved), *run, fault=fault)
+    answers = Started(tmp_path / "run", 2, *pair(saved), *run, fault=fault).finish()
     assert tuple(answer.code for answer in answers) == codes
     assert len(answers[0].errors) == 1 and said in answers[0].errors[0]
     assert answers[1].err == ""

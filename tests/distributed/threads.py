@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,7 +96,10 @@ class ThreadRank:
     def barrier(self) -> None:
         self._meeting.exchange(self.rank, None)
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, number: int = 0) -> None:
+        pass
+
+    def keep_errors_in(self, folder: Path | None) -> None:
         pass
 
     def cause_of(self, error: BaseException) -> BaseException:

@@ -1,0 +1,148 @@
+"""Ends this process when it does not end by itself. No torch.
+
+A signal raises KeyboardInterrupt where Python code runs; a rank that waits inside a collective runs none.
+The guard is a thread that hears every signal, and keeps alarms: at the first one due, the process says its
+line, if it is the one to speak, and is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import NoReturn
+
+from llama_ssp.errors import one_line
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+TICK_S = 1.0
+PAUSED_S = 3.0  # a tick this late: the process itself was stopped, and no alarm is due for that
+PR_SET_PDEATHSIG = 1
+BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """When the process leaves, with which code, and what it says and does then."""
+
+    at: float
+    code: int
+    line: str = ""
+    last: Callable[[], None] | None = None
+
+
+class Guard:
+    """The process's signals and alarms; does nothing until it is started."""
+
+    def __init__(self) -> None:
+        self.signalled = 0  # the first signal that came
+        self.ending = False  # what ends the run is known: no signal interrupts that
+        self._grace_s: float | None = None
+        self._alarms: dict[str, Alarm] = {}
+        self._lock = threading.Lock()
+
+    def start(self, grace_s: float | None) -> None:
+        """From the main thread. `grace_s` is how long a signal may take to be obeyed; None is for ever."""
+        self.signalled, self.ending, self._grace_s, self._alarms = 0, False, grace_s, {}
+        self._hearing, self._calling = os.pipe()
+        os.set_blocking(self._calling, False)
+        self._handlers = {number: signal.signal(number, self._interrupt) for number in STOPPING}
+        self._called = signal.set_wakeup_fd(self._calling, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Puts everything back."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._called)
+        os.close(self._calling)  # ends the thread
+        self._thread.join()
+        os.close(self._hearing)
+
+    def arm(
+        self, name: str, seconds: float, code: int, line: str = "", last: Callable[[], None] | None = None
+    ) -> None:
+        """The process leaves after so many seconds, unless the alarm is taken back or set anew."""
+        with self._lock:
+            self._alarms[name] = Alarm(time.monotonic() + seconds, code, line, last)
+
+    def disarm(self, name: str) -> None:
+        with self._lock:
+            self._alarms.pop(name, None)
+
+    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
+        """The first signal interrupts what the main thread does; later ones are the guard's business."""
+        if not self.ending:
+            self.ending = True
+            raise KeyboardInterrupt(number)
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while True:
+            ready, _, _ = select.select([self._hearing], [], [], self._wait_s())
+            now = time.monotonic()
+            if not ready and now - before > PAUSED_S:
+                self._postpone(now - before)
+            before = now
+            heard = os.read(self._hearing, 64) if ready else None
+            if heard == b"":
+                return
+            for number in heard or b"":
+                if number in STOPPING:
+                    self._signal(number)
+            self._leave_if_due(time.monotonic())
+
+    def _wait_s(self) -> float:
+        with self._lock:
+            first = min((alarm.at for alarm in self._alarms.values()), default=None)
+        return TICK_S if first is None else min(TICK_S, max(0.0, first - time.monotonic()))
+
+    def _signal(self, number: int) -> None:
+        if self.signalled:
+            leave(128 + number)
+        self.signalled = number
+        if self._grace_s is not None:
+            self.arm("signal", self._grace_s, 128 + number)
+
+    def _postpone(self, seconds: float) -> None:
+        with self._lock:
+            for name, alarm in self._alarms.items():
+                self._alarms[name] = replace(alarm, at=alarm.at + seconds)
+
+    def _leave_if_due(self, now: float) -> None:
+        with self._lock:
+            due = sorted((a for a in self._alarms.values() if a.at <= now), key=lambda alarm: alarm.at)
+        if due:
+            if due[0].last:
+                due[0].last()
+            leave(due[0].code, due[0].line)
+
+
+GUARD = Guard()
+
+
+def leave(code: int, line: str = "") -> NoReturn:
+    """At once, past buffers that another thread may hold, and past destructors that may wait."""
+    if line:
+        with contextlib.suppress(OSError):
+            os.write(2, f"error: {one_line(line)}\n".encode(errors="backslashreplace"))
+    os._exit(code)
+
+
+def end_with_launcher() -> None:
+    """Linux kills this process when torchrun, which started it, is gone: nobody else would."""
+    if BY_TORCHRUN not in os.environ or not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the kernel knew
+        leave(128 + signal.SIGKILL)

@@ -1,0 +1,94 @@
+"""What ranks pin up for each other in the run's store: where they are, that they live, why they end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llama_ssp.errors import DISTRIBUTED
+
+CAUSE = "cause"
+END = "end"  # the phase of a rank that leaves in good order
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank is doing. An engine counts its rounds from 1; 0 is before the first."""
+
+    phase: str
+    round: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.phase}, round {self.round}" if self.round else self.phase
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why all ranks end: in one line, with one exit code."""
+
+    line: str
+    code: int = DISTRIBUTED
+    silent: tuple[int, ...] = ()  # ranks that are gone, or do not answer
+
+    def voice(self, world: int) -> int:
+        """Who says it: the leader, or else the lowest rank that is left."""
+        return min(set(range(world)) - set(self.silent), default=-1)
+
+
+@dataclass(frozen=True)
+class View:
+    """The board at one moment."""
+
+    places: list[Place]
+    beats: list[str]
+    cause: Cause | None
+
+
+class Board:
+    """One connection to the store; a thread has its own, as one that waits blocks the others."""
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
+
+    def open(self) -> None:
+        """Pins up what others read without waiting."""
+        if self._rank == 0:
+            self._store.set(CAUSE, "")
+        self.beat(0)
+        self.move(Place("start"))
+
+    def clone(self) -> Board:
+        return Board(self._store.clone(), self._rank, self._world)
+
+    def beat(self, number: int) -> None:
+        self._store.set(f"beat/{self._rank}", str(number))
+
+    def move(self, place: Place) -> None:
+        self._store.set(f"place/{self._rank}", json.dumps(asdict(place)))
+
+    def read(self) -> View:
+        every = range(self._world)
+        keys = [CAUSE, *(f"place/{rank}" for rank in every), *(f"beat/{rank}" for rank in every)]
+        cause, *rest = (value.decode() for value in self._store.multi_get(keys))
+        places = [Place(**json.loads(text)) for text in rest[: self._world]]
+        return View(places, rest[self._world :], _cause(cause))
+
+    def blame(self, cause: Cause) -> Cause:
+        """The cause that was pinned up first: this one, or an earlier one."""
+        first = self._store.compare_set(CAUSE, "", json.dumps(asdict(cause))).decode()
+        return _cause(first) or cause
+
+    def heard(self) -> None:
+        """Says that this rank knows the cause."""
+        self._store.set(f"heard/{self._rank}", "")
+
+    def has_heard(self, rank: int) -> bool:
+        return bool(self._store.check([f"heard/{rank}"]))
+
+
+def _cause(text: str) -> Cause | None:
+    if not text:
+        return None
+    values = json.loads(text)
+    return Cause(values["line"], values["code"], tuple(values["silent"]))

@@ -1,0 +1,78 @@
+"""The other ranks' processes, where they run on this machine: whether they live, and how to end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process of some machine. A pid alone may come to be another's."""
+
+    machine: str
+    host: str
+    pid: int
+    started: str
+
+
+def own_identity() -> Identity:
+    return Identity(_machine(), socket.gethostname(), os.getpid(), _started(os.getpid()))
+
+
+class Peers:
+    """Those of this machine, held by pidfd: Linux tells when one ends, and never means another."""
+
+    def __init__(self, everyone: dict[int, Identity], own: int) -> None:
+        self._handles: dict[int, int] = {}
+        if not hasattr(os, "pidfd_open"):
+            return
+        for rank, process in everyone.items():
+            if rank != own and process.machine == everyone[own].machine:
+                with contextlib.suppress(OSError):
+                    self._hold(rank, process)
+
+    def wait(self, seconds: float) -> set[int]:
+        """Ranks that are gone; returns as soon as there is one, or after so many seconds."""
+        if not self._handles:
+            time.sleep(seconds)
+            return set()
+        poll = select.poll()
+        for handle in self._handles.values():
+            poll.register(handle, select.POLLIN)
+        ended = {handle for handle, _ in poll.poll(1000 * seconds)}
+        return {rank for rank, handle in self._handles.items() if handle in ended}
+
+    def kill(self, rank: int) -> None:
+        """Ends a rank that has stopped answering: it would keep its memory for ever."""
+        if rank in self._handles:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
+
+    def _hold(self, rank: int, process: Identity) -> None:
+        handle = os.pidfd_open(process.pid)
+        if _started(process.pid) == process.started:
+            self._handles[rank] = handle
+        else:
+            os.close(handle)
+
+
+def _machine() -> str:
+    """The same for processes that see each other's pids, and for no others."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
+
+
+def _started(pid: int) -> str:
+    """When the process began, in ticks since the machine did."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return ""
