@@ -44,6 +44,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.signalled = 0  # the first signal that came
+        self._warned = False
         self.ending = False  # what ends the run is known: no signal interrupts that
         self._grace_s: float | None = None
         self._alarms: dict[str, Alarm] = {}
@@ -51,7 +52,8 @@ class Guard:
 
     def start(self, grace_s: float | None) -> None:
         """From the main thread. `grace_s` is how long a signal may take to be obeyed; None is for ever."""
-        self.signalled, self.ending, self._grace_s, self._alarms = 0, False, grace_s, {}
+        self.signalled, self.ending, self._warned = 0, False, False
+        self._grace_s, self._alarms = grace_s, {}
         self._hearing, self._calling = os.pipe()
         os.set_blocking(self._calling, False)
         self._handlers = {number: signal.signal(number, self._interrupt) for number in STOPPING}
@@ -82,7 +84,7 @@ class Guard:
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         """The first signal interrupts what the main thread does; later ones are the guard's business."""
         if not self.ending:
-            self.ending = True
+            self.ending, self.signalled = True, number
             raise KeyboardInterrupt(number)
 
     def _watch(self) -> None:
@@ -107,9 +109,9 @@ class Guard:
         return TICK_S if first is None else min(TICK_S, max(0.0, first - time.monotonic()))
 
     def _signal(self, number: int) -> None:
-        if self.signalled:
+        if self._warned:
             leave(128 + number)
-        self.signalled = number
+        self._warned, self.signalled = True, self.signalled or number
         if self._grace_s is not None:
             self.arm("signal", self._grace_s, 128 + number)
 

@@ -18,7 +18,7 @@ from llama_ssp.ranks.meeting import Meeting
 from llama_ssp.ranks.peers import Peers
 from llama_ssp.ranks.watch import BEAT_S, LEAVE_S, QUIET_S, Watch, stopped
 
-SIGNAL_S = 0.3  # torchrun stops all ranks when one has gone: that one is the cause
+FIND_S = QUIET_S + 2 * BEAT_S  # for the watch to find whose fault it is
 LINGER_S = 2.0  # for the others to hear the cause from a store that ends with this process
 
 
@@ -79,12 +79,9 @@ class Report:
         return JointError(cause.line, cause.code, speaks)
 
     def _cause(self, error: BaseException) -> Cause:
-        if isinstance(error, LostPeer):
-            self._watch.found.wait(QUIET_S + 2 * BEAT_S)
-        elif isinstance(error, KeyboardInterrupt):
-            self._watch.found.wait(SIGNAL_S)
-        if self._watch.found.is_set():
-            return self._watch.cause
+        elsewhere = isinstance(error, LostPeer | KeyboardInterrupt)
+        if found := self._watch.ask(FIND_S if elsewhere else 0.0):
+            return found
         with suppress(RuntimeError):
             return self._board.blame(self._own(error))
         return self._own(error)

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +30,7 @@ class Peers:
 
     def __init__(self, everyone: dict[int, Identity], own: int) -> None:
         self._handles: dict[int, int] = {}
+        self._hearing, self._calling = os.pipe()
         if not hasattr(os, "pidfd_open"):
             return
         for rank, process in everyone.items():
@@ -39,15 +39,18 @@ class Peers:
                     self._hold(rank, process)
 
     def wait(self, seconds: float) -> set[int]:
-        """Ranks that are gone; returns as soon as there is one, or after so many seconds."""
-        if not self._handles:
-            time.sleep(seconds)
-            return set()
+        """Ranks that are gone; returns as soon as there is one, when called, or after so many seconds."""
         poll = select.poll()
-        for handle in self._handles.values():
+        for handle in (self._hearing, *self._handles.values()):
             poll.register(handle, select.POLLIN)
-        ended = {handle for handle, _ in poll.poll(1000 * seconds)}
-        return {rank for rank, handle in self._handles.items() if handle in ended}
+        ready = {handle for handle, _ in poll.poll(1000 * seconds)}
+        if self._hearing in ready:
+            os.read(self._hearing, 64)
+        return {rank for rank, handle in self._handles.items() if handle in ready}
+
+    def call(self) -> None:
+        """Ends the wait that is going on, or the next one."""
+        os.write(self._calling, b"!")
 
     def kill(self, rank: int) -> None:
         """Ends a rank that has stopped answering: it would keep its memory for ever."""

@@ -57,6 +57,11 @@ class Watch(threading.Thread):
                 self._end(cause)
                 return
 
+    def ask(self, seconds: float) -> Cause | None:
+        """The cause, as soon as it is found."""
+        self._peers.call()
+        return self.cause if self.found.wait(seconds) else None
+
     def part(self) -> None:
         """The run is over, and ranks may go."""
         self._parted.set()
@@ -74,14 +79,13 @@ class Watch(threading.Thread):
                 self._changed[rank] = now
         if self.view.cause:
             return self.view.cause
-        if GUARD.signalled:  # the main thread may be where no signal reaches it
-            return self._board.blame(stopped(self._rank, GUARD.signalled, self.place))
         staying = {rank for rank in range(self._world) if self.view.places[rank].phase != END}
         limit = QUIET_S if self.lost.is_set() else self._patience_s
         late = {rank for rank in staying if now - self._changed[rank] > limit} - {self._rank}
         missing = sorted((gone & staying) | late)
-        if not missing:
-            return None
+        if not missing:  # only now: torchrun stops the others when one has gone
+            own = GUARD.signalled and stopped(self._rank, GUARD.signalled, self.place)
+            return self._board.blame(own) if own else None
         first = next((rank for rank in missing if rank in gone), missing[0])
         how = "is gone (killed by a signal, or it exited without a word)"
         if first not in gone:

@@ -1,0 +1,15 @@
+"""The command with a fault in it, for launchers that start the ranks: FAULT="SIGKILL,verify,other rank"."""
+
+import os
+from pathlib import Path
+
+from llama_ssp import cli
+from tests.distributed.faults import FAULTS, VICTIMS, strike_at
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    Path(f"{rank}.pid").write_text(str(os.getpid()))
+    fault, phase, victim = os.environ["FAULT"].split(",")
+    if fault:
+        strike_at(VICTIMS[victim].rank, phase, FAULTS[fault].strike, rank)
+    cli.main()

@@ -1,0 +1,281 @@
+"""Whatever befalls a rank, all end, with one cause; whoever starts them, none is left behind.
+
+`python -m tests.distributed.faults` goes through every cell and measures how soon; here a few stand for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command
+from tests.distributed.faults import RUN, Cell, Started, outcome, strike_at
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 120
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = str(ROOT / "launch" / "run.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ENDLESS = (*RUN, "task.max_new_tokens=100000", "model.context=200000", "draft.context=200000")
+SOME = [
+    Cell("SIGKILL", "load", "leader"),
+    Cell("SIGKILL", "verify", "other rank"),
+    Cell("SIGKILL", "draft", "draft's rank"),
+    Cell("SIGTERM", "prefill", "other rank"),
+    Cell("SIGTERM", "verify", "leader"),
+    Cell("SIGSTOP", "load", "other rank"),
+    Cell("SIGSTOP", "draft", "leader"),
+    Cell("exception", "commit", "leader"),
+    Cell("exception", "load", "draft's rank"),
+    Cell("os._exit", "commit", "other rank"),
+]
+
+
+@pytest.mark.parametrize("cell", SOME, ids=str)
+def test_all_end_with_one_cause(cell: Cell, tmp_path: Path):
+    assert outcome(cell, tmp_path / "run").wrong == []
+
+
+def stop_in_the_second_round(rank: int) -> None:
+    strike_at(1, "verify", lambda: os.kill(os.getpid(), signal.SIGSTOP), rank)
+
+
+def test_a_signal_reaches_a_rank_that_waits_in_a_collective(tmp_path: Path):
+    """The other rank is stopped, and the timeout far away."""
+    run = Started(tmp_path / "run", 2, *RUN, fault=stop_in_the_second_round)
+    leader, other = run.processes
+    wait_for(lambda: (tmp_path / "run" / "struck").exists())
+    assert leader.pid and other.pid
+    os.kill(leader.pid, signal.SIGTERM)
+    leader.join(PATIENCE_S)
+    assert leader.exitcode == 143
+    other.kill()
+    said = run.finish()[0].errors
+    assert len(said) == 1 and "rank 0 was stopped by SIGTERM during verify, round 2" in said[0]
+
+
+def skip_a_message(rank: int) -> None:
+    """The other rank takes an old message for the third."""
+    from llama_ssp.ranks.group import Group
+
+    hear, heard = Group.broadcast_ints, []
+
+    def hearing(self: Group, values: list[int]) -> list[int]:
+        if self._terms.report.place.round == 3:
+            return list(heard[-1])
+        heard.append(hear(self, values))
+        return heard[-1]
+
+    if rank == 1:
+        Group.broadcast_ints = hearing  # type: ignore[method-assign]
+
+
+def skip_a_sum(rank: int) -> None:
+    """The other rank leaves out one sum of the third round's forward."""
+    from llama_ssp.ranks.group import Group
+
+    add, skipped = Group.all_reduce, []
+
+    def adding(self: Group, tensor: Any) -> Any:
+        if self._terms.report.place.round == 3 and not skipped:
+            skipped.append(tensor)
+            return tensor
+        return add(self, tensor)
+
+    if rank == 1:
+        Group.all_reduce = adding  # type: ignore[method-assign]
+
+
+def another_configuration(rank: int) -> None:
+    if rank == 1:
+        sys.argv.append("sampling.temperature=0.7")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (skip_a_message, ["rank 1 failed during verify, round 3: the ranks are out of step",
+                          "3 rounds are decided here, 2 with the leader"]),
+        (skip_a_sum, ["waits in vain", "rank 0: verify, round 3", "rank 1: verify, round 3"]),
+        (another_configuration, ["during start: the ranks differ in configuration", "ranks 1 unlike rank 0"]),
+    ],
+    ids=["message", "sum", "configuration"],
+)  # fmt: skip
+def test_ranks_out_of_step_are_found(fault: Any, said: list[str], tmp_path: Path):
+    answers = Started(
+        tmp_path / "run", 2, *RUN, "placement=leader", "placement.timeout_s=6", fault=fault
+    ).finish()
+    assert [answer.code for answer in answers] == [5, 5]
+    (line,) = [line for answer in answers for line in answer.errors]
+    assert all(part in line for part in said), line
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def rank_by_hand(rank: int, port: object, folder: Path, world: int = 2) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, LAUNCH, *RUN, "out=null", "placement.timeout_s=3"], text=True, cwd=folder,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(
+            WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        ),
+    )  # fmt: skip
+
+
+def refusal(process: subprocess.Popen[str]) -> str:
+    """The one line that a rank ends with."""
+    _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 5 and said.count("\n") == 1, said
+    return said
+
+
+def test_a_port_in_use(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refusal(rank_by_hand(0, port, tmp_path))
+    assert "port at which the ranks meet is in use" in said and f"127.0.0.1:{port}" in said
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "many"])
+def test_a_bad_port(port: str, tmp_path: Path):
+    assert "MASTER_PORT is no usable number" in refusal(rank_by_hand(0, port, tmp_path))
+
+
+def test_ranks_that_never_come(tmp_path: Path):
+    """With a leader the others are missing, without one nobody is there."""
+    port = free_port()
+    leader, other = rank_by_hand(0, port, tmp_path, 3), rank_by_hand(2, free_port(), tmp_path, 3)
+    said = refusal(leader)
+    assert "not all ranks have come" in said and "ranks 0 of 3 after 3 s" in said and "start 1, 2 too" in said
+    assert "nobody is where the ranks meet; rank 2 of 3" in refusal(other)
+
+
+def test_started_by_hand_the_leader_keeps_the_store(tmp_path: Path):
+    """On the loopback device alone; when the leader goes, the store goes, and the other still ends."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, LAUNCH, *ENDLESS, "task.trace=true", "output=text"], text=True, cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment(
+                WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            ),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert ranks[0].stdout is not None
+    assert "round 0" in ranks[0].stdout.readline()
+    listening = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert [local for local, _, state in listening if state == "0A" and local.endswith(f":{port:04X}")] == [
+        f"0100007F:{port:04X}"
+    ]
+    ranks[0].kill()
+    _, said = ranks[1].communicate(timeout=PATIENCE_S)
+    ranks[0].communicate()
+    assert ranks[1].returncode == 5
+    assert said.count("\n") == 1 and said.startswith("error: rank 0 is gone")
+
+
+def wait_for(condition: Any) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def launched(folder: Path, fault: str, *overrides: str) -> subprocess.Popen[str]:
+    """Two ranks by torchrun itself."""
+    return subprocess.Popen(
+        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "tests.distributed.faulty", *overrides],
+        text=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(FAULT=fault),
+    )  # fmt: skip
+
+
+def require_nobody_left(folder: Path) -> None:
+    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+    assert len(pids) == 2
+    wait_for(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL,verify,other rank", "os._exit,draft,leader"])
+def test_torchrun_leaves_nobody_behind(fault: str, tmp_path: Path):
+    launcher = launched(tmp_path, fault, *RUN)
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 1
+    lines = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and "is gone" in lines[0] and "round 2" in lines[0], said
+    require_nobody_left(tmp_path)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
+    launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
+    assert launcher.stdout is not None
+    assert "round 0" in launcher.stdout.readline()
+    launcher.kill()
+    launcher.communicate(timeout=PATIENCE_S)
+    require_nobody_left(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Path):
+    """What is done is reported."""
+    launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
+    assert launcher.stdout is not None
+    assert "round 0" in launcher.stdout.readline()
+    launcher.send_signal(number)
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+    lines = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and f"was stopped by {signal.Signals(number).name}" in lines[0], said
+    require_nobody_left(tmp_path)
+    (summary,) = (tmp_path / "outputs").rglob("summary.json")
+    content = json.loads(summary.read_text())
+    assert content["status"] in ("interrupted", "error") and content["outputs"][0]["output_tokens"] > 0
+
+
+def test_two_nodes_write_what_one_process_writes(command: Command, tmp_path: Path):
+    """Two launchers that each start one rank, as on two machines."""
+    run = (*RUN, "model.dtype=fp32", "draft.dtype=fp32", "out=null")
+    expected = json.loads(command(*run).out)
+    port = free_port()
+    nodes = [
+        subprocess.Popen(
+            [*TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr",
+             "127.0.0.1", "--master-port", str(port), LAUNCH, *run],
+            text=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    said = [node.communicate(timeout=PATIENCE_S) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    found = json.loads(said[0][0])
+    assert found["outputs"] == expected["outputs"] and said[1][0] == ""
+    assert "over 2 ranks" in found["devices"]["model"]

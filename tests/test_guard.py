@@ -1,0 +1,104 @@
+"""The guard ends a process whose main thread hears no signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# The digest runs for minutes without a look at Python's signal handlers, as a collective does.
+DEAF = """
+import hashlib, sys
+from llama_ssp.guard import GUARD
+GUARD.start({grace})
+{before}
+def digest():
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+try:
+    print("deaf", flush=True)
+    digest()
+except KeyboardInterrupt:  # it came before the digest began
+    digest()
+"""
+
+
+def deaf(grace: float | None, before: str = "") -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEAF.format(grace=grace, before=before)], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "deaf\n"
+    return process
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, said = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_obeyed_after_a_while(number: int):
+    process = deaf(grace=0.1)
+    process.send_signal(number)
+    assert ended(process) == (128 + number, "")
+
+
+def test_the_second_signal_acts_at_once():
+    process = deaf(grace=None)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, "")
+
+
+def test_an_alarm_says_its_line():
+    process = deaf(None, "GUARD.arm('a', 0.1, 5, 'one\\nline'); GUARD.arm('b', 0.2, 6, 'later')")
+    assert ended(process) == (5, "error: one line\n")
+
+
+def test_an_alarm_that_was_taken_back_is_none():
+    process = deaf(None, "GUARD.arm('a', 0.1, 5); GUARD.disarm('a'); GUARD.arm('b', 0.2, 6)")
+    assert ended(process) == (6, "")
+
+
+def test_a_signal_interrupts_python_once(monkeypatch: pytest.MonkeyPatch):
+    """Later ones leave the clean-up alone; stopping puts all back."""
+    from llama_ssp.guard import Guard
+
+    guard, before = Guard(), signal.getsignal(signal.SIGTERM)
+    guard.start(None)
+    try:
+        with pytest.raises(KeyboardInterrupt) as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.value.args == (signal.SIGTERM,) and guard.ending
+        guard._interrupt(signal.SIGTERM, None)
+    finally:
+        guard.stop()
+    assert signal.getsignal(signal.SIGTERM) is before and not guard._thread.is_alive()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
+def test_a_rank_ends_with_its_launcher():
+    """The launcher is a shell that is killed."""
+    code = (
+        "import time; from llama_ssp.guard import *; end_with_launcher(); print(flush=True); time.sleep(99)"
+    )
+    launcher = subprocess.Popen(
+        ["sh", "-c", f'"{sys.executable}" -c "{code}" & echo $!; wait'], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, env={**os.environ, "TORCHELASTIC_RUN_ID": "1"},
+    )  # fmt: skip
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    launcher.stdout.readline()
+    launcher.kill()
+    assert launcher.stdout.read() == ""  # its end is the rank's: nobody else holds it open
+    launcher.wait()
+    with pytest.raises(ProcessLookupError):
+        while True:  # until it has been waited for by whoever inherited it
+            os.kill(rank, 0)
