@@ -16,7 +16,9 @@ from llama_ssp.ranks import Ranks, open_ranks
 PATIENCE_S = 120
 
 
-def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> dict[int, Any]:
+def on_ranks(
+    world: int, job: Callable[..., Any], *args: Any, patience_s: float = PATIENCE_S
+) -> dict[int, Any]:
     """{rank: job(ranks, *args)}; a job that raised gives its exception. No process is left behind."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -28,7 +30,7 @@ def on_ranks(world: int, job: Callable[..., Any], *args: Any) -> dict[int, Any]:
     for process in ranks:
         process.start()
     try:
-        return dict(results.get(timeout=PATIENCE_S) for _ in ranks)
+        return dict(results.get(timeout=patience_s) for _ in ranks)
     finally:
         for process in ranks:
             process.join(5)
