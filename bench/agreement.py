@@ -166,7 +166,7 @@ def table(found: Cost, together: dict[str, Any]) -> str:
             f"Commit {commit}, {time.strftime('%Y-%m-%d')}.",
             "",
             f"demo over two ranks with demo_draft on the first, batch 1, K = {K}; every other round's",
-            f"message is sent twice. Medians and quartiles of {len(found.once)} and {len(found.twice)} rounds:",
+            f"message is sent twice. Medians, quartiles of {len(found.once)} and {len(found.twice)} rounds:",
             "",
             "| | ms |",
             "|---|---|",

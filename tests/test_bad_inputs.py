@@ -293,6 +293,7 @@ SETTINGS = [
     usage(28, "heads", "model.n_heads=6", holds=("model.n_heads", "6 and 4")),
     usage(31, "no-such-device", "placement.target_device=tpu", holds=("target_device", "'tpu'", "cuda:N")),
     usage(32, "no-gib", "cluster.gib=nan", holds=("cluster.gib", "found nan")),
+    usage(36, "no-patience", "placement.timeout_s=0.5", holds=("placement.timeout_s", "[1.0, 86400.0]")),
     usage(46, "hydra-run-dir", "hydra.run.dir=../../x", holds=("Hydra's own settings", "out=FOLDER")),
     usage(46, "task-name", "task.name=../../x", holds=("task.name is no task", "generate")),
     usage(1, "unknown-experiment", "experiment=chen", holds=("experiment=chen", "mean experiment=chen2023")),
