@@ -165,8 +165,6 @@ class MeasureTask:
     def _ends(self, tokens: Tokens) -> frozenset[int]:
         return frozenset() if self._task.ignore_eos else tokens.end_ids
 
-                    progress.advance(len(batches))
-            self._memory = peak_memory(found[0].device, self._ranks)
     def _split(self, contender: Contender, batches: list[list[Prompt]], tokens: Tokens) -> None:
         """The same turn once more with the stopwatch on, which is no part of the figures above."""
         if contender.pair is not None:

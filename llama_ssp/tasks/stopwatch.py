@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torch import Tensor
 
@@ -141,8 +142,11 @@ class TimedRanks:
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         return self._ranks.gather_ints(values)
 
-    def enter(self, phase: str) -> None:
-        self._ranks.enter(phase)
+    def enter(self, phase: str, number: int = 0) -> None:
+        self._ranks.enter(phase, number)
+
+    def keep_errors_in(self, folder: Path | None) -> None:
+        self._ranks.keep_errors_in(folder)
 
     def require_same(self, what: str, text: str) -> None:
         self._ranks.require_same(what, text)

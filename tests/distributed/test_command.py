@@ -118,7 +118,7 @@ def test_a_race_on_two_ranks_draws_what_one_process_does(command: Command, saved
     run = (*pair(saved), "task=compare", "task.race=true", "task.max_new_tokens=16", "seed=5")
     stdin = "\n".join(PROMPTS[:2])
     alone = command(*run, stdin=stdin.encode())
-    leader, other = on_ranks(tmp_path / "two", 2, *run, stdin=stdin)
+    leader, other = Started(tmp_path / "two", 2, *run, stdin=stdin).finish()
     assert (alone.code, leader.code, other.code) == (0, 0, 0), leader.err + other.err
     expected, found = json.loads(alone.out)["comparisons"], json.loads(leader.out)["comparisons"]
     for side in ("regular", "speculative"):
@@ -132,7 +132,7 @@ def test_measured_on_two_ranks(command: Command, saved: Any, tmp_path: Path):
     run = (*pair(saved), "task=measure", "task.max_new_tokens=8", "task.repeats=2", "task.ks=[2]", "seed=5")
     run = (*run, 'task.prompts=["hello","def f"]')
     alone = command(*run)
-    leader, other = on_ranks(tmp_path / "two", 2, *run)
+    leader, other = Started(tmp_path / "two", 2, *run).finish()
     assert (alone.code, leader.code, other.code) == (0, 0, 0), leader.err + other.err
     expected, found = json.loads(alone.out), json.loads(leader.out)
     assert found["pair"][0]["blocks_by_accepted"] == expected["pair"][0]["blocks_by_accepted"]
