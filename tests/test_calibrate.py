@@ -13,7 +13,7 @@ from llama_ssp.config import ClusterConf, Dtype, TimesConf
 from llama_ssp.plan.machine import machine_of
 from llama_ssp.tasks import calibrate, timing
 from llama_ssp.tasks.calibrate import FAR, FITTED, cases, fitted, non_negative, predicted
-from tests.distributed.test_command import on_ranks
+from tests.distributed.faults import Started
 from tests.plans import cluster
 
 TRUE = {
@@ -102,10 +102,11 @@ def made_small(_rank: int) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
-    answers = on_ranks(
+    started = Started(
         tmp_path / "run", 2, "task=calibrate", "task.repeats=1", "model=tiny", "draft=tiny_draft", "out=null",
         f"task.folder={tmp_path}", fault=made_small,
     )  # fmt: skip
+    answers = started.finish()
     assert [answer.code for answer in answers] == [0, 0], answers[0].err
     written = yaml.safe_load((tmp_path / "cluster" / "calibrated.yaml").read_text(encoding="utf-8"))
     assert written["gpus"] == 2

@@ -10,7 +10,8 @@ import pytest
 
 from llama_ssp.errors import FAILED_CHECK
 from tests.conftest import Command
-from tests.distributed.test_command import on_ranks, pair
+from tests.distributed.faults import Started
+from tests.distributed.test_command import pair
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def certificate(found: dict[str, Any]) -> list[tuple[str, str]]:
 def test_two_ranks_certify_as_one(command: Command, saved: Any, tmp_path: Path) -> None:
     run = (*pair(saved), *CERTIFY)
     alone = json.loads(command(*run).out)
-    leader, other = on_ranks(tmp_path / "two", 2, *run)
+    leader, other = Started(tmp_path / "two", 2, *run).finish()
     assert (leader.code, other.code) == (0, 0), leader.err + other.err
     found = json.loads(leader.out)
     assert certificate(found) == certificate(alone) and found["verdict"] == alone["verdict"]
@@ -51,7 +52,7 @@ def test_two_ranks_certify_as_one(command: Command, saved: Any, tmp_path: Path) 
 
 
 def test_every_rank_leaves_with_the_verdict(saved: Any, tmp_path: Path) -> None:
-    answers = on_ranks(tmp_path / "two", 2, *pair(saved), *CERTIFY, fault=swap_ratios)
+    answers = Started(tmp_path / "two", 2, *pair(saved), *CERTIFY, fault=swap_ratios).finish()
     assert [answer.code for answer in answers] == [FAILED_CHECK] * 2, answers[0].err + answers[1].err
     assert json.loads(answers[0].out)["verdict"] == "different"
 
@@ -59,7 +60,7 @@ def test_every_rank_leaves_with_the_verdict(saved: Any, tmp_path: Path) -> None:
 def test_two_ranks_agree_as_one(command: Command, saved: Any, tmp_path: Path) -> None:
     run = (*pair(saved), *AGREE)
     alone = json.loads(command(*run).out)
-    leader, other = on_ranks(tmp_path / "two", 2, *run)
+    leader, other = Started(tmp_path / "two", 2, *run).finish()
     assert (leader.code, other.code) == (0, 0), leader.err + other.err
     found = json.loads(leader.out)
     for one, same in zip(found["prompts"], alone["prompts"], strict=True):
