@@ -155,13 +155,14 @@ def table(found: Cost, together: dict[str, Any]) -> str:
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     names = versions()
+    load = os.getloadavg()[0]
     one, two = median(found.once), median(found.twice)
     return "\n".join(
         [
             "# Two ranks that agree: the cost of it, and noise on one of them",
             "",
             f"Command: `python bench/agreement.py {' '.join(sys.argv[1:])}`",
-            f"Hardware: {processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; gloo.",
+            f"Hardware: {processor()}, {os.cpu_count()} cores, load {load:.1f} at the end; gloo.",
             f"Versions: python {names['python']}, torch {names['torch']}.",
             f"Commit {commit}, {time.strftime('%Y-%m-%d')}.",
             "",
