@@ -28,6 +28,7 @@ CONFIG, FILES, LOADED = "config", "files", "loaded"
 """How far a case may come: no torch is needed, no weights are read, weights are read."""
 
 PROMPT = 'task.prompts=["hello"]'
+LARGE = ("model=7B", "model.weights=synthetic", "draft=none")
 WEIGHTS = "model.safetensors"
 
 
@@ -454,13 +455,13 @@ MACHINES = [
     Case(
         30,
         "heads",
-        (PROMPT, "model.n_heads=7", "model.n_kv_heads=7"),
+        (PROMPT, "model.n_heads=7", "model.n_kv_heads=7", "placement=leader"),
         5,
         ("7 heads", "8 ranks", "1..7 ranks"),
         env={"WORLD_SIZE": "8"},
     ),
     Case(31, "no-gpu", (PROMPT, "placement.target_device=cuda:99"), 5, ("cuda:99", "placement=cpu"), FILES),
-    Case(32, "no-room", (PROMPT, "cluster.gib=0.001"), 5, ("do not fit", "GiB needed", "smaller"), FILES),
+    Case(32, "no-room", (PROMPT, *LARGE, "cluster.gib=1"), 5, ("do not fit", "GiB needed", "enforce"), FILES),
     Case(
         38,
         "narrow-nf4",
@@ -588,7 +589,7 @@ EVALUATIONS = [
             "draft=none",
         ], 3, ("fills the model's context", "task.shots"), FILES,
     ),
-    scored("no-room", "cluster.gib=0.001", holds=("do not fit", "GiB needed"), code=5, reach=FILES),
+    scored("no-room", *LARGE, "cluster.gib=1", holds=("do not fit", "GiB needed"), code=5, reach=FILES),
 ]  # fmt: skip
 
 COMPARED, MEASURED = ("task=compare", PROMPT), ("task=measure", PROMPT)

@@ -134,11 +134,11 @@ class FirstKeys(RaggedCache):
         super().expect(feed, masks)
         if not hasattr(self, "taken"):
             self.taken = torch.zeros(self.rows, self.capacity + 1, dtype=torch.bool)
-        assert self._slots is not None
-        slots = torch.where(self.taken.gather(1, self._slots), self.capacity, self._slots)
-        self.taken.scatter_(1, self._slots, True)
+        [(device, own)] = self._slots.items()
+        slots = torch.where(self.taken.gather(1, own), self.capacity, own)
+        self.taken.scatter_(1, own, True)
         self.taken[:, self.capacity] = False
-        self._slots = slots
+        self._slots = {device: slots}
 
 
 class Stale(CausalModel):

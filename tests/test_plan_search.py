@@ -202,10 +202,12 @@ def test_more_ranks_than_can_be_split_are_refused():
         search(on, [5, 7])
 
 
-def test_int8_is_not_split():
-    on = asked("65B_8bit", None, P4D, dtype=Dtype.int8)
-    with pytest.raises(DistributedError, match="not quantised"):
-        option(on, next(placements(8, False)))
+def test_int8_is_split_as_the_loader_splits_it():
+    eight, sixteen = (
+        option(asked("65B", None, P4D, dtype=dtype), next(placements(8, False))).worst.total
+        for dtype in (Dtype.int8, Dtype.bf16)
+    )
+    assert 0.5 < eight / sixteen < 0.7
 
 
 def test_other_ways_of_splitting_are_refused():
