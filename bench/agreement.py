@@ -37,7 +37,8 @@ from llama_ssp.overrides import CONF  # noqa: E402
 from llama_ssp.ranks import ALONE, Ranks, checksum  # noqa: E402
 from llama_ssp.ranks.group import Group  # noqa: E402
 from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tasks.pair import engine_for, open_pair, seats, tokens_of  # noqa: E402
+from llama_ssp.tasks.pair import engine_for, open_pair  # noqa: E402
+from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
 from tests.distributed.pairs import Case, opened, written  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402
 from tests.distributed.test_agreement import SAMPLED, Noisy  # noqa: E402

@@ -36,7 +36,8 @@ from llama_ssp.loop import Limits  # noqa: E402
 from llama_ssp.metrics import Counts  # noqa: E402
 from llama_ssp.overrides import CONF  # noqa: E402
 from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tasks.pair import Pair, engine_for, open_pair, seats, tokens_of  # noqa: E402
+from llama_ssp.tasks.pair import Pair, engine_for, open_pair  # noqa: E402
+from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
 from llama_ssp.tasks.timed import TimedRun  # noqa: E402
 
 PROMPTS = [

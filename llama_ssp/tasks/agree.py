@@ -20,7 +20,8 @@ from llama_ssp.report import Console, Progress, RunFolder
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.agreeing import Agreement, agreements, fork_chances, from_any
 from llama_ssp.tasks.batches import damaged, prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, engine_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.pair import Pair, engine_for, open_pair
+from llama_ssp.tasks.seats import seats, tokens_of
 
 HEAD = ["prompt", "agreed", "ended by", "target takes", "draft takes"]
 

@@ -26,7 +26,8 @@ from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, Progress, RunFolder, versions
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.batches import prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.tasks.seats import seats, tokens_of
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,8 @@ from llama_ssp.report import Console, RunFolder
 from llama_ssp.screen import Scene, Screen, figures, verdict
 from llama_ssp.tasks.asking import Terminal, while_others_wait
 from llama_ssp.tasks.batches import begun, damaged, prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, engine_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.pair import Pair, engine_for, open_pair
+from llama_ssp.tasks.seats import seats, tokens_of
 from llama_ssp.tasks.side import Side
 from llama_ssp.text import visible
 

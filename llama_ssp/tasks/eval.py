@@ -22,17 +22,9 @@ from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, Progress, RunFolder
 from llama_ssp.statistics import paired_difference, wilson
 from llama_ssp.tasks.batches import Batch, Batches, begun, damaged, unusable
-from llama_ssp.tasks.pair import (
-    Pair,
-    Seat,
-    Shelf,
-    engine_for,
-    lookahead_for,
-    require_loadable,
-    seats,
-    tokens_of,
-)
+from llama_ssp.tasks.pair import Pair, Shelf, engine_for, lookahead_for
 from llama_ssp.tasks.scores import table
+from llama_ssp.tasks.seats import Seat, require_loadable, seats, tokens_of
 
 QUICK = 10  # prompts of a quick run
 PREFILL_CHUNK = 512

@@ -17,7 +17,8 @@ from llama_ssp.prompts import TextPrompt
 from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, RunFolder
 from llama_ssp.tasks.batches import Batches, damaged, nothing_run, prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, beside_plan, engine_for, lookahead_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.pair import Pair, beside_plan, engine_for, lookahead_for, open_pair
+from llama_ssp.tasks.seats import seats, tokens_of
 from llama_ssp.text import Writing
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,8 @@ from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, Progress, RunFolder
 from llama_ssp.speeds import Record, Sample, Speeds
 from llama_ssp.tasks.batches import damaged, prompt_of, unusable, usable_prompts
-from llama_ssp.tasks.pair import Pair, draft_alone, engine_for, lookahead_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.pair import Pair, draft_alone, engine_for, lookahead_for, open_pair
+from llama_ssp.tasks.seats import seats, tokens_of
 from llama_ssp.tasks.speed_table import csv_text, table
 from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedEngine, TimedRanks
 from llama_ssp.tasks.timed import TimedRun

@@ -23,7 +23,8 @@ from llama_ssp.loop import Limits, generate
 from llama_ssp.metrics import Counts
 from llama_ssp.placement import resolve
 from llama_ssp.ranks import Ranks
-from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair, seats, tokens_of
+from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.tasks.seats import seats, tokens_of
 
 now = time.perf_counter  # the clock
 PROMPT = tuple(range(4, 36))

@@ -22,7 +22,8 @@ from llama_ssp.engine import AnyEngine, Prompt
 from llama_ssp.inputs import Entry, drafts
 from llama_ssp.placement import resolve
 from llama_ssp.ranks import Ranks
-from llama_ssp.tasks.pair import Pair, Shelf, engine_for, seats
+from llama_ssp.tasks.pair import Pair, Shelf, engine_for
+from llama_ssp.tasks.seats import seats
 from tests.families import VOCAB
 from tests.rig import GREEDY, Run, drive, drive_refilled
 

@@ -1,0 +1,156 @@
+"""The typed configuration: one dataclass per Hydra group.
+
+Yaml and the command line are merged by Hydra into these schemas, then converted and checked once
+(checks). Nothing past that door sees a DictConfig. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from llama_ssp.config.groups import (
+    ClusterConf,
+    Drafting,
+    DraftSeat,
+    Dtype,
+    ModelConf,
+    OnBadRow,
+    Output,
+    PlacementConf,
+    PlanningConf,
+    SamplingConf,
+    SpeculationConf,
+    Splitting,
+    TimesConf,
+    Verification,
+    Weights,
+)
+from llama_ssp.config.tasks import (
+    TASKS,
+    AgreeConf,
+    CalibrateConf,
+    CertifyConf,
+    CompareConf,
+    EvalConf,
+    GenerateConf,
+    MeasureConf,
+    PlanConf,
+    PromptedConf,
+    TaskConf,
+)
+
+__all__ = [
+    "LOSSY",
+    "SIZES",
+    "TASKS",
+    "AgreeConf",
+    "CalibrateConf",
+    "CertifyConf",
+    "ClusterConf",
+    "CompareConf",
+    "DraftSeat",
+    "Drafting",
+    "Dtype",
+    "EvalConf",
+    "GenerateConf",
+    "MeasureConf",
+    "ModelConf",
+    "OnBadRow",
+    "Output",
+    "PlacementConf",
+    "PlanConf",
+    "PlanningConf",
+    "PromptedConf",
+    "RunConf",
+    "SamplingConf",
+    "SpeculationConf",
+    "Splitting",
+    "TaskConf",
+    "TimesConf",
+    "Verification",
+    "Weights",
+    "home_expanded",
+    "known_keys",
+    "register",
+    "resolved",
+]
+
+
+@dataclass
+class RunConf:
+    """The whole run."""
+
+    model: ModelConf = field(default_factory=ModelConf)
+    draft: ModelConf | None = None
+    placement: PlacementConf = field(default_factory=PlacementConf)
+    cluster: ClusterConf = field(default_factory=ClusterConf)
+    sampling: SamplingConf = field(default_factory=SamplingConf)
+    speculation: SpeculationConf = field(default_factory=SpeculationConf)
+    task: TaskConf = field(default_factory=TaskConf)
+    plan: PlanningConf = field(default_factory=PlanningConf)
+    seed: int | None = None
+    output: Output = Output.text
+    out: str | None = "outputs"
+
+
+SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
+
+LOSSY = {
+    "lenience": "lenience accepts more than the exact rule",
+    "lenient": "lenience accepts more than the exact rule",
+    "typical_acceptance": "typical acceptance changes the law",
+    "typical": "typical acceptance changes the law",
+    "posterior_threshold": "typical acceptance changes the law",
+    "accept_threshold": "an acceptance threshold changes the law",
+    "ensemble_weight": "an ensemble of the two laws is not the target's law",
+    "assistant_ensemble_weight": "an ensemble of the two laws is not the target's law",
+}
+
+
+def register() -> None:
+    """Tells Hydra the schemas; `conf/` refers to them by these names."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=RunConf)
+    for name, schema in TASKS.items():
+        store.store(group="task", name=f"{name}_schema", node=schema)
+
+
+def known_keys(schema: type = RunConf, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, every task's included: what an override may name."""
+    keys: list[str] = []
+    for entry in fields(schema):
+        key = prefix + entry.name
+        keys.append(key)
+        nested = _nested(schema, entry.name)
+        for inner in nested:
+            keys += known_keys(inner, key + ".")
+    return list(dict.fromkeys(keys))
+
+
+def _nested(schema: type, name: str) -> list[type]:
+    if schema is RunConf and name == "task":
+        return list(TASKS.values())
+    if schema is RunConf and name in ("model", "draft"):
+        return [ModelConf]
+    factory = next(f for f in fields(schema) if f.name == name).default_factory
+    return [factory] if isinstance(factory, type) and is_dataclass(factory) else []
+
+
+def resolved(run: RunConf) -> dict[str, Any]:
+    """The run as plain data, for hashes and records."""
+    plain = OmegaConf.to_container(OmegaConf.structured(run), resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def home_expanded(name: str) -> Path:
+    """The path, with a leading ~ for the home folder; an unknown user's stays as it is."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)

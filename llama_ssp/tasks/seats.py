@@ -1,0 +1,149 @@
+"""Who sits where: each role's model, files, device and number format, refused here if it cannot be."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting
+from llama_ssp.inputs import Entry
+from llama_ssp.load.devices import TORCH_DTYPES, device_of, dtype_of, memory_of
+from llama_ssp.load.models import DRAFT, require_supported
+from llama_ssp.load.tokens import Tokens, read_tokens, require_same_tokens
+from llama_ssp.placement import Placement
+from llama_ssp.plan import Bill, bill, parameters, require_room
+from llama_ssp.plan.actual import Prediction, asked_of_run, predict, require_fit
+from llama_ssp.plan.asked import Role, Workload
+from llama_ssp.plan.machine import CPU
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One role's model, its files, and where and how it is held: by which ranks, and on this one's device."""
+
+    role: str
+    model: ModelConf
+    path: Path | None
+    device: torch.device
+    dtype: Dtype
+    splitting: Splitting
+    world: int
+    ranks: tuple[int, ...]
+    copies: bool
+    max_memory: dict[str, str]
+    offload: str | None
+
+    @property
+    def degree(self) -> int:
+        """Over how many ranks the model is split."""
+        return 1 if self.copies else len(self.ranks)
+
+
+def seats(entry: Entry) -> list[Seat]:
+    """The roles this pair needs, each with its device and number format."""
+    found = [_seat(entry, "model", entry.run.model, entry.target_path)]
+    if entry.run.draft is not None and entry.placement.draft:
+        found.append(_seat(entry, DRAFT, entry.run.draft, entry.draft_path))
+    _warn(found, entry.run)
+    return found
+
+
+def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
+    asked, placement = entry.run.placement, entry.placement
+    key, name = (
+        ("draft_device", asked.draft_device) if role == DRAFT else ("target_device", asked.target_device)
+    )
+    device = device_of(name, f"placement.{key}")
+    dtype = dtype_of(model.dtype, device, f"{role}.dtype")
+    if role == DRAFT:  # other engines spread the target alone
+        how = Splitting.tensor, placement.world, placement.draft, placement.copies
+    else:
+        how = placement.splitting, placement.world, placement.target, False
+    return Seat(role, model, path, device, dtype, *how, dict(asked.max_memory), asked.offload_folder)
+
+
+def tokens_of(found: list[Seat]) -> Tokens:
+    """The pair's tokenizer, after checking that both have the same."""
+    own = [read_tokens(seat.path, seat.model.vocab) for seat in found]
+    for other, seat in zip(own[1:], found[1:], strict=True):
+        require_same_tokens(own[0], other, (found[0].model.vocab, seat.model.vocab))
+    return own[0]
+
+
+def require_loadable(found: list[Seat], run: RunConf, rows: int, slots: int) -> Prediction | None:
+    """Refuses what cannot be run or does not fit, before weights are read; else what the plan says of it."""
+    for seat in found:
+        if seat.path is not None:
+            require_supported(seat.path)
+    prediction = _predicted(found, run, rows, slots)
+    if prediction is not None:
+        require_fit(prediction, run.plan.enforce)
+    elif run.plan.enforce:
+        _require_room(found, run, rows, slots)
+    return prediction
+
+
+def _predicted(found: list[Seat], run: RunConf, rows: int, slots: int) -> Prediction | None:
+    """The plan of this run; None where it has none: models on devices of their own, engines not ours."""
+    target, draft = found[0], found[1] if len(found) > 1 else None
+    if draft is not None and draft.device != target.device and target.world == 1:
+        return None
+    new = min(getattr(run.task, "max_new_tokens", slots), slots - 1)
+    k = run.speculation.k if may_draft(run) else 0
+    work = Workload(rows, slots - new, new, k, getattr(run.task, "prefill_chunk", slots))
+    if target.device.type == "cpu" and run.cluster.gpu is None:
+        run = replace(run, cluster=replace(run.cluster, gpu=CPU))
+    roles = [Role(seat.role, seat.model, seat.dtype) for seat in found]
+    whole = (roles[0], roles[1] if draft is not None else None)
+    asked = asked_of_run(run, whole, work, memory_of(target.device))
+    drafting = (draft.ranks, draft.copies) if draft is not None else ((), False)
+    return predict(run, asked, Placement(target.splitting, target.world, target.ranks, *drafting))
+
+
+def _require_room(found: list[Seat], run: RunConf, rows: int, slots: int) -> None:
+    """Weights and caches alone, device by device; where accelerate spreads a model it refuses itself."""
+    by_device: dict[torch.device, list[Bill]] = {}
+    for seat in (seat for seat in found if seat.splitting is not Splitting.layers):
+        by_device.setdefault(seat.device, []).append(bill(seat.role, seat.model, seat.dtype, rows, slots))
+    for device, bills in by_device.items():
+        gib = run.cluster.gib
+        require_room(
+            bills, str(device), memory_of(device) if gib is None else int(gib * 2**30), run.cluster.reserve
+        )
+
+
+def may_draft(run: RunConf) -> bool:
+    """Whether K may be more than 0."""
+    return run.speculation.k > 0 or run.speculation.adaptive
+
+
+def _warn(found: list[Seat], run: RunConf) -> None:
+    target, draft = found[0], found[1] if len(found) > 1 else None
+    if run.sampling.top_k > target.model.vocab:
+        log.warning(
+            "sampling.top_k=%d exceeds the vocabulary of %d: off",
+            run.sampling.top_k,
+            target.model.vocab,
+        )
+    if target.dtype in (Dtype.int8, Dtype.nf4) and run.sampling.temperature == 0:
+        name = target.dtype.value
+        log.warning("%s logits depend on what is computed beside them: greedy equality is not promised", name)
+    for seat in found:
+        if seat.device.type == "cpu" and TORCH_DTYPES[seat.dtype] is torch.float16:
+            log.warning("%s.dtype=fp16 is several times slower than bf16 on a CPU", seat.role)
+    if draft is None:
+        if run.draft is None and run.speculation.drafter is Drafting.model and may_draft(run):
+            log.info("no draft model: plain decoding")
+        return
+    if draft.path is not None and target.path is not None and draft.path.samefile(target.path):
+        log.warning("the draft is the target itself: exact, but no gain is expected")
+    elif parameters(draft.model) >= parameters(target.model):
+        log.warning(
+            "draft %s is no smaller than target %s: drafting pays only if acceptance exceeds the cost ratio",
+            draft.model.name, target.model.name,
+        )  # fmt: skip
