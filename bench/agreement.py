@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from hydra import compose, initialize_config_dir  # noqa: E402
 
-from bench.side_by_side import PROMPTS, processor  # noqa: E402
+from bench.side_by_side import PROMPTS  # noqa: E402
+from bench.surroundings import processor  # noqa: E402
 from llama_ssp.checks import to_run  # noqa: E402
 from llama_ssp.config import DraftSeat, PlacementConf, register  # noqa: E402
 from llama_ssp.engine import Prompt  # noqa: E402

@@ -173,7 +173,7 @@ def allowed(row: dict[str, Any]) -> int:
 
 def table(rows: list[dict[str, Any]], size: int, world: int) -> str:
     """A results file that needs nothing beside it."""
-    from side_by_side import processor
+    from surroundings import processor
 
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True

@@ -60,6 +60,8 @@ def _placement(run: RunConf, world: int) -> Placement:
         machine = machine_of(run.cluster)
     except UsageError:  # nothing is known of this GPU
         return resolve(run.placement, world, drafts=True)
+    if machine.is_cpu and run.cluster.times.layer_us is None:  # what its ranks say to each other costs most
+        return resolve(run.placement, world, drafts=True)
     roles = (
         Role(TARGET, run.model, machine.dtype(run.model.dtype)),
         Role(DRAFT, draft, machine.dtype(draft.dtype)),

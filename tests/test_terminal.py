@@ -147,6 +147,7 @@ def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_p
 def test_interrupted_at_the_prompt(open_terminal: Any, tmp_path: Path) -> None:
     terminal = open_terminal()
     terminal.until("prompt> ")
+    time.sleep(0.5)  # as a person would: what comes before readline listens waits for the next key
     terminal.type("half a prom" + INTERRUPT)
     assert terminal.leave() == 130
     assert "stopped by a signal" in terminal.seen and "Traceback" not in terminal.seen
