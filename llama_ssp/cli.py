@@ -108,6 +108,9 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
             keep()
     except RecursionError:
         raise
+    except SystemExit as end:  # so does Hydra leave after --help; what it printed is still to be written
+        if end.code:
+            raise
     except OverrideParseException as error:
         raise UsageError(
             "an override cannot be read", where=error.override[:80],

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.slow
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LLAMA_SSP_DEBUG")}
+    ours = ("WORLD_SIZE", "RANK", "LLAMA_SSP_DEBUG", "PYTHONUNBUFFERED")
+    kept = {k: v for k, v in os.environ.items() if k not in ours}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
