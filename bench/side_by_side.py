@@ -60,7 +60,7 @@ def main() -> None:
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", overrides))
-    entry = entries(run, [])[0]
+    entry = entries(run, [], 1)[0]
     run, found = entry.run, seats(entry)
     tokens = tokens_of(found)
     new = int(own["new"])

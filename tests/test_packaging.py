@@ -50,3 +50,13 @@ def test_readme_command(command, tmp_path):
 
 def test_the_readme_has_commands():
     assert len(readme_commands()) >= 4
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_make_demo_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "side_by_side.py"), "repeats=1", "new=4", "ks=2", "seed=1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-800:]
+    assert "| speculative, K = 2 |" in done.stdout
