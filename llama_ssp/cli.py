@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks, config
-from llama_ssp.config import AgreeConf, CompareConf, EvalConf, MeasureConf, PlanConf, PromptedConf
+from llama_ssp.config import AgreeConf, BatchConf, CompareConf, EvalConf, MeasureConf, PlanConf, PromptedConf
 from llama_ssp.entries import entries
 from llama_ssp.errors import (
     INPUT_OUTPUT,
@@ -34,6 +34,7 @@ from llama_ssp.errors import (
 )
 from llama_ssp.guard import GUARD, end_with_launcher, leave
 from llama_ssp.inputs import Inputs
+from llama_ssp.job import held_seed, job_of
 from llama_ssp.overrides import CONF, check_arguments, ranks, translated
 from llama_ssp.plot import check_plot, check_record
 from llama_ssp.prompts import Reading, read_prompts
@@ -146,10 +147,12 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     reading = Reading([], [])
     if isinstance(task, PromptedConf) and _is_leader():
         reading = read_prompts(task)
-    seed = checked.seed if checked.seed is not None else secrets.randbelow(2**31)
-    if checked.seed is None:
+    held = held_seed(checked) if isinstance(task, BatchConf) and _is_leader() else None
+    seed = next((known for known in (checked.seed, held) if known is not None), secrets.randbelow(2**31))
+    if checked.seed is None and held is None:
         logging.getLogger(__name__).info("seed=%d (drawn; give it again to repeat this run)", seed)
-    inputs = Inputs(recorded, seed, pairs, reading)
+    job = job_of(recorded, pairs[0].files, seed) if isinstance(task, BatchConf) and _is_leader() else None
+    inputs = Inputs(recorded, seed, pairs, reading, job)
     from llama_ssp.tasks import execute
 
     return execute(inputs)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ssp.config import Drafting, ModelConf, RunConf
+from llama_ssp.job import Job
 from llama_ssp.placement import Placement
 from llama_ssp.prompts import Reading
 
@@ -18,6 +19,12 @@ class Entry:
     target_path: Path | None
     draft_path: Path | None
     placement: Placement
+
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """The folders of the models that take part, by role."""
+        draft = {"draft": self.draft_path} if drafts(self.run) else {}
+        return {"model": self.target_path, **draft}
 
     @property
     def target(self) -> str:
@@ -34,12 +41,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The checked config, the pairs it is about, and the prompts as text."""
+    """The checked config, the pairs it is about, and the prompts as text; the leader has a batch's `job`."""
 
     run: RunConf
     seed: int
     pairs: tuple[Entry, ...]
     reading: Reading
+    job: Job | None = None
 
 
 def drafts(run: RunConf) -> bool:

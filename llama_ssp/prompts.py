@@ -12,7 +12,6 @@ import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from llama_ssp.config import (
@@ -79,6 +78,24 @@ class Reading:
     skipped: list[str]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A line of a file, its end left out: `number` counts from 1, `start` is its first byte in the file."""
+
+    number: int
+    start: int
+    raw: bytes
+    file: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.file} line {self.number}"
+
+    @property
+    def text(self) -> str:
+        return _decoded(self.raw, self.where, self.start).removesuffix("\r")
+
+
 def read_prompts(task: PromptedConf) -> Reading:
     """The prompts of a run, from the one source that the config names.
 
@@ -88,7 +105,7 @@ def read_prompts(task: PromptedConf) -> Reading:
         found = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
         return _checked(iter(found), task.on_bad_row)
     if task.prompt_file is not None:
-        data = _file_bytes(home_expanded(task.prompt_file))
+        data = file_bytes("task.prompt_file", task.prompt_file)
         jsonl = task.prompt_file.endswith((".jsonl", ".json"))
         return _checked(_parse(data, task.prompt_file, jsonl, task.on_bad_row), task.on_bad_row)
     if isinstance(task, MeasureConf):
@@ -112,35 +129,41 @@ def _stdin_bytes() -> bytes:
         raise StorageError(f"cannot read standard input: {error.strerror}") from None
 
 
-def _file_bytes(path: Path) -> bytes:
+def file_bytes(key: str, name: str) -> bytes:
+    """All of the file that the config names with this key."""
+    path = home_expanded(name)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError(
-                "task.prompt_file is not a regular file", where=str(path),
-                fix="give a text file or a .jsonl file",
+                f"{key} is not a regular file", where=str(path), fix="give a text file or a .jsonl file",
             )  # fmt: skip
         return path.read_bytes()
     except FileNotFoundError:
-        raise DataError("task.prompt_file does not exist", where=str(path), fix="check the path") from None
+        raise DataError(f"{key} does not exist", where=str(path), fix="check the path") from None
     except OSError as error:
-        raise StorageError(f"cannot read task.prompt_file: {error.strerror}", where=str(path)) from None
+        raise StorageError(f"cannot read {key}: {error.strerror}", where=str(path)) from None
+
+
+def lines_of(data: bytes, file: str, start: int = 0, number: int = 1) -> Iterator[Line]:
+    """The lines that are not blank; `data` begins at byte `start` of the file, with line `number`."""
+    if start == 0:
+        if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise DataError(
+                "the prompts are UTF-16", where=file, allowed="UTF-8",
+                fix="convert them: iconv -f utf-16 -t utf-8",
+            )  # fmt: skip
+        if data.startswith(BOM):
+            data, start = data[len(BOM) :], len(BOM)
+    for count, raw in enumerate(data.split(b"\n")):
+        if raw.strip():
+            yield Line(number + count, start, raw, file)
+        start += len(raw) + 1
 
 
 def _parse(data: bytes, name: str, jsonl: bool, policy: OnBadRow) -> Iterator[TextPrompt | DataError]:
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(
-            "the prompts are UTF-16", where=name, allowed="UTF-8",
-            fix="convert them: iconv -f utf-16 -t utf-8",
-        )  # fmt: skip
-    offset = len(BOM) if data.startswith(BOM) else 0
-    for number, raw in enumerate(data[offset:].split(b"\n"), start=1):
-        where = f"{name} line {number}"
-        start, offset = offset, offset + len(raw) + 1
-        if not raw.strip():
-            continue
+    for line in lines_of(data, name):
         try:
-            text = _decoded(raw, where, start).removesuffix("\r")
-            yield (_record(text, where, number) if jsonl else TextPrompt(f"line-{number}", text, where))
+            yield _record(line) if jsonl else TextPrompt(f"line-{line.number}", line.text, line.where)
         except DataError as error:
             yield error
 
@@ -160,28 +183,45 @@ def _decoded(raw: bytes, where: str, start: int) -> str:
         ) from None  # fmt: skip
 
 
-def _record(line: str, where: str, number: int) -> TextPrompt:
+def _record(line: Line) -> TextPrompt:
+    record = parsed_object(line)
+    if not isinstance(record.get("prompt"), str):
+        raise DataError(
+            "the line has no prompt", where=line.where, found=", ".join(record),
+            allowed='an object with a string "prompt"', fix="add it",
+        )  # fmt: skip
+    return TextPrompt(
+        name_of(record.get("id", f"line-{line.number}"), line.where), record["prompt"], line.where
+    )
+
+
+def parsed_object(line: Line) -> dict[str, Any]:
+    """The line's JSON object, read strictly."""
+    text = line.text
     try:
-        record = json.loads(line, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise DataError(
-            "the line is not JSON", where=where, found=reason,
+            "the line is not JSON", where=line.where, found=reason,
             fix='write one object a line: {"id": "a", "prompt": "..."}',
         ) from None  # fmt: skip
-    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+    if not isinstance(record, dict):
         raise DataError(
-            "the line has no prompt", where=where,
-            found=", ".join(record) if isinstance(record, dict) else type(record).__name__,
+            "the line has no prompt", where=line.where, found=type(record).__name__,
             allowed='an object with a string "prompt"', fix="add it",
         )  # fmt: skip
-    name = record.get("id", f"line-{number}")
-    if not isinstance(name, (str, int)) or isinstance(name, bool):
+    return record
+
+
+def name_of(value: object, where: str) -> str:
+    """An id as text."""
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise DataError(
-            "the id is neither text nor a whole number", where=where, found=type(name).__name__,
+            "the id is neither text nor a whole number", where=where, found=type(value).__name__,
             fix="write the id as a string",
         )  # fmt: skip
-    return TextPrompt(str(name), record["prompt"], where)
+    return str(value)
 
 
 def _no_constant(name: str) -> NoReturn:

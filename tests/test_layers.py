@@ -16,7 +16,10 @@ LAYERS = [
     {"config", "guard"},
     {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
      "tabular", "lookahead"},
-    {"checkpoint", "prompts", "inputs", "entries", "arrays", "text", "metrics", "journal"},
+    {"checkpoint", "prompts", "arrays", "text", "metrics", "journal"},
+    {"records"},
+    {"job"},
+    {"inputs", "entries"},
     {"track", "speeds"},
     {"screen", "plot_speeds"},
     {"recording"},
@@ -33,8 +36,8 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
-    "ranges", "placement", "journal", "tabular", "track", "speeds", "screen", "plot_speeds", "recording",
-    "planning", "guard",
+    "ranges", "placement", "journal", "records", "job", "tabular", "track", "speeds", "screen", "plot_speeds",
+    "recording", "planning", "guard",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

@@ -16,7 +16,7 @@ from llama_ssp.checks.groups import (
 )  # fmt: skip
 from llama_ssp.checks.tasks import check_task
 from llama_ssp.checks.values import between, check_types
-from llama_ssp.config import TASKS, EvalConf, PlanConf, PromptedConf, RunConf
+from llama_ssp.config import TASKS, BatchConf, EvalConf, PlanConf, PromptedConf, RunConf
 from llama_ssp.errors import UsageError
 
 
@@ -71,6 +71,6 @@ def check_context(run: RunConf) -> None:
     of = f"model {run.model.name} has a context of {run.model.context} tokens"
     prompt = run.task.prompt_tokens if isinstance(run.task, PlanConf) else 1
     between("task.prompt_tokens", prompt, 1, run.model.context - 1, of)
-    if isinstance(run.task, PromptedConf | EvalConf | PlanConf):
+    if isinstance(run.task, PromptedConf | BatchConf | EvalConf | PlanConf):
         most = run.model.context - prompt
         between("task.max_new_tokens", run.task.max_new_tokens, 1, most, f"{of}, prompt included")

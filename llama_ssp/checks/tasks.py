@@ -8,6 +8,7 @@ from llama_ssp.checks.groups import MAX_K, MAX_SEED
 from llama_ssp.checks.values import between
 from llama_ssp.config import (
     AgreeConf,
+    BatchConf,
     CalibrateConf,
     CertifyConf,
     CompareConf,
@@ -35,6 +36,8 @@ def check_task(run: RunConf) -> None:
         _check_prompted(run.task)
     if isinstance(run.task, GenerateConf):
         _check_generate(run.task)
+    if isinstance(run.task, BatchConf):
+        _check_batch(run.task)
     if isinstance(run.task, CompareConf):
         _check_compare(run.task, run)
     if isinstance(run.task, MeasureConf):
@@ -68,6 +71,15 @@ def _check_prompted(task: PromptedConf) -> None:
 
 def _check_generate(task: GenerateConf) -> None:
     between("task.batch_size", task.batch_size, 1, 4096)
+    _check_stops(task.stop)
+
+
+def _check_batch(task: BatchConf) -> None:
+    between("task.max_new_tokens", task.max_new_tokens, 1, 2**31 - 1)
+    between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
+    between("task.batch_size", task.batch_size, 1, 4096)
+    between("task.shard_size", task.shard_size, 1, 10**6)
+    between("task.retries", task.retries, 1, 100)
     _check_stops(task.stop)
 
 

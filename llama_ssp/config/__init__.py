@@ -33,6 +33,7 @@ from llama_ssp.config.groups import (
 from llama_ssp.config.tasks import (
     TASKS,
     AgreeConf,
+    BatchConf,
     CalibrateConf,
     CertifyConf,
     CompareConf,
@@ -49,6 +50,7 @@ __all__ = [
     "SIZES",
     "TASKS",
     "AgreeConf",
+    "BatchConf",
     "CalibrateConf",
     "CertifyConf",
     "ClusterConf",

@@ -159,8 +159,37 @@ class CalibrateConf(TaskConf):
     repeats: int = 5
 
 
+@dataclass
+class BatchConf(TaskConf):
+    """task=batch: every record of a file answered once, whatever is killed when.
+
+    `input` is JSONL, plain or in OpenAI's batch format, or text of one prompt a line; `output` has an answer
+    a line, in the same order. `work` holds the job until then (null: OUTPUT.work). Records are committed one
+    by one and published by shards of `shard_size`, which several processes may share. A record during which
+    `retries` attempts died, alone, is set aside. `status` only tells how far the job is; `submit` hands it to
+    the scheduler that the cluster names.
+    """
+
+    input: str | None = None
+    output: str | None = None
+    work: str | None = None
+    chat: bool = False
+    system: str | None = None
+    max_new_tokens: int = 128
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    on_bad_row: OnBadRow = OnBadRow.fail
+    batch_size: int = 8
+    prefill_chunk: int = 512
+    shard_size: int = 256
+    retries: int = 3
+    status: bool = False
+    submit: bool = False
+
+
 TASKS: dict[str, type[TaskConf]] = {
     "generate": GenerateConf,
+    "batch": BatchConf,
     "eval": EvalConf,
     "compare": CompareConf,
     "measure": MeasureConf,

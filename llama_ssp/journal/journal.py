@@ -56,13 +56,21 @@ class Journal:
         return Journal(folder, held)
 
     @staticmethod
-    def find(folder: Path) -> Journal:
-        """A journal that is there already."""
+    def held(folder: Path) -> Manifest | None:
+        """What job this folder holds; None where it holds none."""
         path = folder / MANIFEST
         if not path.is_file():
-            raise DataError("there is no job in this folder", where=str(folder), fix="check task.output")
+            return None
         with storing(path):
-            return Journal(folder, Manifest.read(path.read_bytes(), str(path)))
+            return Manifest.read(path.read_bytes(), str(path))
+
+    @staticmethod
+    def find(folder: Path) -> Journal:
+        """A journal that is there already."""
+        manifest = Journal.held(folder)
+        if manifest is None:
+            raise DataError("there is no job in this folder", where=str(folder), fix="check task.output")
+        return Journal(folder, manifest)
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()
@@ -104,7 +112,8 @@ class Journal:
                 "the finished shards do not add up", where=str(self.folder / DONE), found=f"{lines} answers",
                 allowed=str(self.manifest.records), fix="a file was changed by hand: delete its shard",
             )  # fmt: skip
-        replace_whole(output, whole, _unique())
+        if not _is_file_of(output, whole):
+            replace_whole(output, whole, _unique())
 
     def _done(self, shard: Shard) -> Path:
         return self.folder / DONE / f"{shard.name}.jsonl"
@@ -157,6 +166,19 @@ class Attempt:
         lines = [json.dumps(self._finished[index], ensure_ascii=False) + "\n" for index in self.shard.indices]
         self.leave()
         return write_once(self._done, "".join(lines).encode(), _unique())
+
+
+def _is_file_of(path: Path, data: bytes) -> bool:
+    """Whether the file is there and holds this; anything else in its place is refused."""
+    if not path.exists():
+        return False
+    with storing(path):
+        if path.is_file() and path.read_bytes() == data:
+            return True
+    raise DataError(
+        "the output file is there already, with other content", where=str(path),
+        allowed="no file, or what this job writes", fix="move it away, then start the same command again",
+    )  # fmt: skip
 
 
 def _unique() -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llama_ssp.errors import DataError
@@ -12,11 +13,14 @@ from llama_ssp.errors import DataError
 
 @dataclass(frozen=True)
 class Shard:
-    """Some of the input's records, one after the other."""
+    """Some of the input's records, one after the other: its bytes `start` to `end`, from line `line` on."""
 
     number: int
     first: int
     count: int
+    start: int
+    end: int
+    line: int
 
     @property
     def indices(self) -> range:
@@ -29,12 +33,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What run.json holds. `settings` is all that decides the output, flat."""
+    """What run.json holds. `settings` is all that decides the output, flat; `facts` follow from the input."""
 
     input_sha256: str
     records: int
     settings: dict[str, Any]
     shards: tuple[Shard, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def with_facts(self, facts: dict[str, Any]) -> Manifest:
+        return replace(self, facts=facts)
 
     def as_bytes(self) -> bytes:
         body = {**asdict(self), "key": self.key}
@@ -51,7 +59,7 @@ class Manifest:
         try:
             body = json.loads(data)
             shards = tuple(Shard(**shard) for shard in body["shards"])
-            return Manifest(body["input_sha256"], body["records"], body["settings"], shards)
+            return Manifest(body["input_sha256"], body["records"], body["settings"], shards, body["facts"])
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 "run.json cannot be read", where=where, found=f"{type(error).__name__}: {error}",
@@ -75,13 +83,19 @@ class Manifest:
         )  # fmt: skip
 
 
-def shards_of(records: int, size: int) -> tuple[Shard, ...]:
-    """Shards of at most `size` records, as even as can be."""
-    number = max(1, -(-records // size))
+def shards_of(places: Sequence[tuple[int, int]], size: int, most: int) -> tuple[Shard, ...]:
+    """Shards of at most `most` records, as even as can be, of a file of `size` bytes.
+
+    A record's place is its first byte and the number of its line.
+    """
+    records = len(places)
+    number = max(1, -(-records // most))
     base, extra = divmod(records, number)
     found, first = [], 0
     for shard in range(number):
         count = base + (shard < extra)
-        found.append(Shard(shard, first, count))
+        start, line = places[first] if count else (0, 1)
+        end = places[first + count][0] if first + count < records else size
+        found.append(Shard(shard, first, count, start, end, line))
         first += count
     return tuple(found)
