@@ -58,6 +58,7 @@ class CounterDraws:
     """Philox, addressed by counter: (seed, prompt) is its key, the base its counter."""
 
     seed: int
+    own: dict[int, int] = field(default_factory=dict)  # seeds of prompts that have one, by prompt key
     _tables: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
@@ -81,7 +82,7 @@ class CounterDraws:
         if table is None or len(table) <= index:
             # A longer table starts with the shorter one, so its length never changes a draw.
             # As an array: of a list with a number beyond 2**63 numpy makes floats, which cut both keys.
-            keys = np.array([self.seed, key], dtype=np.uint64)
+            keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)
             generator = np.random.Philox(key=keys, counter=[0, 0, 0, base])
             table = generator.random_raw(max(32, 2 * index)) >> np.uint64(11)
             if len(self._tables) > 4096:

@@ -46,7 +46,7 @@ class Guard:
         self.signalled = 0  # the first signal that came
         self._warned = False
         self.ending = False  # what ends the run is known: no signal interrupts that
-        self.on_signal: Callable[[], None] | None = None  # called in the guard's thread
+        self.on_signal: list[Callable[[], None]] = []  # called in the guard's thread
         self._grace_s: float | None = None
         self._alarms: dict[str, Alarm] = {}
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class Guard:
     def start(self, grace_s: float | None) -> None:
         """From the main thread. `grace_s` is how long a signal may take to be obeyed; None is for ever."""
         self.signalled, self.ending, self._warned = 0, False, False
-        self.on_signal, self._grace_s, self._alarms = None, grace_s, {}
+        self.on_signal, self._grace_s, self._alarms = [], grace_s, {}
         self._hearing, self._calling = os.pipe()
         os.set_blocking(self._calling, False)
         self._handlers = {number: signal.signal(number, self._interrupt) for number in STOPPING}
@@ -113,8 +113,8 @@ class Guard:
         if self._warned:
             leave(128 + number)
         self._warned, self.signalled = True, self.signalled or number
-        if self.on_signal:
-            self.on_signal()
+        for call in self.on_signal:
+            call()
         if self._grace_s is not None:
             self.arm("signal", self._grace_s, 128 + number)
 

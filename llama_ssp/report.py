@@ -129,7 +129,7 @@ class Progress:
 
     def __init__(self, what: str, total: int, units: str) -> None:
         self._what, self._total, self._units = what, total, units
-        self._done = 0
+        self._done = self._before = 0
         self._live = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
 
     def __enter__(self) -> Progress:
@@ -139,8 +139,12 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._live:
             sys.stderr.write("\r\x1b[K")
-        if self._done:
+        if self._done > self._before:
             log.info("%s", self._line())
+
+    def start(self, done: int) -> None:
+        """Some of it was done before."""
+        self._done = self._before = done
 
     def advance(self, count: int) -> None:
         self._done += count
@@ -154,7 +158,7 @@ class Progress:
 
     def _line(self) -> str:
         spent = time.perf_counter() - self._began
-        rate = self._done / spent if spent > 0 else 0.0
+        rate = (self._done - self._before) / spent if spent > 0 else 0.0
         left = self._total - self._done
         rest = f"{left / rate:.0f} s left" if left and rate else f"{spent:.1f} s"
         return f"{self._what}: {self._done} of {self._total} {self._units}, {rate:.1f}/s, {rest}"

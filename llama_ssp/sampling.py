@@ -97,6 +97,38 @@ class Laws:
         return logit_BWV
 
 
+class RowLaws(Laws):
+    """Laws of a batch whose rows may each have controls of their own."""
+
+    def __init__(self, sampling: SamplingConf, end_ids: tuple[int, ...], vocab: int) -> None:
+        super().__init__(sampling, end_ids, vocab)
+        self._usual = Laws(sampling, end_ids, vocab)
+        self._by_row: dict[int, Laws] = {}  # rows that differ from the others
+
+    def assign(self, row: int, sampling: SamplingConf) -> None:
+        """From now on these are the row's controls."""
+        if sampling == self.controls:
+            self._by_row.pop(row, None)
+        else:
+            alike = (laws for laws in self._by_row.values() if laws.controls == sampling)
+            self._by_row[row] = next(alike, None) or Laws(sampling, self.end_ids, self.vocab)
+
+    def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        if not self._by_row:
+            return super().__call__(logit_BWV, prefix)
+        groups: dict[Laws, list[int]] = {}
+        for row in range(len(logit_BWV)):
+            groups.setdefault(self._by_row.get(row, self._usual), []).append(row)
+        parts = []
+        for laws, rows in groups.items():
+            chosen = torch.tensor(rows, device=logit_BWV.device)
+            own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
+            parts.append(laws(logit_BWV[chosen], own))
+        order = [row for rows in groups.values() for row in rows]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat(parts)[torch.tensor(back, device=logit_BWV.device)]
+
+
 def filtered(law: Array, top_k: int, top_p: float, min_p: float) -> Array:
     """The law cut by top-k, then top-p, then min-p, each renormalised; tied tokens live or fall together.
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import DataError
+from llama_ssp.journal.claims import Claim, claim
 from llama_ssp.journal.files import replace_whole, storing, write_once
 from llama_ssp.journal.manifest import Manifest, Shard
 from llama_ssp.journal.parts import Part, Story, read_part
 
-MANIFEST, PARTS, DONE = "run.json", "parts", "done"
+MANIFEST, PARTS, DONE, CLAIMS = "run.json", "parts", "done", "claims"
 SYNC_EVERY = 16  # records that a machine, not a process, may take with it when it dies
 SYNC_S = 5.0
 
@@ -35,6 +36,12 @@ class Standing:
     def whole(self) -> bool:
         return self.shards_done == self.shards
 
+    def in_words(self) -> str:
+        return (
+            f"{self.finished} of {self.records} records, {self.shards_done} of {self.shards} shards done, "
+            f"{self.attempts} attempts"
+        )
+
 
 class Journal:
     """A folder that several processes, on several machines, may work on at once."""
@@ -46,7 +53,7 @@ class Journal:
     def begin(folder: Path, manifest: Manifest) -> Journal:
         """The job's journal, new or continued; another job's is refused."""
         with storing(folder):
-            for name in (PARTS, DONE):
+            for name in (PARTS, DONE, CLAIMS):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
         if write_once(path, manifest.as_bytes(), _unique()):
@@ -74,6 +81,16 @@ class Journal:
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()
+
+    def claim(self) -> tuple[Shard, Claim] | None:
+        """The first shard that is neither done nor being done by a living process, and the right to it."""
+        for shard in self.manifest.shards:
+            if self.is_done(shard):
+                continue
+            held = claim(self.folder / CLAIMS / shard.name, _unique())
+            if held is not None:
+                return shard, held
+        return None
 
     def attempt(self, shard: Shard, name: str = "") -> Attempt:
         """A new attempt at a shard, which knows what earlier ones have finished and failed at."""
@@ -135,6 +152,7 @@ class Attempt:
             for index, record in story.finished.items():
                 self._finished.setdefault(index, record)
         self.failures = Counter(index for story in earlier for index in story.failed_at)
+        self.failures_alone = Counter(index for story in earlier for index in story.failed_alone)
 
     @property
     def missing(self) -> list[int]:
@@ -151,6 +169,10 @@ class Attempt:
     def finish(self, index: int, record: dict[str, Any]) -> None:
         self._part.finish(index, record)
         self._finished[index] = record
+
+    def excuse(self) -> None:
+        """Says that the attempt is being ended from outside; from any thread."""
+        self._part.excuse()
 
     def leave(self) -> None:
         """Ends the attempt in good order; what is missing is for another."""

@@ -34,6 +34,11 @@ class Story:
         """Records that were under way when the attempt ended without a word."""
         return set() if self.left else self.begun - self.finished.keys()
 
+    @property
+    def failed_alone(self) -> set[int]:
+        """The one record that must be to blame, where no other was under way."""
+        return self.failed_at if len(self.failed_at) == 1 else set()
+
 
 class Part:
     """Appends to an attempt's file. Each line reaches the system at once, the disk every `sync_every`."""
@@ -53,9 +58,14 @@ class Part:
     def finish(self, index: int, record: dict[str, Any]) -> None:
         self._append({FINISHED: index, "record": record})
 
+    def excuse(self) -> None:
+        """Says that the attempt is being ended from outside: no record is to blame."""
+        if not self._file.closed:
+            self._append({LEFT: True})
+
     def leave(self) -> None:
         """The last line of an attempt that ends in good order, done or not."""
-        self._append({LEFT: True})
+        self.excuse()
         self.close()
 
     def close(self) -> None:

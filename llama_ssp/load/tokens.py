@@ -29,7 +29,13 @@ class Tokens(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
-    def chat(self, text: str, system: str | None) -> list[int]: ...
+    def chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+
+def conversation(text: str, system: str | None) -> list[dict[str, str]]:
+    """A user's text, with what the system says before it."""
+    said = [{"role": "system", "content": system}] if system else []
+    return [*said, {"role": "user", "content": text}]
 
 
 class HubTokens:
@@ -59,14 +65,13 @@ class HubTokens:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def chat(self, text: str, system: str | None) -> list[int]:
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation, of `role` and `content`, by the model's own template, up to where it answers."""
         if not self._tokenizer.chat_template:
             raise DataError(
                 "the model has no chat template", where="task.chat=true",
                 fix="use an instruct model, or task.chat=false",
             )  # fmt: skip
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": text})
         try:
             rendered = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
@@ -111,7 +116,7 @@ class ByteTokens:
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
 
-    def chat(self, text: str, system: str | None) -> list[int]:
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
         raise DataError("synthetic models have no chat template", fix="use task.chat=false")
 
 

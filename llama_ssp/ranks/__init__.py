@@ -4,8 +4,9 @@ from llama_ssp.ranks.crew import SOLE, Crew, crew_of
 from llama_ssp.ranks.faults import LostPeer
 from llama_ssp.ranks.group import PACKET, checksum, open_ranks
 from llama_ssp.ranks.protocol import ALONE, Alone, Ranks
+from llama_ssp.ranks.told import told
 
 __all__ = [
     "ALONE", "PACKET", "SOLE", "Alone", "Crew", "LostPeer", "Ranks", "checksum", "crew_of",
-    "open_ranks",
+    "open_ranks", "told",
 ]  # fmt: skip

@@ -34,7 +34,7 @@ class Watch(threading.Thread):
         self._patience_s, self._beat_s = patience_s, min(BEAT_S, patience_s / 4)
         self._parted = threading.Event()
         self._changed = dict.fromkeys(range(world), time.monotonic())
-        GUARD.on_signal = peers.call  # the others are to know at once
+        GUARD.on_signal.append(peers.call)  # the others are to know at once
 
     def run(self) -> None:
         beat = 0

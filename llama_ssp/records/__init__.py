@@ -7,10 +7,11 @@
 Every line that is not blank gets one line in the output, at the same place. No torch here.
 """
 
-from llama_ssp.records.answers import Reply, answer, refusal
+from llama_ssp.records.answers import BROKEN, Reply, answer, refusal
 from llama_ssp.records.request import Form, Refused, Request
-from llama_ssp.records.source import Source, read_shard, read_source
+from llama_ssp.records.source import Source, read_shard, read_source, require_good
 
 __all__ = [
-    "Form", "Refused", "Reply", "Request", "Source", "answer", "read_shard", "read_source", "refusal",
+    "BROKEN", "Form", "Refused", "Reply", "Request", "Source", "answer", "read_shard", "read_source",
+    "refusal", "require_good",
 ]  # fmt: skip

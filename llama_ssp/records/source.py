@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llama_ssp.config import BatchConf, OnBadRow, RunConf
@@ -42,7 +43,7 @@ def read_source(run: RunConf) -> Source:
     return Source(hashlib.sha256(data).hexdigest(), len(data), places, records)
 
 
-def require_good(run: RunConf, records: list[Request | Refused]) -> None:
+def require_good(run: RunConf, records: Sequence[Request | Refused]) -> None:
     """All bad lines at once, unless the job is to go on without them."""
     assert isinstance(run.task, BatchConf)
     bad = [record for record in records if isinstance(record, Refused)]
@@ -52,7 +53,7 @@ def require_good(run: RunConf, records: list[Request | Refused]) -> None:
         raise DataError(bad[0].error)
     more = f" (the first {SHOWN})" if len(bad) > SHOWN else ""
     raise DataError(
-        f"{len(bad)} of {len(records)} lines are bad: {' | '.join(r.error for r in bad[:SHOWN])}{more}",
+        f"{len(bad)} lines are bad: {' | '.join(r.error for r in bad[:SHOWN])}{more}",
         fix="correct them, or write task.on_bad_row=skip to have them answered with their errors",
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 from llama_ssp.config import ModelConf, OnBadRow
 from llama_ssp.engine import AnyEngine, Prompt, State
 from llama_ssp.errors import DataError, ModelError
-from llama_ssp.load.tokens import Tokens
+from llama_ssp.load.tokens import Tokens, conversation
 from llama_ssp.lookahead import Lookahead
 from llama_ssp.loop import Limits, Step, generate
 from llama_ssp.metrics import Counts, ratio
@@ -73,17 +73,18 @@ class Batches:
             "target_forwards": self._engine.target_forwards,
             "target_forwards_prefill": self._prefill_forwards,
             "draft_forwards": self._engine.draft_forwards,
-            **_counted(self._counts, self._prefill_s, self._decode_s),
+            **counted(self._counts, self._prefill_s, self._decode_s),
         }
 
 
 def nothing_run() -> dict[str, Any]:
     """The same figures of a run that got no further than its checks."""
     forwards = dict.fromkeys(("target_forwards", "target_forwards_prefill", "draft_forwards"), 0)
-    return {**forwards, **_counted(Counts(), 0.0, 0.0)}
+    return {**forwards, **counted(Counts(), 0.0, 0.0)}
 
 
-def _counted(counts: Counts, prefill_s: float, decode_s: float) -> dict[str, Any]:
+def counted(counts: Counts, prefill_s: float, decode_s: float) -> dict[str, Any]:
+    """Counters and clocks under the names of the JSON interface."""
     counted = counts.summary()
     return {
         **counted,
@@ -117,7 +118,8 @@ def prompt_of(
     text: TextPrompt, tokens: Tokens, model: ModelConf, chat: bool = False, system: str | None = None
 ) -> Prompt:
     """The prompt as tokens; refused if the model cannot continue it."""
-    ids = begun(tokens.chat(text.text, system) if chat else tokens.encode(text.text), tokens)
+    ids = tokens.chat(conversation(text.text, system)) if chat else tokens.encode(text.text)
+    ids = begun(ids, tokens)
     problem = unusable(text, ids, model.context, model.vocab)
     if problem is not None:
         raise problem

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from llama_ssp.config import (
     AgreeConf,
+    BatchConf,
     CalibrateConf,
     CertifyConf,
     CompareConf,
@@ -24,9 +25,10 @@ from llama_ssp.inputs import Inputs
 from llama_ssp.load.devices import device_of
 from llama_ssp.placement import Placement
 from llama_ssp.prompts import Reading, TextPrompt
-from llama_ssp.ranks import Ranks, open_ranks
+from llama_ssp.ranks import Ranks, open_ranks, told
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
 from llama_ssp.tasks.agree import AgreeTask
+from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
 from llama_ssp.tasks.certify import CertifyTask
 from llama_ssp.tasks.compare import CompareTask
@@ -50,6 +52,7 @@ class Task(Protocol):
 
 TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]] = {
     GenerateConf: GenerateTask,
+    BatchConf: BatchTask,
     EvalConf: EvalTask,
     CompareConf: CompareTask,
     MeasureConf: MeasureTask,
@@ -80,15 +83,15 @@ def shared(inputs: Inputs, ranks: Ranks) -> Inputs:
         return inputs
     ranks.require_same("configuration or versions", json.dumps([config_sha256(inputs.run), versions()]))
     placements = [pair.placement.as_plain() for pair in inputs.pairs]
-    own = json.dumps({"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements})
-    told = json.loads(bytes(ranks.broadcast_ints(list(own.encode()))))
-    prompts = [TextPrompt(**prompt) for prompt in told["reading"]["prompts"]]
+    own = {"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements}
+    heard = told(own, ranks)
+    prompts = [TextPrompt(**prompt) for prompt in heard["reading"]["prompts"]]
     pairs = tuple(
         replace(pair, placement=Placement.of_plain(plain))
-        for pair, plain in zip(inputs.pairs, told["placements"], strict=True)
+        for pair, plain in zip(inputs.pairs, heard["placements"], strict=True)
     )
-    reading = Reading(prompts, told["reading"]["skipped"])
-    return replace(inputs, seed=told["seed"], pairs=pairs, reading=reading)
+    reading = Reading(prompts, heard["reading"]["skipped"])
+    return replace(inputs, seed=heard["seed"], pairs=pairs, reading=reading)
 
 
 def _run(inputs: Inputs, ranks: Ranks) -> int:
@@ -117,7 +120,7 @@ def _run(inputs: Inputs, ranks: Ranks) -> int:
             "run_folder": str(folder.path) if folder.path else None,
         }
         folder.close(summary)
-        if status in ("done", "failed") or task.has_output():
+        if status in ("done", "failed", "partial") or task.has_output():
             _show(console, run.output, summary)
     return FAILED_CHECK if status == "failed" else OK
 

@@ -132,9 +132,12 @@ def engine_for(
     pair: Pair, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int
 ) -> AnyEngine:
     """One engine with caches and draws of its own; only real tokens are ever drawn."""
-    vocab = min(pair.vocab, tokens.size)
-    laws = Laws(run.sampling, tuple(sorted(end_ids)), vocab)
-    draws = CounterDraws(seed)
+    laws = Laws(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
+    return engine_with(pair, run, laws, CounterDraws(seed), chunk)
+
+
+def engine_with(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) -> AnyEngine:
+    """One engine with caches of its own, for these laws and draws."""
     crew, drafter = pair.crew, _drafter(pair, run, laws, draws, chunk)
     if not drafts(run) and not crew.drafts_apart:
         crew = replace(crew, asked=None)

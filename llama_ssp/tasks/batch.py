@@ -1,0 +1,209 @@
+"""task=batch: every record of a file answered exactly once, whatever is killed when.
+
+The leader reads, keeps the journal and writes; the other ranks are told each shard's texts. What a
+record gets depends on the job's seed and the record alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llama_ssp.config import BatchConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Prompt
+from llama_ssp.errors import StorageError
+from llama_ssp.guard import GUARD
+from llama_ssp.inputs import Inputs
+from llama_ssp.job import longest_in
+from llama_ssp.journal import Attempt, Journal, Shard
+from llama_ssp.load.tokens import Tokens
+from llama_ssp.ranks import Ranks, told
+from llama_ssp.records import BROKEN, Refused, Reply, Request, answer, refusal
+from llama_ssp.report import Console, Progress, RunFolder
+from llama_ssp.sampling import RowLaws
+from llama_ssp.tasks.asking import while_others_wait
+from llama_ssp.tasks.batches import nothing_run
+from llama_ssp.tasks.begin import begin, token_ids
+from llama_ssp.tasks.pair import Pair, beside_plan, engine_with, lookahead_for, open_pair
+from llama_ssp.tasks.rows import Rows, Work, Written
+from llama_ssp.tasks.seats import seats, tokens_of
+
+log = logging.getLogger(__name__)
+
+NAN = "a model gave logits that are not numbers (NaN or infinite)"
+
+
+class BatchTask:
+    """One process's part in a job. `figures` is right at any moment, also after a failure."""
+
+    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        assert isinstance(inputs.run.task, BatchConf)
+        self._inputs, self._task, self._ranks = inputs, inputs.run.task, ranks
+        self._run = inputs.pairs[0].run
+        self._journal: Journal | None = None
+        self._pair: Pair | None = None
+        self._rows: Rows | None = None
+        self._answered = self._refused = self._set_aside = 0
+
+    def run(self) -> str:
+        """Takes on shards until none is left to take; done once the job's output is there."""
+        found = seats(self._inputs.pairs[0])
+        tokens = tokens_of(found)
+        longest, missing = while_others_wait(self._ranks, partial(self._begin, tokens))
+        if missing:
+            rows = min(self._task.batch_size, missing)
+            self._pair = open_pair(found, self._run, rows, longest, self._ranks)
+            self._rows = self._writer(self._pair, tokens)
+            if self._ranks.is_leader:
+                self._lead(tokens)
+            else:
+                self._follow()
+        return self._end() if self._journal is not None else "done"
+
+    def has_output(self) -> bool:
+        return self._answered > 0
+
+    def figures(self) -> dict[str, Any]:
+        """The task's part of the summary."""
+        figures = self._rows.figures() if self._rows else {**nothing_run(), "tokens_per_s": None}
+        standing = self._journal.standing() if self._journal else None
+        return {
+            "output": self._task.output,
+            "work": str(self._journal.folder) if self._journal else None,
+            "records": standing.records if standing else None,
+            "records_finished": standing.finished if standing else None,
+            "records_answered_here": self._answered,
+            "records_refused_here": self._refused,
+            "records_set_aside_here": self._set_aside,
+            "shards": standing.shards if standing else None,
+            "shards_done": standing.shards_done if standing else None,
+            "attempts": standing.attempts if standing else None,
+            "devices": self._pair.devices if self._pair else {},
+            **figures,
+            "plan": beside_plan(self._pair, figures),
+        }
+
+    def _begin(self, tokens: Tokens) -> list[int]:
+        """The journal, new or continued: how long a text may get, and how many records are missing."""
+        job = self._inputs.job
+        assert job is not None
+        self._journal = begin(job, tokens)
+        standing = self._journal.standing()
+        log.info("job %s: %s", self._journal.folder, standing.in_words())
+        return [longest_in(self._journal), standing.records - standing.finished]
+
+    def _writer(self, pair: Pair, tokens: Tokens) -> Rows:
+        run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
+        laws = RowLaws(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
+        draws = CounterDraws(self._inputs.seed)
+        engine = engine_with(pair, run, laws, draws, self._task.prefill_chunk)
+        return Rows(
+            engine, laws, draws, tokens.decode, partial(lookahead_for, run), ends, self._task.prefill_chunk
+        )
+
+    def _lead(self, tokens: Tokens) -> None:
+        """Shard by shard, until none is left that nobody works on."""
+        journal = self._journal
+        assert journal is not None
+        with Progress("batch", journal.manifest.records, "records") as progress:
+            progress.start(journal.standing().finished)
+            while (taken := journal.claim()) is not None:
+                shard, claim = taken
+                with claim:
+                    self._shard(journal, shard, tokens, progress.advance)
+        told([], self._ranks)
+
+    def _follow(self) -> None:
+        """Writes along, in step with the leader, until no work comes."""
+        assert self._rows is not None
+        while plain := told([], self._ranks):
+            works = [Work.of(one) for one in plain["works"]]
+            for _ in self._rows.write(works, plain["rows"], lambda _: None):
+                pass
+
+    def _shard(self, journal: Journal, shard: Shard, tokens: Tokens, advance: Callable[[int], None]) -> None:
+        """One attempt at a shard: what earlier ones have not finished, those they died at one by one."""
+        attempt = journal.attempt(shard)
+        GUARD.on_signal.append(attempt.excuse)
+        try:
+            ready = self._ready(attempt, shard, tokens)
+            alone = [work for work, _ in ready if attempt.failures[work.index]]
+            others = [work for work, _ in ready if not attempt.failures[work.index]]
+            asked = {work.index: request for work, request in ready}
+            for works, rows in [*(([work], 1) for work in alone), (others, self._task.batch_size)]:
+                self._write(works, rows, attempt, asked, advance)
+            attempt.publish()
+        except (KeyboardInterrupt, StorageError):
+            attempt.excuse()
+            raise
+        finally:
+            GUARD.on_signal.remove(attempt.excuse)
+
+    def _ready(self, attempt: Attempt, shard: Shard, tokens: Tokens) -> list[tuple[Work, Request]]:
+        """What is to be written, the longest first; lines that make no request are answered here."""
+        job = self._inputs.job
+        assert job is not None and self._journal is not None
+        missing, ready = set(attempt.missing), []
+        for record in job.read(self._journal, shard):
+            if record.index not in missing:
+                continue
+            deaths = attempt.failures_alone[record.index]
+            if isinstance(record, Refused):
+                self._refuse(attempt, record, refusal(record, record.error))
+            elif deaths >= self._task.retries:
+                log.warning("set aside: %s, after %d attempts died during it alone", record.where, deaths)
+                self._set_aside += 1
+                said = f"set aside: {deaths} attempts died while they worked on this record alone"
+                self._refuse(attempt, record, refusal(record, said, BROKEN))
+            else:
+                ready.append((self._work(record, tokens), record))
+        return sorted(ready, key=lambda pair: -pair[0].longest)
+
+    def _work(self, request: Request, tokens: Tokens) -> Work:
+        ids = token_ids(request, tokens, self._run)
+        return Work(
+            request.index, Prompt(request.id, tuple(ids)), request.sampling, request.max_new_tokens,
+            request.stop, request.seed,
+        )  # fmt: skip
+
+    def _write(
+        self, works: list[Work], rows: int, attempt: Attempt, asked: dict[int, Request],
+        advance: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        assert self._rows is not None
+        if not works:
+            return
+        told({"works": [work.plain() for work in works], "rows": rows}, self._ranks)
+        for written in self._rows.write(works, rows, attempt.begin):
+            self._keep(attempt, asked[written.index], written)
+            advance(1)
+
+    def _keep(self, attempt: Attempt, request: Request, written: Written) -> None:
+        """Commits an answer."""
+        if written.finish_reason == "error":
+            log.warning("%s: %s", request.where, NAN)
+            self._refuse(attempt, request, refusal(request, NAN, BROKEN))
+            return
+        reply = Reply(written.text, written.token_ids, written.finish_reason, written.prompt_tokens)
+        attempt.finish(request.index, answer(request, reply, self._inputs.pairs[0].target))
+        self._answered += 1
+
+    def _refuse(self, attempt: Attempt, record: Request | Refused, line: dict[str, Any]) -> None:
+        attempt.finish(record.index, line)
+        self._refused += 1
+
+    def _end(self) -> str:
+        """Writes the output if the whole job is done, by whomever."""
+        journal, job = self._journal, self._inputs.job
+        assert journal is not None and job is not None
+        standing = journal.standing()
+        log.info("%s", standing.in_words())
+        if not standing.whole:
+            log.info("others are at work on the rest; the last to end writes %s", job.output)
+            return "partial"
+        journal.merge(job.output)
+        log.info("output: %s", job.output)
+        return "done"
