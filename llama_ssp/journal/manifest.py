@@ -89,12 +89,11 @@ def shards_of(places: Sequence[tuple[int, int]], size: int, most: int) -> tuple[
     A record's place is its first byte and the number of its line.
     """
     records = len(places)
-    number = max(1, -(-records // most))
-    base, extra = divmod(records, number)
+    number = -(-records // most)
     found, first = [], 0
     for shard in range(number):
-        count = base + (shard < extra)
-        start, line = places[first] if count else (0, 1)
+        count = records // number + (shard < records % number)
+        start, line = places[first]
         end = places[first + count][0] if first + count < records else size
         found.append(Shard(shard, first, count, start, end, line))
         first += count

@@ -52,15 +52,15 @@ class BatchTask:
         """Takes on shards until none is left to take; done once the job's output is there."""
         found = seats(self._inputs.pairs[0])
         tokens = tokens_of(found)
-        longest, missing = while_others_wait(self._ranks, partial(self._begin, tokens))
+        longest, missing, shards = while_others_wait(self._ranks, partial(self._begin, tokens))
         if missing:
             rows = min(self._task.batch_size, missing)
             self._pair = open_pair(found, self._run, rows, longest, self._ranks)
             self._rows = self._writer(self._pair, tokens)
-            if self._ranks.is_leader:
-                self._lead(tokens)
-            else:
-                self._follow()
+        if shards and self._ranks.is_leader:
+            self._lead(tokens)
+        elif shards:
+            self._follow()
         return self._end() if self._journal is not None else "done"
 
     def has_output(self) -> bool:
@@ -87,13 +87,16 @@ class BatchTask:
         }
 
     def _begin(self, tokens: Tokens) -> list[int]:
-        """The journal, new or continued: how long a text may get, and how many records are missing."""
+        """The journal, new or continued: how long a text may get, how many records and shards are missing."""
         job = self._inputs.job
         assert job is not None
         self._journal = begin(job, tokens)
         standing = self._journal.standing()
         log.info("job %s: %s", self._journal.folder, standing.in_words())
-        return [longest_in(self._journal), standing.records - standing.finished]
+        if not standing.records:
+            log.warning("%s holds no records", self._task.input)
+        missing, shards = standing.records - standing.finished, standing.shards - standing.shards_done
+        return [longest_in(self._journal), missing, shards]
 
     def _writer(self, pair: Pair, tokens: Tokens) -> Rows:
         run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
@@ -118,8 +121,8 @@ class BatchTask:
 
     def _follow(self) -> None:
         """Writes along, in step with the leader, until no work comes."""
-        assert self._rows is not None
         while plain := told([], self._ranks):
+            assert self._rows is not None
             works = [Work.of(one) for one in plain["works"]]
             for _ in self._rows.write(works, plain["rows"], lambda _: None):
                 pass
@@ -173,9 +176,9 @@ class BatchTask:
         self, works: list[Work], rows: int, attempt: Attempt, asked: dict[int, Request],
         advance: Callable[[int], None],
     ) -> None:  # fmt: skip
-        assert self._rows is not None
         if not works:
             return
+        assert self._rows is not None
         told({"works": [work.plain() for work in works], "rows": rows}, self._ranks)
         for written in self._rows.write(works, rows, attempt.begin):
             self._keep(attempt, asked[written.index], written)

@@ -15,7 +15,7 @@ from llama_ssp.tasks.batches import begun, unusable
 
 def begin(job: Job, tokens: Tokens) -> Journal:
     """The job's journal; the input of a new one is checked to the last line."""
-    longest, refused = 1, list[Refused]()
+    longest, refused = 2, list[Refused]()
     records = job.source.records if job.source is not None else []
     with Progress("reading prompts", len(records), "prompts") as progress:
         for record in records:

@@ -1,0 +1,322 @@
+"""task=batch: every record answered once, the same whatever happened on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp import cli
+from llama_ssp.engine.runner import Runner
+from llama_ssp.journal import Journal
+from llama_ssp.tasks.rows import Rows
+from tests.conftest import Answer, Command
+from tests.test_journal import KILLED, Deadly, in_child
+
+RECORDS = 10
+JOB = ["task=batch", "task.input=in.jsonl", "seed=3", "model.dtype=fp32", "draft.dtype=fp32", "out=null"]
+SMALL = [*JOB, "task.max_new_tokens=6", "task.batch_size=3", "task.shard_size=4"]
+
+
+def record(index: int) -> dict[str, Any]:
+    """Short and long prompts, short and long answers, some with settings of their own."""
+    own: list[dict[str, Any]] = [{}, {"temperature": 0.3, "top_k": 5}, {"max_new_tokens": 2}, {"seed": 5}]
+    return {"id": f"r/{index}", "prompt": "word " * (1 + index * 7 % 5), **own[index % 4]}
+
+
+def write_input(records: int = RECORDS, name: str = "in.jsonl") -> None:
+    Path(name).write_text("".join(json.dumps(record(i)) + "\n" for i in range(records)))
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text(encoding="utf-8").splitlines()]
+
+
+def finished(output: str) -> int:
+    return Journal.find(Path(output + ".work")).standing().finished
+
+
+def summary(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+def undisturbed(command: Command) -> bytes:
+    write_input()
+    assert command(*SMALL, "task.output=calm.jsonl").code == 0
+    return Path("calm.jsonl").read_bytes()
+
+
+def test_answers_stand_in_the_order_of_the_input(command: Command):
+    write_input()
+    done = command(*SMALL, "task.output=out.jsonl")
+    told = lines("out.jsonl")
+    assert [line["id"] for line in told] == [f"r/{i}" for i in range(RECORDS)]
+    assert [line["output_tokens"] for line in told] == [2 if i % 4 == 2 else 6 for i in range(RECORDS)]
+    said = summary(done)
+    assert (said["status"], said["records_finished"], said["shards_done"]) == ("done", RECORDS, 3)
+    assert said["tokens_committed"] == sum(line["output_tokens"] for line in told)
+    assert said["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "how",
+    [["task.batch_size=1"], ["task.shard_size=100", "task.batch_size=8"], ["task.prefill_chunk=2"]],
+    ids=["rows", "shards", "chunks"],
+)
+def test_neighbours_and_shards_do_not_matter(how: list[str], command: Command, undisturbed: bytes):
+    changed = [o for o in SMALL if o.partition("=")[0] not in {h.partition("=")[0] for h in how}]
+    assert command(*changed, *how, "task.output=out.jsonl").code == 0
+    assert Path("out.jsonl").read_bytes() == undisturbed
+
+
+def test_each_text_is_what_generate_gives_it(command: Command, undisturbed: bytes):
+    """Also with a line's own settings and seed, which are a run's settings and seed."""
+    for index in (0, 1, 3):
+        own = {
+            "temperature": "1.0",
+            "top_k": "0",
+            "seed": "3",
+            **{k: str(v) for k, v in record(index).items()},
+        }
+        Path("one.jsonl").write_text(json.dumps({"id": own["id"], "prompt": own["prompt"]}) + "\n")
+        done = command(
+            "task.prompt_file=one.jsonl", "task.max_new_tokens=6", f"seed={own['seed']}", "output=json",
+            "model.dtype=fp32", "draft.dtype=fp32", "out=null", f"sampling.temperature={own['temperature']}",
+            f"sampling.top_k={own['top_k']}",
+        )  # fmt: skip
+        text = summary(done)["outputs"][0]
+        told = lines("calm.jsonl")[index]
+        assert {key: told[key] for key in ("text", "token_ids", "finish_reason")} == {
+            key: text[key] for key in ("text", "token_ids", "finish_reason")
+        }
+
+
+def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyPatch):
+    """As long as texts wait, no row rests: a round has fewer than the ones before it at the end alone."""
+    write_input(9)
+    busy: list[int] = []
+    whole = Runner.logits
+
+    def watched(self: Runner, token_BS: Any, ends: list[int], wanted: list[int]) -> Any:
+        if self.model.name == "tiny":
+            busy.append(sum(end > cached for end, cached in zip(ends, self.cached, strict=True)))
+        return whole(self, token_BS, ends, wanted)
+
+    monkeypatch.setattr(Runner, "logits", watched)
+    one_shard = [o for o in SMALL if not o.startswith("task.shard_size")]
+    command(*one_shard, "task.output=out.jsonl", "speculation=none")
+    assert sum(busy) == sum(line["output_tokens"] for line in lines("out.jsonl"))
+    assert busy[0] == 3 and busy == sorted(busy, reverse=True)
+
+
+def test_a_second_start_finds_nothing_to_do_and_loads_nothing(
+    command: Command, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Rows, "write", lambda *_: pytest.fail("something was written"))
+    again = command(*SMALL, "task.output=calm.jsonl")
+    assert again.code == 0 and summary(again)["records_answered_here"] == 0
+    Path("calm.jsonl").unlink()
+    assert command(*SMALL, "task.output=calm.jsonl").code == 0
+    assert Path("calm.jsonl").read_bytes() == undisturbed
+
+
+def test_a_drawn_seed_is_kept(command: Command):
+    write_input(3)
+    unseeded = [o for o in SMALL if not o.startswith("seed")]
+    first = summary(command(*unseeded, "task.output=out.jsonl"))["seed"]
+    assert summary(command(*unseeded, "task.output=out.jsonl"))["seed"] == first
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["seed=4"], "seed=3 now 4"),
+        (["sampling.temperature=0.5"], "sampling.temperature=1.0 now 0.5"),
+        (["task.max_new_tokens=7"], "task.max_new_tokens=6 now 7"),
+        (["speculation.k=2"], "speculation.k=4 now 2"),
+        (["model.seed=9"], "model.seed=0 now 9"),
+    ],
+)
+def test_another_config_is_refused(change: list[str], said: str, command: Command, undisturbed: bytes):
+    refused = command(*SMALL, *change, "task.output=calm.jsonl")
+    assert refused.code == 3 and said in refused.errors[0]
+    assert Path("calm.jsonl").read_bytes() == undisturbed
+
+
+def test_another_input_is_refused(command: Command, undisturbed: bytes):
+    with Path("in.jsonl").open("a") as file:
+        file.write('{"id": "new", "prompt": "x"}\n')
+    refused = command(*SMALL, "task.output=calm.jsonl")
+    assert refused.code == 3 and "input_sha256" in refused.errors[0]
+
+
+def test_the_output_of_another_run_is_left_alone(command: Command):
+    write_input(2)
+    Path("out.jsonl").write_text("precious")
+    refused = command(*SMALL, "task.output=out.jsonl")
+    assert refused.code == 3 and "is not this job's" in refused.errors[0]
+    assert Path("out.jsonl").read_text() == "precious"
+    Path("out.jsonl").unlink()
+    assert command(*SMALL, "task.output=out.jsonl").code == 0
+    Path("out.jsonl").write_text("precious")
+    assert command(*SMALL, "task.output=out.jsonl").code == 3
+    assert Path("out.jsonl").read_text() == "precious"
+
+
+def test_an_empty_input_has_an_empty_output(command: Command, caplog: pytest.LogCaptureFixture):
+    Path("in.jsonl").write_text("\n")
+    done = command(*SMALL, "task.output=out.jsonl")
+    assert (done.code, Path("out.jsonl").read_bytes()) == (0, b"")
+    assert "holds no records" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("task.input=null", "task.input is missing"),
+        ("task.output=null", "task.output is missing"),
+        ("task.retries=0", "task.retries is out of range"),
+        ("task.shard_size=0", "task.shard_size is out of range"),
+    ],
+)
+def test_bad_settings(override: str, said: str, command: Command):
+    write_input(1)
+    refused = command(*SMALL, "task.output=out.jsonl", override)
+    assert refused.code == 2 and said in refused.errors[0]
+
+
+def test_bad_lines_end_the_job_before_it_begins(command: Command):
+    Path("in.jsonl").write_text('{"prompt": "x"}\n{"prompt": "' + "y" * 2000 + '"}\n{"prompt": 1}\n')
+    refused = command(*SMALL, "task.output=out.jsonl")
+    assert refused.code == 3 and "line 3" in refused.errors[0]
+    Path("in.jsonl").write_text('{"prompt": "x"}\n{"prompt": "' + "y" * 2000 + '"}\n')
+    refused = command(*SMALL, "task.output=out.jsonl")
+    assert refused.code == 3 and "fills the model's context" in refused.errors[0]
+    assert not Path("out.jsonl").exists() and not Path("out.jsonl.work/run.json").exists()
+
+
+def test_or_are_answered_with_their_errors(command: Command):
+    Path("in.jsonl").write_text(
+        '{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "'
+        + "y" * 2000
+        + '"}\n{"id": "a", "prompt": "z"}\n{\n'
+    )
+    done = command(*SMALL, "task.output=out.jsonl", "task.on_bad_row=skip")
+    first, *bad = lines("out.jsonl")
+    assert first["finish_reason"] == "length"
+    assert [line["id"] for line in bad] == ["b", "a", "line-4"]
+    for line, why in zip(bad, ("fills the model's context", "stands twice", "not JSON"), strict=True):
+        assert why in line["error"]["message"]
+    assert (done.code, summary(done)["records_refused_here"]) == (0, 3)
+
+
+def test_a_full_disk_or_a_closed_folder_is_one_line(command: Command):
+    write_input(2)
+    Path("file").write_text("")
+    refused = command(*SMALL, "task.output=file/out.jsonl")
+    assert refused.code == 6 and len(refused.errors) == 1
+
+
+def stopped_at(monkeypatch: pytest.MonkeyPatch, index: int, act: Any) -> None:
+    """The process meets its fate as soon as this record is begun."""
+    whole = Journal.attempt
+
+    def attempt(self: Journal, *args: Any) -> Any:
+        made = whole(self, *args)
+        begin = made.begin
+
+        def begun(indices: list[int]) -> None:
+            begin(indices)
+            if index in indices:
+                act()
+
+        made.begin = begun  # type: ignore[method-assign]
+        return made
+
+    monkeypatch.setattr(Journal, "attempt", attempt)
+
+
+def launched(*overrides: str) -> None:
+    """A run in a forked child: exits as the command does."""
+    sys.argv = ["llama-ssp", "model=tiny", "draft=tiny_draft", *overrides]
+    try:
+        cli.main()
+    except SystemExit as left:
+        os._exit(int(left.code or 0))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(77)
+
+
+@pytest.mark.slow
+def test_a_record_that_kills_is_set_aside_and_no_other(
+    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    with monkeypatch.context() as patch:
+        stopped_at(patch, 5, lambda: os._exit(KILLED))
+        for _ in range(4):  # once in company, three times alone
+            assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == KILLED
+        assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == 0
+    told, calm = lines("out.jsonl"), lines("calm.jsonl")
+    assert "set aside" in told[5]["error"]["message"]
+    assert [*told[:5], *told[6:]] == [*calm[:5], *calm[6:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_blames_no_record(
+    number: signal.Signals, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    with monkeypatch.context() as patch:
+        stopped_at(patch, 5, lambda: os.kill(os.getpid(), number))
+        for _ in range(4):
+            assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == 128 + number
+    assert command(*SMALL, "task.output=out.jsonl").code == 0
+    assert Path("out.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.slow
+def test_killed_anywhere_nothing_is_lost_or_done_twice(command: Command, undisturbed: bytes):
+    """The real task, killed at random bytes on their way to the disk and between steps, until the end."""
+    length = sum(path.stat().st_size for path in Path("calm.jsonl.work").rglob("*") if path.is_file())
+    points, kills = random.Random(2), 0
+    for run in range(4):
+        output = f"{run}.jsonl"
+        for _ in range(12):
+            deadly = Deadly(points.randrange(length))
+            before = finished(output) if Path(output + ".work/run.json").exists() else 0
+            code = in_child(lambda d=deadly, o=output: (d.install(), launched(*SMALL, f"task.output={o}")))
+            assert code in (0, KILLED)
+            kills += code == KILLED
+            if Path(output + ".work/run.json").exists():
+                assert finished(output) >= before
+            if code == 0:
+                break
+        else:
+            assert command(*SMALL, f"task.output={output}").code == 0
+        assert Path(output).read_bytes() == undisturbed
+    assert kills >= 8
+
+
+@pytest.mark.slow
+def test_two_writers_at_once(command: Command, undisturbed: bytes):
+    """Both work, on different shards; whoever is last writes the output."""
+    children = []
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            launched(*SMALL, "task.output=out.jsonl")
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    assert Path("out.jsonl").read_bytes() == undisturbed
+    parts = [path.name for path in Path("out.jsonl.work/parts").iterdir()]
+    assert len({name.split("-")[-1] for name in parts}) <= 2

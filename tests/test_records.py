@@ -1,0 +1,199 @@
+"""A batch job's input, line by line, and the shape of its answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConf
+from llama_ssp.errors import DataError
+from llama_ssp.journal import shards_of
+from llama_ssp.records import (
+    Form,
+    Refused,
+    Reply,
+    Request,
+    answer,
+    read_shard,
+    read_source,
+    refusal,
+)  # fmt: skip
+from llama_ssp.records.answers import is_refusal
+
+SAMPLING = SamplingConf(temperature=0.7)
+CHAT = "/v1/chat/completions"
+
+
+def run_of(path: Path, **changes: Any) -> RunConf:
+    task = replace(BatchConf("batch", input=str(path), output="out.jsonl", max_new_tokens=32), **changes)
+    return RunConf(model=ModelConf(name="m", vocab=100, context=64), task=task, sampling=SAMPLING)
+
+
+def read(folder: Path, content: bytes | str, name: str = "in.jsonl", **changes: Any) -> list[Any]:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return read_source(run_of(path, **changes)).records
+
+
+def openai(body: dict[str, Any], **more: Any) -> str:
+    return json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body, **more})
+
+
+def test_a_plain_line_has_the_runs_settings_or_its_own(tmp_path: Path):
+    lines = [
+        {"id": "a/b", "prompt": "x", "column": 1},
+        {"prompt": "y", "temperature": 0, "max_tokens": 5, "stop": "\n", "seed": 9, "logit_bias": {"3": -1}},
+        {"id": 7, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+    ]
+    found = read(tmp_path, "\n".join(map(json.dumps, lines)))
+    assert [(r.index, r.id, r.form) for r in found] == [
+        (0, "a/b", Form.plain), (1, "line-2", Form.plain), (2, "7", Form.plain),
+    ]  # fmt: skip
+    assert found[0].sampling is SAMPLING or found[0].sampling == SAMPLING
+    assert found[0].max_new_tokens == 32 and found[0].seed is None
+    assert found[1].sampling == replace(SAMPLING, temperature=0, logit_bias={3: -1})
+    assert (found[1].max_new_tokens, found[1].stop, found[1].seed) == (5, ("\n",), 9)
+    assert found[2].messages[1]["content"] == "u" and found[2].said == "s\nu"
+
+
+def test_an_openai_line(tmp_path: Path):
+    body = {"model": "any", "prompt": "x", "max_tokens": 4, "temperature": 0, "n": 1, "stop": None}
+    chat = {"custom_id": "b", "url": CHAT, "body": {"messages": [{"role": "user", "content": "u"}]}}
+    completion, conversation = read(tmp_path, openai(body) + "\n" + json.dumps(chat))
+    assert (completion.form, completion.prompt, completion.max_new_tokens) == (Form.completions, "x", 4)
+    assert completion.sampling.temperature == 0
+    assert (conversation.form, conversation.id) == (Form.chat, "b")
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b"", []),
+        (b"\n \n", []),
+        (b"\xef\xbb\xbfone\ntwo", ["one", "two"]),
+        (b"one\r\n\r\ntwo\r\n", ["one", "two"]),
+        ("eins\n\u2028zwei\n".encode(), ["eins", "\u2028zwei"]),
+    ],
+    ids=["empty", "blank", "mark", "crlf", "separator"],
+)
+def test_text_files(content: bytes, texts: list[str], tmp_path: Path):
+    found = read(tmp_path, content, "in.txt")
+    assert [r.prompt for r in found] == texts
+    assert all(r.form is Form.text for r in found)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "x"', "line 2.*"),
+        ("[1]", "no prompt"),
+        ('{"prompt": 5}', "no prompt"),
+        ('{"prompt": "x", "messages": []}', "no prompt"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "no prompt"),
+        ('{"prompt": "x", "prompt": "y"}', "twice"),
+        ('{"id": "first", "prompt": "x"}', "an id stands twice.*line 1 and .*line 2"),
+        ('{"id": "a\\nb", "prompt": "x"}', "an id is unusable"),
+        ('{"id": true, "prompt": "x"}', "neither text nor a whole number"),
+        ('{"prompt": "x", "temperatur": 1}', "did you mean temperature"),
+        ('{"prompt": "x", "temperature": -1}', "sampling.temperature is out of range"),
+        ('{"prompt": "x", "temperature": "hot"}', "wrong type"),
+        ('{"prompt": "x", "top_p": NaN}', "NaN"),
+        ('{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens is out of range"),
+        ('{"prompt": "x", "max_new_tokens": 64}', "task.max_new_tokens is out of range"),
+        ('{"prompt": "x", "min_new_tokens": 33}', "min_new_tokens exceeds"),
+        ('{"prompt": "x", "stop": [""]}', "stop is no list"),
+        ('{"prompt": "x", "logit_bias": {"a": 1}}', "no map of tokens"),
+        ('{"prompt": "x", "logit_bias": {"100": 1}}', "model m has 100 tokens"),
+        ('{"prompt": "x", "seed": -1}', "seed is out of range"),
+        ('{"prompt": "a\\u0000b"}', "NUL"),
+        (openai({"prompt": "x"}, url="/v1/embeddings"), "method and url"),
+        (openai({"prompt": "x"}, method="GET"), "method and url"),
+        (openai({"prompt": "x"}, url=CHAT), "choose the other url"),
+        (openai({"prompt": "x", "n": 2}), "asks for n.*found 2, allowed 1"),
+        (openai({"prompt": "x", "stream": True}), "asks for stream"),
+        (openai({"prompt": "x", "tools": []}), "asks for tools, which is not served"),
+        ('{"custom_id": "a", "url": "/v1/completions"}', "no body"),
+        ('{"url": "/v1/completions", "body": {"prompt": "x"}}', "no custom_id"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, said: str, tmp_path: Path):
+    content = '{"id": "first", "prompt": "good"}\n' + line + "\n"
+    with pytest.raises(DataError, match=said) as error:
+        read(tmp_path, content)
+    assert "line 2" in str(error.value)
+    good, bad = read(tmp_path, content, on_bad_row=OnBadRow.skip)
+    assert isinstance(good, Request) and isinstance(bad, Refused)
+    assert bad.error == str(error.value)
+
+
+def test_all_bad_lines_are_said_at_once(tmp_path: Path):
+    with pytest.raises(DataError, match=r"7 lines are bad.*line 1;.*line 5;.*the first 5") as error:
+        read(tmp_path, "{\n" * 7)
+    assert "\n" not in str(error.value)
+
+
+def test_a_line_of_sixteen_megabytes_is_read_and_one_byte_more_is_not(tmp_path: Path):
+    empty = len('{"prompt": ""}')
+    for size, fits in ((16 * 2**20, True), (16 * 2**20 + 1, False)):
+        line = '{"prompt": "' + "a" * (size - empty) + '"}\n'
+        (record,) = read(tmp_path, line, on_bad_row=OnBadRow.skip)
+        assert isinstance(record, Request) is fits
+
+
+def test_not_utf8(tmp_path: Path):
+    with pytest.raises(DataError, match=r"line 2, byte 8 of the file; found byte 0xff"):
+        read(tmp_path, b"one\nabcd\xff\n", "in.txt")
+    with pytest.raises(DataError, match="UTF-16"):
+        read(tmp_path, "one".encode("utf-16"), "in.txt")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
+    lines = [b'{"id": "%d", "prompt": "p%d"}' % (i, i) for i in range(10)]
+    lines[3] = b"{"
+    content = mark + b"\r\n\n".join(lines)
+    whole = read(tmp_path, content, on_bad_row=OnBadRow.skip)
+    run = run_of(tmp_path / "in.jsonl", on_bad_row=OnBadRow.skip)
+    source = read_source(run)
+    refused = {r.index: r for r in whole if isinstance(r, Refused)}
+    shards = shards_of(source.places, source.size, 4)
+    assert [r for shard in shards for r in read_shard(run, shard, refused)] == whole
+    assert source.sha256 == hashlib.sha256(content).hexdigest()
+
+
+REPLY = Reply("text", [5, 6], "eos", 3)
+
+
+def test_answers_follow_the_form_of_the_question(tmp_path: Path):
+    body = {"prompt": "x"}
+    chat = {"custom_id": "b", "url": CHAT, "body": {"messages": [{"role": "user", "content": "u"}]}}
+    plain, completion, conversation = read(
+        tmp_path, "\n".join(['{"id": "p", "prompt": "x"}', openai(body), json.dumps(chat)])
+    )
+    assert answer(plain, REPLY, "m") == {
+        "id": "p", "prompt": "x", "text": "text", "token_ids": [5, 6], "finish_reason": "eos",
+        "prompt_tokens": 3, "output_tokens": 2,
+    }  # fmt: skip
+    line = answer(completion, REPLY, "m")
+    assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
+    told = line["response"]["body"]
+    assert told["choices"][0] == {"index": 0, "text": "text", "logprobs": None, "finish_reason": "stop"}
+    assert told["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    said = answer(conversation, REPLY, "m")["response"]["body"]
+    assert said["object"] == "chat.completion"
+    assert said["choices"][0]["message"] == {"role": "assistant", "content": "text"}
+    assert answer(completion, REPLY, "m") == line
+    assert not any(is_refusal(answer(r, REPLY, "m")) for r in (plain, completion, conversation))
+
+
+def test_refusals_follow_it_too(tmp_path: Path):
+    plain, completion = read(tmp_path, "\n".join(['{"id": "p"}', openai({})]), on_bad_row=OnBadRow.skip)
+    assert refusal(plain, "why") == {"id": "p", "error": {"code": 400, "message": "why"}}
+    line = refusal(completion, "why", 500)
+    assert line["response"]["status_code"] == 500 and line["response"]["body"]["error"]["message"] == "why"
+    assert is_refusal(refusal(plain, "why")) and is_refusal(line)
