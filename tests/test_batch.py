@@ -204,6 +204,12 @@ def test_bad_lines_end_the_job_before_it_begins(command: Command):
     assert not Path("out.jsonl").exists() and not Path("out.jsonl.work/run.json").exists()
 
 
+def test_a_prompt_of_megabytes_is_refused_by_its_beginning(command: Command):
+    Path("in.jsonl").write_text(json.dumps({"prompt": "word " * 3_000_000}) + "\n")
+    refused = command(*SMALL, "task.output=out.jsonl")
+    assert refused.code == 3 and "found more than 16384 tokens, allowed at most 1023" in refused.errors[0]
+
+
 def test_or_are_answered_with_their_errors(command: Command):
     Path("in.jsonl").write_text(
         '{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "'

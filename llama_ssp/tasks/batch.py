@@ -24,6 +24,7 @@ from llama_ssp.ranks import Ranks, told
 from llama_ssp.records import BROKEN, Refused, Reply, Request, answer, refusal
 from llama_ssp.report import Console, Progress, RunFolder
 from llama_ssp.sampling import RowLaws
+from llama_ssp.tabular import aligned, figure
 from llama_ssp.tasks.asking import while_others_wait
 from llama_ssp.tasks.batches import nothing_run
 from llama_ssp.tasks.begin import begin, token_ids
@@ -203,10 +204,28 @@ class BatchTask:
         journal, job = self._journal, self._inputs.job
         assert journal is not None and job is not None
         standing = journal.standing()
-        log.info("%s", standing.in_words())
+        for line in table(self.figures()):
+            log.info("%s", line)
         if not standing.whole:
             log.info("others are at work on the rest; the last to end writes %s", job.output)
             return "partial"
         journal.merge(job.output)
         log.info("output: %s", job.output)
         return "done"
+
+
+def table(figures: dict[str, Any]) -> list[str]:
+    """A job's end, for people: the job, and this process's part in it."""
+    accepted, pace = figures["acceptance_rate"], figures["tokens_per_s"]
+    rows = [
+        ["records", f"{figures['records_finished']} of {figures['records']}"],
+        ["shards", f"{figures['shards_done']} of {figures['shards']}"],
+        ["attempts", f"{figures['attempts']}"],
+        ["answered here", f"{figures['records_answered_here']}"],
+        ["refused here", f"{figures['records_refused_here']}"],
+        ["set aside here", f"{figures['records_set_aside_here']}"],
+        ["tokens", f"{figures['tokens_committed']}"],
+        ["tokens/s", figure(pace, 1)],
+        ["drafts accepted", "-" if accepted is None else f"{accepted:.0%}"],
+    ]
+    return aligned(rows, 1)

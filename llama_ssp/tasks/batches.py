@@ -20,6 +20,8 @@ from llama_ssp.text import Decode, Writing
 
 log = logging.getLogger(__name__)
 
+CHARACTERS_A_TOKEN = 16  # more than a text has on the average, so that its beginning tells its length
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -102,10 +104,7 @@ def unusable(text: TextPrompt, ids: list[int], context: int, vocab: int) -> Data
             fix="give the prompt some text",
         )  # fmt: skip
     if len(ids) >= context:
-        return DataError(
-            "the prompt fills the model's context", where=text.where, found=f"{len(ids)} tokens",
-            allowed=f"at most {context - 1} of {context}", fix="shorten it; it is never cut silently",
-        )  # fmt: skip
+        return _too_long(text.where, f"{len(ids)} tokens", context)
     if max(ids) >= vocab:
         return DataError(
             "the prompt has a token that the model does not know", where=text.where, found=f"id {max(ids)}",
@@ -114,11 +113,26 @@ def unusable(text: TextPrompt, ids: list[int], context: int, vocab: int) -> Data
     return None
 
 
+def encoded(text: TextPrompt, tokens: Tokens, context: int) -> list[int]:
+    """The prompt's tokens. Of a text that is far too long its beginning is enough to refuse it."""
+    head = text.text[: CHARACTERS_A_TOKEN * context]
+    if len(head) < len(text.text) and len(ids := tokens.encode(head)) >= 2 * context:
+        raise _too_long(text.where, f"more than {len(ids)} tokens", context)
+    return tokens.encode(text.text)
+
+
+def _too_long(where: str, found: str, context: int) -> DataError:
+    return DataError(
+        "the prompt fills the model's context", where=where, found=found,
+        allowed=f"at most {context - 1} of {context}", fix="shorten it; it is never cut silently",
+    )  # fmt: skip
+
+
 def prompt_of(
     text: TextPrompt, tokens: Tokens, model: ModelConf, chat: bool = False, system: str | None = None
 ) -> Prompt:
     """The prompt as tokens; refused if the model cannot continue it."""
-    ids = tokens.chat(conversation(text.text, system)) if chat else tokens.encode(text.text)
+    ids = tokens.chat(conversation(text.text, system)) if chat else encoded(text, tokens, model.context)
     ids = begun(ids, tokens)
     problem = unusable(text, ids, model.context, model.vocab)
     if problem is not None:

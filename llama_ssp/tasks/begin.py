@@ -10,7 +10,7 @@ from llama_ssp.load.tokens import Tokens, conversation
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.records import Refused, Request, require_good
 from llama_ssp.report import Progress
-from llama_ssp.tasks.batches import begun, unusable
+from llama_ssp.tasks.batches import begun, encoded, unusable
 
 
 def begin(job: Job, tokens: Tokens) -> Journal:
@@ -31,7 +31,7 @@ def begin(job: Job, tokens: Tokens) -> Journal:
 
 def token_ids(request: Request, tokens: Tokens, run: RunConf) -> list[int]:
     """The request's prompt as tokens; refused if the model cannot continue it."""
-    task = run.task
+    task, text = run.task, TextPrompt(request.id, request.said, request.where)
     assert isinstance(task, BatchConf)
     if request.messages:
         own = [dict(message) for message in request.messages]
@@ -40,11 +40,9 @@ def token_ids(request: Request, tokens: Tokens, run: RunConf) -> list[int]:
     elif task.chat:
         ids = tokens.chat(conversation(request.prompt, task.system))
     else:
-        ids = tokens.encode(request.prompt)
+        ids = encoded(text, tokens, run.model.context)
     ids = begun(ids, tokens)
-    problem = unusable(
-        TextPrompt(request.id, request.said, request.where), ids, run.model.context, run.model.vocab
-    )
+    problem = unusable(text, ids, run.model.context, run.model.vocab)
     if problem is not None:
         raise problem
     return ids

@@ -40,6 +40,31 @@ def test_two_ranks_give_one_processes_output(command: Command, saved: Any, tmp_p
     assert other.out == "" and other.err == ""
 
 
+def lines() -> str:
+    """Records of several lengths, one of them with a seed and settings of its own."""
+    own: list[dict[str, Any]] = [{}, {"temperature": 0.4, "top_k": 9, "seed": 8}, {"max_new_tokens": 3}]
+    records = [{"id": f"{i}", "prompt": PROMPTS[i % 3], **own[i % 3]} for i in range(8)]
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def batch(saved: Any, folder: Path, output: str) -> tuple[str, ...]:
+    (folder / "in.jsonl").write_text(lines())
+    where = f"task.input={folder / 'in.jsonl'}", f"task.output={folder / output}"
+    return "task=batch", *pair(saved), *where, "seed=5", "task.max_new_tokens=9", "task.batch_size=2"
+
+
+def test_a_batch_is_the_same_on_two_ranks_also_after_one_vanished(
+    command: Command, saved: Any, tmp_path: Path
+):
+    assert command(*batch(saved, tmp_path, "one.jsonl")).code == 0
+    run = (*batch(saved, tmp_path, "two.jsonl"), "task.shard_size=3")
+    leader, _ = Started(tmp_path / "first", 2, *run, fault=vanish_in_the_target).finish()
+    assert leader.code == 5 and not (tmp_path / "two.jsonl").exists()
+    leader, other = Started(tmp_path / "second", 2, *run).finish()
+    assert (leader.code, other.code) == (0, 0), leader.err + other.err
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
 def fail_in_the_target(rank: int) -> None:
     """The second rank fails in its fourth forward pass."""
     from llama_ssp.load.causal import CausalModel
