@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.engine import Prompt
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.devices import device_of
-from llama_ssp.load.models import load
+from llama_ssp.load.models import load, load_part
 from llama_ssp.numerics import Finding, check_greedy
+from llama_ssp.plan.weights import Part, held
+from tests.distributed.threads import ranks_of
 from tests.families import VOCAB, build
 from tests.rig import speculate
 
@@ -115,6 +118,30 @@ def test_nf4_loads_and_runs(tmp_path: Path) -> None:
             assert NF4_LOSS[0] < float((held - exact).norm() / exact.norm()) < NF4_LOSS[1], name
     run = speculate(model, prompts(), wide, k=4, max_new=12)
     assert [len(text) for text in run.texts] == [12] * 3 and run.accepted > 0
+
+
+WIDE = ModelConf(
+    name="wide", weights=Weights.synthetic, family="llama", n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64,
+    dim=256, ffn=704, vocab=500, context=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.int8, Dtype.nf4])
+def test_what_is_held_is_what_is_planned(dtype: Dtype) -> None:
+    """Scales and tables of quantised layers included, as loaded and after a pass; by rank, too.
+
+    A CPU with bf16 instructions keeps nf4's scales in bf16 from its first pass on.
+    """
+    model = load(replace(WIDE, dtype=dtype), None, dtype, CPU, "model")
+    planned = sum(held(Part.of(WIDE), dtype).values())
+    assert model.weights_bytes == planned
+    speculate(model, prompts(), None, k=0, max_new=2)
+    packed = dtype is Dtype.nf4 and model.weights_bytes < planned
+    scales = held(Part.of(WIDE), dtype).get("quantisation scales", 0)
+    assert model.weights_bytes == planned or (packed and model.weights_bytes > planned - scales)
+    for rank in ranks_of(2):
+        part = load_part(replace(WIDE, dtype=dtype), None, dtype, CPU, "model", rank)
+        assert part.weights_bytes == sum(held(Part.of(WIDE, 2, rank.rank), dtype).values())
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "llama-tied"])

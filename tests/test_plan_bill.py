@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import pytest
@@ -224,15 +223,14 @@ def test_three_figures_are_the_lines() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "nf4"])
-def test_quantised_layers_are_what_bitsandbytes_makes(name: str) -> None:
+@pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.nf4])
+def test_quantised_layers_are_what_bitsandbytes_makes(dtype: Dtype) -> None:
     """One matrix, quantised on the CPU: its numbers, and what describes them."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
-    formats = Enum("formats", {name: name})
-    found = dict(tensors_of(Weight("layers", 192, 128, linear=True), formats[name]))
+    found = dict(tensors_of(Weight("layers", 192, 128, linear=True), dtype))
     layer: Any
-    if name == "int8":
+    if dtype is Dtype.int8:
         layer = Linear8bitLt(128, 192, bias=False, has_fp16_weights=False).to("cpu")
         held_beside = [layer.weight.SCB]
     else:

@@ -171,11 +171,42 @@ def test_more_ranks_are_advised():
 
 
 def test_int8_is_advised_where_it_helps():
-    """One GPU: a split model is not quantised here."""
     on = asked("13B", None, machine("l4x4", gpus=1))
     chosen = search(on, [1])[0]
     assert chosen.verdict is Verdict.does_not_fit
     assert "model.dtype=int8 (target 0)" in advice(on, chosen, [1])
+
+
+def test_nf4_is_advised_where_int8_is_still_too_much():
+    """65B on one GPU of 40 GB, and on one of 80 GB, where int8 is enough."""
+    small, large = asked("65B", None, machine("p4d", gpus=1)), asked("65B", None, machine("p4de", gpus=1))
+    said, other = (advice(on, search(on, [1])[0], [1]) for on in (small, large))
+    assert "model.dtype=nf4 (target 0)" in said and "model.dtype=int8 (target 0)" in other
+    assert not any("int8" in words for words in said) and not any("nf4" in words for words in other)
+
+
+def test_both_in_nf4_where_one_is_not_enough():
+    on = asked("13B", "13B", machine("v100x8", gpus=1, gib=19.0))
+    said = advice(on, search(on, [1])[0], [1])
+    assert "model.dtype=nf4 draft.dtype=nf4 (target 0, draft 0 (whole))" in said
+    fits = replace(on, **{
+        name: replace(role, dtype=Dtype.nf4, model=replace(role.model, dtype=Dtype.nf4))
+        for name, role in (("target", on.target), ("draft", on.roles[1]))
+    })  # fmt: skip
+    assert search(fits, [1])[0].verdict is Verdict.fits
+
+
+def test_nf4_is_billed_with_its_scales_and_refused_where_the_loader_refuses_it():
+    four, eight, sixteen = (
+        option(asked("65B", None, P4D, dtype=dtype), next(placements(8, False))).worst.total
+        for dtype in (Dtype.nf4, Dtype.int8, Dtype.bf16)
+    )
+    assert four < eight < sixteen
+    odd = asked("65B", None, P4D, dtype=Dtype.nf4)
+    odd = replace(odd, target=replace(odd.target, model=replace(odd.target.model, dtype=Dtype.nf4, dim=8200)))
+    for world in (1, 2):
+        with pytest.raises(DistributedError, match="nf4 wants layers whose inputs are whole blocks"):
+            option(odd, next(placements(world, False)))
 
 
 def test_a_shorter_context_and_fewer_rows_are_advised():

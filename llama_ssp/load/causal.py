@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.errors import ModelError
+from llama_ssp.load.quantised import scales_of
 
 # Families whose every attention variant is tested against transformers' own generate.
 TESTED_FAMILIES = (
@@ -55,11 +56,13 @@ class CausalModel:
 
     @property
     def weights_bytes(self) -> int:
-        """What the weights occupy; a tied tensor counts once, an expanded one by what it holds.
+        """What the weights occupy, scales of quantised ones included; a tied tensor counts once, an
+        expanded one by what it holds.
 
         Those that accelerate keeps elsewhere, and brings when they are needed, do not count.
         """
-        tensors = [t for t in (*self.module.parameters(), *self.module.buffers()) if not t.is_meta]
+        everything = *self.module.parameters(), *self.module.buffers(), *scales_of(self.module)
+        tensors = [t for t in everything if not t.is_meta]
         return sum({t.data_ptr(): min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors}.values())
 
     @property

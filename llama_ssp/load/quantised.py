@@ -7,6 +7,7 @@ layer; where its input is cut, each part has scales of its own, which are smalle
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,6 +77,18 @@ def choose_kernels(module: nn.Module) -> None:
             )  # fmt: skip
         if layer.out_features % PACKED_ROWS:
             layer.support_avx512bf16_for_cpu = False
+
+
+def scales_of(module: nn.Module) -> Iterator[Tensor]:
+    """What describes quantised weights, and is neither parameter nor buffer."""
+    for layer in module.modules():
+        weight: Any = getattr(layer, "weight", None)
+        state = getattr(weight, "quant_state", None)
+        scales = getattr(weight, "SCB", None)
+        if scales is None:  # after the first pass the layer has them
+            scales = getattr(getattr(layer, "state", None), "SCB", None)
+        yield from () if state is None else (state.absmax, state.code)
+        yield from () if scales is None else (scales,)
 
 
 def _quiet() -> None:

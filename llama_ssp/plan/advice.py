@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from llama_ssp.config import Dtype
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import Placement
-from llama_ssp.plan.asked import Workload
+from llama_ssp.plan.asked import Role, Workload
 from llama_ssp.plan.search import Asked, Option, search
 from llama_ssp.plan.verdict import Verdict, bill_of, worst
 from llama_ssp.plan.weights import BYTES
@@ -69,12 +69,7 @@ def _tried(asked: Asked, chosen: Option, worlds: list[int]) -> Iterator[str]:
     better = _best(asked, worlds)
     if better is not None:
         yield _moved(chosen.placement, better.placement)
-    for narrower in _narrower(asked):
-        held = _best(narrower, worlds)
-        if held is not None:
-            changed = "model" if narrower.target is not asked.target else "draft"
-            dtype = (narrower.target if changed == "model" else narrower.roles[-1]).dtype
-            yield f"{changed}.dtype={dtype.value} ({held.placement.in_words()})"
+    yield from _in_narrower_formats(asked, worlds)
     room = largest(asked, chosen)
     if room.rows:
         yield f"{room.rows} row{'s' * (room.rows > 1)} instead of {asked.work.rows} (task.batch_size)"
@@ -107,14 +102,32 @@ def _best(asked: Asked, worlds: list[int]) -> Option | None:
     return None
 
 
-def _narrower(asked: Asked) -> Iterator[Asked]:
-    """The same with one model in a format of fewer bytes."""
+def _in_narrower_formats(asked: Asked, worlds: list[int]) -> Iterator[str]:
+    """One model in the widest format that makes it fit; if that helps with neither, both in the narrowest."""
+    found = False
     for role in asked.roles:
-        for dtype in (Dtype.bf16 if asked.machine.bf16 else Dtype.fp16, Dtype.int8):
-            if BYTES[dtype] < BYTES.get(role.dtype, 0):  # what is not there is narrower still
-                other = replace(role, dtype=dtype, model=replace(role.model, dtype=dtype))
-                is_target = role is asked.target
-                yield replace(asked, target=other) if is_target else replace(asked, draft=other)
+        for dtype in _narrower(asked, role):
+            held = _best(_with_dtype(asked, role, dtype), worlds)
+            if held is not None:
+                found = True
+                yield f"{role.role}.dtype={dtype.value} ({held.placement.in_words()})"
+                break
+    if not found and asked.draft is not None:
+        both = _with_dtype(_with_dtype(asked, asked.target, Dtype.nf4), asked.draft, Dtype.nf4)
+        held = _best(both, worlds)
+        if held is not None:
+            yield f"model.dtype=nf4 draft.dtype=nf4 ({held.placement.in_words()})"
+
+
+def _narrower(asked: Asked, role: Role) -> list[Dtype]:
+    """Formats of fewer bytes, the widest first."""
+    formats = Dtype.bf16 if asked.machine.bf16 else Dtype.fp16, Dtype.int8, Dtype.nf4
+    return [dtype for dtype in formats if BYTES[dtype] < BYTES[role.dtype]]
+
+
+def _with_dtype(asked: Asked, role: Role, dtype: Dtype) -> Asked:
+    other = replace(role, dtype=dtype, model=replace(role.model, dtype=dtype))
+    return replace(asked, target=other) if role is asked.target else replace(asked, draft=other)
 
 
 def _moved(now: Placement, better: Placement) -> str:

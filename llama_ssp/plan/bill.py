@@ -15,7 +15,7 @@ from llama_ssp.plan.laws import Laws
 from llama_ssp.plan.room import Bill
 from llama_ssp.plan.rounds import Batch, Duties
 from llama_ssp.plan.tape import Tape
-from llama_ssp.plan.weights import Part, Weight, held, tensors, weights, width
+from llama_ssp.plan.weights import BYTES, Part, Weight, held, tensors, weights, width
 
 WINDOWED = {"gemma2": (False, True), "gpt_neo": (False, True), "mistral": (True,)}
 LOADING = "load"
@@ -34,7 +34,7 @@ class Share:
     windowed: tuple[bool, ...]
 
     def quantised(self, weight: Weight) -> bool:
-        return weight.linear and self.dtype.value in ("int8", "nf4")
+        return weight.linear and BYTES[self.dtype] < BYTES[Dtype.bf16]
 
 
 @dataclass(frozen=True)

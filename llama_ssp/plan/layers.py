@@ -163,7 +163,7 @@ class Walk:
         t, m, n = self.t, self.tokens, self.tokens * outputs
         if self.held is Dtype.int8:
             return self._int8_linear(x, m * inputs, n)
-        if self.held.value == "nf4" and m > NF4_TOKENS:  # many tokens: by a dequantised copy of the weight
+        if self.held is Dtype.nf4 and m > NF4_TOKENS:  # many tokens: by a dequantised copy of the weight
             return t(n, self.w, x, t(inputs * outputs, self.w))
         return self.product(x, m, inputs, outputs)
 

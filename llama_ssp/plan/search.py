@@ -17,7 +17,7 @@ from llama_ssp.plan.asked import Role, Workload
 from llama_ssp.plan.machine import Machine
 from llama_ssp.plan.speed import Pace, Share, band_of, forward_s, share_of
 from llama_ssp.plan.verdict import GpuBill, Verdict, bill_of, worst
-from llama_ssp.ranges import require_split
+from llama_ssp.ranges import require_quantised, require_split
 
 LAW_BYTES = 4  # of a probability, on its way to the leader
 
@@ -94,10 +94,12 @@ def option(asked: Asked, placement: Placement, k: int | None = None) -> Option:
 def require_possible(asked: Asked, placement: Placement) -> None:
     """Refuses a split that the models do not allow."""
     require_planned(placement.splitting)
-    if len(placement.target) > 1:
-        require_split(asked.target.model, len(placement.target))
-    if asked.draft is not None and placement.draft_degree > 1:
-        require_split(asked.draft.model, placement.draft_degree)
+    degrees = len(placement.target), placement.draft_degree
+    for role, degree in zip(asked.roles, degrees, strict=False):
+        if degree > 1:
+            require_split(role.model, degree, role.role)
+        else:
+            require_quantised(role.model)
 
 
 def require_planned(splitting: Splitting) -> None:

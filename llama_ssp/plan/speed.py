@@ -27,7 +27,7 @@ ROWS_COST = {1: 1.0, 16: 1.03}
 # Of peak; a long prompt is read by GEMMs that attain about this much.
 FLOPS_SHARE = 0.5
 # How far off a prediction may be: of a calibrated machine or engine like the published one; of constants
-# that were measured on another machine, and of int8, whose kernels took no part.
+# that were measured on another machine, and of int8 and nf4, whose kernels took no part.
 BAND, WIDE_BAND = 0.2, 0.5
 PASSES = 2  # gathers beside those of layers: the embedding's sum, the head's logits
 
@@ -206,5 +206,5 @@ def break_even(pace: Pace, regular_ms: float) -> float | None:
 
 def band_of(times: Times, roles: list[Role]) -> float:
     """How far off a prediction for these models may be."""
-    quantised = any(BYTES.get(role.dtype, 0) < BYTES[Dtype.bf16] for role in roles)
+    quantised = any(BYTES[role.dtype] < BYTES[Dtype.bf16] for role in roles)
     return WIDE_BAND if quantised else times.band

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.ranges import Span, head_ranges, mlp_share, vocab_share
 
-BYTES = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1}
+# Of a layer's weight; scales come on top.
+BYTES = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.nf4: 0.5}
 NF4_BLOCK = 64  # weights that share an fp32 scale
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 
@@ -142,7 +143,7 @@ def buffers(part: Part, dtype: Dtype) -> list[int]:
 
 def width(dtype: Dtype) -> int:
     """Bytes of a number that is not quantised; quantised models keep such numbers, and compute, in bf16."""
-    return max(BYTES.get(dtype, 2), 2)
+    return int(max(BYTES[dtype], 2))
 
 
 def held(part: Part, dtype: Dtype, unit: int = 1) -> dict[str, int]:
@@ -164,10 +165,10 @@ def tensors(part: Part, dtype: Dtype) -> Iterator[tuple[str, int, int]]:
 
 def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
     """What one such tensor occupies, and beside it the scales of a quantised one."""
-    if weight.linear and dtype.value == "int8":
+    if weight.linear and dtype is Dtype.int8:
         yield weight.group, weight.count
         yield SCALES, 4 * weight.outputs
-    elif weight.linear and dtype.value == "nf4":
+    elif weight.linear and dtype is Dtype.nf4:
         yield weight.group, -(-weight.count // 2)
         yield SCALES, -(-weight.count // NF4_BLOCK) * 4
         yield SCALES, NF4_TABLE
