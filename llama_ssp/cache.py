@@ -11,6 +11,7 @@ transformers' models call `update` and `get_seq_length`; nothing here imports th
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -59,10 +60,27 @@ class Feed:
 
 
 @dataclass
+class Tally:
+    """Bytes of the caches that are there, now and at most."""
+
+    now: int = 0
+    most: int = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Counts it until it ends."""
+        self.now += tensor.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(tensor, self._end, tensor.nbytes).atexit = False
+
+    def _end(self, size: int) -> None:
+        self.now -= size
+
+
+@dataclass
 class RaggedCache:
     """One model's keys and values, (B, heads, capacity + 1, head size) a layer.
 
-    Each is made at first use, on the layer's device.
+    Each is made at first use, on the layer's device, and counted in the model's tally.
     """
 
     rows: int
@@ -71,6 +89,7 @@ class RaggedCache:
     _slots: dict[torch.device, Tensor] = field(default_factory=dict)
     _span: int = 0
     masks: dict[str, Tensor] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
 
     is_compileable = False
 
@@ -103,6 +122,8 @@ class RaggedCache:
     def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if index not in self._layers:
             self._layers[index] = (self._empty(key), self._empty(value))
+            for tensor in self._layers[index]:
+                self.tally.add(tensor)
         return self._layers[index]
 
     def _slots_on(self, device: torch.device) -> Tensor:

@@ -9,8 +9,10 @@ import pytest
 
 from llama_ssp.config import Drafting, DraftSeat, Dtype, PlacementConf, PlanningConf, RunConf, SpeculationConf
 from llama_ssp.errors import DistributedError
-from llama_ssp.plan.actual import Measured, asked_of_run, in_words, placed, predict, require_fit
+from llama_ssp.plan.actual import Prediction, asked_of_run, placed, predict, require_fit
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
+from llama_ssp.plan.beside import Memory, Way, beside, counted, in_words
+from llama_ssp.plan.bill import tensor_lines
 from llama_ssp.plan.room import GIB
 from llama_ssp.plan.search import best_placement
 from tests.plans import cluster, model
@@ -88,22 +90,67 @@ def test_an_unknown_gpu_is_not_planned(caplog):
     assert predict(conf, None, placed(PlacementConf(), None, 2, drafts=True)) is None
 
 
+def prediction_of(conf: RunConf, world: int = 8) -> Prediction:
+    asked = asked_of_run(conf, ROLES, WORK)
+    found = predict(conf, asked, placed(PlacementConf(), asked, world, drafts=True))
+    assert found is not None
+    return found
+
+
 def test_predicted_beside_measured():
-    asked = asked_of_run(run(), ROLES, WORK)
-    prediction = predict(run(), asked, placed(PlacementConf(), asked, 8, drafts=True))
-    assert prediction is not None and prediction.option.k == 4
-    half = Measured(prediction.device_bytes // 2, None, 2 * prediction.ms_per_token(0.7), 0.7)
-    beside = prediction.beside(half)
-    assert beside["device_bytes"]["predicted_over_measured"] == pytest.approx(2)
-    assert beside["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
-    assert beside["tensor_bytes"]["measured"] is None
-    assert 0 < prediction.tensor_bytes < prediction.device_bytes
-    assert "(2.00x)" in in_words(beside) and "(0.50x)" in in_words(beside)
-    assert "nothing was measured" in in_words(prediction.beside(Measured()))
-    assert prediction.ms_per_token(0.9) < prediction.ms_per_token(0.5)
+    prediction = prediction_of(run())
+    pace, bill = prediction.pace(1), prediction.option.bills[0]
+    said = counted(bill)
+    slow = Way("speculative", prediction, 1, 4, 2 * pace.ms_per_token(0.7, 4), 0.7)
+    half = Memory(0, {name: size // 2 for name, size in said.items()})
+    plan = beside([slow, replace(slow, name="regular", k=0, ms_per_token=None)], [half])
+    assert plan is not None and plan["verdict"] == "fits"
+    assert plan["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
+    assert plan["ways"][1]["ms_per_token"]["measured"] is None
+    assert plan["memory"][0]["device_bytes"]["predicted_over_measured"] == pytest.approx(2)
+    first, last = in_words(plan)
+    assert first.startswith("plan against actual: speculative, ms/token ") and first.endswith("(0.50x)")
+    assert "rank 0, weights and caches" in last and last.count("(2.00x)") == 4
+    assert 0 < said["held_bytes"] < said["tensor_bytes"] < said["reserved_bytes"] < said["device_bytes"]
+    assert said["device_bytes"] == bill.total
 
 
-def test_adaptive_runs_are_planned_at_their_best_k():
+def test_a_run_without_a_plan_has_nothing_beside_it():
+    assert beside([], []) is None
+    assert beside([Way("regular", None, 1, 0, 1.0, None)], [Memory(0, {})]) is None
+
+
+def test_adaptive_ways_are_predicted_at_their_best_k_and_counted_rounds_as_they_were():
+    prediction = prediction_of(run())
+    pace = prediction.pace(2)
+    k, ms = Way("adaptive", prediction, 2, None, 1.0, 0.9).predicted(prediction)
+    assert (k, ms) == (pace.best_k(0.9), pace.ms_per_token(0.9, pace.best_k(0.9)))
+    _, by_round = Way("agreeing", prediction, 2, 8, 1.0, None, tokens_per_round=5.0).predicted(prediction)
+    assert by_round == pytest.approx(1000 * pace.round_s(8) / 5)
+
+
+def test_of_several_pairs_the_one_that_needs_most_counts():
+    small, large = prediction_of(run()), prediction_of(run(), 4)
+    ways = [Way(name, one, 1, 0, 1.0, None) for name, one in (("a", small), ("b", large))]
+    plan = beside(ways, [Memory(0, dict.fromkeys(counted(large.option.bills[0])))])
+    assert plan is not None and plan["placement"] == large.option.placement.in_words()
+    assert plan["memory"][0]["device_bytes"]["predicted"] == large.option.bills[0].total
+
+
+def test_caches_of_other_engines_are_billed():
+    one, three = (
+        tensor_lines(*ROLES, prediction_of(run()).option.placement, replace(WORK, target_caches=n), 0)
+        for n in (1, 3)
+    )
+    cache, caches = (
+        next(line.bytes for line in lines if (line.role, line.name) == (TARGET, "cache"))
+        for lines in (one, three)
+    )
+    assert caches == 3 * cache
+    assert sum(line.bytes for line in three) - sum(line.bytes for line in one) == 2 * cache
+
+
+def test_adaptive_runs_are_billed_at_their_largest_k():
     conf = run(speculation=SpeculationConf(adaptive=True, k=0, k_max=3), plan=PlanningConf(acceptance=0.95))
     asked = asked_of_run(conf, ROLES, WORK)
     prediction = predict(conf, asked, placed(PlacementConf(), asked, 8, drafts=True))

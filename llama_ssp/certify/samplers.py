@@ -5,8 +5,9 @@ A black box, such as another library's `generate`, needs `texts` alone; then not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from llama_ssp.certify.watch import WatchedEngine, WatchedFollower, Witness
@@ -14,6 +15,7 @@ from llama_ssp.engine import AnyEngine, Prompt
 from llama_ssp.errors import ModelError
 from llama_ssp.lookahead import Lookahead
 from llama_ssp.loop import Limits, generate
+from llama_ssp.metrics import Counts
 from llama_ssp.verify import Rule
 
 
@@ -37,8 +39,17 @@ class WatchedSampler(Sampler, Protocol):
 
 
 @dataclass
+class Clock:
+    """What a sampler's rounds took and brought, and the rows of its largest batch."""
+
+    seconds: float = 0.0
+    rows: int = 0
+    counts: Counts = field(default_factory=Counts)
+
+
+@dataclass
 class EngineSampler:
-    """An engine, batch by batch. Its rounds are watched where there is a witness."""
+    """An engine, batch by batch, counted and timed. Its rounds are watched where there is a witness."""
 
     name: str
     engine: AnyEngine
@@ -46,6 +57,7 @@ class EngineSampler:
     ends: frozenset[int]
     batch_size: int
     advance: Callable[[int], None] = lambda _: None
+    clock: Clock = field(default_factory=Clock)
 
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
         found: list[list[int]] = []
@@ -53,8 +65,13 @@ class EngineSampler:
             batch = list(prompts[first : first + self.batch_size])
             state = self.engine.prefill(batch, max_new_tokens)
             limits = Limits(max_new_tokens, self.ends)
-            for _ in generate(self.engine, state, limits, self.lookahead(state.rows)):
-                pass
+            self.engine.wait()
+            began = time.perf_counter()
+            for step in generate(self.engine, state, limits, self.lookahead(state.rows)):
+                for one in step.rows:
+                    self.clock.counts.add(one)
+            self.clock.seconds += time.perf_counter() - began
+            self.clock.rows = max(self.clock.rows, state.rows)
             if "error" in state.finished:
                 row = state.finished.index("error")
                 raise ModelError(

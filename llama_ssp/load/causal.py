@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.cache import Feed, RaggedCache, Tally
 from llama_ssp.errors import ModelError
 from llama_ssp.load.quantised import scales_of
 
@@ -49,6 +49,7 @@ class CausalModel:
         self.device: torch.device = device or module.get_input_embeddings().weight.device
         self.dtype: torch.dtype = module.get_input_embeddings().weight.dtype
         self.windows = windows_of(config)
+        self.caches = Tally()
         self.mask_by_kind = getattr(config, "layer_types", None) is not None
         self.additive_mask = config._attn_implementation != "sdpa"
         if config.model_type == "gpt_neo":
@@ -66,11 +67,16 @@ class CausalModel:
         return sum({t.data_ptr(): min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors}.values())
 
     @property
+    def held_bytes(self) -> int:
+        """What the weights and all their caches occupied when they were most."""
+        return self.weights_bytes + self.caches.most
+
+    @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
 
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
-        return RaggedCache(rows, capacity)
+        return RaggedCache(rows, capacity, tally=self.caches)
 
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:

@@ -5,14 +5,13 @@ it was. No torch.
     placement = placed(run.placement, asked, world)      # what placement=auto means here
     prediction = predict(run, asked, placement)
     require_fit(prediction, run.plan.enforce)            # before anything is loaded
-    prediction.beside(measured)                          # for summary.json, and in_words() of it for people
+    beside(ways, measured)                               # plan/beside.py: for summary.json and for people
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from llama_ssp.config import Drafting, DraftSeat, PlacementConf, RunConf, Splitting
 from llama_ssp.errors import DistributedError, UsageError
@@ -21,22 +20,13 @@ from llama_ssp.plan.advice import advice
 from llama_ssp.plan.asked import Role, Workload
 from llama_ssp.plan.machine import machine_of
 from llama_ssp.plan.room import GIB
-from llama_ssp.plan.search import Asked, Option, best_placement, option
+from llama_ssp.plan.search import Asked, Option, best_placement, option, pace_of
+from llama_ssp.plan.speed import Pace
 from llama_ssp.plan.verdict import Verdict
 
 log = logging.getLogger(__name__)
 
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run took: the fullest GPU's bytes where they can be told, decoding time, and acceptance."""
-
-    device_bytes: int | None = None
-    tensor_bytes: int | None = None
-    ms_per_token: float | None = None
-    acceptance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,56 +36,9 @@ class Prediction:
     asked: Asked
     option: Option
 
-    @property
-    def device_bytes(self) -> int:
-        """Of the fullest GPU, libraries included."""
-        return self.option.worst.total
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Of the rank with the most tensors."""
-        roles = {role.role for role in self.asked.roles}
-        return max(sum(li.bytes for li in bill.lines if li.role in roles) for bill in self.option.bills)
-
-    def ms_per_token(self, acceptance: float) -> float:
-        return self.option.pace.ms_per_token(acceptance, self.option.k)
-
-    def beside(self, measured: Measured) -> dict[str, Any]:
-        """Predicted and measured, side by side, under the names of the JSON interface."""
-        acceptance = self.asked.acceptance if measured.acceptance is None else measured.acceptance
-        pairs = {
-            "device_bytes": (self.device_bytes, measured.device_bytes),
-            "tensor_bytes": (self.tensor_bytes, measured.tensor_bytes),
-            "ms_per_token": (self.ms_per_token(acceptance), measured.ms_per_token),
-        }
-        return {
-            "verdict": self.option.verdict.value,
-            "placement": self.option.placement.in_words(),
-            "k": self.option.k,
-            "acceptance": acceptance,
-            "ms_per_token_regular": self.option.regular_ms,
-            "band": self.asked.band,
-            **{
-                name: {
-                    "predicted": said,
-                    "measured": found,
-                    "predicted_over_measured": said / found if found else None,
-                }
-                for name, (said, found) in pairs.items()
-            },
-        }
-
-
-def in_words(beside: dict[str, Any]) -> str:
-    """Predicted beside measured in one line for people."""
-    words = []
-    units = (("device_bytes", GIB, "GiB on the fullest device"), ("tensor_bytes", GIB, "GiB of tensors"))
-    for name, unit, what in (*units, ("ms_per_token", 1, "ms/token")):
-        said, found = beside[name]["predicted"] / unit, beside[name]["measured"]
-        if found:
-            off = said * unit / found
-            words.append(f"{what} {said:.3g} predicted, {found / unit:.3g} measured ({off:.2f}x)")
-    return f"plan against actual: {'; '.join(words) or 'nothing was measured'}"
+    def pace(self, rows: int) -> Pace:
+        """With so many rows a batch."""
+        return pace_of(replace(self.asked, work=replace(self.asked.work, rows=rows)), self.option.placement)
 
 
 def asked_of_run(
@@ -133,7 +76,9 @@ def predict(run: RunConf, asked: Asked | None, placement: Placement) -> Predicti
     """The run's own bill and pace; None where nothing can be said."""
     if asked is None or placement.splitting is not Splitting.tensor:
         return None
-    return Prediction(asked, option(asked, placement, None if run.speculation.adaptive else asked.work.k))
+    return Prediction(
+        asked, option(asked, placement, asked.k_max if run.speculation.adaptive else asked.work.k)
+    )
 
 
 def require_fit(prediction: Prediction | None, enforce: bool) -> None:

@@ -25,13 +25,18 @@ class Role:
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch: prompts of this length, so many new tokens each, K drafted a round (0: nobody drafts)."""
+    """One batch: prompts of this length, so many new tokens each, K drafted a round (0: nobody drafts).
+
+    `target_caches` and `draft_caches` are how many of them there are at once, one for each engine.
+    """
 
     rows: int
     prompt_tokens: int
     new_tokens: int
     k: int
     prefill_chunk: int = 512
+    target_caches: int = 1
+    draft_caches: int = 1
 
     @property
     def slots(self) -> int:

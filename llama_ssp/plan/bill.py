@@ -31,6 +31,7 @@ class Share:
     part: Part
     dtype: Dtype
     capacity: int  # of its caches
+    caches: int
     windowed: tuple[bool, ...]
 
     def quantised(self, weight: Weight) -> bool:
@@ -68,7 +69,7 @@ def tensor_lines(
             Line(share.role, group, size, Kind.exact)
             for group, size in held(share.part, share.dtype, unit).items()
         ]
-        lines.append(Line(share.role, CACHE, _cache(share, work.rows, unit), Kind.exact))
+        lines.append(Line(share.role, CACHE, _caches(share, work.rows, unit), Kind.exact))
     worst = max(phases(target, draft, placement, work, rank, kernels), key=lambda peak: peak.bytes)
     role = DRAFT if worst.phase.startswith(DRAFT) else TARGET
     unseen = "" if kernels.cpu else UNSEEN
@@ -126,7 +127,11 @@ def segments(target: Role, draft: Role | None, placement: Placement, work: Workl
 def _reserved(asked: Asked) -> int:
     tape, allocator, number = Tape(record=True), Allocator(), 0
     for share in (asked.target, asked.draft):
-        for _, size, times in tensors(share.part, share.dtype) if share else ():
+        if share is None:
+            continue
+        there = [(size, times) for _, size, times in tensors(share.part, share.dtype)]
+        others = (share.caches - 1) * 2 * share.part.layers  # caches of other engines, made before
+        for size, times in (*there, (_keys(share, asked.work.rows), others)):
             for _ in range(times):
                 number -= 1
                 allocator.allocate(number, size)
@@ -151,20 +156,20 @@ def shares(target: Role, draft: Role | None, placement: Placement, work: Workloa
     found = []
     if rank in placement.target:
         part = Part.of(target.model, len(placement.target), placement.target.index(rank))
-        found.append(share_of(target, part, room))
+        found.append(share_of(target, part, room, work.target_caches))
     if draft is not None and rank in placement.draft:
         degree = placement.draft_degree
         part = Part.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)
-        found.append(share_of(draft, part, min(room, draft.model.context)))
+        found.append(share_of(draft, part, min(room, draft.model.context), work.draft_caches))
     return found
 
 
-def share_of(role: Role, part: Part, capacity: int) -> Share:
+def share_of(role: Role, part: Part, capacity: int, caches: int = 1) -> Share:
     """The part with what else its passes depend on."""
     windowed = WINDOWED.get(part.family, (False,))
     if part.family == "mistral" and not role.model.sliding_window:
         windowed = (False,)
-    return Share(role.role, part, role.dtype, capacity, windowed)
+    return Share(role.role, part, role.dtype, capacity, caches, windowed)
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ def _phases(asked: Asked) -> tuple[Peak, ...]:
 def _loading(asked: Asked) -> Peak:
     """A layer that is quantised is there in 16 bit, too; then there are no caches yet."""
     both = [share for share in (asked.target, asked.draft) if share is not None]
-    caches = sum(_cache(share, asked.work.rows, 1) for share in both)
+    caches = sum(_caches(share, asked.work.rows, 1) for share in both)
     largest = max(
         (2 * weight.count for share in both for weight in weights(share.part) if share.quantised(weight)),
         default=0,
@@ -217,9 +222,13 @@ def _loading(asked: Asked) -> Peak:
     return Peak(LOADING, (("a layer in 16 bit", max(0, largest - caches)),))
 
 
-def _cache(share: Share, rows: int, unit: int) -> int:
-    cells = rows * share.part.key_width * (share.capacity + 1) * width(share.dtype)
-    return 2 * share.part.layers * (-(-cells // unit) * unit)
+def _caches(share: Share, rows: int, unit: int) -> int:
+    return share.caches * 2 * share.part.layers * (-(-_keys(share, rows) // unit) * unit)
+
+
+def _keys(share: Share, rows: int) -> int:
+    """Bytes of one layer's keys."""
+    return rows * share.part.key_width * (share.capacity + 1) * width(share.dtype)
 
 
 def _unit(kernels: Kernels) -> int:

@@ -14,7 +14,7 @@ from llama_ssp.plan.room import GIB
 from llama_ssp.plan.search import Asked, Option, option, regular_ms, search
 from llama_ssp.plan.speed import ACCEPTANCES, Chance, break_even, chance, prefill_s, share_of
 from llama_ssp.plan.verdict import GpuBill, Verdict
-from llama_ssp.plan.weights import BUFFERS, EMBEDDING, HEAD, LAYERS, NORMS, POSITIONS, SCALES
+from llama_ssp.plan.weights import HELD
 
 MANY = 16  # ranks up to which every number of them is tried
 
@@ -149,7 +149,6 @@ def worlds_of(most: int) -> list[int]:
     return [*(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < most), most]
 
 
-HELD = (EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS)
 PARTS = ("target weights", "target caches", "draft weights", "draft caches", "work", "libraries")
 
 

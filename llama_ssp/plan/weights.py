@@ -21,6 +21,8 @@ EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS = (
     "embedding", "head", "layers", "norms", "quantisation scales", "positions", "buffers",
 )  # fmt: skip
 
+HELD = (EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS)  # every group
+
 
 @dataclass(frozen=True)
 class Part:

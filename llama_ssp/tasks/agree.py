@@ -13,15 +13,17 @@ from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Entry, Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.metrics import ratio
+from llama_ssp.plan.beside import Way
 from llama_ssp.plot import plot_agreements, plot_place
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, Progress, RunFolder
 from llama_ssp.sampling import Laws
-from llama_ssp.tasks.agreeing import Agreement, agreements, fork_chances, from_any
+from llama_ssp.tasks.agreeing import Agreement, Rounds, agreements, fork_chances, from_any
 from llama_ssp.tasks.batches import damaged, prompt_of, usable_prompts
 from llama_ssp.tasks.pair import Pair, engine_for, open_pair
 from llama_ssp.tasks.seats import seats, tokens_of
+from llama_ssp.tasks.ways import way
 
 HEAD = ["prompt", "agreed", "ended by", "target takes", "draft takes"]
 
@@ -39,6 +41,7 @@ class AgreeTask:
         self._skipped = list(inputs.reading.skipped)
         self._plot: str | None = None
         self._fork_forwards = 0
+        self._rounds, self._rows = Rounds(), 0
 
     def run(self) -> str:
         """Loads the pair, goes along every prompt; the status."""
@@ -49,8 +52,9 @@ class AgreeTask:
         prompts = usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
         longest = max(len(prompt.token_ids) for _, prompt in prompts)
         slots = min(longest + task.max_new_tokens, run.model.context)
-        rows = min(task.batch_size, len(prompts))
-        self._pair = open_pair(found, run, rows, slots, self._ranks)
+        self._rows = rows = min(task.batch_size, len(prompts))
+        # Beside those of the engine each model has one to look at the forks with, one after the other.
+        self._pair = open_pair(found, run, rows, slots, self._ranks, caches=(2, 2))
         ends = frozenset() if task.ignore_eos else tokens.end_ids
         self._engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
         laws = Laws(run.sampling, tuple(sorted(ends)), min(self._pair.vocab, tokens.size)).uncut()
@@ -90,12 +94,24 @@ class AgreeTask:
             "plot": self._plot,
         }
 
+    def ways(self) -> list[Way]:
+        """One: how many tokens a round brings is counted, as texts end where the models part."""
+        if self._pair is None or not self._rounds.count:
+            return []
+        agreed = sum(one["agreed_tokens"] for one in self._found)
+        took = {"ms_per_token": ratio(1000 * self._rounds.seconds, agreed), "acceptance_rate_decided": None}
+        run = _greedy(self._inputs.pairs[0], self._task.chunk).run
+        found = way("agreeing", self._pair, run, self._rows, took)
+        return [replace(found, tokens_per_round=ratio(agreed, self._rounds.count))]
+
     def _batch(
         self, pair: Pair, engine: AnyEngine, laws: Laws, part: list[tuple[TextPrompt, Prompt]],
         ends: frozenset[int], tokens: Tokens,
     ) -> None:  # fmt: skip
         task = self._task
-        found = agreements(engine, [prompt for _, prompt in part], task.chunk, task.max_new_tokens, ends)
+        found = agreements(
+            engine, [prompt for _, prompt in part], task.chunk, task.max_new_tokens, ends, self._rounds
+        )
         broken = [one for one in found if one.finish == "error"]
         if broken:
             first = broken[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,11 +46,23 @@ class Agreement:
     fork: Fork | None
 
 
+@dataclass
+class Rounds:
+    """How many there were, and how long they took."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
 def agreements(
-    engine: AnyEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int]
-) -> list[Agreement]:
-    """Runs a batch until every row has parted or ended. The engine must be greedy."""
+    engine: AnyEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
+    rounds: Rounds | None = None,
+) -> list[Agreement]:  # fmt: skip
+    """Runs a batch until every row has parted or ended. The engine must be greedy; `rounds` adds up."""
+    rounds = rounds or Rounds()
     state = engine.prefill(list(prompts), max_new_tokens)
+    engine.wait()
+    began = time.perf_counter()
     limits = Limits(max_new_tokens, ends)
     forks: list[Fork | None] = [None] * state.rows
     while not limits.reached(state):
@@ -73,7 +86,10 @@ def agreements(
                 forks[row] = Fork(verdict.token[row], verdict.drafted[row][len(stood)])
             state.finished[row] = reason
         engine.roll_back(state)
+        rounds.count += 1
     engine.settle()
+    engine.wait()
+    rounds.seconds += time.perf_counter() - began
     return [_agreement(state, row, fork) for row, fork in enumerate(forks)]
 
 

@@ -37,6 +37,7 @@ from llama_ssp.inputs import Inputs
 from llama_ssp.load.devices import describe, device_of, dtype_of
 from llama_ssp.placement import resolve
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
+from llama_ssp.plan.beside import Way
 from llama_ssp.plan.machine import CPU, CPU_TABLE, MIB, Machine, known, machine_of, matching
 from llama_ssp.plan.room import GIB
 from llama_ssp.plan.search import Asked, pace_of
@@ -55,6 +56,7 @@ from llama_ssp.tasks.timing import (
     streaming_s,
     sum_s,
 )
+from llama_ssp.tasks.ways import process_bytes
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,10 @@ class CalibrateTask:
     def figures(self) -> dict[str, Any]:
         return self._found
 
+    def ways(self) -> list[Way]:
+        """It has no plan: it is what plans are made of."""
+        return []
+
 
 def measured(
     run: RunConf, ranks: Ranks, name: str, repeats: int, beside: Sequence[Callable[[], float]] = ()
@@ -103,8 +109,9 @@ def measured(
     """
     device = device_of(run.placement.target_device, "placement.target_device")
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
-    taken_by_libraries = _taken(device)  # before there are models
-    player, weights = Player(run, ranks, NEW), streamed(device, dtype)
+    player = Player(run, ranks, NEW)
+    player.play(cases()[0])  # a first model brings libraries with it
+    taken_by_libraries, weights = _taken(device, player.held_bytes), streamed(device, dtype)
     long = weights[: max(len(weights) // LONG_PART, 1)]
     works: dict[str, list[Callable[[], float]]] = {
         "gemv": [partial(streaming_s, 1, weights)],
@@ -139,10 +146,10 @@ def measured(
     return cluster, found["beside"]
 
 
-def _taken(device: torch.device) -> dict[str, Any]:
-    """What libraries take: the context measured, the rest as the preset of such a GPU has it."""
+def _taken(device: torch.device, held: int) -> dict[str, Any]:
+    """What libraries take beside models: the context measured, the rest as such a GPU's preset has it."""
     found = dict.fromkeys(("cublas_mib", "nccl_mib", "graph_mib"), 0.0)
-    context = _short(_context_bytes(device) / MIB)
+    context = _short(_context_bytes(device, held) / MIB)
     if device.type == "cpu":
         return {**found, "context_mib": context}
     name = torch.cuda.get_device_name(device)
@@ -209,14 +216,12 @@ def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> Pace:
     return pace_of(asked, resolve(PlacementConf(draft=DraftSeat.leader), world, drafts=draft is not None))
 
 
-def _context_bytes(device: torch.device) -> int:
+def _context_bytes(device: torch.device, held: int) -> int:
     """What a process takes beside its tensors: on a GPU the context, on a CPU the program itself."""
     if device.type == "cuda":
-        torch.ones(1, device=device)
         free, total = torch.cuda.mem_get_info(device)
         return total - free - torch.cuda.memory_reserved(device)
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
+    return max(0, process_bytes() - held)
 
 
 def _source(device: torch.device) -> str:

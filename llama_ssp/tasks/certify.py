@@ -14,7 +14,7 @@ from llama_ssp.certify.examine import (
     check_samples,
 )
 from llama_ssp.certify.findings import INCONCLUSIVE, SAME, Check, page, sentence, verdict
-from llama_ssp.certify.samplers import EngineSampler, WatchedEngineSampler
+from llama_ssp.certify.samplers import Clock, EngineSampler, WatchedEngineSampler
 from llama_ssp.certify.tallies import check_acceptance, check_drafts
 from llama_ssp.certify.watch import KeepsEveryDraft, RuledEngine, Witness, watched
 from llama_ssp.config import CertifyConf, Drafting, Output, RunConf, SamplingConf, Verification
@@ -22,16 +22,19 @@ from llama_ssp.engine import Engine, Prompt
 from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
+from llama_ssp.plan.beside import Way
 from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, Progress, RunFolder, versions
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.batches import prompt_of, usable_prompts
 from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair
 from llama_ssp.tasks.seats import seats, tokens_of
+from llama_ssp.tasks.ways import pace_of_counts, way
 
 log = logging.getLogger(__name__)
 
 SHUFFLES = 20_000
+WRONG = "keeps every draft"  # the negative control
 VERDICTS = ("same", "different", "inconclusive")
 
 
@@ -47,6 +50,7 @@ class CertifyTask:
         self._finished = False
         self._prompts: list[Prompt] = []
         self._skipped = list(inputs.reading.skipped)
+        self._clocks: list[tuple[str, RunConf, Clock]] = []
 
     def run(self) -> str:
         """Loads the pair, makes every check; the status."""
@@ -65,7 +69,8 @@ class CertifyTask:
         longest = max(len(prompt.token_ids) for prompt in self._prompts)
         new = max(task.max_new_tokens, task.law_tokens, task.greedy_tokens)
         slots = min(longest + new, run.model.context)
-        self._pair = open_pair(found, run, task.batch_size, slots, self._ranks)
+        # At most there are the certified sampler, the regular one, and the one that is wrong on purpose.
+        self._pair = open_pair(found, run, task.batch_size, slots, self._ranks, caches=(3, 2))
         self._examine(self._pair, tokens)
         self._finished = True
         verdicts = [VERDICTS.index(verdict(self._checks))] if self._ranks.is_leader else []
@@ -88,6 +93,20 @@ class CertifyTask:
             "devices": self._pair.devices if self._pair else {},
         }
 
+    def ways(self) -> list[Way]:
+        """What wrote texts that nobody watched, as watching takes time, by the rule that is certified."""
+        if self._pair is None:
+            return []
+        usual = self._inputs.run.sampling
+        return [
+            way(
+                name + (", greedy" if run.sampling != usual else ""), self._pair, run, clock.rows,
+                pace_of_counts(clock.seconds, clock.counts),
+            )
+            for name, run, clock in self._clocks
+            if clock.seconds and name != WRONG
+        ]  # fmt: skip
+
     def _examine(self, pair: Pair, tokens: Tokens) -> None:
         run, task, leads = self._inputs.run, self._task, self._ranks.is_leader
         greedy_only = run.sampling.temperature == 0
@@ -106,9 +125,11 @@ class CertifyTask:
             laws = Laws(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
             self._add(check_laws(subject, pair.target, laws, self._prompts, plan, leads))
             if not greedy_only:
-                regular = make("regular", _regular(run))
-                wrong = _with_rule(make("keeps every draft", run))
-                drawn = check_samples(subject, regular, wrong, self._prompts, plan, leads)
+                drawn = check_samples(
+                    subject, make("regular", _regular(run)), _with_rule(make(WRONG, run)),
+                    self._prompts, plan, leads,
+                )  # fmt: skip
+            del subject  # and with it its caches
             if leads:
                 self._add(check_drafts(witness, plan.level), check_acceptance(witness, plan.level))
             if not greedy_only:
@@ -116,7 +137,7 @@ class CertifyTask:
             greedy = replace(run, sampling=SamplingConf(temperature=0.0))
             checks = check_greedy_texts(
                 pair.target, make("speculative", greedy), make("regular", _regular(greedy)),
-                _with_rule(make("keeps every draft", greedy)) if greedy_only else None,
+                _with_rule(make(WRONG, greedy)) if greedy_only else None,
                 _longest_draft(run), self._prompts, plan,
             )  # fmt: skip
             self._add(*checks)
@@ -126,9 +147,11 @@ class CertifyTask:
     ) -> EngineSampler:
         ends, task = tokens.end_ids, self._task
         engine = engine_for(pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
-        return EngineSampler(
+        sampler = EngineSampler(
             name, engine, partial(lookahead_for, run), ends, task.batch_size, progress.advance
         )
+        self._clocks.append((name, run, sampler.clock))
+        return sampler
 
     @staticmethod
     def _watched(sampler: EngineSampler, witness: Witness) -> WatchedEngineSampler:

@@ -23,6 +23,7 @@ from llama_ssp.errors import DataError
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.metrics import ratio
+from llama_ssp.plan.beside import Way
 from llama_ssp.prompts import TextPrompt, problem_of
 from llama_ssp.ranks import Ranks
 from llama_ssp.recording import Recording
@@ -33,6 +34,7 @@ from llama_ssp.tasks.batches import begun, damaged, prompt_of, usable_prompts
 from llama_ssp.tasks.pair import Pair, engine_for, open_pair
 from llama_ssp.tasks.seats import seats, tokens_of
 from llama_ssp.tasks.side import Side
+from llama_ssp.tasks.ways import way
 from llama_ssp.text import visible
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class CompareTask:
         self._skipped = list(inputs.reading.skipped)
         self._comparisons: list[dict[str, Any]] = []
         self._pair: Pair | None = None
+        self._sides: tuple[Side, Side] | None = None
         self._recorded: str | None = None
 
     def run(self) -> str:
@@ -66,9 +69,9 @@ class CompareTask:
         given = usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
         longest = max((len(prompt.token_ids) for _, prompt in given), default=TYPED_TOKENS)
         slots = min(longest + task.max_new_tokens, run.model.context)
-        # Two engines hold a cache of the target's.
-        self._pair = open_pair(found, run, 2, slots, self._ranks)
-        regular, speculative = self._sides(self._pair, tokens)
+        # Two engines hold a cache of the target's, and one of them the draft's.
+        self._pair = open_pair(found, run, 1, slots, self._ranks, caches=(2, 1))
+        self._sides = regular, speculative = self._two_sides(self._pair, tokens)
         self._warm_up(regular, speculative, tokens)
         try:
             for text, prompt in given or self._asked(tokens):
@@ -91,6 +94,15 @@ class CompareTask:
             "record": self._recorded,
         }
 
+    def ways(self) -> list[Way]:
+        """Each side over all prompts."""
+        if self._pair is None or self._sides is None:
+            return []
+        return [
+            way(name, self._pair, side.run, 1, side.pace())
+            for name, side in zip(("regular", "speculative"), self._sides, strict=True)
+        ]
+
     def _speedup(self) -> float | None:
         """Over all prompts: milliseconds a token, regular over speculative, prefill left out."""
         spent = [
@@ -102,7 +114,7 @@ class CompareTask:
         ]
         return ratio(spent[0], spent[1]) if spent[0] is not None and spent[1] is not None else None
 
-    def _sides(self, pair: Pair, tokens: Tokens) -> tuple[Side, Side]:
+    def _two_sides(self, pair: Pair, tokens: Tokens) -> tuple[Side, Side]:
         run, task = self._inputs.run, self._task
         plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
         ends = frozenset[int]() if task.ignore_eos else tokens.end_ids
@@ -124,6 +136,7 @@ class CompareTask:
             side.begin(Prompt("warm-up", tuple(ids)), min(WARM_UP_TOKENS, self._task.max_new_tokens), [])
             while side.advance():
                 pass
+            side.forget()
 
     def _prompt(self, text: TextPrompt, tokens: Tokens) -> Prompt:
         wrong = problem_of(text, {})  # of what was typed; what was read has been checked

@@ -16,6 +16,8 @@ from llama_ssp.config import Drafting, EvalConf, Output, RunConf
 from llama_ssp.engine import Prompt
 from llama_ssp.inputs import Entry, Inputs
 from llama_ssp.load.tokens import Tokens
+from llama_ssp.plan.actual import Prediction
+from llama_ssp.plan.beside import Way
 from llama_ssp.plot import plot_place, plot_scores
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.ranks import Ranks
@@ -25,6 +27,7 @@ from llama_ssp.tasks.batches import Batch, Batches, begun, damaged, unusable
 from llama_ssp.tasks.pair import Pair, Shelf, engine_for, lookahead_for
 from llama_ssp.tasks.scores import table
 from llama_ssp.tasks.seats import Seat, require_loadable, seats, tokens_of
+from llama_ssp.tasks.ways import way
 
 QUICK = 10  # prompts of a quick run
 PREFILL_CHUNK = 512
@@ -39,6 +42,7 @@ class Answers:
     right: dict[str, bool] = field(default_factory=dict)
     figures: list[dict[str, Any]] = field(default_factory=list)
     running: Batches | None = None
+    way: Way | None = None
 
     def figures_at(self, size: int) -> dict[str, Any]:
         """The counters when the size of this index was done, or now if it is being worked on."""
@@ -55,6 +59,8 @@ class Prepared:
     seats: list[Seat]
     tokens: Tokens
     blocks: list[Block]
+    rows: int
+    prediction: Prediction | None
 
     @property
     def name(self) -> str:
@@ -116,6 +122,11 @@ class EvalTask:
             "plot": self._plot,
         }
 
+    def ways(self) -> list[Way]:
+        """Every mode of every pair that has ended; regular answers are known to several pairs."""
+        found = [answers.way for result in self._results for answers in result.answers.values()]
+        return list({id(way): way for way in found if way is not None}.values())
+
     def _questions(self) -> list[list[Question]]:
         """The questions, in one block for each size: those that the size before it lacks.
 
@@ -132,8 +143,7 @@ class EvalTask:
         longest = max(len(prompt.token_ids) for block in blocks for _, prompt in block)
         slots = min(longest + task.max_new_tokens, run.model.context)
         rows = min(task.batch_size, max(len(block) for block in blocks))
-        require_loadable(found, run, rows, slots)
-        return Prepared(entry, found, tokens, blocks)
+        return Prepared(entry, found, tokens, blocks, rows, require_loadable(found, run, rows, slots))
 
     def _answer_all(self, one: Prepared, shelf: Shelf) -> None:
         """Answers the prompts in every mode that the pair has."""
@@ -144,7 +154,7 @@ class EvalTask:
             result.answers[REGULAR] = known
         missing = [mode for mode in one.modes if mode not in result.answers]
         if missing:
-            pair = shelf.open(one.seats)
+            pair = replace(shelf.open(one.seats), prediction=one.prediction)
             self._devices[one.name] = pair.devices
         for mode in missing:
             result.answers[mode] = Answers()
@@ -170,6 +180,7 @@ class EvalTask:
                     self._batch(answers, answers.running, part, mode)
                     progress.advance(len(part))
                 answers.figures.append(answers.running.figures())
+        answers.way = way(f"{one.name}, {mode}", pair, run, one.rows, answers.running.figures())
         answers.running = None  # it holds the models
 
     def _batch(self, answers: Answers, runs: Batches, part: Block, mode: str) -> None:

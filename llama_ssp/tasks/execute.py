@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -24,6 +25,7 @@ from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.devices import device_of
 from llama_ssp.placement import Placement
+from llama_ssp.plan.beside import Memory, Way, beside, in_words
 from llama_ssp.prompts import Reading, TextPrompt
 from llama_ssp.ranks import Ranks, open_ranks, told
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
@@ -35,6 +37,9 @@ from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
 from llama_ssp.tasks.measure import MeasureTask
+from llama_ssp.tasks.ways import memory_of_ranks, most_held
+
+log = logging.getLogger(__name__)
 
 
 class Task(Protocol):
@@ -48,6 +53,9 @@ class Task(Protocol):
 
     def figures(self) -> dict[str, Any]:
         """The task's part of the summary, right at any moment."""
+
+    def ways(self) -> list[Way]:
+        """The ways in which texts were written so far, for comparison with the plan."""
 
 
 TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]] = {
@@ -102,13 +110,16 @@ def _run(inputs: Inputs, ranks: Ranks) -> int:
     ranks.keep_errors_in(folder.path)
     began = time.perf_counter()
     task = TASKS[type(run.task)](inputs, console, folder, ranks)
-    status = "error"
+    device = device_of(run.placement.target_device, "placement.target_device")
+    status, memory = "error", list[Memory]()
     try:
         status = task.run()
+        memory = memory_of_ranks(most_held(task.ways()), device, ranks)
     except KeyboardInterrupt:
         status = "interrupted"
         raise
     finally:
+        plan = beside(task.ways(), memory)
         summary: dict[str, Any] = {
             "task": run.task.name,
             "status": status,
@@ -116,10 +127,13 @@ def _run(inputs: Inputs, ranks: Ranks) -> int:
             "seed": inputs.seed,
             "versions": versions(),
             **task.figures(),
+            "plan": plan,
             "wall_s": time.perf_counter() - began,
             "run_folder": str(folder.path) if folder.path else None,
         }
         folder.close(summary)
+        for words in in_words(plan) if plan and ranks.is_leader else ():
+            log.info("%s", words)
         if status in ("done", "failed", "partial") or task.has_output():
             _show(console, run.output, summary)
     return FAILED_CHECK if status == "failed" else OK

@@ -12,13 +12,14 @@ from llama_ssp.engine import Prompt, State
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.loop import RowStep, Step
-from llama_ssp.plan.actual import in_words as plan_in_words
+from llama_ssp.plan.beside import Way
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.ranks import Ranks
 from llama_ssp.report import Console, RunFolder
 from llama_ssp.tasks.batches import Batches, damaged, nothing_run, prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, beside_plan, engine_for, lookahead_for, open_pair
+from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair
 from llama_ssp.tasks.seats import seats, tokens_of
+from llama_ssp.tasks.ways import way
 from llama_ssp.text import Writing
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class GenerateTask:
         self._skipped = list(inputs.reading.skipped)
         self._pair: Pair | None = None
         self._runs: Batches | None = None
+        self._rows = 0
 
     def run(self) -> str:
         """Loads the pair, continues every prompt; the status."""
@@ -43,7 +45,7 @@ class GenerateTask:
         found = seats(self._inputs.pairs[0])
         tokens = tokens_of(found)
         prompts = self._tokenised(tokens)
-        rows = min(task.batch_size, len(prompts))
+        self._rows = rows = min(task.batch_size, len(prompts))
         longest = max(len(prompt.token_ids) for _, prompt in prompts)
         slots = min(longest + task.max_new_tokens, run.model.context)
         self._pair = open_pair(found, run, rows, slots, self._ranks)
@@ -57,10 +59,7 @@ class GenerateTask:
             if len(batches) > 1:
                 log.info("batch %d of %d done", number, len(batches))
         self._raise_if_damaged()
-        figures = self.figures()
-        log.info("%s", in_words(figures))
-        if figures["plan"] is not None:
-            log.info("%s", plan_in_words(figures["plan"]))
+        log.info("%s", in_words(self.figures()))
         return "done"
 
     def has_output(self) -> bool:
@@ -74,8 +73,15 @@ class GenerateTask:
             "rows_skipped": len(self._skipped),
             "devices": self._pair.devices if self._pair else {},
             **figures,
-            "plan": beside_plan(self._pair, figures),
         }
+
+    def ways(self) -> list[Way]:
+        """All texts are written in one."""
+        if self._pair is None or self._runs is None:
+            return []
+        drafter = self._inputs.pairs[0].drafter
+        name = "regular" if drafter is None else "speculative"
+        return [way(name, self._pair, self._inputs.run, self._rows, self._runs.figures())]
 
     def _tokenised(self, tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:
         task, model = self._task, self._inputs.run.model

@@ -20,6 +20,7 @@ from llama_ssp.engine import AnyEngine, Engine, Prompt
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.loop import Limits
+from llama_ssp.plan.beside import Way
 from llama_ssp.plot import plot_place
 from llama_ssp.plot_speeds import plot_speeds
 from llama_ssp.prompts import TextPrompt
@@ -32,6 +33,7 @@ from llama_ssp.tasks.seats import seats, tokens_of
 from llama_ssp.tasks.speed_table import csv_text, table
 from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedEngine, TimedRanks
 from llama_ssp.tasks.timed import TimedRun
+from llama_ssp.tasks.ways import way
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Contender:
     record: Record
     run: RunConf
     pair: Pair | None
+    is_pairs: bool = True
 
 
 class MeasureTask:
@@ -56,6 +59,8 @@ class MeasureTask:
         self._prompts: list[Prompt] = []
         self._pair: Pair | None = None
         self._speeds: Speeds | None = None
+        self._contenders: list[Contender] = []
+        self._rows = 0
         self._memory: list[dict[str, int]] = []
         self._plot: str | None = None
 
@@ -68,12 +73,12 @@ class MeasureTask:
         longest = max(len(prompt.token_ids) for prompt in self._prompts)
         slots = min(longest + task.max_new_tokens, run.model.context)
         rows = min(task.batch_size, len(self._prompts))
-        # Contenders have caches of their own, and two of them hold the target's at a time.
-        self._pair = open_pair(found, run, 2 * rows, slots, self._ranks)
+        most = replace(run, speculation=replace(run.speculation, k=max([run.speculation.k, *task.ks])))
+        self._pair = open_pair(found, most, rows, slots, self._ranks)
         drafts = self._inputs.pairs[0].drafter
         alone = len(found) > 1 and longest + task.max_new_tokens <= self._pair.draft_context
         contenders = contenders_of(self._pair, run, task.ks if drafts else [], alone)
-        self._speeds = speeds_of(contenders)
+        self._speeds, self._contenders, self._rows = speeds_of(contenders), contenders, rows
         batches = [self._prompts[i : i + rows] for i in range(0, len(self._prompts), rows)]
         turns = (task.repeats + 1) * len(batches) * len(contenders)
         try:
@@ -106,6 +111,14 @@ class MeasureTask:
             "devices": self._pair.devices if self._pair else {},
             "plot": self._plot,
         }
+
+    def ways(self) -> list[Way]:
+        """Every contender with the target; the draft alone is no way of writing the target's texts."""
+        return [
+            way(one.record.name, self._pair, one.run, self._rows, one.record.figures())
+            for one in self._contenders
+            if self._pair is not None and one.pair is not None and one.is_pairs and one.record.samples
+        ]
 
     def _tokenised(self, tokens: Tokens) -> list[Prompt]:
         if self._task.lengths:
@@ -210,7 +223,7 @@ def contenders_of(pair: Pair, run: RunConf, ks: list[int], drafts_alone: bool) -
     plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
     found = [Contender(Record("target alone", 0), plain, pair)]
     if ks and drafts_alone and not pair.crew.drafts_apart:  # apart, the leader has no part in it
-        found.append(Contender(Record("draft alone", 0), plain, draft_alone(pair)))
+        found.append(Contender(Record("draft alone", 0), plain, draft_alone(pair), is_pairs=False))
     for k in ks:
         spec = replace(run.speculation, k=k, adaptive=False)
         found.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), pair))

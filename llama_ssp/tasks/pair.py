@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ from llama_ssp.load.layers import load_layers
 from llama_ssp.load.models import DRAFT, load, load_part
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
-from llama_ssp.plan.actual import Measured, Prediction
+from llama_ssp.plan.actual import Prediction
 from llama_ssp.ranks import ALONE, Crew, Ranks, crew_of
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.seats import Seat, may_draft, require_loadable
@@ -57,10 +56,18 @@ class Pair:
     draft_dtype: torch.dtype
     prediction: Prediction | None = None
 
+    @property
+    def held_bytes(self) -> int:
+        """Weights and caches on this rank, when they were most."""
+        return sum(model.held_bytes for model in (self.target, self.draft) if model)
 
-def open_pair(found: list[Seat], run: RunConf, rows: int, slots: int, ranks: Ranks = ALONE) -> Pair:
-    """Loads the models, if they fit with caches of `rows` texts of `slots` tokens."""
-    prediction = require_loadable(found, run, rows, slots)
+
+def open_pair(
+    found: list[Seat], run: RunConf, rows: int, slots: int, ranks: Ranks = ALONE,
+    caches: tuple[int, int] = (1, 1),
+) -> Pair:  # fmt: skip
+    """Loads the models, if they fit with so many caches of each of `rows` texts of `slots` tokens."""
+    prediction = require_loadable(found, run, rows, slots, caches)
     return replace(Shelf(ranks).open(found), prediction=prediction)
 
 
@@ -169,19 +176,6 @@ def _drafter(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) -> 
     if crew.drafts_apart and crew.asked is not None:
         return SendingDrafter(runner, laws, draws, crew.asked)
     return ModelDrafter(runner, laws, draws)
-
-
-def beside_plan(pair: Pair | None, figures: dict[str, Any]) -> dict[str, Any] | None:
-    """What was predicted of this run beside what was measured, on the leader's device."""
-    if pair is None or pair.prediction is None:
-        return None
-    reserved = allocated = None
-    holder = pair.target or pair.draft
-    if holder is not None and holder.device.type == "cuda":
-        reserved = torch.cuda.max_memory_reserved(holder.device)
-        allocated = torch.cuda.max_memory_allocated(holder.device)
-    measured = Measured(reserved, allocated, figures["ms_per_token"], figures["acceptance_rate_decided"])
-    return pair.prediction.beside(measured)
 
 
 def draft_alone(pair: Pair) -> Pair | None:

@@ -75,27 +75,34 @@ def tokens_of(found: list[Seat]) -> Tokens:
     return own[0]
 
 
-def require_loadable(found: list[Seat], run: RunConf, rows: int, slots: int) -> Prediction | None:
-    """Refuses what cannot be run or does not fit, before weights are read; else what the plan says of it."""
+def require_loadable(
+    found: list[Seat], run: RunConf, rows: int, slots: int, caches: tuple[int, int] = (1, 1)
+) -> Prediction | None:
+    """Refuses what cannot be run or does not fit, before weights are read; else what the plan says of it.
+
+    `caches` are how many of the target's and of the draft's there will be at once.
+    """
     for seat in found:
         if seat.path is not None:
             require_supported(seat.path)
-    prediction = _predicted(found, run, rows, slots)
+    prediction = _predicted(found, run, rows, slots, caches)
     if prediction is not None:
         require_fit(prediction, run.plan.enforce)
     elif run.plan.enforce:
-        _require_room(found, run, rows, slots)
+        _require_room(found, run, rows * max(caches), slots)
     return prediction
 
 
-def _predicted(found: list[Seat], run: RunConf, rows: int, slots: int) -> Prediction | None:
+def _predicted(
+    found: list[Seat], run: RunConf, rows: int, slots: int, caches: tuple[int, int]
+) -> Prediction | None:
     """The plan of this run; None where it has none: models on devices of their own, engines not ours."""
     target, draft = found[0], found[1] if len(found) > 1 else None
     if draft is not None and draft.device != target.device and target.world == 1:
         return None
     new = min(getattr(run.task, "max_new_tokens", slots), slots - 1)
     k = run.speculation.k if may_draft(run) else 0
-    work = Workload(rows, slots - new, new, k, getattr(run.task, "prefill_chunk", slots))
+    work = Workload(rows, slots - new, new, k, getattr(run.task, "prefill_chunk", slots), *caches)
     if target.device.type == "cpu" and run.cluster.gpu is None:
         run = replace(run, cluster=replace(run.cluster, gpu=CPU))
     roles = [Role(seat.role, seat.model, seat.dtype) for seat in found]

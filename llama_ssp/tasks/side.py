@@ -8,8 +8,10 @@ from typing import Any
 from llama_ssp.config import RunConf
 from llama_ssp.engine import AnyEngine, Prompt
 from llama_ssp.loop import Limits, RowStep, Step
+from llama_ssp.metrics import Counts
 from llama_ssp.tasks.pair import lookahead_for
 from llama_ssp.tasks.timed import TimedRun
+from llama_ssp.tasks.ways import pace_of_counts
 from llama_ssp.text import Decode, Detokenizer, Writing
 from llama_ssp.track import Arrival, Track
 
@@ -20,12 +22,16 @@ class Side:
     def __init__(
         self, title: str, engine: AnyEngine, run: RunConf, decode: Decode, ends: frozenset[int]
     ) -> None:
-        self._title, self._engine, self._run, self._decode, self._ends = title, engine, run, decode, ends
+        self._title, self._engine, self.run, self._decode, self._ends = title, engine, run, decode, ends
+        self._earlier, self._earlier_s = Counts(), 0.0
         self.track = Track(title)
         self._timed: TimedRun | None = None
 
     def expect(self) -> None:
         """An empty track, for a prompt that is still to begin."""
+        if self._timed is not None:
+            self._earlier.merge(self._timed.counts)
+            self._earlier_s += self._timed.decode_s
         self.track, self._timed = Track(self._title), None
 
     def begin(self, prompt: Prompt, max_new_tokens: int, stops: list[str]) -> None:
@@ -34,7 +40,7 @@ class Side:
         self._writing = Writing(self._decode, [prompt.token_ids], stops)
         self._detokenizer = Detokenizer(self._decode, list(prompt.token_ids))
         limits = Limits(max_new_tokens, self._ends, self._writing)
-        self._rounds: Iterator[tuple[Step, float]] = self._timed.rounds(limits, lookahead_for(self._run, 1))
+        self._rounds: Iterator[tuple[Step, float]] = self._timed.rounds(limits, lookahead_for(self.run, 1))
 
     @property
     def seconds(self) -> float:
@@ -59,6 +65,19 @@ class Side:
         if row.finish is not None:
             self.track.finish, self.track.length = row.finish, len(self._writing.text(0))
         return True
+
+    def forget(self) -> None:
+        """The last prompt counts for nothing."""
+        self._timed = None
+
+    def pace(self) -> dict[str, Any]:
+        """How fast, over all prompts, and what stood."""
+        counts, spent = Counts(), self._earlier_s
+        counts.merge(self._earlier)
+        if self._timed is not None:
+            counts.merge(self._timed.counts)
+            spent += self._timed.decode_s
+        return pace_of_counts(spent, counts)
 
     def rest(self) -> None:
         """Another side goes next: ranks get to know how the last round ended."""

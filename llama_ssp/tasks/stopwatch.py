@@ -33,7 +33,7 @@ class Stopwatch:
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._doing: list[str] = []
         self._since = 0.0
-        self._wait: Callable[[], None] = lambda: None
+        self._wait: Callable[[], None] = _at_once
 
     @contextmanager
     def running(self, wait: Callable[[], None]) -> Iterator[None]:
@@ -45,7 +45,7 @@ class Stopwatch:
             yield
         finally:
             self._turn()
-            self._doing = []
+            self._doing, self._wait = [], _at_once  # what waits is an engine's, which holds caches
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -66,6 +66,10 @@ class Stopwatch:
         now = time.perf_counter()
         self.spent[self._doing[-1]] += now - self._since
         self._since = now
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""
 
 
 class TimedEngine(Engine):

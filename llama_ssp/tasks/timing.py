@@ -148,6 +148,11 @@ class Player:
         tokens_made = counts.committed.total()
         return Rounds(median(spent), 1000 * median(spent) * len(spent) / tokens_made, counts)
 
+    @property
+    def held_bytes(self) -> int:
+        """Weights and caches of the models that are loaded."""
+        return sum(pair.held_bytes for pair, _ in self._pairs.values())
+
     def round_s(self, case: Case) -> float:
         return self.play(case).seconds
 
