@@ -50,6 +50,8 @@ class Placement:
 
     def in_words(self) -> str:
         """For logs and tables: "target 0-5, draft 6-7 (own)"."""
+        if self.splitting is Splitting.layers:
+            return f"target by layers{', draft on the first' * bool(self.draft)}"
         target = f"target {_spans(self.target)}"
         if not self.draft:
             return target

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from llama_ssp import checks
 from llama_ssp.checkpoint import outlined
-from llama_ssp.config import Drafting, Output, PlacementConf, PlanConf, RunConf
+from llama_ssp.config import Drafting, Output, PlacementConf, PlanConf, RunConf, Splitting
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.placement import Placement, resolve
 from llama_ssp.plan.actual import is_free
@@ -75,4 +75,5 @@ def fixed_placement(conf: PlacementConf, asked: Asked) -> Placement | None:
     require_planned(conf.splitting)
     if is_free(conf):
         return None
-    return resolve(conf, asked.machine.world, drafts=asked.draft is not None)
+    world = 1 if conf.splitting is Splitting.layers else asked.machine.world  # one process spreads them
+    return resolve(conf, world, drafts=asked.draft is not None)

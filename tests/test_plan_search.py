@@ -242,8 +242,8 @@ def test_int8_is_split_as_the_loader_splits_it():
 
 
 def test_other_ways_of_splitting_are_refused():
-    place = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=False)
-    with pytest.raises(DistributedError, match="only tensor splitting is planned"):
+    place = resolve(PlacementConf(splitting=Splitting.deepspeed), 2, drafts=False)
+    with pytest.raises(DistributedError, match="what DeepSpeed holds is not planned"):
         option(asked("7B", None, P4D), place)
 
 

@@ -61,6 +61,18 @@ def test_one_placement(command):
     assert degree["best"]["placement"] == "target 0-5, draft 6,7 (own)"
 
 
+def test_layers_over_the_gpus_of_a_node(command):
+    """One process, one GPU at a time: each holds its layers, and the draft sits on the first."""
+    plan = document(command(*PAIR, "placement=layers", "out=null"))
+    assert plan["best"]["placement"] == "target by layers, draft on the first"
+    assert plan["best"]["overrides"] == "placement=layers"
+    assert len(plan["per_gpu"]) == 8 and plan["verdict"] == "fits"
+    assert [any("draft" in name for name in gpu["lines"]) for gpu in plan["per_gpu"]] == [True] + 7 * [False]
+    split = document(command(*PAIR, "placement=leader", "out=null"))
+    assert plan["best"]["ms_per_token_regular"] == split["best"]["ms_per_token_regular"]
+    assert plan["best"]["ms_per_token"] > 2 * split["best"]["ms_per_token"]
+
+
 def test_without_a_draft(command):
     for words in (("draft=none",), ("speculation=none",), ("speculation.k=0",)):
         plan = document(
@@ -156,7 +168,7 @@ def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
         (["task.image=bill.doc"], 2, "task.image is no picture's name"),
         (["task.image=/no/such/bill.png"], 2, "task.image is in no folder"),
         (["placement.target_ranks=[0,9]"], 5, "placement.target_ranks does not fit the ranks"),
-        (["placement=layers"], 5, "only tensor splitting is planned"),
+        (["placement=deepspeed"], 5, "what DeepSpeed holds is not planned"),
         (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),
         (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
         (["model=local"], 2, "neither a path nor a repo"),

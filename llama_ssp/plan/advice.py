@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from llama_ssp.config import Dtype
+from llama_ssp.config import Dtype, Splitting
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import Placement
 from llama_ssp.plan.asked import Role, Workload
@@ -52,6 +52,8 @@ def advice(asked: Asked, chosen: Option, worlds: list[int]) -> list[str]:
 
 def overrides(placement: Placement) -> str:
     """How the placement is asked for on the command line."""
+    if placement.splitting is Splitting.layers:
+        return "placement=layers"
     if not placement.draft:
         return "placement=auto"
     if placement.draft_apart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -70,11 +71,16 @@ def tensor_lines(
             for group, size in held(share.part, share.dtype, unit).items()
         ]
         lines.append(Line(share.role, CACHE, _caches(share, work.rows, unit), Kind.exact))
-    worst = max(phases(target, draft, placement, work, rank, kernels), key=lambda peak: peak.bytes)
+    lines += worst_lines(phases(target, draft, placement, work, rank, kernels), kernels)
+    return tuple(line for line in lines if line.bytes)
+
+
+def worst_lines(peaks: Sequence[Peak], kernels: Kernels) -> list[Line]:
+    """What is alive beside weights and caches in the phase that takes most."""
+    worst = max(peaks, key=lambda peak: peak.bytes)
     role = DRAFT if worst.phase.startswith(DRAFT) else TARGET
     unseen = "" if kernels.cpu else UNSEEN
-    lines += [Line(role, f"{name} ({worst.phase})", size, Kind.exact, unseen) for name, size in worst.parts]
-    return tuple(line for line in lines if line.bytes)
+    return [Line(role, f"{name} ({worst.phase})", size, Kind.exact, unseen) for name, size in worst.parts]
 
 
 def rank_bill(

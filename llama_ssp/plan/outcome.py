@@ -76,7 +76,10 @@ class Outcome:
                 "constants_from": machine.times.source,
             },
             "models": {role.role: _model(role) for role in self.asked.roles},
-            "workload": {**asdict(work), "k": chosen.k, "acceptance": self.asked.acceptance},
+            "workload": {
+                "rows": work.rows, "prompt_tokens": work.prompt_tokens, "new_tokens": work.new_tokens,
+                "prefill_chunk": work.prefill_chunk, "k": chosen.k, "acceptance": self.asked.acceptance,
+            },
             "per_gpu": [_gpu(bill) for bill in chosen.bills],
             "placements": [self._ranked(one) for one in self.options],
             "best": {

@@ -103,11 +103,12 @@ def require_possible(asked: Asked, placement: Placement) -> None:
 
 
 def require_planned(splitting: Splitting) -> None:
-    """Refuses ways of splitting whose bill is not known beforehand."""
-    if splitting is not Splitting.tensor:
+    """Refuses DeepSpeed, which loads the whole model on every rank and cuts it by rules of its own."""
+    if splitting is Splitting.deepspeed:
         raise DistributedError(
-            "only tensor splitting is planned", found=f"placement.splitting={splitting.value}",
-            allowed=Splitting.tensor.value, fix="plan placement=auto, leader, sharded, replicated or own",
+            "what DeepSpeed holds is not planned", found=f"placement.splitting={splitting.value}",
+            allowed=f"{Splitting.tensor.value}, {Splitting.layers.value}",
+            fix="plan placement=auto, leader, sharded, replicated, own or layers",
         )  # fmt: skip
 
 

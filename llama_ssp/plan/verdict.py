@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from llama_ssp.config import Splitting
 from llama_ssp.placement import LEADER, Placement
 from llama_ssp.plan.asked import Line, Role, Workload
 from llama_ssp.plan.bill import segments, tensor_lines
 from llama_ssp.plan.constants import constant_lines
 from llama_ssp.plan.machine import MIB, Machine
+from llama_ssp.plan.stages import stage_lines
 from llama_ssp.ranges import head_ranges, mlp_share, vocab_share
 
 # How far a whole GPU's bill may be off: what is constant here differs by driver and version.
@@ -59,10 +61,15 @@ class GpuBill:
 def bill_of(
     machine: Machine, target: Role, draft: Role | None, placement: Placement, work: Workload
 ) -> tuple[GpuBill, ...]:
-    """The bill of every rank; ranks that hold alike have it made once."""
+    """The bill of every rank, or by layers of every GPU; ranks that hold alike have it made once."""
     made: dict[object, tuple[Line, ...]] = {}
     capacity = machine.capacity_of(placement.world)
     found = []
+    if placement.splitting is Splitting.layers:
+        gpus = 1 if machine.is_cpu else machine.gpus
+        every = stage_lines(target, draft, work, gpus, machine.kernels)
+        taken = constant_lines(machine, placement, LEADER)
+        return tuple(GpuBill(gpu, (*lines, *taken), capacity) for gpu, lines in enumerate(every))
     for rank in range(placement.world):
         kind = [rank == LEADER, _part(target, placement.target, rank, len(placement.target))]
         if draft is not None:
