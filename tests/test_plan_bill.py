@@ -268,6 +268,22 @@ def test_segments_are_replayed() -> None:
     assert 240 * MIB < line.bytes < 400 * MIB
 
 
+@pytest.mark.parametrize("size", [300, 3 * MIB, 12 * MIB, 43 * MIB, 44 * MIB - 512, 41 * MIB - 512])
+def test_what_is_kept_for_ever_is_summed(size: int) -> None:
+    """As one after the other, also where what is left over of a segment is used."""
+    one_by_one, summed = Allocator(), Allocator()
+    for allocator in (one_by_one, summed):
+        allocator.allocate(1, 30 * MIB)
+        allocator.free(1)
+    for number in range(2, 32):
+        one_by_one.allocate(number, size)
+    summed.keep(size, 30)
+    for allocator in (one_by_one, summed):
+        allocator.allocate(40, 5 * MIB // 4)
+    assert (one_by_one.reserved, one_by_one.requested) == (summed.reserved, summed.requested)
+    assert one_by_one.most_requested == summed.most_requested
+
+
 def test_the_allocator_splits_joins_and_keeps() -> None:
     allocator = Allocator()
     allocator.allocate(1, 100)

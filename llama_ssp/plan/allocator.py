@@ -36,6 +36,7 @@ class Allocator:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._at: dict[int, _Piece] = {}
         self._held: dict[int, tuple[_Piece, int]] = {}
+        self._kept = 0  # their names are negative
 
     def allocate(self, name: int, size: int) -> None:
         size = -(-max(size, 1) // UNIT) * UNIT
@@ -48,6 +49,19 @@ class Allocator:
         self._held[name] = piece, size
         self.requested += size
         self.most_requested = max(self.most_requested, self.requested)
+
+    def keep(self, size: int, times: int) -> None:
+        """So many blocks that are never freed. Large ones that find nothing free are but a sum."""
+        size = -(-max(size, 1) // UNIT) * UNIT
+        whole = -(-size // LARGE_UNIT) * LARGE_UNIT
+        if size >= LARGE and whole - size <= SMALL and not self._offered(size):
+            self.reserved += times * whole
+            self.requested += times * size
+            self.most_requested = max(self.most_requested, self.requested)
+            return
+        for _ in range(times):
+            self._kept -= 1
+            self.allocate(self._kept, size)
 
     def free(self, name: int) -> None:
         piece, size = self._held.pop(name)
@@ -70,6 +84,11 @@ class Allocator:
         offers = self._free[small]
         place = bisect_left(offers, (size, 0))
         return self._at[offers.pop(place)[1]] if place < len(offers) else None
+
+    def _offered(self, size: int) -> bool:
+        """Whether there is a free large block of this size."""
+        offers = self._free[False]
+        return bool(offers) and offers[-1][0] >= size
 
     def _segment(self, size: int, small: bool) -> _Piece:
         if small:

@@ -131,16 +131,14 @@ def segments(target: Role, draft: Role | None, placement: Placement, work: Workl
 
 @lru_cache(maxsize=1024)
 def _reserved(asked: Asked) -> int:
-    tape, allocator, number = Tape(record=True), Allocator(), 0
+    tape, allocator = Tape(record=True), Allocator()
     for share in (asked.target, asked.draft):
         if share is None:
             continue
         there = [(size, times) for _, size, times in tensors(share.part, share.dtype)]
         others = (share.caches - 1) * 2 * share.part.layers  # caches of other engines, made before
         for size, times in (*there, (_keys(share, asked.work.rows), others)):
-            for _ in range(times):
-                number -= 1
-                allocator.allocate(number, size)
+            allocator.keep(size, times)
     asked.run(tape)
     allocator.replay(tape.events or [])
     return allocator.reserved
