@@ -12,7 +12,7 @@ from llama_ssp.placement import Placement, resolve
 from llama_ssp.plan.actual import is_free
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
 from llama_ssp.plan.machine import machine_of, require_world
-from llama_ssp.plan.outcome import outcome
+from llama_ssp.plan.outcome import LONG, outcome
 from llama_ssp.plan.search import Asked, require_planned
 from llama_ssp.plan.table import rendered
 from llama_ssp.plan.verdict import Verdict
@@ -43,6 +43,8 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
     }
     folder.close(summary)
     console = Console() if is_leader else NoConsole()
+    if console.is_terminal and run.output is Output.text:  # where 36 kB would push the table out of sight
+        summary = {name: value for name, value in summary.items() if name not in LONG}
     if run.output is not Output.json:
         console.write(rendered(plan, console.is_terminal))
     if task.image is not None and is_leader:

@@ -49,8 +49,24 @@ def test_the_text(command):
     assert "target 0-7, draft 0-7 (split)" in said and "GPU 0" in said
     assert "It fits, target 0-7" in said and "drafting does not pay" in said
     assert max(len(line) for line in said.splitlines()[:-1]) < 160
+    assert "fewest GPUs that it fits on: 4 (target 0-3, draft 0-3 (split))" in said
+    assert not any(line.endswith(" ") for line in said.splitlines())
     only = command(*PAIR, "out=null", "output=json").out
     assert len(only.splitlines()) == 1
+
+
+def test_the_text_where_it_does_not_fit(command):
+    """What is lacking and what would help come last; how fast it would be is left out."""
+    said = command(*PAIR, "cluster.gpus=2", "out=null").out.splitlines()
+    assert said[-2].startswith("It does not fit: 69.4 GiB needed where there are 39.4 (target 0,1, draft 0,1")
+    assert said[-2].endswith("would make it fit.") and "model.dtype=nf4" in said[-2]
+    assert not any(line.startswith(("acceptance ", "regular ", "times ")) for line in said)
+
+
+def test_the_text_of_a_cpu(command):
+    said = command("task=plan", "cluster.gpu=cpu", "out=null").out
+    assert "\nCPU 0 " in said and "GPU" not in said.partition("\n{")[0]
+    assert "task=calibrate measures this machine's own" in said
 
 
 def test_one_placement(command):
@@ -69,8 +85,9 @@ def test_layers_over_the_gpus_of_a_node(command):
     assert len(plan["per_gpu"]) == 8 and plan["verdict"] == "fits"
     assert [any("draft" in name for name in gpu["lines"]) for gpu in plan["per_gpu"]] == [True] + 7 * [False]
     split = document(command(*PAIR, "placement=leader", "out=null"))
-    assert plan["best"]["ms_per_token_regular"] == split["best"]["ms_per_token_regular"]
-    assert plan["best"]["ms_per_token"] > 2 * split["best"]["ms_per_token"]
+    assert plan["best"]["speedup"] > 1, "over regular sampling by layers, as that is what was asked for"
+    assert plan["best"]["ms_per_token_regular"] > split["best"]["ms_per_token_regular"]
+    assert plan["best"]["ms_per_token"] > 1.5 * split["best"]["ms_per_token"]
 
 
 def test_without_a_draft(command):
@@ -225,6 +242,9 @@ def test_colours_are_for_terminals(tmp_path):
     assert code == 0
     said = b"".join(seen).decode()
     assert "\x1b[" in said and "█" in said
+    shown = json.loads(said.splitlines()[-1])
+    assert shown["verdict"] == "fits" and "best" in shown, "a document, too"
+    assert not {"per_gpu", "placements"} & shown.keys(), "which would push the table out of sight"
     piped = subprocess.run(
         [*RUN, *PAIR, "out=null"], capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60
     )

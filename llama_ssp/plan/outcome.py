@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llama_ssp.config import Splitting
 from llama_ssp.placement import Placement
 from llama_ssp.plan.advice import Largest, advice, largest, overrides
 from llama_ssp.plan.asked import DRAFT, TARGET, Line, Role
@@ -16,6 +17,7 @@ from llama_ssp.plan.speed import ACCEPTANCES, Chance, break_even, chance, prefil
 from llama_ssp.plan.verdict import GpuBill, Verdict
 from llama_ssp.plan.weights import HELD
 
+LONG = ("per_gpu", "placements")  # of the document: every line of every bill
 MANY = 16  # ranks up to which every number of them is tried
 
 
@@ -41,13 +43,22 @@ class Outcome:
     def speedup(self) -> float:
         return self.regular_ms / self.chosen.ms_per_token
 
+    @property
+    def fewest(self) -> Option | None:
+        """The fastest placement that fits on the fewest GPUs."""
+        fitting = [one for one in self.options if one.verdict is Verdict.fits]
+        return min(fitting, key=lambda one: one.placement.world, default=None)
+
     def sentence(self) -> str:
         """The answer in plain words."""
-        fit = {
-            Verdict.fits: "It fits",
-            Verdict.uncertain: "Whether it fits is uncertain",
-            Verdict.does_not_fit: "It does not fit",
-        }[self.chosen.verdict]
+        if self.chosen.verdict is Verdict.does_not_fit:
+            worst = self.chosen.worst
+            changes = f"; {self.advice[0]} would make it fit" if self.advice else ""
+            return (
+                f"It does not fit: {worst.total / GIB:.1f} GiB needed where there are "
+                f"{worst.capacity / GIB:.1f} ({self.chosen.placement.in_words()}){changes}."
+            )
+        fit = "It fits" if self.chosen.verdict is Verdict.fits else "Whether it fits is uncertain"
         where = self.chosen.placement.in_words()
         if not self.drafts:
             return f"{fit}, {where}: {self.regular_ms:.2f} ms/token without drafting."
@@ -127,7 +138,8 @@ def outcome(asked: Asked, fixed: Placement | None = None) -> Outcome:
     worlds = worlds_of(asked.machine.world)
     options = search(asked, worlds) if fixed is None else [option(asked, fixed)]
     chosen = options[0]
-    regular = regular_ms(asked, options, worlds)
+    by_layers = chosen.placement.splitting is Splitting.layers  # whoever wants that, wants it for both
+    regular = chosen.regular_ms if by_layers else regular_ms(asked, options, worlds)
     drafts = len(chosen.pace.verify) > 1
     share = share_of(asked.target, len(chosen.placement.target))
     work = asked.work

@@ -115,7 +115,8 @@ def require_planned(splitting: Splitting) -> None:
 def search(asked: Asked, worlds: list[int], every: bool = True) -> list[Option]:
     """The placements over these numbers of ranks: fitting ones first, the fastest first, fewer ranks first.
 
-    If none is possible, the reason of the last is raised.
+    Of those that do not fit, the one that lacks least comes first. If none is possible, the reason of the
+    last is raised.
     """
     found: list[Option] = []
     reason: DistributedError | None = None
@@ -172,5 +173,7 @@ def _verify_s(asked: Asked, target: Share, k: int, slots: float) -> float:
 
 
 def _order(one: Option) -> tuple[int, float, int, int]:
+    if one.verdict is Verdict.does_not_fit:  # how fast it would be is nobody's question
+        return one.verdict.rank, float(-one.worst.margin), one.placement.world, 0
     # Times that print alike are alike: then fewer ranks and a smaller bill are better.
     return one.verdict.rank, round(one.ms_per_token, 3), one.placement.world, one.worst.total

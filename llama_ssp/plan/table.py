@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from llama_ssp.plan.advice import MOST_K, MOST_ROWS
 from llama_ssp.plan.outcome import Outcome, parts
 from llama_ssp.plan.room import GIB, parameters
 from llama_ssp.plan.search import Option
+from llama_ssp.plan.speed import BAND
 from llama_ssp.plan.verdict import GpuBill, Verdict
 
-WIDTH, BAR = 104, 50
+WIDTH, CELLS = 104, 50
 FILL = dict(zip(parts([]), "█▓▒░+:", strict=True))
 COLOUR = dict(
     zip(parts([]), ("blue", "cyan", "green", "bright_green", "yellow", "bright_black"), strict=True)
@@ -30,16 +32,18 @@ def rendered(plan: Outcome, colour: bool) -> str:
     )  # fmt: skip
     console.print(Text(_heading(plan), style="bold"))
     console.print(_placements(plan))
-    for line in _bars(plan.chosen.bills):
+    for line in _bars(plan.chosen.bills, "CPU" if plan.asked.machine.is_cpu else "GPU"):
         console.print(line)
     console.print()
-    if plan.chances:
+    fits = plan.chosen.verdict is not Verdict.does_not_fit
+    if plan.chances and fits:
         console.print(_acceptances(plan))
-    for words in _words(plan):
+        console.print()
+    for words in _words(plan) if fits else _changes(plan):
         console.print(Text(words))
     console.print(Text(plan.sentence(), style=f"bold {MARK[plan.chosen.verdict]}"))
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
 def _heading(plan: Outcome) -> str:
@@ -61,7 +65,8 @@ def _count(number: int) -> str:
 
 def _placements(plan: Outcome) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("", "placement", "fullest GPU", "verdict", "K", "ms/token", "speed-up"):
+    fullest = "memory" if plan.asked.machine.is_cpu else "fullest GPU"
+    for name in ("", "placement", fullest, "verdict", "K", "ms/token", "speed-up"):
         table.add_column(name, justify="left" if name in ("", "placement", "verdict") else "right")
     shown = notable(plan.options)
     for number, one in shown:
@@ -93,14 +98,14 @@ def notable(options: list[Option]) -> list[tuple[int, Option]]:
     return sorted({number: one for number, one in kinds.values()}.items())
 
 
-def _bars(bills: tuple[GpuBill, ...]) -> Iterator[Text]:
+def _bars(bills: tuple[GpuBill, ...], device: str) -> Iterator[Text]:
     """A bar for each kind of GPU; those whose bars look alike share one."""
     kinds: dict[object, list[GpuBill]] = {}
     for bill in bills:
         kinds.setdefault((tuple(_cells(bill).items()), bill.verdict), []).append(bill)
     used = [name for name in FILL if any(parts(bill.lines)[name] for bill in bills)]
     for alike in kinds.values():
-        yield _bar(alike)
+        yield _bar(alike, device)
     legend = Text(" " * 9)
     for name in used:
         legend.append(f"{FILL[name]} {name}  ", style=COLOUR[name])
@@ -109,7 +114,7 @@ def _bars(bills: tuple[GpuBill, ...]) -> Iterator[Text]:
 
 def _cells(bill: GpuBill) -> dict[str, int]:
     """How many cells of the bar each part fills."""
-    scale = BAR / max(bill.capacity, bill.total, 1)
+    scale = CELLS / max(bill.capacity, bill.total, 1)
     cells, filled, so_far = {}, 0, 0
     for name, size in parts(bill.lines).items():
         so_far += size
@@ -118,13 +123,13 @@ def _cells(bill: GpuBill) -> dict[str, int]:
     return cells
 
 
-def _bar(alike: list[GpuBill]) -> Text:
+def _bar(alike: list[GpuBill], device: str) -> Text:
     bill = min(alike, key=lambda one: one.margin)
     ranks, cells = _spans([one.rank for one in alike]), _cells(bill)
-    line = Text(f"GPU {ranks:<4} ")
+    line = Text(f"{device} {ranks:<4} ")
     for name, count in cells.items():
         line.append(FILL[name] * count, style=COLOUR[name])
-    line.append("·" * (BAR - sum(cells.values())), style="bright_black")
+    line.append("·" * (CELLS - sum(cells.values())), style="bright_black")
     line.append(f" {bill.total / GIB:.1f} of {bill.capacity / GIB:.1f} GiB, ")
     left = f"{bill.margin / GIB:.1f} left" if bill.margin >= 0 else f"{-bill.margin / GIB:.1f} too much"
     line.append(left, style=MARK[bill.verdict])
@@ -156,15 +161,17 @@ def _acceptances(plan: Outcome) -> Table:
 
 def _words(plan: Outcome) -> Iterator[str]:
     """What the tables leave out, a line each."""
-    room, pace = plan.room, plan.chosen.pace
-    yield ""
+    room, pace, fewest = plan.room, plan.chosen.pace, plan.fewest
     if plan.chosen.verdict is Verdict.fits:
-        most = f"largest that fits here: context {room.context}, or {room.rows} rows"
-        yield most + (f", or K = {room.k}" if plan.drafts else "")
-    for number, change in enumerate(plan.advice):
-        yield f"{'to make it fit: ' if number == 0 else '            or: '}{change}"
-    if plan.chosen.verdict is not Verdict.fits and not plan.advice:
-        yield "no single change was found that makes it fit"
+        most = f"largest that fits here: context {room.context}, or {_at_least(room.rows, MOST_ROWS)} rows"
+        yield most + (f", or K = {_at_least(room.k, MOST_K)}" if plan.drafts else "")
+    else:
+        yield from _changes(plan)
+    if fewest is not None and fewest.placement.world < plan.chosen.placement.world:
+        yield (
+            f"fewest GPUs that it fits on: {fewest.placement.world} ({fewest.placement.in_words()}), "
+            f"{fewest.ms_per_token:.2f} ms/token"
+        )
     steps = f"regular {plan.regular_ms:.2f} ms/token, prompt {plan.prefill_ms:.0f} ms"
     if plan.drafts:
         checked = 1000 * pace.verify[plan.chosen.k]
@@ -172,3 +179,17 @@ def _words(plan: Outcome) -> Iterator[str]:
     yield steps
     source = plan.asked.machine.times.source
     yield f"times within {plan.asked.band:.0%}, constants of {source}"
+    if plan.asked.machine.is_cpu and plan.asked.machine.times.band > BAND:
+        yield "task=calibrate measures this machine's own"
+
+
+def _changes(plan: Outcome) -> Iterator[str]:
+    """What would make it fit."""
+    for number, change in enumerate(plan.advice):
+        yield f"{'to make it fit: ' if number == 0 else '            or: '}{change}"
+    if not plan.advice:
+        yield "no single change was found that makes it fit"
+
+
+def _at_least(number: int, tried: int) -> str:
+    return f"{number} or more" if number == tried else f"{number}"
