@@ -14,7 +14,7 @@ from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
 from llama_ssp.plan.machine import machine_of, require_world
 from llama_ssp.plan.outcome import LONG, outcome
 from llama_ssp.plan.search import Asked, require_planned
-from llama_ssp.plan.table import rendered
+from llama_ssp.plan.table import heading, rendered
 from llama_ssp.plan.verdict import Verdict
 from llama_ssp.plot import check_plot, plot_bills
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
@@ -48,7 +48,7 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
     if run.output is not Output.json:
         console.write(rendered(plan, console.is_terminal))
     if task.image is not None and is_leader:
-        plot_bills(plan.bars(), task.image)
+        plot_bills(plan.bars(), task.image, heading(plan))
     console.document(summary)
     failed = task.require_fit and plan.chosen.verdict is not Verdict.fits
     return FAILED_CHECK if failed else OK

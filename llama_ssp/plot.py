@@ -103,12 +103,12 @@ def save(figure: Any, path: Path) -> None:
 PART_COLOURS = ("#1f77b4", "#6baed6", "#2ca02c", "#98df8a", "#ff9f1c", "#8a8f98")
 
 
-def plot_bills(gpus: list[dict[str, Any]], name: str) -> None:
+def plot_bills(gpus: list[dict[str, Any]], name: str, title: str) -> None:
     """A stacked bar for each GPU: `parts` in GiB under the names they have, `capacity` a line above."""
     from matplotlib.figure import Figure
 
     path = home_expanded(name)
-    figure = Figure(figsize=(3 + 0.7 * len(gpus), 4.5), layout="constrained")
+    figure = Figure(figsize=(max(3 + 0.7 * len(gpus), 7), 4.5), layout="constrained")
     axes = figure.subplots()
     places = range(len(gpus))
     below = [0.0] * len(gpus)
@@ -121,6 +121,7 @@ def plot_bills(gpus: list[dict[str, Any]], name: str) -> None:
     axes.set_xticks(places, [str(gpu["rank"]) for gpu in gpus])
     axes.set_xlabel("GPU")
     axes.set_ylabel("GiB (red: what there is)")
+    figure.suptitle(title, fontsize="small", x=0.01, ha="left")
     figure.legend(loc="outside right upper", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     try:

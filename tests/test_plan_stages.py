@@ -13,8 +13,10 @@ from llama_ssp.load import synthetic
 from llama_ssp.load.layers import spread_of
 from llama_ssp.placement import resolve
 from llama_ssp.plan.attention import GPU
+from llama_ssp.plan.room import GIB
 from llama_ssp.plan.search import option
 from llama_ssp.plan.stages import Stage, stage_lines, stages
+from llama_ssp.plan.verdict import Verdict
 from llama_ssp.plan.weights import HELD, Part, held
 from tests.plans import asked, machine, model
 
@@ -66,6 +68,18 @@ def test_laws_and_the_draft_are_on_the_first_gpu() -> None:
     assert any(line.role == "draft" for line in first.lines)
     assert not any(line.name.startswith("laws") for line in second.lines)
     assert first.total - second.total > 13 * 10**9
+
+
+def test_what_passes_through_a_full_gpu_is_counted() -> None:
+    """accelerate #608: a device_map that fills the cards runs with one row, and out of memory with eight."""
+    card = machine("p4d", gpus=2, gib=17.0)
+    few, many = (asked("13B", None, card, rows=rows, prompt_tokens=1900) for rows in (1, 8))
+    assert option(few, BY_LAYERS).verdict is Verdict.fits
+    assert option(many, BY_LAYERS).verdict is Verdict.does_not_fit
+    weights = [
+        sum(line.bytes for line in bill.lines if line.name in HELD) for bill in option(many, BY_LAYERS).bills
+    ]
+    assert max(weights) < 14 * GIB, "by weights alone it would fit"
 
 
 def test_one_gpu_holds_all_and_computes_alone() -> None:

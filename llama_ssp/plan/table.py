@@ -30,7 +30,7 @@ def rendered(plan: Outcome, colour: bool) -> str:
         file=io.StringIO(), width=WIDTH, force_terminal=colour, highlight=False, soft_wrap=True,
         color_system="standard" if colour else None, legacy_windows=False,
     )  # fmt: skip
-    console.print(Text(_heading(plan), style="bold"))
+    console.print(Text(heading(plan), style="bold"))
     console.print(_placements(plan))
     for line in _bars(plan.chosen.bills, "CPU" if plan.asked.machine.is_cpu else "GPU"):
         console.print(line)
@@ -46,7 +46,8 @@ def rendered(plan: Outcome, colour: bool) -> str:
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
-def _heading(plan: Outcome) -> str:
+def heading(plan: Outcome) -> str:
+    """What the plan is about."""
     models = " + ".join(
         f"{role.model.name} {role.dtype.value} ({_count(parameters(role.model))})"
         for role in plan.asked.roles
