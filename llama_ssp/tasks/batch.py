@@ -20,6 +20,7 @@ from llama_ssp.inputs import Inputs
 from llama_ssp.job import longest_in
 from llama_ssp.journal import Attempt, Journal, Shard
 from llama_ssp.load.tokens import Tokens
+from llama_ssp.plan.beside import Way
 from llama_ssp.ranks import Ranks, told
 from llama_ssp.records import BROKEN, Refused, Reply, Request, answer, refusal
 from llama_ssp.report import Console, Progress, RunFolder
@@ -28,9 +29,10 @@ from llama_ssp.tabular import aligned, figure
 from llama_ssp.tasks.asking import while_others_wait
 from llama_ssp.tasks.batches import nothing_run
 from llama_ssp.tasks.begin import begin, token_ids
-from llama_ssp.tasks.pair import Pair, beside_plan, engine_with, lookahead_for, open_pair
+from llama_ssp.tasks.pair import Pair, engine_with, lookahead_for, open_pair
 from llama_ssp.tasks.rows import Rows, Work, Written
 from llama_ssp.tasks.seats import seats, tokens_of
+from llama_ssp.tasks.ways import way
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class BatchTask:
         self._journal: Journal | None = None
         self._pair: Pair | None = None
         self._rows: Rows | None = None
+        self._row_count = 0
         self._answered = self._refused = self._set_aside = 0
 
     def run(self) -> str:
@@ -55,8 +58,8 @@ class BatchTask:
         tokens = tokens_of(found)
         longest, missing, shards = while_others_wait(self._ranks, partial(self._begin, tokens))
         if missing:
-            rows = min(self._task.batch_size, missing)
-            self._pair = open_pair(found, self._run, rows, longest, self._ranks)
+            self._row_count = min(self._task.batch_size, missing)
+            self._pair = open_pair(found, self._run, self._row_count, longest, self._ranks)
             self._rows = self._writer(self._pair, tokens)
         if shards and self._ranks.is_leader:
             self._lead(tokens)
@@ -84,8 +87,15 @@ class BatchTask:
             "attempts": standing.attempts if standing else None,
             "devices": self._pair.devices if self._pair else {},
             **figures,
-            "plan": beside_plan(self._pair, figures),
         }
+
+    def ways(self) -> list[Way]:
+        """One; prompts are read between the rounds, so they are in its time."""
+        if self._pair is None or self._rows is None:
+            return []
+        drafter = self._inputs.pairs[0].drafter
+        name = "regular" if drafter is None else "speculative"
+        return [way(f"{name}, with prompts", self._pair, self._run, self._row_count, self._rows.figures())]
 
     def _begin(self, tokens: Tokens) -> list[int]:
         """The journal, new or continued: how long a text may get, how many records and shards are missing."""
