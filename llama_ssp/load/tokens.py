@@ -29,13 +29,9 @@ class Tokens(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+    def chat(self, text: str, system: str | None) -> list[int]: ...
 
-
-def conversation(text: str, system: str | None) -> list[dict[str, str]]:
-    """A user's text, with what the system says before it."""
-    said = [{"role": "system", "content": system}] if system else []
-    return [*said, {"role": "user", "content": text}]
+    def converse(self, messages: list[dict[str, str]]) -> list[int]: ...
 
 
 class HubTokens:
@@ -65,13 +61,14 @@ class HubTokens:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """A conversation, of `role` and `content`, by the model's own template, up to where it answers."""
+    def chat(self, text: str, system: str | None) -> list[int]:
         if not self._tokenizer.chat_template:
             raise DataError(
                 "the model has no chat template", where="task.chat=true",
                 fix="use an instruct model, or task.chat=false",
             )  # fmt: skip
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": text})
         try:
             rendered = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
@@ -83,6 +80,14 @@ class HubTokens:
             ) from None  # fmt: skip
         ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False)
         return ids
+
+    def converse(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation, of `role` and `content`, by the model's own template, up to where it answers."""
+        if messages[-1]["role"] == "user" and all(m["role"] == "system" for m in messages[:-1]):
+            return self.chat(messages[-1]["content"], "\n".join(m["content"] for m in messages[:-1]) or None)
+        raise DataError(
+            "conversations of several turns are not served", fix="give a system and a user message"
+        )
 
     def vocabulary(self) -> dict[str, int]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
@@ -116,8 +121,11 @@ class ByteTokens:
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, text: str, system: str | None) -> list[int]:
         raise DataError("synthetic models have no chat template", fix="use task.chat=false")
+
+    def converse(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.chat("", None)
 
 
 def read_tokens(path: Path | None, vocab: int) -> Tokens:
