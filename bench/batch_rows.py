@@ -111,7 +111,7 @@ def pace(pair: Pair, run: RunConf, tokens: Tokens, batches: list[list[Work]], ro
     """Tokens a second, reading prompts included."""
     laws = RowLaws(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
     draws = CounterDraws(1)
-    engine = engine_with(pair, run, laws, draws, 512)
+    engine = engine_with(pair, run, tokens, laws, draws, 512)
     writer = Rows(engine, laws, draws, tokens.decode, partial(lookahead_for, run), tokens.end_ids, 512)
     began, written = time.perf_counter(), 0
     for batch in batches:

@@ -20,7 +20,7 @@ from llama_ssp import loop, verify
 from llama_ssp.arrays import pick, positive, stack_last, total, where
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.draws import CounterDraws, Purpose, Slot
-from llama_ssp.engine import drafters, engine
+from llama_ssp.engine import bridged, drafters, engine
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.sampling import Laws, Prefix
 from llama_ssp.verify import RULES, Block, BlockRule, TokenRule
@@ -260,9 +260,50 @@ def _adapts_to_the_future(self: Any, state: State, wanted: list[int]) -> Proposa
     return Proposal(proposal.drafted_BK[:, :k], proposal.draft_BKV[:, :k], kept)
 
 
+def _declares(change: Callable[[Any, Any], Any]) -> Any:
+    """A bridged draft whose declared law is changed by `change(law, drafter)` after it was drawn from."""
+
+    def fault(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
+        proposal = shared_propose(self, state, count)
+        if proposal.draft_BKV is None:
+            return proposal
+        return replace(proposal, draft_BKV=change(proposal.draft_BKV, self))
+
+    return fault
+
+
+def _scattered_in_id_order(law: Any, drafter: Any) -> Any:
+    """Chances of shared tokens, taken in the draft's order, go to the target's in ascending order."""
+    wrong = torch.zeros_like(law)
+    wrong[..., drafter._to_S.sort().values] = law[..., drafter._to_S]
+    return wrong
+
+
+def _rest_kept(law: Any, drafter: Any) -> Any:
+    """What the draft gave to tokens of its own is not shared out: it stays where no shared token is."""
+    alone = [t for t in range(law.shape[-1]) if t not in drafter._to_S.tolist()]
+    kept = 0.7 * law
+    kept[..., alone[0]] += 0.3
+    return kept
+
+
+def _counted_twice(law: Any, drafter: Any) -> Any:
+    """A token that two of the draft's stand for has their sum once for each."""
+    return law * torch.bincount(drafter._to_S, minlength=law.shape[-1])
+
+
+def _text_by_its_own_law(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
+    """The draft's text, each token declared as likely as any other."""
+    proposal = text_propose(self, state, count)
+    if proposal.draft_BKV is None:
+        return proposal
+    return replace(proposal, draft_BKV=torch.full_like(proposal.draft_BKV, 1 / proposal.draft_BKV.shape[-1]))
+
+
 # The originals that faults build on, taken before anything is patched.
 verify_ratios, verify_remaining = verify._ratios, verify._remaining_law
 model_propose, ngram_propose = drafters.ModelDrafter.propose, drafters.NgramDrafter.propose
+shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.TextDrafter.propose
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
 engine_decide, engine_draft, laws_law = engine.Engine._decide, engine.Engine.draft, Laws._law
@@ -289,6 +330,10 @@ MUTANTS = [
     Mutant("drops an unlikely draft after looking", drafters.ModelDrafter, "propose", _drops_what_it_saw, by_tree("plain", "token")),
     Mutant("K chosen after seeing the last draft", engine.Engine, "draft", _adapts_to_the_future, by_tree("plain", "token")),
     Mutant("looked-up draft declared uniform", drafters.NgramDrafter, "propose", _declares_uniform, by_tree("n-gram drafts")),
+    Mutant("shared tokens scattered in the order of ids", bridged.IntersectionDrafter, "propose", _declares(_scattered_in_id_order), by_tree("Intersection, overlapping")),
+    Mutant("law over shared tokens not renormalised", bridged.IntersectionDrafter, "propose", _declares(_rest_kept), by_tree("Intersection, overlapping")),
+    Mutant("draft tokens that are one counted twice", bridged.IntersectionDrafter, "propose", _declares(_counted_twice), by_tree("Intersection, two draft tokens for one")),
+    Mutant("text of the draft declared uniform", bridged.TextDrafter, "propose", _text_by_its_own_law, by_tree("Text, overlapping")),
     Mutant("stale keys of rejected tokens", RaggedCache, "update", _keeps_stale, by_tree("plain", "token")),
     Mutant("mask sees one slot ahead", Feed, "visible", _sees_ahead, by_tree("plain")),
     Mutant("positions one too late", Feed, "positions", _late_positions, by_tree("plain")),

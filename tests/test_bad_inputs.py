@@ -678,19 +678,24 @@ def test_k_shrinks_where_the_context_ends(command: Command) -> None:
     assert (answer.code, fingers(answer)["outputs"][0]["finish_reason"]) == (0, "context")
 
 
-@pytest.mark.parametrize(("target_size", "draft_size"), [(300, 320), (320, 300)])
+@pytest.mark.parametrize(
+    ("target_size", "draft_size"),
+    [(300, 320), (320, 300), pytest.param(32000, 32064, marks=pytest.mark.slow)],
+)
 def test_vocabularies_may_differ_by_padding(
     target_size: int, draft_size: int, command: Command, saved: Saved, tmp_path: Path
 ) -> None:
     """The wider of the two favours its padding beyond all; it is never drawn, by either (row 15)."""
-    padded = checkpoints.save(tmp_path / "padded", vocab_size=320)
+    wide, narrow = max(target_size, draft_size), min(target_size, draft_size)
+    padded = checkpoints.save(tmp_path / "padded", vocab_size=wide)
+    other = saved.whole if narrow == 300 else checkpoints.save(tmp_path / "other", vocab_size=narrow)
 
     def favour_padding(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"][:300] *= 0.01
         tensors["lm_head.weight"][300:] *= 50
 
     reworked(favour_padding)(padded)
-    target, draft = (padded, saved.whole) if target_size > draft_size else (saved.whole, padded)
+    target, draft = (padded, other) if target_size > draft_size else (other, padded)
     answer = command(PROMPT, *both(target, draft), "task.max_new_tokens=24", "output=json")
     assert (answer.code, answer.errors) == (0, [])
     (output,) = fingers(answer)["outputs"]

@@ -16,7 +16,7 @@ LAYERS = [
     {"config", "guard"},
     {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
      "tabular", "lookahead"},
-    {"checkpoint", "prompts", "arrays", "text", "metrics", "journal"},
+    {"checkpoint", "prompts", "arrays", "text", "metrics", "journal", "vocab"},
     {"records"},
     {"job"},
     {"inputs", "entries"},
@@ -37,7 +37,7 @@ WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
     "ranges", "placement", "journal", "records", "job", "tabular", "track", "speeds", "screen", "plot_speeds",
-    "recording", "planning", "guard",
+    "recording", "planning", "guard", "vocab",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

@@ -9,14 +9,25 @@ from typing import Any
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.engine import Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
+from llama_ssp.engine import (
+    Engine,
+    IntersectionDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    Prompt,
+    Runner,
+    TextDrafter,
+)
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead
 from llama_ssp.loop import Limits, generate
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
+from llama_ssp.vocab import Intersection, Text
 from tests.choices import ReplayDraws, distance, every_branch
 from tests.reference import reference_law
+from tests.tongues import PAIRS, bridge
 from tests.toy import toy
 
 Outcome = tuple[tuple[tuple[int, ...], str | None], ...]
@@ -43,6 +54,7 @@ class Scenario:
     chunk: int = 512
     build: Callable[..., CausalModel] = toy
     plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
+    bridge: tuple[str, type[Intersection] | type[Text]] | None = None  # between two of tests.tongues
 
 
 class StopAt:
@@ -81,7 +93,9 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any
     """One run of the shipping loop under the given draws."""
     laws = Laws(s.sampling, tuple(s.ends), target.vocab)
     drafter: Any = NoDrafter()
-    if draft is not None:
+    if draft is not None and s.bridge is not None:
+        drafter = bridged(s.bridge, Runner(draft, s.chunk), laws, draws)
+    elif draft is not None:
         drafter = ModelDrafter(Runner(draft, s.chunk), laws, draws)
     elif s.draft == "ngram":
         drafter = NgramDrafter(1, 2, target.vocab, torch.float64)
@@ -94,6 +108,14 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any
     for _ in generate(engine, state, limits, lookahead):
         pass
     return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
+
+
+def bridged(how: tuple[str, type[Intersection] | type[Text]], draft: Runner, laws: Laws, draws: Any) -> Any:
+    """The drafter of a pair of vocabularies."""
+    made = bridge(*how)
+    if isinstance(made, Text):
+        return TextDrafter(draft, made, laws.vocab, torch.float64)
+    return IntersectionDrafter(draft, laws, draws, made)
 
 
 def expected(s: Scenario, module: Any) -> dict[Outcome, float]:
@@ -179,8 +201,44 @@ BASE: dict[str, Scenario] = {
     "prefill in chunks of one": Scenario(prompts=((0, 1, 1, 0),), chunk=1, vocab=2, k=3, new=4),
 }  # fmt: skip
 
+
+def _between(name: str, kind: type[Intersection] | type[Text], **changes: Any) -> Scenario:
+    target, draft = PAIRS[name]
+    own = Scenario(vocab=target.size, draft_vocab=draft.size, ends=target.ends, k=2, new=3)
+    return replace(own, bridge=(name, kind), **changes)
+
+
+BRIDGED: dict[str, Scenario] = {}
+for _kind in (Intersection, Text):
+    for _name in PAIRS:
+        BRIDGED[f"{_kind.__name__}, {_name}"] = _between(_name, _kind)
+    BRIDGED[f"{_kind.__name__}, greedy"] = _between(
+        "overlapping", _kind, sampling=SamplingConf(temperature=0.0)
+    )
+    BRIDGED[f"{_kind.__name__}, two ragged rows"] = _between(
+        "target within draft", _kind, prompts=((1,), (0, 1, 1)), k=1
+    )
+    BRIDGED[f"{_kind.__name__}, adaptive K"] = _between(
+        "target within draft", _kind, adaptive=True, k=3, new=5
+    )
+    BRIDGED[f"{_kind.__name__}, every control"] = _between(
+        "draft within target", _kind, sampling=_CONTROLS, ends=frozenset({2})
+    )
+    BRIDGED[f"{_kind.__name__}, all that is shared is forbidden"] = _between(
+        "draft within target", _kind, sampling=SamplingConf(bad_tokens=[0, 1])
+    )
+    BRIDGED[f"{_kind.__name__}, the draft's context ends"] = _between("overlapping", _kind, draft_context=4)
+    BRIDGED[f"{_kind.__name__}, chunks of one"] = _between(
+        "target within draft", _kind, prompts=((0, 1, 1, 0),), chunk=1, k=3, new=4
+    )
+    BRIDGED[f"{_kind.__name__}, stop across blocks"] = _between(
+        "target within draft", _kind, stop=(0, 1), new=4, k=3
+    )
+
 SCENARIOS: dict[tuple[str, str], Scenario] = {
-    (name, rule): replace(scenario, rule=rule) for name, scenario in BASE.items() for rule in RULES
+    (name, rule): replace(scenario, rule=rule)
+    for name, scenario in (BASE | BRIDGED).items()
+    for rule in RULES
 }
 
 

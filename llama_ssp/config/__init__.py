@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from llama_ssp.config.groups import (
+    Bridging,
     ClusterConf,
     Drafting,
     DraftSeat,
@@ -51,6 +52,7 @@ __all__ = [
     "TASKS",
     "AgreeConf",
     "BatchConf",
+    "Bridging",
     "CalibrateConf",
     "CertifyConf",
     "ClusterConf",

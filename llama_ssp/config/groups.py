@@ -42,6 +42,15 @@ class Verification(Enum):
     token = "token"
 
 
+class Bridging(Enum):
+    """How a draft of another tokenizer is paired with the target; `off` refuses it (vocab/bridges)."""
+
+    auto = "auto"
+    intersection = "intersection"
+    text = "text"
+    off = "off"
+
+
 class Splitting(Enum):
     """How one model is spread over devices.
 
@@ -214,3 +223,4 @@ class SpeculationConf:
     cost_ratio: float = 0.1
     ngram_min: int = 1
     ngram_max: int = 4
+    bridge: Bridging = Bridging.auto

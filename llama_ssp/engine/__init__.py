@@ -2,6 +2,7 @@
 
 from llama_ssp.engine.agreement import Verdict
 from llama_ssp.engine.apart import RemoteDrafter, SendingDrafter
+from llama_ssp.engine.bridged import IntersectionDrafter, TextDrafter
 from llama_ssp.engine.drafters import Assistant, Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from llama_ssp.engine.engine import Engine
 from llama_ssp.engine.follower import Follower
@@ -11,6 +12,7 @@ from llama_ssp.engine.state import Prompt, Proposal, State
 AnyEngine = Engine | Follower  # one rank's: the leader's, or another's
 
 __all__ = [
-    "AnyEngine", "Assistant", "Drafter", "Engine", "Follower", "ModelDrafter", "NgramDrafter", "NoDrafter",
-    "Prompt", "Proposal", "RemoteDrafter", "Runner", "SendingDrafter", "State", "Verdict",
+    "AnyEngine", "Assistant", "Drafter", "Engine", "Follower", "IntersectionDrafter", "ModelDrafter",
+    "NgramDrafter", "NoDrafter", "Prompt", "Proposal", "RemoteDrafter", "Runner", "SendingDrafter", "State",
+    "TextDrafter", "Verdict",
 ]  # fmt: skip

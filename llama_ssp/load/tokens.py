@@ -1,21 +1,16 @@
-"""Tokenizers: one interface, and the check that a pair speaks the same tokens."""
+"""Tokenizers: one interface, prompts and chats as tokens, and the check of a pair's vocabularies."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
+from llama_ssp.vocab import Paired, Pairing, Vocabulary, end_ids_of, notation_guessed, pair, vocabulary_of
 
-log = logging.getLogger(__name__)
-
-PROBES = [
-    "The quick brown fox", " leading space", "trailing  ", "\n\n\tdef f(x):\n    return x ** 2",
-    "1234567890 3.14159", "naïve café", "日本語のテキスト", "🙂🙃", "a\u0301", "<s></s>", "(){}[]", "'\"\\",
-]  # fmt: skip
+MARK = "\ue000"  # stands for what a person typed, while a template is looked through
 
 
 class Tokens(Protocol):
@@ -24,8 +19,10 @@ class Tokens(Protocol):
     end_ids: frozenset[int]
     bos_id: int | None
     size: int  # ids from here on have no token: rows that pad a model's vocabulary
+    paired: Paired | None  # how it goes with the draft's; None without one, and for bytes
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """A prompt. Names of special tokens in it are text, unless they are to be read as those tokens."""
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -36,6 +33,8 @@ class Tokens(Protocol):
 
 class HubTokens:
     """A Hugging Face tokenizer, read from a local folder."""
+
+    paired: Paired | None = None
 
     def __init__(self, path: Path, end_ids: frozenset[int]) -> None:
         from transformers import AutoTokenizer
@@ -51,10 +50,10 @@ class HubTokens:
         own = self._tokenizer.eos_token_id
         self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
         self.bos_id: int | None = self._tokenizer.bos_token_id
-        self.size = 1 + max(self.vocabulary().values(), default=-1)
+        self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text)
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, split_special_tokens=not special)
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -62,6 +61,45 @@ class HubTokens:
         return text
 
     def chat(self, text: str, system: str | None) -> list[int]:
+        """By the model's own template, whose special tokens count; those that a person typed are text."""
+        rendered = self._rendered(text, system)
+        typed = [part for part in (text, system) if part]
+        if not any(name in part for name in self._tokenizer.all_special_tokens for part in typed):
+            return self._bare(rendered, special=True)
+        marks = [f"{MARK}{n}{MARK}" for n in range(2)]
+        frame = self._rendered(marks[0], marks[1] if system else None)
+        for trimmed in (str, str.strip):  # templates take content as it is, or without spaces around it
+            told = dict(zip(marks, (trimmed(text), trimmed(system or "")), strict=True))
+            pieces = re.split(f"({marks[0]}|{marks[1]})", frame)
+            if "".join(told.get(piece, piece) for piece in pieces) == rendered:
+                return [i for p in pieces for i in self._bare(told.get(p, p), special=p not in told)]
+        raise DataError(
+            "the prompt names special tokens, and the chat template changes it", where="task.chat=true",
+            found=next(n for n in self._tokenizer.all_special_tokens if any(n in part for part in typed)),
+            fix="take the special token out of the prompt",
+        )  # fmt: skip
+
+    def vocabulary(self) -> Vocabulary:
+        """What its ids mean."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        ids: dict[str, int] = self._tokenizer.get_vocab()
+        if backend is not None:
+            content, notation = json.loads(backend.to_str()), None
+        else:
+            added = self._tokenizer.added_tokens_decoder
+            content = {"added_tokens": [{"id": i, "special": t.special} for i, t in added.items()]}
+            notation = notation_guessed(list(ids))
+        return vocabulary_of(
+            content, ids, self._bare, self.encode, self.end_ids, self._tokenizer.chat_template, notation
+        )
+
+    def _bare(self, text: str, special: bool = False) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=not special
+        )
+        return ids
+
+    def _rendered(self, text: str, system: str | None) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
                 "the model has no chat template", where="task.chat=true",
@@ -69,8 +107,8 @@ class HubTokens:
             )  # fmt: skip
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
-        try:
-            rendered = self._tokenizer.apply_chat_template(
+        try:  # transformers renders in a sandbox
+            rendered: str = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # a template is the model's own program and may raise anything
@@ -78,8 +116,7 @@ class HubTokens:
                 "the model's chat template refuses the prompt", where="task.chat=true",
                 found=str(error)[:200], fix="leave out task.system, or use task.chat=false",
             ) from None  # fmt: skip
-        ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False)
-        return ids
+        return rendered
 
     def converse(self, messages: list[dict[str, str]]) -> list[int]:
         """A conversation, of `role` and `content`, by the model's own template, up to where it answers."""
@@ -88,15 +125,6 @@ class HubTokens:
         raise DataError(
             "conversations of several turns are not served", fix="give a system and a user message"
         )
-
-    def vocabulary(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return vocabulary
-
-    def fingerprint(self) -> str:
-        """A hash of every token with its id, and of how a set of strings is cut."""
-        content = [sorted(self.vocabulary().items()), [self.encode(text) for text in PROBES]]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _unreadable(path: Path, found: str) -> ModelError:
@@ -111,11 +139,12 @@ class ByteTokens:
 
     end_ids: frozenset[int] = frozenset()
     bos_id: int | None = None
+    paired: Paired | None = None
 
     def __init__(self, vocab: int) -> None:
         self.size = vocab
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
         return [byte % self.size for byte in text.encode()]
 
     def decode(self, ids: list[int]) -> str:
@@ -133,62 +162,13 @@ def read_tokens(path: Path | None, vocab: int) -> Tokens:
     return ByteTokens(vocab) if path is None else HubTokens(path, end_ids_of(path))
 
 
-def end_ids_of(path: Path) -> frozenset[int]:
-    """All tokens that end a text, from generation_config.json and config.json."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            found = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        ids = found if isinstance(found, list) else [found]
-        whole = [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
-        if whole:
-            return frozenset(whole)
-    return frozenset()
-
-
-def require_same_tokens(target: Tokens, draft: Tokens, widths: tuple[int, int]) -> None:
-    """Refuses a pair whose ids mean different things.
-
-    `widths` are how many logits each has: they may differ by padding, which no token stands for.
-    """
-    if not (isinstance(target, HubTokens) and isinstance(draft, HubTokens)):
-        if type(target) is not type(draft):
-            raise ModelError(
-                "one model has a tokenizer and the other has none",
-                fix="give both by path, or both weights=synthetic",
-            )
-        return
-    ours, theirs = target.vocabulary(), draft.vocabulary()
-    differing = sorted(
-        {t for t, i in ours.items() if theirs.get(t) != i} | {t for t in theirs if t not in ours}
-    )
-    if differing:
-        shown = ", ".join(f"{t!r}: {ours.get(t)} and {theirs.get(t)}" for t in differing[:3])
+def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], asked: Pairing) -> Paired | None:
+    """How the two go together, or a refusal; None for bytes. `widths` are how many logits each has."""
+    if isinstance(target, HubTokens) and isinstance(draft, HubTokens):
+        return pair(target.vocabulary(), draft.vocabulary(), widths, asked)
+    if type(target) is not type(draft):
         raise ModelError(
-            "target and draft have different tokenizers",
-            found=f"{len(ours)} and {len(theirs)} tokens, {len(differing)} differ ({shown})",
-            allowed="the same tokens with the same ids",
-            fix="choose a draft of the same family",
+            "one model has a tokenizer and the other has none",
+            fix="give both by path, or both weights=synthetic",
         )
-    cut = next((text for text in PROBES if target.encode(text) != draft.encode(text)), None)
-    if cut is not None:
-        raise ModelError(
-            "target and draft have the same tokens but cut text differently",
-            found=f"{cut!r} as {target.encode(cut)[:8]} and {draft.encode(cut)[:8]}",
-            allowed="the same merges and special tokens",
-            fix="choose a draft of the same family",
-        )
-    beyond = sorted(t for t, i in ours.items() if min(widths) <= i < max(widths))
-    if beyond:
-        raise ModelError(
-            "target and draft have the same tokens but not the same vocabulary sizes",
-            found=f"{widths[0]} and {widths[1]} logits, {len(beyond)} tokens only in the larger "
-            f"({', '.join(map(repr, beyond[:3]))})",
-            allowed="sizes that differ by padding only", fix="choose a draft of the same family",
-        )  # fmt: skip
-    if target.end_ids != draft.end_ids:
-        log.warning(
-            "target and draft end texts with different tokens: %s and %s; the target's hold",
-            sorted(target.end_ids), sorted(draft.end_ids),
-        )  # fmt: skip
+    return None

@@ -113,7 +113,7 @@ class BatchTask:
         run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
         laws = RowLaws(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
         draws = CounterDraws(self._inputs.seed)
-        engine = engine_with(pair, run, laws, draws, self._task.prefill_chunk)
+        engine = engine_with(pair, run, tokens, laws, draws, self._task.prefill_chunk)
         return Rows(
             engine, laws, draws, tokens.decode, partial(lookahead_for, run), ends, self._task.prefill_chunk
         )

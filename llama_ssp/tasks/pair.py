@@ -16,12 +16,14 @@ from llama_ssp.engine import (
     Drafter,
     Engine,
     Follower,
+    IntersectionDrafter,
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
     RemoteDrafter,
     Runner,
     SendingDrafter,
+    TextDrafter,
 )
 from llama_ssp.folder import fingerprint
 from llama_ssp.inputs import drafts
@@ -37,6 +39,7 @@ from llama_ssp.ranks import ALONE, Crew, Ranks, crew_of
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.seats import Seat, may_draft, require_loadable
 from llama_ssp.verify import RULES
+from llama_ssp.vocab import Bridge, Intersection
 
 
 @dataclass(frozen=True)
@@ -140,12 +143,13 @@ def engine_for(
 ) -> AnyEngine:
     """One engine with caches and draws of its own; only real tokens are ever drawn."""
     laws = Laws(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
-    return engine_with(pair, run, laws, CounterDraws(seed), chunk)
+    return engine_with(pair, run, tokens, laws, CounterDraws(seed), chunk)
 
 
-def engine_with(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) -> AnyEngine:
+def engine_with(pair: Pair, run: RunConf, tokens: Tokens, laws: Laws, draws: Draws, chunk: int) -> AnyEngine:
     """One engine with caches of its own, for these laws and draws."""
-    crew, drafter = pair.crew, _drafter(pair, run, laws, draws, chunk)
+    bridge = tokens.paired.bridge if tokens.paired else None
+    crew, drafter = pair.crew, _drafter(pair, run, laws, draws, chunk, bridge)
     if not drafts(run) and not crew.drafts_apart:
         crew = replace(crew, asked=None)
     target = Runner(pair.target, chunk) if pair.target else None
@@ -156,7 +160,9 @@ def engine_with(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) 
     return Follower(target, drafter, crew, pair.context, device)
 
 
-def _drafter(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) -> Drafter | None:
+def _drafter(
+    pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int, bridge: Bridge | None
+) -> Drafter | None:
     """This rank's part in drafting; None where it has none."""
     crew, wide = pair.crew, partial(torch.promote_types, torch.float32)
     spec = run.speculation
@@ -175,6 +181,10 @@ def _drafter(pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int) -> 
         return Assistant(runner)
     if crew.drafts_apart and crew.asked is not None:
         return SendingDrafter(runner, laws, draws, crew.asked)
+    if isinstance(bridge, Intersection):
+        return IntersectionDrafter(runner, laws, draws, bridge)
+    if bridge is not None:
+        return TextDrafter(runner, bridge, laws.vocab, wide(pair.draft_dtype))
     return ModelDrafter(runner, laws, draws)
 
 

@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 
 from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting
+from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Entry
 from llama_ssp.load.devices import TORCH_DTYPES, device_of, dtype_of, memory_of
 from llama_ssp.load.models import DRAFT, require_supported
-from llama_ssp.load.tokens import Tokens, read_tokens, require_same_tokens
-from llama_ssp.placement import Placement
+from llama_ssp.load.tokens import Tokens, paired, read_tokens
+from llama_ssp.placement import LEADER, Placement
 from llama_ssp.plan import Bill, bill, parameters, require_room
 from llama_ssp.plan.actual import Prediction, asked_of_run, predict, require_fit
 from llama_ssp.plan.asked import Role, Workload
 from llama_ssp.plan.machine import CPU
+from llama_ssp.vocab import Paired, Pairing
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class Seat:
     copies: bool
     max_memory: dict[str, str]
     offload: str | None
+    pairing: Pairing
 
     @property
     def degree(self) -> int:
@@ -64,15 +67,29 @@ def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
         how = Splitting.tensor, placement.world, placement.draft, placement.copies
     else:
         how = placement.splitting, placement.world, placement.target, False
-    return Seat(role, model, path, device, dtype, *how, dict(asked.max_memory), asked.offload_folder)
+    memory = dict(asked.max_memory), asked.offload_folder
+    return Seat(role, model, path, device, dtype, *how, *memory, Pairing.of(entry.run))
 
 
 def tokens_of(found: list[Seat]) -> Tokens:
-    """The pair's tokenizer, after checking that both have the same."""
+    """The target's tokenizer, after a look at how the draft's goes with it."""
     own = [read_tokens(seat.path, seat.model.vocab) for seat in found]
     for other, seat in zip(own[1:], found[1:], strict=True):
-        require_same_tokens(own[0], other, (found[0].model.vocab, seat.model.vocab))
+        own[0].paired = paired(own[0], other, (found[0].model.vocab, seat.model.vocab), seat.pairing)
+        if own[0].paired is not None:
+            log.info("%s", own[0].paired.in_words())
+            require_bridgeable(seat, own[0].paired)
     return own[0]
+
+
+def require_bridgeable(draft: Seat, found: Paired) -> None:
+    """Texts are translated where the decisions are taken."""
+    if found.bridge is not None and draft.ranks != (LEADER,):
+        raise UsageError(
+            "a draft of another tokenizer sits with the leader, whole", where="placement.draft",
+            found=f"ranks {', '.join(map(str, draft.ranks))}", allowed=f"rank {LEADER}",
+            fix="use placement=leader",
+        )  # fmt: skip
 
 
 def require_loadable(

@@ -35,9 +35,10 @@ RAGGED = [
 
 @dataclass(frozen=True)
 class Known:
-    """Stands for a tokenizer, of which an engine asks the size alone."""
+    """Stands for a tokenizer, of which an engine asks the size and the draft's bridge alone."""
 
     size: int = VOCAB
+    paired: None = None
 
 
 @dataclass(frozen=True)

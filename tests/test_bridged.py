@@ -1,0 +1,192 @@
+"""Drafters of another vocabulary: the laws they declare, the caches they keep, what they leave alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, IntersectionDrafter, Prompt, Runner, State, TextDrafter
+from llama_ssp.lookahead import FixedLookahead
+from llama_ssp.loop import Limits, generate
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+from llama_ssp.vocab import NONE, Intersection, Text
+from tests.choices import ReplayDraws
+from tests.rig import drive_refilled
+from tests.tongues import PAIRS, bridge
+from tests.toy import toy
+
+KINDS = (Intersection, Text)
+PROMPTS = [Prompt(str(n), ids) for n, ids in enumerate([(0, 1, 1, 0), (1,), (0, 0, 1), (1, 0, 1, 1, 0)])]
+
+
+def made(name: str, kind: Any, draft: Any, draws: Any, controls: SamplingConf | None = None) -> Any:
+    how = bridge(name, kind)
+    target = PAIRS[name][0]
+    laws = Laws(controls or SamplingConf(), tuple(target.ends), target.size)
+    if isinstance(how, Intersection):
+        return IntersectionDrafter(Runner(draft, 512), laws, draws, how), laws
+    return TextDrafter(Runner(draft, 512), how, target.size, torch.float64), laws
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "nothing shared"])
+def test_the_shared_law_is_the_draft_s_own(name: str, temperature: float) -> None:
+    """Against plain sums over the draft's whole law: a token has the chances of all its namesakes."""
+    target, draft = PAIRS[name]
+    model = toy(draft.size, 1)
+    drafter, _ = made(name, Intersection, model, ReplayDraws([]), SamplingConf(temperature=temperature))
+    how = bridge(name, Intersection)
+    state = State([PROMPTS[0]], 16, torch.device("cpu"))
+    drafter.start(1, 16)
+    drafter.warm(state)
+    declared = drafter.propose(state, (1,)).draft_BKV[0, 0]
+    ids = torch.tensor([how.begun(PROMPTS[0].token_ids)])
+    whole = model.module(input_ids=ids, use_cache=False).logits[0, -1].softmax(-1).tolist()
+    sums = [
+        sum(p for p, t in zip(whole, how.match.target_of, strict=True) if t == i) for i in range(target.size)
+    ]
+    if temperature:
+        expected = [share / sum(sums) for share in sums]
+    else:
+        expected = [float(share == max(sums)) for share in sums]
+    assert declared.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["overlapping", "target within draft", "disjoint but for bytes"])
+def test_what_it_kept_is_what_it_would_compute_anew(name: str, kind: Any) -> None:
+    """Round by round, rows of different lengths: with the cache that was kept, and with none."""
+    target, draft = PAIRS[name]
+    model, small = toy(target.size, 0), toy(draft.size, 1)
+    drafter, laws = made(name, kind, small, CounterDraws(3))
+    engine = Engine(Runner(model, 512), drafter, laws, RULES["block"], CounterDraws(3))
+    state = engine.prefill(PROMPTS[:3], 12)
+    compared = 0
+    proposed = drafter.propose
+
+    def both(state: State, count: tuple[int, ...]) -> Any:
+        nonlocal compared
+        fresh, _ = made(name, kind, small, CounterDraws(3))
+        fresh.start(state.rows, state.capacity)
+        anew, kept = fresh.propose(state, count), proposed(state, count)
+        assert anew.count == kept.count
+        for row, n in enumerate(kept.count):
+            assert anew.drafted_BK[row, :n].tolist() == kept.drafted_BK[row, :n].tolist()
+            if n:
+                torch.testing.assert_close(anew.draft_BKV[row, :n], kept.draft_BKV[row, :n])
+            compared += n
+        return kept
+
+    drafter.propose = both
+    for _ in generate(engine, state, Limits(12), FixedLookahead(3, 3)):
+        pass
+    assert compared > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_refilled(kind: Any) -> None:
+    """What a prompt gets is what it gets alone, in whichever row, whatever was there before."""
+    target, draft = PAIRS["target within draft"]
+
+    def texts(prompts: list[Prompt], rows: int) -> dict[str, list[int]]:
+        drafter, laws = made("target within draft", kind, toy(draft.size, 1), CounterDraws(5))
+        engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
+        return drive_refilled(engine, prompts, rows, k=3, longest=16, max_new=8, chunk=2)
+
+    together = texts(PROMPTS, 2)
+    assert together == {p.id: texts([p], 1)[p.id] for p in PROMPTS}
+    assert len({tuple(ids) for ids in together.values()}) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_too_long_for_the_draft_are_continued_without_it(kind: Any) -> None:
+    target, draft = PAIRS["overlapping"]
+    drafter, laws = made("overlapping", kind, toy(draft.size, 1, context=2), CounterDraws(5))
+    engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
+    state = engine.prefill([PROMPTS[3], PROMPTS[1]], 6)
+    drafted = [0, 0]
+    for step in generate(engine, state, Limits(6), FixedLookahead(2, 2)):
+        for row in step.rows:
+            drafted[row.row] += len(row.drafted)
+    assert drafted[0] == 0 < drafted[1]
+    assert [len(state.generated(row)) for row in (0, 1)] == [6, 6]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_draft_model_is_not_changed(kind: Any) -> None:
+    target, draft = PAIRS["overlapping"]
+    small = toy(draft.size, 1)
+    before = {key: tensor.clone() for key, tensor in small.module.state_dict().items()}
+    drafter, laws = made("overlapping", kind, small, CounterDraws(5))
+    engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
+    for _ in generate(engine, engine.prefill(PROMPTS, 6), Limits(6), FixedLookahead(2, 4)):
+        pass
+    after = small.module.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_that_are_no_numbers_are_noticed(kind: Any) -> None:
+    target, draft = PAIRS["overlapping"]
+    small = toy(draft.size, 1)
+    with torch.no_grad():
+        small.module.head.weight[0] = torch.nan
+    drafter, laws = made("overlapping", kind, small, CounterDraws(5))
+    engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
+    state = engine.prefill(PROMPTS[:1], 6)
+    list(generate(engine, state, Limits(6), FixedLookahead(2, 1)))
+    assert state.finished == ["error"]
+
+
+def test_the_text_draft_stops_where_its_text_ends() -> None:
+    """An end of the draft's text is proposed as the target's, and nothing behind it."""
+    target, draft = PAIRS["ends of texts"]
+    small = toy(draft.size, 1)
+    with torch.no_grad():
+        small.module.head.weight[:] = 0
+        small.module.head.weight[draft.ids["<stop>"]] = 1
+        small.module.head.weight[draft.ids["<end>"]] = -1
+    drafter, _ = made("ends of texts", Text, small, CounterDraws(0))
+    state = State(PROMPTS[1:2], 8, torch.device("cpu"))
+    drafter.start(1, 8)
+    small.logits = partial(_always, draft.ids["<stop>"], small)  # type: ignore[method-assign]
+    proposal = drafter.propose(state, (3,))
+    assert (proposal.count, proposal.drafted_BK.tolist()) == ((1,), [[target.ids["</s>"]]])
+
+
+def _always(token: int, model: Any, token_BW: Any, feed: Any, cache: Any, last_only: bool) -> Any:
+    logits = torch.zeros(*token_BW.shape, model.vocab, dtype=torch.float64)
+    logits[..., token] = 1
+    return logits
+
+
+def test_padding_of_the_draft_is_never_its_text() -> None:
+    """Rows beyond the draft's tokens win every argmax, and are no tokens."""
+    _, draft = PAIRS["overlapping"]
+    small = toy(draft.size + 2, 1)
+    with torch.no_grad():
+        small.module.head.weight[draft.size :] *= 100
+    for kind in KINDS:
+        drafter, _ = made("overlapping", kind, small, CounterDraws(0))
+        state = State(PROMPTS[:1], 12, torch.device("cpu"))
+        drafter.start(1, 12)
+        proposal = drafter.propose(state, (3,))
+        assert proposal.count == (3,) and not bool(proposal.damaged.any())
+
+
+def test_shared_tokens_beyond_the_law_are_left_out() -> None:
+    """A tokenizer may have more tokens than the target's model has rows."""
+    name = "target within draft"
+    drafter, laws = made(name, Intersection, toy(PAIRS[name][1].size, 1), CounterDraws(0))
+    narrow = replace(drafter._mirror._bridge)
+    small = Laws(SamplingConf(), (), 1)
+    cut = IntersectionDrafter(Runner(toy(4, 1), 512), small, CounterDraws(0), narrow)
+    assert cut._to_S.tolist() == [0] and laws.vocab == 2
+    assert sum(t != NONE for t in narrow.match.target_of) == 2

@@ -1,0 +1,287 @@
+"""Vocabularies: what tokens stand for, which are the same, what is found and what is done about it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from llama_ssp.checkpoint import SHIPPED_FOLDER
+from llama_ssp.config import Bridging
+from llama_ssp.errors import ModelError
+from llama_ssp.load.tokens import HubTokens
+from llama_ssp.vocab import (
+    NONE,
+    Bridge,
+    Intersection,
+    Notation,
+    Paired,
+    Pairing,
+    Text,
+    Verdict,
+    Vocabulary,
+    chosen,
+    diagnose,
+    end_ids_of,
+    match,
+    notation_guessed,
+    pair,
+    read_vocabulary,
+    surface,
+)
+from tests import checkpoints
+from tests.tongues import PAIRS, tongue
+
+exhaustive = settings(derandomize=True, deadline=None, database=None)
+
+
+@cache
+def shipped(name: str) -> Vocabulary:
+    found = read_vocabulary(SHIPPED_FOLDER / name)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def words() -> Vocabulary:
+    return shipped("demo")
+
+
+@pytest.fixture(scope="module")
+def bytes_() -> Vocabulary:
+    return shipped("demo_bytes")
+
+
+def marked(folder: Path) -> Vocabulary:
+    """SentencePiece's notation: a mark for the space, numbered bytes for what has no token."""
+    tokens = {"<unk>": 0, "<s>": 1, "\u2581": 2, "\u2581a": 3, "a": 4, "b": 5}
+    numbered = {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+    made = Tokenizer(models.BPE(vocab={**tokens, **numbered}, merges=[("\u2581", "a")], byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<unk>", "<s>"])
+    checkpoints.write_tokenizer(folder, made)
+    found = read_vocabulary(folder)
+    assert found is not None
+    return found
+
+
+def test_surfaces_of_each_notation(tmp_path: Path, words: Vocabulary) -> None:
+    assert surface("\u0120caf\u00c3\u00a9", Notation.letters) == " café".encode()
+    assert surface("\u2581caf\u00e9", Notation.marks) == " café".encode()
+    assert surface("<0x0A>", Notation.marks) == b"\n"
+    assert surface("<0x0A>", Notation.plain) == b"<0x0A>"
+    sp = marked(tmp_path)
+    assert sp.notation is Notation.marks and words.notation is Notation.letters
+    assert sp.surfaces[1] is None and sp.surfaces[3] == b" a"
+    assert sp.by_surface[b"a"] == 4, "the token, and not the numbered byte"
+    assert notation_guessed(["\u2581a"]) is Notation.marks
+    assert notation_guessed(["\u0120a"]) is Notation.letters
+    assert notation_guessed(["a"]) is Notation.plain
+
+
+@exhaustive
+@given(st.text("aé日🙂 \n\u0301z~<s>", max_size=20))
+def test_surfaces_of_a_text_add_up_to_it(text: str) -> None:
+    for name in ("demo", "demo_bytes"):
+        known = shipped(name)
+        assert known.text_of(known.encode(text)) == text.encode()
+        assert known.text_of(known.cut(text.encode())) == text.encode()
+
+
+def test_tokens_of_other_notations_match_by_bytes(tmp_path: Path, words: Vocabulary) -> None:
+    sp = marked(tmp_path)
+    found = match(words, sp)
+    assert words.surfaces[found.target_of[3]] == b" a"
+    assert found.target_of[4] == found.target_of[6 + ord("a")] != NONE, "two draft tokens for one"
+    assert found.draft_of[found.target_of[4]] == 4, "the draft reads the plainer one"
+    assert words.names[found.target_of[1]] == "<s>" and found.target_of[0] == NONE
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_matches_do_not_hang_on_order(name: str) -> None:
+    """get_vocab() comes in any order."""
+    first = match(*PAIRS[name])
+    for seed in range(5):
+        target, draft = (replace(v, ids=shuffled(v.ids, seed)) for v in PAIRS[name])
+        assert match(target, draft) == first
+
+
+def shuffled(ids: Mapping[str, int], seed: int) -> dict[str, int]:
+    items = sorted(ids.items())
+    random.Random(seed).shuffle(items)
+    return dict(items)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_matches_mean_the_same(name: str) -> None:
+    target, draft = PAIRS[name]
+    found = match(target, draft)
+    for i, t in enumerate(found.target_of):
+        if t != NONE and i not in draft.special:
+            assert target.surfaces[t] == draft.surfaces[i]
+    for t, i in enumerate(found.draft_of):
+        assert i == NONE or found.target_of[i] == t
+
+
+def test_several_ends_are_one_end() -> None:
+    target, draft = PAIRS["ends of texts"]
+    found = match(target, draft)
+    assert [found.target_of[draft.ids[name]] for name in ("<end>", "<stop>")] == [target.ids["</s>"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("widths", "verdict"),
+    [
+        ((300, 300), Verdict.same),
+        ((32000, 32016), Verdict.padded),
+        ((32064, 32000), Verdict.padded),
+        ((151936, 152064), Verdict.padded),
+        ((320, 320), Verdict.padded),
+    ],
+)
+def test_padding_is_no_difference(tmp_path: Path, widths: tuple[int, int], verdict: Verdict) -> None:
+    checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer())
+    known = read_vocabulary(tmp_path)
+    assert known is not None
+    found = pair(known, known, widths, Pairing())
+    assert (found.diagnosis.verdict, found.bridge) == (verdict, None)
+
+
+def test_added_tokens_on_top_are_padding_to_the_other(tmp_path: Path) -> None:
+    made = checkpoints.tokenizer()
+    checkpoints.write_tokenizer(tmp_path / "base", made)
+    made.add_special_tokens(["<pad>"])
+    checkpoints.write_tokenizer(tmp_path / "chat", made)
+    base, chat = read_vocabulary(tmp_path / "base"), read_vocabulary(tmp_path / "chat")
+    assert base is not None and chat is not None
+    for target, draft in ((base, chat), (chat, base)):
+        found = pair(target, draft, (target.size, draft.size), Pairing())
+        assert (found.diagnosis.verdict, found.bridge) == (Verdict.padded, None)
+        assert "<pad>" in found.in_words()
+
+
+def test_other_tokens_are_bridged_and_said(words: Vocabulary, bytes_: Vocabulary) -> None:
+    found = pair(words, bytes_, (4096, 258), Pairing())
+    assert found.diagnosis.verdict is Verdict.different
+    assert found.diagnosis.match.shared == 258
+    assert 0 < found.diagnosis.ceiling < 1 < found.diagnosis.expansion
+    assert "258 of the target's 4096 tokens" in found.in_words() and "bridge: text" in found.in_words()
+    assert found.record()["bridge"] == "text" and found.record()["verdict"] == "different"
+
+
+def test_auto_takes_the_bridge_with_more_to_expect(words: Vocabulary, bytes_: Vocabulary) -> None:
+    poor = diagnose(words, bytes_, (4096, 258))
+    assert chosen(poor, Pairing()) is Bridging.text
+    assert chosen(replace(poor, ceiling=0.95), Pairing()) is Bridging.intersection
+    assert chosen(replace(poor, ceiling=0.5, expansion=8.0), Pairing(cost_ratio=0.2)) is Bridging.intersection
+    within = diagnose(bytes_, words, (258, 4096))
+    assert within.ceiling == 1 and chosen(within, Pairing()) is Bridging.intersection
+
+
+def test_what_was_asked_for_is_taken(words: Vocabulary, bytes_: Vocabulary) -> None:
+    kinds: dict[Bridging, type[Intersection] | type[Text]] = {
+        Bridging.intersection: Intersection, Bridging.text: Text,
+    }  # fmt: skip
+    for how, kind in kinds.items():
+        assert isinstance(pair(words, bytes_, (4096, 258), Pairing(how)).bridge, kind)
+    with pytest.raises(ModelError, match=r"different tokenizers;.*speculation\.bridge"):
+        pair(words, bytes_, (4096, 258), Pairing(Bridging.off))
+
+
+def permuted() -> tuple[Vocabulary, Vocabulary]:
+    return tongue("a", "b", "ab", "ba"), tongue("b", "a", "ab", "ba")
+
+
+def test_as_many_tokens_that_are_others_are_refused_with_examples() -> None:
+    with pytest.raises(ModelError, match=r"of the same size; .*'a': 0 and 1, 'b': 1 and 0") as refused:
+        pair(*permuted(), (4, 4), Pairing())
+    assert refused.value.code == 4 and "\n" not in str(refused.value)
+    assert isinstance(pair(*permuted(), (4, 4), Pairing(Bridging.intersection)).bridge, Intersection)
+
+
+def test_as_many_logits_with_other_tokens_are_refused_with_examples() -> None:
+    target, draft = tongue("a", "b", "c"), tongue("x", "y", "z", "a")
+    with pytest.raises(ModelError, match="of the same size; found 3 and 4 tokens, 6 differ") as refused:
+        pair(target, draft, (64, 64), Pairing())
+    assert "'a': 0 and 3" in str(refused.value)
+
+
+def test_habits_are_noted() -> None:
+    target, draft = tongue("<s>", "a", special=("<s>",), start=("<s>",)), tongue("<s>", "a", special=("<s>",))
+    notes = diagnose(target, replace(draft, template="x", normaliser="y"), (2, 2)).notes
+    assert [note.split()[0] for note in notes] == ["other", "texts", "other"]
+
+
+def bridge_of(found: Paired) -> Bridge:
+    assert found.bridge is not None
+    return found.bridge
+
+
+TEXTS = ["def hello(name):\n    return name", "naïve café", "  7 * 8 = 56", "日本 🙂"]
+
+
+@pytest.mark.parametrize("how", [Bridging.intersection, Bridging.text])
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_draft_reads_the_same_text(
+    how: Bridging, text: str, words: Vocabulary, bytes_: Vocabulary
+) -> None:
+    for target, draft in ((words, bytes_), (bytes_, words)):
+        made = bridge_of(pair(target, draft, (target.size, draft.size), Pairing(how)))
+        ids = target.encode(text)
+        assert made.begun([*target.start, *ids]) == [*draft.start, *draft.encode(text)]
+        assert draft.text_of(made.continued(ids)) == text.encode()
+
+
+def test_special_tokens_are_read_by_their_counterparts(words: Vocabulary, bytes_: Vocabulary) -> None:
+    made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
+    assert made.begun([0, 1, *words.encode("a"), 0]) == [0, 1, *bytes_.encode("a"), 0]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_the_draft_writes_is_cut_as_the_target_would(
+    text: str, words: Vocabulary, bytes_: Vocabulary
+) -> None:
+    """At every place between two of the target's tokens."""
+    made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
+    assert isinstance(made, Text)
+    ids = words.encode(text)
+    for at in range(len(ids)):
+        drafted = bytes_.cut(words.text_of(ids[at:]))
+        assert made.back(ids[:at], drafted) == ids[at:]
+    assert made.back(ids, [1]) == [1], "an end of the draft's text is one of the target's"
+
+
+@exhaustive
+@given(st.text("aé日🙂 \n(z", max_size=8), st.text("aé日🙂 \n(z", max_size=8), st.integers(0, 4))
+def test_what_is_proposed_is_what_the_draft_wrote(before: str, text: str, half: int) -> None:
+    """Also where it stops within a character, or goes on with a token that began before."""
+    words, bytes_ = shipped("demo"), shipped("demo_bytes")
+    made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
+    assert isinstance(made, Text)
+    written = text.encode()[half:]
+    proposed = made.back(words.encode(before), bytes_.cut(written))
+    assert words.text_of(proposed) == written
+
+
+def test_the_file_and_the_library_say_the_same() -> None:
+    """task=plan reads tokenizer.json itself; a run asks transformers."""
+    for name in ("demo", "demo_bytes"):
+        folder = SHIPPED_FOLDER / name
+        light, loaded = shipped(name), HubTokens(folder, end_ids_of(folder)).vocabulary()
+        assert diagnose(light, loaded, (light.size, loaded.size)).in_words() == f"same, {light.size} tokens"
+        assert (light.special, light.start, light.ends) == (loaded.special, loaded.start, loaded.ends)
+
+
+def test_folders_without_a_readable_tokenizer_file_are_none(tmp_path: Path) -> None:
+    assert read_vocabulary(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert read_vocabulary(tmp_path) is None

@@ -1,0 +1,54 @@
+"""Tiny vocabularies, written down token by token, and bridges between them."""
+
+from __future__ import annotations
+
+from llama_ssp.vocab import Bridge, Intersection, Notation, Text, Vocabulary, diagnose
+
+
+def tongue(
+    *tokens: str, marks: bool = False, special: tuple[str, ...] = (), ends: tuple[str, ...] = (),
+    start: tuple[str, ...] = (),
+) -> Vocabulary:  # fmt: skip
+    """Ids in the order given. A text is cut into the longest tokens first; `marks` reads <0x61> as a byte."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    made: list[Vocabulary] = []
+
+    def encode(text: str) -> list[int]:
+        return made[0].cut(text.encode())
+
+    named = frozenset(ids[token] for token in special)
+    made.append(
+        Vocabulary(
+            ids=ids,
+            special=named,
+            added=named,
+            ends=frozenset(ids[token] for token in ends),
+            start=tuple(ids[token] for token in start),
+            notation=Notation.marks if marks else Notation.plain,
+            encode=encode,
+        )
+    )
+    return made[0]
+
+
+PAIRS: dict[str, tuple[Vocabulary, Vocabulary]] = {
+    "overlapping": (tongue("a", "b", "ab"), tongue("b", "ba", "a")),
+    "draft within target": (tongue("a", "b", "ab", "ba"), tongue("b", "a")),
+    "target within draft": (tongue("a", "b"), tongue("ab", "b", "ba", "a")),
+    "disjoint but for bytes": (
+        tongue("ab", "a", "bb", "b"),
+        tongue("<0x62>", "ba", "<0x61>", marks=True),
+    ),
+    "two draft tokens for one": (tongue("a", "b", "bb"), tongue("<0x61>", "b", "a", marks=True)),
+    "ends of texts": (
+        tongue("a", "</s>", "b", special=("</s>",), ends=("</s>",)),
+        tongue("<end>", "b", "a", "<stop>", special=("<end>", "<stop>"), ends=("<end>", "<stop>")),
+    ),
+    "nothing shared": (tongue("a", "b"), tongue("c", "d")),
+}  # fmt: skip
+
+
+def bridge(name: str, kind: type[Intersection] | type[Text]) -> Bridge:
+    target, draft = PAIRS[name]
+    found = diagnose(target, draft, (target.size, draft.size))
+    return kind(target, draft, found.match, found.expansion)
