@@ -221,6 +221,18 @@ def _is_here(model: ModelConf) -> bool:
     return model.path is not None and (model.path.startswith(SHIPPED) or home_expanded(model.path).is_dir())
 
 
+def folder_at_hand(model: ModelConf) -> Path | None:
+    """Where a tokenizer of the model is on this machine; nothing is fetched for it. None if there is none."""
+    if model.weights is Weights.synthetic:
+        return None
+    if model.path is not None or model.repo is None:
+        return find(model, "model") if _is_here(model) else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model.repo, "tokenizer.json", revision=model.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _config_file(model: ModelConf, role: str) -> Path:
     """The config.json, of a hub repository fetched where download=true."""
     if model.path is not None or model.repo is None:

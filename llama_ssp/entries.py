@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks
 from llama_ssp.checkpoint import complete
-from llama_ssp.config import Drafting, EvalConf, RunConf, Splitting, Weights
+from llama_ssp.config import Drafting, DraftSeat, EvalConf, RunConf, Splitting, Weights
 from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Entry, drafts
 from llama_ssp.overrides import CONF, translated
@@ -20,6 +20,7 @@ from llama_ssp.plan.actual import asked_of_run, is_free, placed
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
 from llama_ssp.plan.machine import CPU, machine_of
 from llama_ssp.ranges import require_deepspeed, require_split
+from llama_ssp.vocab import diagnose, read_vocabulary
 
 USUAL_TOKENS = 512  # of a prompt, for plans that are made before there is one
 
@@ -36,7 +37,7 @@ def _completed(run: RunConf, world: int) -> Entry:
     draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft")
     whole = replace(run, model=model, draft=draft)
     checks.check_context(whole)
-    placement = _placement(whole, world)
+    placement = _placement(_seated(whole, target_path, draft_path, world), world)
     if placement.splitting is Splitting.deepspeed:
         require_deepspeed(model, placement.world)
     elif len(placement.target) > 1:
@@ -44,6 +45,16 @@ def _completed(run: RunConf, world: int) -> Entry:
     if draft is not None and placement.draft_degree > 1:
         require_split(draft, placement.draft_degree, "draft")
     return Entry(whole, target_path, draft_path, placement)
+
+
+def _seated(run: RunConf, target: Path | None, draft: Path | None, world: int) -> RunConf:
+    """A draft of another tokenizer goes to the leader, which translates, where its place is left open."""
+    if world == 1 or target is None or draft is None or run.draft is None or not is_free(run.placement):
+        return run
+    mine, other = read_vocabulary(target), read_vocabulary(draft)
+    if mine is None or other is None or not diagnose(mine, other, (run.model.vocab, run.draft.vocab)).bridged:
+        return run
+    return replace(run, placement=replace(run.placement, draft=DraftSeat.leader))
 
 
 def _placement(run: RunConf, world: int) -> Placement:

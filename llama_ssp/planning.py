@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from llama_ssp import checks
-from llama_ssp.checkpoint import outlined
+from llama_ssp.checkpoint import folder_at_hand, outlined
 from llama_ssp.config import Drafting, Output, PlacementConf, PlanConf, RunConf, Splitting
-from llama_ssp.errors import FAILED_CHECK, OK
+from llama_ssp.errors import FAILED_CHECK, OK, ModelError
 from llama_ssp.placement import Placement, resolve
 from llama_ssp.plan.actual import is_free
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
@@ -18,6 +19,7 @@ from llama_ssp.plan.table import heading, rendered
 from llama_ssp.plan.verdict import Verdict
 from llama_ssp.plot import check_plot, plot_bills
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
+from llama_ssp.vocab import Pairing, diagnose, pair, read_vocabulary
 
 
 def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
@@ -31,6 +33,7 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
     asked = asked_of(run)
     require_world(asked.machine, ranks)
     plan = outcome(asked, fixed_placement(run.placement, asked))
+    vocabulary, words = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed)
     summary = {
         "task": task.name,
@@ -39,6 +42,7 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
         "seed": run.seed,
         "versions": versions(),
         **plan.document(),
+        "vocabulary": vocabulary,
         "run_folder": str(folder.path) if folder.path else None,
     }
     folder.close(summary)
@@ -47,11 +51,30 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
         summary = {name: value for name, value in summary.items() if name not in LONG}
     if run.output is not Output.json:
         console.write(rendered(plan, console.is_terminal))
+        if words:
+            console.line(words)
     if task.image is not None and is_leader:
         plot_bills(plan.bars(), task.image, heading(plan))
     console.document(summary)
     failed = task.require_fit and plan.chosen.verdict is not Verdict.fits
     return FAILED_CHECK if failed else OK
+
+
+def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
+    """How the pair's tokenizers go together, if both are at hand; a run would be refused for some."""
+    models = [run.model, run.draft] if run.draft is not None else []
+    folders = [folder_at_hand(model) for model in models if model is not None]
+    target, draft = (read_vocabulary(folder) if folder else None for folder in folders or [None, None])
+    if target is None or draft is None or run.draft is None:
+        return None, "vocabularies: not at hand" if models else ""
+    widths = run.model.vocab, run.draft.vocab
+    try:
+        found = pair(target, draft, widths, Pairing.of(run))
+    except ModelError as refusal:
+        found_anyway = diagnose(target, draft, widths)
+        record = {**found_anyway.record(), "bridge": None, "refused": str(refusal)}
+        return record, f"vocabularies: {found_anyway.in_words()}; a run is refused: {refusal}"
+    return {**found.record(), "refused": None}, found.in_words()
 
 
 def asked_of(run: RunConf) -> Asked:

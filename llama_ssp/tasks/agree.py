@@ -119,7 +119,8 @@ class AgreeTask:
             raise damaged(first.prompt.id, position, len(broken), len(found))
         by_target, forwards = fork_chances(pair.target, found, laws, task.prefill_chunk)
         self._fork_forwards += forwards
-        by_draft, _ = fork_chances(pair.draft, found, laws, task.prefill_chunk)
+        own = pair.draft if tokens.paired is None or tokens.paired.bridge is None else None
+        by_draft, _ = fork_chances(own, found, laws, task.prefill_chunk)
         if pair.crew.drafts_apart:
             by_draft = from_any(self._ranks, by_draft)
         for (text, _), one, target, draft in zip(part, found, by_target, by_draft, strict=True):

@@ -46,6 +46,7 @@ class CertifyTask:
         self._ranks, self._inputs, self._task = ranks, inputs, inputs.run.task
         self._console, self._folder = console, folder
         self._pair: Pair | None = None
+        self._vocabulary: dict[str, Any] | None = None
         self._checks: list[Check] = []
         self._finished = False
         self._prompts: list[Prompt] = []
@@ -63,6 +64,7 @@ class CertifyTask:
             )  # fmt: skip
         found = seats(entry)
         tokens = tokens_of(found)
+        self._vocabulary = tokens.paired.record() if tokens.paired else None
         made = partial(prompt_of, tokens=tokens, model=run.model)
         usable = usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
         self._prompts = [prompt for _, prompt in usable]
@@ -91,6 +93,7 @@ class CertifyTask:
             "prompts": [prompt.id for prompt in self._prompts],
             "rows_skipped": len(self._skipped),
             "devices": self._pair.devices if self._pair else {},
+            "vocabulary": self._vocabulary,
         }
 
     def ways(self) -> list[Way]:

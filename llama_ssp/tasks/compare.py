@@ -58,6 +58,7 @@ class CompareTask:
         self._comparisons: list[dict[str, Any]] = []
         self._pair: Pair | None = None
         self._sides: tuple[Side, Side] | None = None
+        self._vocabulary: dict[str, Any] | None = None
         self._recorded: str | None = None
 
     def run(self) -> str:
@@ -65,6 +66,7 @@ class CompareTask:
         run, task = self._inputs.run, self._task
         found = seats(self._inputs.pairs[0])
         tokens = tokens_of(found)
+        self._vocabulary = tokens.paired.record() if tokens.paired else None
         made = partial(self._prompt, tokens=tokens)
         given = usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
         longest = max((len(prompt.token_ids) for _, prompt in given), default=TYPED_TOKENS)
@@ -91,6 +93,7 @@ class CompareTask:
             "speedup": self._speedup(),
             "rows_skipped": len(self._skipped),
             "devices": self._pair.devices if self._pair else {},
+            "vocabulary": self._vocabulary,
             "record": self._recorded,
         }
 

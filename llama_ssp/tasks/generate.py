@@ -36,6 +36,7 @@ class GenerateTask:
         self._outputs: list[dict[str, Any]] = []
         self._skipped = list(inputs.reading.skipped)
         self._pair: Pair | None = None
+        self._vocabulary: dict[str, Any] | None = None
         self._runs: Batches | None = None
         self._rows = 0
 
@@ -44,6 +45,7 @@ class GenerateTask:
         run, task = self._inputs.run, self._task
         found = seats(self._inputs.pairs[0])
         tokens = tokens_of(found)
+        self._vocabulary = tokens.paired.record() if tokens.paired else None
         prompts = self._tokenised(tokens)
         self._rows = rows = min(task.batch_size, len(prompts))
         longest = max(len(prompt.token_ids) for _, prompt in prompts)
@@ -72,6 +74,7 @@ class GenerateTask:
             "outputs": self._outputs,
             "rows_skipped": len(self._skipped),
             "devices": self._pair.devices if self._pair else {},
+            "vocabulary": self._vocabulary,
             **figures,
         }
 

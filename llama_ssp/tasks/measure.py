@@ -58,6 +58,7 @@ class MeasureTask:
         self._skipped = list(inputs.reading.skipped)
         self._prompts: list[Prompt] = []
         self._pair: Pair | None = None
+        self._vocabulary: dict[str, Any] | None = None
         self._speeds: Speeds | None = None
         self._contenders: list[Contender] = []
         self._rows = 0
@@ -69,6 +70,7 @@ class MeasureTask:
         run, task = self._inputs.run, self._task
         found = seats(self._inputs.pairs[0])
         tokens = tokens_of(found)
+        self._vocabulary = tokens.paired.record() if tokens.paired else None
         self._prompts = self._tokenised(tokens)
         longest = max(len(prompt.token_ids) for prompt in self._prompts)
         slots = min(longest + task.max_new_tokens, run.model.context)
@@ -109,6 +111,7 @@ class MeasureTask:
             "prompt_tokens": [len(prompt.token_ids) for prompt in self._prompts],
             "rows_skipped": len(self._skipped),
             "devices": self._pair.devices if self._pair else {},
+            "vocabulary": self._vocabulary,
             "plot": self._plot,
         }
 
