@@ -24,6 +24,7 @@ CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
 TIED_BY_DEFAULT = ("gemma2", "gpt_neo", "opt")  # families whose config.json leaves it out where it is so
+CONTEXTS = {"falcon": 2048}  # of families whose config.json may leave it out
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
 
 
@@ -160,16 +161,19 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         return first(*names) if any(config.get(name) is not None for name in names) else default
 
     heads, dim = first("num_attention_heads", "num_heads", "n_head"), first("hidden_size", "n_embd")
+    positions = "max_position_embeddings", "n_positions"
     shape = {
         "family": config["model_type"],
         "n_layers": first("num_hidden_layers", "num_layers", "n_layer"),
         "n_heads": heads,
-        "n_kv_heads": given(heads, "num_key_value_heads"),
+        "n_kv_heads": 1 if _has_one_kv_head(config) else given(heads, "num_key_value_heads", "num_kv_heads"),
         "head_dim": given(dim // heads, "head_dim"),
         "dim": dim,
         "ffn": given(4 * dim, "intermediate_size", "ffn_dim", "n_inner"),
         "vocab": first("vocab_size"),
-        "context": first("max_position_embeddings", "n_positions"),
+        "context": given(CONTEXTS[config["model_type"]], *positions)
+        if config["model_type"] in CONTEXTS
+        else first(*positions),
         "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
     }
     if heads % shape["n_kv_heads"]:
@@ -180,6 +184,15 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         )  # fmt: skip
     _compare_embedding(checkpoint, shape["vocab"], dim)
     return shape
+
+
+def _has_one_kv_head(config: dict[str, Any]) -> bool:
+    """Falcon's config.json says how many there are only for its newer kind."""
+    return bool(
+        config["model_type"] == "falcon"
+        and config.get("multi_query", True)
+        and not config.get("new_decoder_architecture")
+    )
 
 
 def _compare_embedding(checkpoint: Checkpoint, vocab: int, dim: int) -> None:

@@ -14,10 +14,12 @@ from llama_ssp.plan.actual import is_free
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
 from llama_ssp.plan.machine import machine_of, require_world
 from llama_ssp.plan.outcome import LONG, outcome
-from llama_ssp.plan.search import Asked, require_planned
+from llama_ssp.plan.search import Asked
+from llama_ssp.plan.search import require_planned as require_planned_splitting
 from llama_ssp.plan.table import heading, rendered
 from llama_ssp.plan.verdict import Verdict
 from llama_ssp.plot import check_plot, plot_bills
+from llama_ssp.ranges import require_planned
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
 from llama_ssp.vocab import Pairing, diagnose, pair, read_vocabulary
 
@@ -30,6 +32,9 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
     draft = None if run.draft is None else outlined(run.draft, DRAFT)
     run = replace(run, model=outlined(run.model, TARGET), draft=draft)
     checks.check_context(run)
+    for role, model in ((TARGET, run.model), (DRAFT, run.draft)):
+        if model is not None:
+            require_planned(model, role)
     asked = asked_of(run)
     require_world(asked.machine, ranks)
     plan = outcome(asked, fixed_placement(run.placement, asked))
@@ -97,7 +102,7 @@ def asked_of(run: RunConf) -> Asked:
 
 def fixed_placement(conf: PlacementConf, asked: Asked) -> Placement | None:
     """The one placement that was asked for; None where it is to be found."""
-    require_planned(conf.splitting)
+    require_planned_splitting(conf.splitting)
     if is_free(conf):
         return None
     world = 1 if conf.splitting is Splitting.layers else asked.machine.world  # one process spreads them

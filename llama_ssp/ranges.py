@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, ModelError
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = (
@@ -19,6 +19,9 @@ NF4_BLOCK = (
 SPLIT_FAMILIES = (
     "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
 )  # fmt: skip
+
+# Families whose every tensor and moment the plan knows; others run in one process, unplanned.
+PLANNED_FAMILIES = SPLIT_FAMILIES
 
 # Families that DeepSpeed cuts rightly, as compared with the whole model in tests; it cuts phi3's fused MLP
 # wrongly, and refuses gpt2.
@@ -93,6 +96,19 @@ def head_ranges(n_heads: int, n_kv: int, world: int, rank: int, where: str = "")
     query = share(n_heads, world, rank)
     kv = query[0] * n_kv // n_heads
     return Heads(query, (kv, kv + 1))
+
+
+def is_planned(model: ModelConf) -> bool:
+    return model.family in PLANNED_FAMILIES
+
+
+def require_planned(model: ModelConf, role: str) -> None:
+    """Refuses a plan of a model whose layers the plan does not know: its figures would be another's."""
+    if not is_planned(model):
+        raise ModelError(
+            "the architecture cannot be planned", where=f"{role} {model.name}", found=model.family,
+            allowed=", ".join(PLANNED_FAMILIES), fix="run it in one process: nothing is foretold of it",
+        )  # fmt: skip
 
 
 def require_split(model: ModelConf, world: int, role: str = "model") -> None:

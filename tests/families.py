@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llama_ssp.load.causal import attention_of
+from llama_ssp.load.causal import kernels_of
 
 VOCAB, CONTEXT = 97, 160
 SIZES: dict[str, Any] = {
@@ -47,6 +47,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}),
     "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": None}),
+    "llama3": (
+        "llama",
+        {
+            "num_key_value_heads": 2, "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+}  # fmt: skip
+
+# Those that run in one process only, and are not planned.
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon": ("falcon", {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True}),
+    "falcon-gqa": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_key_value_heads": 2, "head_dim": 12, "moe_intermediate_size": 24, "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -57,7 +80,7 @@ def build(
 
     A `mild` one attends evenly: its logits move little with rounding, its texts vary less.
     """
-    family, own = FAMILIES[name]
+    family, own = (FAMILIES | WHOLE)[name]
     sizes = dict(SIZES)
     if family == "gpt_neo":
         for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
@@ -65,11 +88,11 @@ def build(
     if family == "opt":
         sizes.pop("intermediate_size")
         sizes.pop("num_key_value_heads")
-    if family in ("gpt_neox",):
+    if family in ("gpt_neox", "falcon"):
         sizes.pop("num_key_value_heads")
     config = AutoConfig.for_model(family, **{**sizes, **own, **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
+    model = AutoModelForCausalLM.from_config(config, **kernels_of(config, dtype))
     tied = bool(config.tie_word_embeddings)
     with torch.no_grad():
         for key, parameter in model.named_parameters():

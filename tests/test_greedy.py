@@ -17,9 +17,10 @@ import torch
 
 from llama_ssp.engine import Prompt, Runner
 from llama_ssp.load.causal import CausalModel
-from tests.families import FAMILIES, VOCAB, WINDOW, build
+from tests.families import FAMILIES, VOCAB, WHOLE, WINDOW, build
 from tests.rig import Contrary, perturbed, speculate
 
+EVERY = (*FAMILIES, *WHOLE)
 LENGTHS = (9, 2, 21, 1, 30, 13, 5, 26)
 NEW, NEAR, VARIED = 24, 1e-3, 8
 KS, ROWS, DRAFTS, RULES = (
@@ -172,7 +173,7 @@ FULL = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_family(family: str) -> None:
     check(family, FAST)
 
@@ -190,7 +191,7 @@ def test_full_matrix(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama-gqa"])
+@pytest.mark.parametrize("family", [name for name in EVERY if name != "llama-gqa"])
 def test_pairwise_matrix(family: str) -> None:
     """Every pair of choices in every family."""
     for case in pairwise():
@@ -200,7 +201,7 @@ def test_pairwise_matrix(family: str) -> None:
             raise AssertionError(f"{family} {case}") from error
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_the_references_vary_and_pass_their_windows(family: str) -> None:
     texts = [reference(family, prompt.token_ids) for prompt in prompts(family, 3)]
     assert min(len(set(text)) for text in texts) >= VARIED
@@ -236,7 +237,7 @@ def test_the_context_ends(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("draft", ["always", "never", "ngram"])
 def test_the_context_ends_in_every_family(family: str, draft: str) -> None:
     check_context(family, 8, draft, 8)
@@ -270,7 +271,7 @@ def test_texts_far_past_the_window(family: str, draft: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_cached_logits_equal_plain_ones(family: str, dtype: torch.dtype) -> None:
     """Ragged rows, fed in pieces, rolled back and fed other tokens, against a plain pass of each text."""
     tolerance = 2e-4

@@ -18,7 +18,7 @@ from llama_ssp.load import layers
 from llama_ssp.load.layers import load_layers, spread_of
 from llama_ssp.load.models import load, shaped
 from tests.distributed.test_tensor import walked
-from tests.families import FAMILIES, build
+from tests.families import FAMILIES, WHOLE, build
 from tests.rig import speculate
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def on_disk(causal: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *WHOLE])
 def test_layers_on_disk_change_no_bit(name: str, tmp_path: Path):
     folder = saved(tmp_path / "model", name)
     plain = load(MODEL, folder, Dtype.fp32, CPU, "model")

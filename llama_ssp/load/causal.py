@@ -18,7 +18,8 @@ from llama_ssp.load.quantised import scales_of
 
 # Families whose every attention variant is tested against transformers' own generate.
 TESTED_FAMILIES = (
-    "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
+    "falcon", "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "opt", "phi3", "qwen2", "qwen3",
+    "qwen3_moe",
 )  # fmt: skip
 LAYER_KINDS = ("full_attention", "sliding_attention")
 # Scaled rope tables that depend on the longest text of the batch would make rows depend on each other.
@@ -150,6 +151,12 @@ def attention_of(config: Any) -> str:
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     fused = getattr(architecture, "_supports_sdpa", False)
     return "eager" if softcapped or config.model_type == "gpt_neo" or not fused else "sdpa"
+
+
+def kernels_of(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Which of transformers' implementations to take; of those of experts only the plain one knows fp64."""
+    experts = {"experts_implementation": "eager"} if dtype is torch.float64 else {}
+    return {"attn_implementation": attention_of(config), **experts}
 
 
 def _adapt_gpt_neo(module: Any) -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
-from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, attention_of, windows_of
+from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, kernels_of, windows_of
 from llama_ssp.load.devices import TORCH_DTYPES
 from llama_ssp.load.probe import require_faithful
 from llama_ssp.load.quantised import QUANTISED, choose_kernels, settings
@@ -70,7 +70,8 @@ def load_part(
 
 def ready(causal: CausalModel, model: ModelConf) -> None:
     """Tries a family that is not tested, and scans the weights if that is asked for."""
-    if causal.module.config.model_type not in TESTED_FAMILIES:
+    config = causal.module.config
+    if config.model_type not in TESTED_FAMILIES or getattr(config, "alibi", False):  # as some falcons have
         require_faithful(causal)
     if model.scan:
         require_finite(causal)
@@ -93,7 +94,7 @@ def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with _refusing(path), init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(
-            config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention_of(config)
+            config, dtype=TORCH_DTYPES[dtype], **kernels_of(config, TORCH_DTYPES[dtype])
         )
 
 
@@ -144,7 +145,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
             dtype=TORCH_DTYPES[dtype],
             device_map=dict(spread),
             offload_folder=offload,
-            attn_implementation=attention_of(config),
+            **kernels_of(config, TORCH_DTYPES[dtype]),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,

@@ -19,6 +19,7 @@ from llama_ssp.plan import Bill, bill, parameters, require_room
 from llama_ssp.plan.actual import Prediction, asked_of_run, predict, require_fit
 from llama_ssp.plan.asked import Role, Workload
 from llama_ssp.plan.machine import CPU
+from llama_ssp.ranges import is_planned
 from llama_ssp.vocab import Paired, Pairing
 
 log = logging.getLogger(__name__)
@@ -113,8 +114,10 @@ def require_loadable(
 def _predicted(
     found: list[Seat], run: RunConf, rows: int, slots: int, caches: tuple[int, int]
 ) -> Prediction | None:
-    """The plan of this run; None where it has none: models on devices of their own, engines not ours."""
+    """The plan of this run; None where it has none: other layers, devices of their own, engines not ours."""
     target, draft = found[0], found[1] if len(found) > 1 else None
+    if not all(is_planned(seat.model) for seat in found):
+        return None
     if draft is not None and draft.device != target.device and target.world == 1:
         return None
     new = min(getattr(run.task, "max_new_tokens", slots), slots - 1)
@@ -133,6 +136,9 @@ def _require_room(found: list[Seat], run: RunConf, rows: int, slots: int) -> Non
     """Weights and caches alone, device by device; where accelerate spreads a model it refuses itself."""
     by_device: dict[torch.device, list[Bill]] = {}
     for seat in (seat for seat in found if seat.splitting is not Splitting.layers):
+        if not is_planned(seat.model):
+            log.info("%s: what %s takes is not known beforehand", seat.role, seat.model.family)
+            continue
         by_device.setdefault(seat.device, []).append(bill(seat.role, seat.model, seat.dtype, rows, slots))
     for device, bills in by_device.items():
         gib = run.cluster.gib

@@ -1,0 +1,105 @@
+"""Every family from a folder to a text: greedy as transformers writes it, speculative runs certified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from llama_ssp.checkpoint import complete
+from llama_ssp.config import ModelConf
+from llama_ssp.load.causal import TESTED_FAMILIES
+from llama_ssp.overrides import CONF
+from llama_ssp.ranges import PLANNED_FAMILIES, SPLIT_FAMILIES
+from tests import checkpoints
+from tests.conftest import Command
+from tests.families import FAMILIES, WHOLE, build
+from tests.rig import perturbed
+
+SIZE = 300
+NAMES = (*FAMILIES, *WHOLE)
+PROMPT, TEXT = 'task.prompts=["the quick brown"]', "the quick brown"
+NEW = 12
+
+
+def save(folder: Path, name: str, changed: bool = False) -> Path:
+    """A random model of the family with a tokenizer; a changed one agrees with it sometimes."""
+    module = build(name, vocab_size=SIZE, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    (perturbed(module, 0.02) if changed else module).save_pretrained(folder)
+    checkpoints.write_tokenizer(folder, checkpoints.tokenizer(SIZE))
+    return folder
+
+
+def pair(name: str, folder: Path) -> list[str]:
+    target, draft = save(folder / "target", name), save(folder / "draft", name, changed=True)
+    return [
+        "model=local", f"model.path={target}", "draft=local", f"draft.path={draft}", "seed=3",
+        "model.dtype=fp32", "draft.dtype=fp32", "output=json", PROMPT,
+    ]  # fmt: skip
+
+
+def test_every_preset_is_of_a_tested_family() -> None:
+    presets = [yaml.safe_load(file.read_text()) for file in sorted((CONF / "model").glob("*.yaml"))]
+    families = {preset["family"] for preset in presets if preset.get("family")}
+    assert families <= set(TESTED_FAMILIES) & set(PLANNED_FAMILIES)
+    assert {family for family, _ in (FAMILIES | WHOLE).values()} == set(TESTED_FAMILIES)
+    assert {family for family, _ in WHOLE.values()} == set(TESTED_FAMILIES) - set(SPLIT_FAMILIES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_is_what_transformers_writes(name: str, command: Command, tmp_path: Path) -> None:
+    arguments = pair(name, tmp_path)
+    answer = command(*arguments, "sampling=greedy", f"task.max_new_tokens={NEW}")
+    assert (answer.code, answer.errors) == (0, [])
+    (output,) = json.loads(answer.out.splitlines()[-1])["outputs"]
+    module = build(name, vocab_size=SIZE, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    ids = torch.tensor([checkpoints.tokenizer(SIZE).encode(TEXT).ids])
+    text = module.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=1
+    )[0, ids.shape[1] :].tolist()
+    assert output["token_ids"] == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: Path) -> None:
+    small = ("task.samples=24", "task.max_new_tokens=4", "task.law_tokens=8", "task.greedy_tokens=8")
+    answer = command("task=certify", *pair(name, tmp_path), *small)
+    found = json.loads(answer.out.splitlines()[-1])
+    assert (answer.code, answer.errors) == (0, []), found["checks"]
+    assert found["verdict"] in ("same", "inconclusive"), found["says"]
+    law = next(check for check in found["checks"] if check["name"] == "law")
+    assert law["outcome"] == "passed", law
+
+
+@pytest.mark.parametrize(("name", "kv"), [("falcon", 1), ("falcon-gqa", 2), ("mixtral", 2), ("qwen3_moe", 2)])
+def test_shapes_of_the_families_that_are_not_planned(name: str, kv: int, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path)
+    model, _ = complete(ModelConf(name="local", path=str(tmp_path)), "model")
+    assert (model.n_heads, model.n_kv_heads, model.context) == (4, kv, 160)
+    if name == "falcon":
+        checkpoints.edit(tmp_path / "config.json", lambda c: c.pop("max_position_embeddings"))
+        assert complete(ModelConf(name="local", path=str(tmp_path)), "model")[0].context == 2048
+
+
+def test_what_is_not_planned_or_split_says_so_by_name(command: Command, tmp_path: Path) -> None:
+    folder = save(tmp_path / "target", "mixtral")
+    alone = ("model=local", f"model.path={folder}", "draft=none", "seed=1")
+    answer = command("task=plan", *alone, "task.prompt_tokens=8", "task.max_new_tokens=8")
+    assert answer.code == 4 and "cannot be planned" in answer.errors[0]
+    assert "mixtral" in answer.errors[0] and "llama" in answer.errors[0]
+    ran = command(PROMPT, *alone, "task.max_new_tokens=4", "output=json")
+    assert (ran.code, ran.errors) == (0, [])
+    assert json.loads(ran.out.splitlines()[-1])["plan"] is None
+
+
+def test_a_falcon_that_places_tokens_by_slots_is_refused(command: Command, tmp_path: Path) -> None:
+    """Its biases come from the mask's slots; the family is tested without them."""
+    build("falcon", vocab_size=SIZE, alibi=True).save_pretrained(tmp_path)
+    checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer(SIZE))
+    answer = command(PROMPT, "model=local", f"model.path={tmp_path}", "draft=none", "task.max_new_tokens=4")
+    assert answer.code == 4 and "explicit positions" in answer.errors[0]
