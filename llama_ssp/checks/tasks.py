@@ -72,6 +72,7 @@ def _check_prompted(task: PromptedConf) -> None:
 def _check_generate(task: GenerateConf) -> None:
     between("task.batch_size", task.batch_size, 1, 4096)
     _check_stops(task.stop)
+    _check_chat(task)
 
 
 def _check_batch(task: BatchConf) -> None:
@@ -85,6 +86,7 @@ def _check_batch(task: BatchConf) -> None:
 
 def _check_compare(task: CompareConf, run: RunConf) -> None:
     _check_stops(task.stop)
+    _check_chat(task)
     spec = run.speculation
     idle = spec.drafter is Drafting.none or not (spec.k or spec.adaptive)
     if idle or (spec.drafter is Drafting.model and run.draft is None):
@@ -182,6 +184,19 @@ def _check_drafts(task: EvalConf, spec: SpeculationConf) -> None:
             "task.pairs names a draft model, but none drafts", where="speculation",
             found=f"{named}, drafter {spec.drafter.value}, k {spec.k}",
             fix="name the target alone, or choose speculation=default",
+        )  # fmt: skip
+
+
+def _check_chat(task: GenerateConf | CompareConf) -> None:
+    if task.system is not None and not task.chat:
+        raise UsageError(
+            "task.system is a part of a chat, but this is none", found="task.chat=false",
+            fix="write task.chat=true, or put it into the prompt",
+        )  # fmt: skip
+    if task.special_tokens and task.chat:
+        raise UsageError(
+            "in a chat special tokens are the template's", found="task.special_tokens=true, task.chat=true",
+            fix="choose one of the two",
         )  # fmt: skip
 
 

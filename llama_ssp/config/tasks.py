@@ -29,12 +29,17 @@ class PromptedConf(TaskConf):
 
 @dataclass
 class GenerateConf(PromptedConf):
-    """task=generate: continue prompts from the config, a file, or standard input."""
+    """task=generate: continue prompts from the config, a file, or standard input.
+
+    `chat` puts each prompt into the target's chat template, after `system` if that is given. Names of special
+    tokens in a prompt are text, unless `special_tokens` reads them as those tokens (without `chat`).
+    """
 
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     chat: bool = False
     system: str | None = None
+    special_tokens: bool = False
     batch_size: int = 8
     trace: bool = False
 
@@ -74,6 +79,7 @@ class CompareConf(PromptedConf):
     ignore_eos: bool = False
     chat: bool = False
     system: str | None = None
+    special_tokens: bool = False
     race: bool = False
     replay: bool = True
     record: str | None = None

@@ -64,7 +64,7 @@ class HubTokens:
         """By the model's own template, whose special tokens count; those that a person typed are text."""
         rendered = self._rendered(text, system)
         typed = [part for part in (text, system) if part]
-        if not any(name in part for name in self._tokenizer.all_special_tokens for part in typed):
+        if self._special_in(typed) is None:
             return self._bare(rendered, special=True)
         marks = [f"{MARK}{n}{MARK}" for n in range(2)]
         frame = self._rendered(marks[0], marks[1] if system else None)
@@ -75,9 +75,15 @@ class HubTokens:
                 return [i for p in pieces for i in self._bare(told.get(p, p), special=p not in told)]
         raise DataError(
             "the prompt names special tokens, and the chat template changes it", where="task.chat=true",
-            found=next(n for n in self._tokenizer.all_special_tokens if any(n in part for part in typed)),
+            found=self._special_in(typed),
             fix="take the special token out of the prompt",
         )  # fmt: skip
+
+    def _special_in(self, texts: list[str]) -> str | None:
+        """A special token that is named in the texts: any of them, not only those that have a role."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        names = [str(token) for token in added if token.special]
+        return next((name for name in names if any(name in text for text in texts)), None)
 
     def vocabulary(self) -> Vocabulary:
         """What its ids mean."""
@@ -116,6 +122,11 @@ class HubTokens:
                 "the model's chat template refuses the prompt", where="task.chat=true",
                 found=str(error)[:200], fix="leave out task.system, or use task.chat=false",
             ) from None  # fmt: skip
+        if system and system.strip() not in rendered:
+            raise DataError(
+                "the model's chat template leaves the system prompt out", where="task.system",
+                fix="leave out task.system, or begin the prompt with it",
+            )  # fmt: skip
         return rendered
 
     def converse(self, messages: list[dict[str, str]]) -> list[int]:

@@ -113,12 +113,12 @@ def unusable(text: TextPrompt, ids: list[int], context: int, vocab: int) -> Data
     return None
 
 
-def encoded(text: TextPrompt, tokens: Tokens, context: int) -> list[int]:
+def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = False) -> list[int]:
     """The prompt's tokens. Of a text that is far too long its beginning is enough to refuse it."""
     head = text.text[: CHARACTERS_A_TOKEN * context]
-    if len(head) < len(text.text) and len(ids := tokens.encode(head)) >= 2 * context:
+    if len(head) < len(text.text) and len(ids := tokens.encode(head, special)) >= 2 * context:
         raise _too_long(text.where, f"more than {len(ids)} tokens", context)
-    return tokens.encode(text.text)
+    return tokens.encode(text.text, special)
 
 
 def _too_long(where: str, found: str, context: int) -> DataError:
@@ -129,10 +129,11 @@ def _too_long(where: str, found: str, context: int) -> DataError:
 
 
 def prompt_of(
-    text: TextPrompt, tokens: Tokens, model: ModelConf, chat: bool = False, system: str | None = None
-) -> Prompt:
+    text: TextPrompt, tokens: Tokens, model: ModelConf, chat: bool = False, system: str | None = None,
+    special: bool = False,
+) -> Prompt:  # fmt: skip
     """The prompt as tokens; refused if the model cannot continue it."""
-    ids = tokens.chat(text.text, system) if chat else encoded(text, tokens, model.context)
+    ids = tokens.chat(text.text, system) if chat else encoded(text, tokens, model.context, special)
     ids = begun(ids, tokens)
     problem = unusable(text, ids, model.context, model.vocab)
     if problem is not None:

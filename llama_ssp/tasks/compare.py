@@ -145,7 +145,8 @@ class CompareTask:
         wrong = problem_of(text, {})  # of what was typed; what was read has been checked
         if wrong is not None:
             raise wrong
-        return prompt_of(text, tokens, self._inputs.run.model, self._task.chat, self._task.system)
+        task, model = self._task, self._inputs.run.model
+        return prompt_of(text, tokens, model, task.chat, task.system, task.special_tokens)
 
     def _asked(self, tokens: Tokens) -> Iterator[tuple[TextPrompt, Prompt]]:
         """Prompts as they are typed, on every rank, until the input ends."""

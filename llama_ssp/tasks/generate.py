@@ -88,7 +88,10 @@ class GenerateTask:
 
     def _tokenised(self, tokens: Tokens) -> list[tuple[TextPrompt, Prompt]]:
         task, model = self._task, self._inputs.run.model
-        made = partial(prompt_of, tokens=tokens, model=model, chat=task.chat, system=task.system)
+        made = partial(
+            prompt_of, tokens=tokens, model=model, chat=task.chat, system=task.system,
+            special=task.special_tokens,
+        )  # fmt: skip
         return usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
 
     def _batch(self, runs: Batches, rows: list[tuple[TextPrompt, Prompt]], tokens: Tokens) -> None:
