@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from llama_ssp.folder import header, read_json, require_plain, weight_files
 log = logging.getLogger(__name__)
 
 SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parent / "shipped"  # models that come with us
+REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # as the hub names them
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
@@ -43,9 +45,12 @@ def find(model: ModelConf, role: str) -> Path:
         own = model.path.removeprefix(SHIPPED)
         path = home_expanded(model.path) if own == model.path else SHIPPED_FOLDER / Path(own).name
         if not path.is_dir():
+            hub = (
+                f"; for a hub repository write {role}.repo={model.path}" if REPO.fullmatch(model.path) else ""
+            )
             raise ModelError(
                 f"{role}.path is not a folder", where=str(path),
-                fix="give the folder that holds config.json and *.safetensors",
+                fix=f"give the folder that holds config.json and *.safetensors{hub}",
             )  # fmt: skip
         return path
     if model.repo is None:

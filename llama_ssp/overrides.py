@@ -92,6 +92,8 @@ def translated(error: Exception) -> UsageError:
     if found := NO_OPTION.search(text):
         group, option = found["group"], found["option"]
         otherwise = f"or use {group}=local with {group}.path" if group in ("model", "draft") else "choose one"
+        if "/" in option and group in ("model", "draft"):
+            otherwise = f"for a hub repository write {group}=local {group}.repo={option}"
         close = difflib.get_close_matches(option, _options(group), n=1)
         return UsageError(
             f"there is no {group}={option}", allowed=", ".join(_options(group)),

@@ -489,7 +489,8 @@ PROMPTS = [
             p / "tokenizer.json",
             lambda c: c["added_tokens"].append({**c["added_tokens"][1], "id": 300, "content": "<new>"}),
         ),
-        "does not know", "id 300", "below 300", reach=FILES, code=3, extra=('task.prompts=["a <new>"]',),
+        "does not know", "id 300", "below 300", reach=FILES, code=3,
+        extra=('task.prompts=["a <new>"]', "task.special_tokens=true"),
     ),
     Case(
         42, "input-not-utf8", (), 3, ("not UTF-8", "standard input line 2", "byte 4", "0xe9"),
@@ -737,7 +738,7 @@ def test_other_end_tokens_follow_the_target(
     edit(draft / "generation_config.json", lambda c: c.update(eos_token_id=[1, 7]))
     answer = command(PROMPT, *both(saved.whole, draft))
     assert (answer.code, answer.errors) == (0, [])
-    assert "[1] and [1, 7]; the target's hold" in caplog.text
+    assert "texts end with ['</s>'] and ['&', '</s>'], the target's hold" in caplog.text
 
 
 def test_a_row_of_nan_stops_alone(command: Command, saved: Saved, tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.vocab import Paired, Pairing, Vocabulary, end_ids_of, notation_guessed, pair, vocabulary_of
 
+PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
 MARK = "\ue000"  # stands for what a person typed, while a template is looked through
 
 
@@ -40,13 +43,14 @@ class HubTokens:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, use_fast=True
-            )
+            with _quiet():
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                    path, local_files_only=True, trust_remote_code=False, use_fast=True
+                )
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
             raise _unreadable(path, str(error)) from None
-        if not len(self._tokenizer):
-            raise _unreadable(path, "no tokens")
+        if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
+            raise _unreadable(path, "no tokens but special ones")  # a class without its files
         own = self._tokenizer.eos_token_id
         self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
         self.bos_id: int | None = self._tokenizer.bos_token_id
@@ -138,11 +142,25 @@ class HubTokens:
         )
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns at length of packages that it lacks; what follows from that is said in a line."""
+    from transformers.utils import logging as hub_logging
+
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
+
+
 def _unreadable(path: Path, found: str) -> ModelError:
-    return ModelError(
-        "the tokenizer cannot be read", where=str(path), found=found[:200],
-        fix="put the model's tokenizer.json and tokenizer_config.json beside its weights",
-    )  # fmt: skip
+    fix = "put the model's tokenizer.json and tokenizer_config.json beside its weights"
+    if (path / PIECES).is_file() and not (path / "tokenizer.json").exists():
+        package = "sentencepiece" if (path / PIECES).read_bytes()[:1] == b"\n" else "tiktoken"
+        fix = f"install what reads {PIECES} (pip install 'llama-ssp[{package}]'), or {fix}"
+    return ModelError("the tokenizer cannot be read", where=str(path), found=found[:200], fix=fix)
 
 
 class ByteTokens:

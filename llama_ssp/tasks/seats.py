@@ -78,7 +78,8 @@ def tokens_of(found: list[Seat]) -> Tokens:
     for other, seat in zip(own[1:], found[1:], strict=True):
         own[0].paired = paired(own[0], other, (found[0].model.vocab, seat.model.vocab), seat.pairing)
         if own[0].paired is not None:
-            log.info("%s", own[0].paired.in_words())
+            odd = own[0].paired.diagnosis.notes or own[0].paired.bridge
+            log.log(logging.WARNING if odd else logging.INFO, "%s", own[0].paired.in_words())
             require_bridgeable(seat, own[0].paired)
     return own[0]
 

@@ -1,0 +1,132 @@
+"""Tokenizers as folders have them: each is read as a user would expect, or what is missing is said."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.checkpoint import find
+from llama_ssp.config import ModelConf
+from llama_ssp.errors import ModelError
+from llama_ssp.load.tokens import HubTokens, read_tokens
+from tests import checkpoints
+from tests.conftest import Command
+
+SETTINGS = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
+
+
+def read(folder: Path) -> HubTokens:
+    found = read_tokens(folder, 300)
+    assert isinstance(found, HubTokens)
+    return found
+
+
+def gpt2_files(folder: Path) -> None:
+    """What came before tokenizer.json: a table of tokens and a list of merges."""
+    model = json.loads(checkpoints.tokenizer().to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(merge) for merge in model["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
+
+
+def fast_alone(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text(checkpoints.tokenizer().to_str())
+
+
+def of_an_unknown_class(folder: Path) -> None:
+    checkpoints.write_tokenizer(folder, checkpoints.tokenizer(), tokenizer_class="NobodysTokenizer")
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A model folder without a tokenizer."""
+    folder = checkpoints.save(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    return folder
+
+
+@pytest.mark.parametrize("write", [gpt2_files, fast_alone, of_an_unknown_class])
+def test_files_that_are_enough(write: Callable[[Path], None], bare: Path) -> None:
+    write(bare)
+    known, text = read(bare), "the quick naïve 🙂"
+    assert known.encode(text)[-3:] == checkpoints.tokenizer().encode(text).ids[-3:]
+    assert known.decode(known.encode(text)) == text
+    assert known.vocabulary().text_of(known.encode(text)) == text.encode()
+
+
+def piece(token: str, score: float, kind: int) -> bytes:
+    """One entry of a SentencePiece file, a protocol buffer."""
+    text = token.encode()
+    body = b"\x0a" + bytes([len(text)]) + text + b"\x15" + struct.pack("<f", score) + b"\x18" + bytes([kind])
+    return b"\x0a" + bytes([len(body)]) + body
+
+
+SENTENCEPIECE = b"".join(
+    [
+        piece("<unk>", 0, 2), piece("<s>", 0, 3), piece("</s>", 0, 3),
+        *(piece(f"<0x{byte:02X}>", 0, 6) for byte in range(256)),
+        piece("\u2581a", -1, 1), piece("\u2581", -2, 1), piece("a", -3, 1), piece("b", -4, 1),
+        b"\x12\x05\x18\x02\x98\x02\x01",  # byte-pair merges, with bytes to fall back on
+    ]
+)  # fmt: skip
+
+
+def test_a_sentencepiece_file_is_read_or_its_package_is_named(bare: Path) -> None:
+    """Old folders have nothing else; what reads it is no package that everyone needs."""
+    (bare / "tokenizer.model").write_bytes(SENTENCEPIECE)
+    if find_spec("sentencepiece") and find_spec("google.protobuf"):
+        assert read(bare).vocabulary().surfaces[259] == b" a"
+    else:
+        with pytest.raises(
+            ModelError, match=r"cannot be read.*llama-ssp\[sentencepiece\].*tokenizer.json"
+        ) as no:
+            read(bare)
+        assert no.value.code == 4
+
+
+def test_a_tiktoken_file_is_told_from_it(bare: Path) -> None:
+    (bare / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    if not find_spec("tiktoken"):
+        with pytest.raises(ModelError, match=r"llama-ssp\[tiktoken\]"):
+            read(bare)
+
+
+@pytest.mark.parametrize("settings", [None, {"tokenizer_class": "LlamaTokenizer"}])
+def test_a_folder_without_tokens_says_what_is_missing(
+    settings: dict[str, str] | None, bare: Path, command: Command
+) -> None:
+    """A class without its files would cut every text into nothing."""
+    if settings is not None:
+        (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    alone = ("model=local", f"model.path={bare}", "draft=none", "task.max_new_tokens=4", "seed=1")
+    answer = command('task.prompts=["a"]', *alone)
+    assert answer.code == 4 and answer.err.splitlines() == answer.errors
+    assert "tokenizer cannot be read" in answer.errors[0] and "tokenizer.json" in answer.errors[0]
+
+
+def test_ends_without_a_generation_config(bare: Path) -> None:
+    """config.json's hold, and without any there the tokenizer's own."""
+    checkpoints.write_tokenizer(bare, checkpoints.tokenizer())
+    (bare / "generation_config.json").unlink()
+    checkpoints.edit(bare / "config.json", lambda c: c.update(eos_token_id=[1, 7]))
+    assert read(bare).end_ids == {1, 7}
+    checkpoints.edit(bare / "config.json", lambda c: c.pop("eos_token_id"))
+    assert read(bare).end_ids == {1}
+    (bare / "generation_config.json").write_text("[]")
+    assert read(bare).end_ids == {1}
+
+
+def test_hub_names_find_their_key(command: Command) -> None:
+    with pytest.raises(ModelError, match=r"model\.path is not a folder.*model\.repo=some/model"):
+        find(ModelConf("local", path="some/model"), "model")
+    with pytest.raises(ModelError, match=r"is not at hand.*draft\.download=true"):
+        find(ModelConf("local", repo="nobody/nothing-here"), "draft")
+    answer = command("model=some/model")
+    assert answer.code == 2 and "model=local model.repo=some/model" in answer.errors[0]
