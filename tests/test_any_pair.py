@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llama_ssp.checkpoint import SHIPPED_FOLDER, folder_at_hand
 from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, Weights
@@ -17,6 +18,8 @@ from llama_ssp.tasks.seats import seats, tokens_of
 from tests import checkpoints
 from tests.conftest import Answer, Command, Saved
 from tests.distributed.pairs import entry_of
+from tests.families import build
+from tests.renumbered import renumber
 
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
 DEMO = ("model=demo", "draft=demo_bytes", "seed=1", "output=json", "task.max_new_tokens=24", *FP32)
@@ -126,3 +129,73 @@ def test_on_several_ranks_the_draft_of_another_tokenizer_sits_with_the_leader() 
     (entry,) = entries(elsewhere, [], 2)
     with pytest.raises(UsageError, match=r"sits with the leader.*placement=leader"):
         tokens_of(seats(entry))
+
+
+@pytest.mark.parametrize("sampling", [(), ("sampling=nucleus", "sampling.repetition_penalty=1.2")])
+def test_other_ids_cost_nothing(sampling: tuple[str, ...], command: Command, tmp_path: Path) -> None:
+    """The shipped draft with its ids shuffled: bridged, it drafts the same tokens and gives the same text."""
+    other = renumber(SHIPPED_FOLDER / "demo_draft", tmp_path / "other")
+    own = (PROMPTS, "model=demo", *DEMO[2:], *sampling)
+    plain = summary(command(*own, "draft=demo_draft"))
+    found = summary(command(*own, "draft=local", f"draft.path={other}", "speculation.bridge=intersection"))
+    assert found["vocabulary"]["verdict"] == "same size but different"
+    assert found["vocabulary"]["shared_tokens"] == 4096
+    assert texts(found) == texts(plain)
+    assert found["accepted_by_position"] == plain["accepted_by_position"]
+    assert found["tokens_accepted"] > 0
+
+
+def trained(words: list[str], size: int, special: str) -> Tokenizer:
+    """A byte-level tokenizer of its own."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[special], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(words, trainer)
+    return made
+
+
+def neo_pair(folder: Path) -> list[str]:
+    """GPT-NeoX for GPT-Neo, each with a tokenizer that was trained on other texts."""
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    makers = {
+        "gpt_neox": trained([*checkpoints.TEXT, "vehicles gasoline hybrid the and"], 330, "<|endoftext|>"),
+        "gpt_neo": trained(["Difference a vehicle is hybrid", "between gas and oil"], 310, "<eot>"),
+    }  # fmt: skip
+    arguments = []
+    for (role, name), made in zip(
+        (("model", "gpt_neox"), ("draft", "gpt_neo")), makers.values(), strict=True
+    ):
+        build(name, vocab_size=made.get_vocab_size() + 16, **ends).save_pretrained(folder / name)
+        special = made.id_to_token(0)
+        checkpoints.write_tokenizer(folder / name, made, bos_token=special, eos_token=special)
+        arguments += [f"{role}=local", f"{role}.path={folder / name}"]
+    return [*arguments, *FP32, "seed=1", "out=null"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bridge", ["auto", "intersection", "text"])
+def test_a_neox_target_with_a_neo_draft(bridge: str, command: Command, tmp_path: Path) -> None:
+    """A public write-up's pair, prompt, K and length: traced, lossless, and at its end it stops."""
+    prompt = 'task.prompts=["Difference between a gasoline and hybrid vehicles is"]'
+    pair = neo_pair(tmp_path)
+    asked = (prompt, "speculation.k=4", "task.max_new_tokens=50", f"speculation.bridge={bridge}")
+    traced = command(*pair, *asked, "task.trace=true")
+    assert (traced.code, traced.errors) == (0, [])
+    assert "round 0: drafted" in traced.out and "accepted" in traced.out
+    greedy = summary(command(*pair, *asked, "sampling=greedy", "output=json"))
+    plain = summary(command(*pair, *asked, "sampling=greedy", "output=json", "speculation=none"))
+    assert texts(greedy) == texts(plain)
+    assert greedy["outputs"][0]["finish_reason"] in ("length", "eos")
+    assert greedy["vocabulary"]["verdict"] == "different"
+    ended = summary(command(*pair, *asked, "output=json", "+sampling.logit_bias={0: 8.0}"))
+    (output,) = ended["outputs"]
+    assert output["finish_reason"] == "eos" and output["token_ids"].count(0) == 1
+    small = ("task.samples=16", "task.max_new_tokens=4", "task.law_tokens=8", "task.greedy_tokens=8")
+    how = (prompt, f"speculation.bridge={bridge}", "output=json", *small)
+    certified = summary(command("task=certify", *pair, *how))
+    assert {check["name"]: check["outcome"] for check in certified["checks"]}["law"] == "passed"
+    assert certified["verdict"] != "different"
