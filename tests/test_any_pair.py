@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tests.conftest import Answer, Command, Saved
 from tests.distributed.pairs import entry_of
 from tests.families import build
 from tests.renumbered import renumber
+from tests.test_process import ROOT
 
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
 DEMO = ("model=demo", "draft=demo_bytes", "seed=1", "output=json", "task.max_new_tokens=24", *FP32)
@@ -199,3 +202,20 @@ def test_a_neox_target_with_a_neo_draft(bridge: str, command: Command, tmp_path:
     certified = summary(command("task=certify", *pair, *how))
     assert {check["name"]: check["outcome"] for check in certified["checks"]}["law"] == "passed"
     assert certified["verdict"] != "different"
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """Other ids cost no draft; bytes are often not what the target takes."""
+    arguments = ["repeats=1", "new=6", "ks=2", "temperatures=0", f"write={tmp_path / 'page.md'}"]
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "bridges.py"), *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    rows = {row["name"]: row for row in json.loads(ran.stdout.splitlines()[-1])["rows"]}
+    names = ("demo_draft, the same tokens", "demo_draft with other ids, intersection")
+    own, other = (rows[f"{name}, K = 2"] for name in names)
+    assert own["acceptance_rate_decided"] == other["acceptance_rate_decided"] > 0
+    assert other["ceiling"] == 1 > rows["demo_bytes, intersection, K = 2"]["ceiling"]
+    assert "| regular (K = 0) |" in (tmp_path / "page.md").read_text()

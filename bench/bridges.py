@@ -1,0 +1,180 @@
+"""Drafts of other tokenizers beside one of the target's own: what they may propose, what stands, the cost.
+
+    python bench/bridges.py [repeats=3] [new=48] [ks=1,4] [temperatures=0,1] [write=FILE.md]
+
+The target is `demo`. `demo_draft` has its tokens; so has its copy with other ids, which a bridge has to find
+out; `demo_bytes` has bytes. Every repeat runs each contender once, in turn, on the same prompts; ratios are
+taken within a repeat. The ceiling is the share of the target's law, at the positions of texts it wrote
+itself, on tokens that the draft has, too: no more of them can be accepted one for one. A text has none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from hydra import compose, initialize_config_dir  # noqa: E402
+
+from bench.side_by_side import PROMPTS, by_us, measured  # noqa: E402
+from bench.surroundings import surroundings, write  # noqa: E402
+from llama_ssp.checkpoint import SHIPPED_FOLDER  # noqa: E402
+from llama_ssp.checks import to_run  # noqa: E402
+from llama_ssp.config import RunConf, register  # noqa: E402
+from llama_ssp.engine import Prompt  # noqa: E402
+from llama_ssp.entries import entries  # noqa: E402
+from llama_ssp.load.tokens import Tokens  # noqa: E402
+from llama_ssp.metrics import Counts  # noqa: E402
+from llama_ssp.report import versions  # noqa: E402
+from llama_ssp.sampling import one_hot  # noqa: E402
+from llama_ssp.tasks.pair import Pair, engine_for, open_pair  # noqa: E402
+from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.vocab import NONE, Intersection  # noqa: E402
+from tests.renumbered import renumber  # noqa: E402
+from tests.rig import drive  # noqa: E402
+
+REGULAR = "regular (K = 0)"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A pair in memory."""
+
+    name: str
+    run: RunConf
+    pair: Pair
+    tokens: Tokens
+
+
+def opened(name: str, overrides: list[str], new: int) -> Opened:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        run = to_run(compose("run", ["seed=1", *overrides]))
+    entry = entries(run, [], 1)[0]
+    found = seats(entry)
+    tokens = tokens_of(found)
+    return Opened(name, entry.run, open_pair(found, entry.run, 1, 256 + new), tokens)
+
+
+def drafts(heat: float, new: int, scratch: Path) -> list[Opened]:
+    """Each draft with each bridge there is for it."""
+    other = scratch / "renumbered"
+    if not other.exists():
+        renumber(SHIPPED_FOLDER / "demo_draft", other)
+    asked = {
+        "demo_draft, the same tokens": ["draft=demo_draft"],
+        "demo_draft with other ids, intersection": [
+            "draft=local", f"draft.path={other}", "speculation.bridge=intersection",
+        ],
+        "demo_bytes, intersection": ["draft=demo_bytes", "speculation.bridge=intersection"],
+        "demo_bytes, text": ["draft=demo_bytes", "speculation.bridge=text"],
+    }  # fmt: skip
+    return [
+        opened(name, [*overrides, f"sampling.temperature={heat}"], new) for name, overrides in asked.items()
+    ]
+
+
+def ceiling(one: Opened, new: int) -> float | None:
+    """The share of the target's law that the draft could propose, over texts by regular sampling."""
+    if one.tokens.paired is None or not isinstance(one.tokens.paired.bridge, Intersection):
+        return None
+    match, heat = one.tokens.paired.diagnosis.match, one.run.sampling.temperature
+    shared = torch.tensor([i != NONE for i in match.draft_of], dtype=torch.float32)
+    plain = replace(one.pair, draft=None)
+    spec = replace(one.run.speculation, k=0)
+    shares: list[float] = []
+    for number, text in enumerate(PROMPTS):
+        ids = one.tokens.encode(text)
+        engine = engine_for(plain, replace(one.run, speculation=spec), one.tokens, frozenset(), 0, 512)
+        (written,) = drive(engine, [Prompt(str(number), tuple(ids))], k=0, max_new=new).texts
+        assert one.pair.target is not None
+        with torch.inference_mode():
+            logits = one.pair.target.module(torch.tensor([[*ids, *written]])).logits[0, len(ids) - 1 : -1]
+        logits = logits[:, : len(shared)].float()
+        law = (logits / heat).softmax(-1) if heat else one_hot(logits.argmax(-1), logits)
+        shares += (law @ shared).tolist()
+    return sum(shares) / len(shares)
+
+
+def rows_of(heat: float, ks: list[int], repeats: int, new: int, scratch: Path) -> list[dict]:
+    found = drafts(heat, new, scratch)
+    kept: dict[str, Counts] = {}
+
+    def contender(one: Opened, k: int, name: str, repeat: int) -> tuple[float, Counts]:
+        ms, counts = by_us(one.pair, one.run, one.tokens, new, repeat, k)
+        kept.setdefault(name, Counts()).merge(counts)
+        return ms, counts
+
+    contenders = {REGULAR: partial(contender, found[0], 0, REGULAR)}
+    ceilings: dict[str, float | None] = {REGULAR: None}
+    for one in found:
+        most = ceiling(one, new)
+        for k in ks:
+            name = f"{one.name}, K = {k}"
+            contenders[name], ceilings[name] = partial(contender, one, k, name), most
+    rows = measured(contenders, repeats)
+    for row in rows:
+        summary = kept[row["name"]].summary()
+        row["temperature"], row["ceiling"] = heat, ceilings[row["name"]]
+        for key in ("acceptance_rate_decided", "accepted_over_expected", "tokens_per_target_forward"):
+            row[key] = summary[key]
+    return rows
+
+
+def main() -> None:
+    own = {"repeats": "3", "new": "48", "ks": "1,4", "temperatures": "0,1", "write": ""}
+    own.update(argument.split("=", 1) for argument in sys.argv[1:])  # type: ignore[misc]
+    register()
+    ks, new, repeats = [int(k) for k in own["ks"].split(",")], int(own["new"]), int(own["repeats"])
+    with tempfile.TemporaryDirectory() as scratch:
+        tables = {
+            heat: rows_of(heat, ks, repeats, new, Path(scratch))
+            for heat in map(float, own["temperatures"].split(","))
+        }
+    text = page(tables, repeats, new)
+    print(text)
+    print(json.dumps({"rows": [row for rows in tables.values() for row in rows], "versions": versions()}))
+    if own["write"]:
+        write(own["write"], text)
+
+
+def page(tables: dict[float, list[dict]], repeats: int, new: int) -> str:
+    """A results file that needs nothing beside it."""
+    lines = [
+        "# demo with drafts of its own tokenizer, of other ids, and of bytes",
+        "",
+        *surroundings({"model": "cpu", "draft": "cpu"}),
+        f"Batch 1, {len(PROMPTS)} prompts, {new} tokens each, {repeats} interleaved repeats; ratios are",
+        "medians with the least and the most. `accepted` counts the drafts that were decided on.",
+    ]
+    for heat, rows in tables.items():
+        lines += [
+            "",
+            f"Temperature {heat:g}:",
+            "",
+            "| contender | ceiling | accepted | over expected | tokens/forward | ms/token | faster |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            keys = (
+                "ceiling",
+                "acceptance_rate_decided",
+                "accepted_over_expected",
+                "tokens_per_target_forward",
+            )
+            cells = " | ".join("" if row[key] is None else f"{row[key]:.2f}" for key in keys)
+            lines.append(
+                f"| {row['name']} | {cells} | {row['ms_per_token']:.2f} | {row['faster_than_regular']:.2f}x, "
+                f"{row['least']:.2f}..{row['most']:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
