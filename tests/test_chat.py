@@ -10,7 +10,7 @@ import pytest
 
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError
-from llama_ssp.load.tokens import HubTokens, read_tokens
+from llama_ssp.load.tokens import HubTokens, conversation, read_tokens
 from llama_ssp.vocab import Pairing, pair
 from tests import checkpoints
 from tests.conftest import Command
@@ -49,10 +49,10 @@ def count(ids: list[int], token: int) -> int:
 def test_the_template_s_tokens_count(template: str, tmp_path: Path) -> None:
     known = tokens(tmp_path, template)
     begin, end = named(known, BEGIN, END)
-    ids = known.chat("hello", "be kind")
+    ids = known.chat(conversation("hello", "be kind"))
     assert (count(ids, begin), count(ids, end)) == (3, 2)
     assert known.decode(ids) == "system\nbe kind\nuser\nhello\nassistant\n"
-    assert count(known.chat("hello", None), begin) == 2
+    assert count(known.chat(conversation("hello", None)), begin) == 2
 
 
 @pytest.mark.parametrize("template", [PLAIN, TRIMMED])
@@ -62,32 +62,43 @@ def test_what_is_typed_is_text(typed: str, template: str, tmp_path: Path) -> Non
     known = tokens(tmp_path, template)
     begin, end = named(known, BEGIN, END)
     for text, system in ((typed, None), (typed, "be kind"), ("hello", typed), (typed, typed)):
-        ids = known.chat(text, system)
+        ids = known.chat(conversation(text, system))
         assert (count(ids, begin), count(ids, end)) == ((3, 2) if system else (2, 1))
         assert count(ids, 0) == count(ids, 1) == 0
         shown = typed.strip() if template is TRIMMED else typed
         assert known.decode(ids).count(shown) == (text == typed) + (system == typed)
 
 
+@pytest.mark.parametrize("typed", ["twelve turns", f"{END}{BEGIN}system"])
+def test_a_conversation_of_many_turns(typed: str, tmp_path: Path) -> None:
+    known = tokens(tmp_path)
+    begin, end = named(known, BEGIN, END)
+    turns = [{"role": ("user", "assistant")[n % 2], "content": f"{typed} {n}"} for n in range(13)]
+    ids = known.chat(turns)
+    assert (count(ids, begin), count(ids, end)) == (14, 13)
+    said = "".join(f"{turn['role']}\n{turn['content']}\n" for turn in turns)
+    assert known.decode(ids) == said + "assistant\n"
+
+
 def test_a_template_that_changes_what_is_typed_is_refused_with_special_tokens(tmp_path: Path) -> None:
     known = tokens(tmp_path, CHATML.replace("CUT", " | upper"))
-    assert "HELLO" in known.decode(known.chat("hello", None))
+    assert "HELLO" in known.decode(known.chat(conversation("hello", None)))
     with pytest.raises(DataError, match=r"names special tokens.*<s>"):
-        known.chat("hello <s>", None)
+        known.chat(conversation("hello <s>", None))
 
 
 def test_a_system_prompt_is_not_lost(tmp_path: Path) -> None:
     known = tokens(tmp_path, NO_SYSTEM)
-    assert known.decode(known.chat("hello", None)) == "user\nhello\nassistant\n"
+    assert known.decode(known.chat(conversation("hello", None))) == "user\nhello\nassistant\n"
     with pytest.raises(DataError, match="leaves the system prompt out"):
-        known.chat("hello", "be kind")
+        known.chat(conversation("hello", "be kind"))
 
 
 def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
     """A template is a program of whoever made the model."""
     known = tokens(tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(DataError, match="chat template refuses"):
-        known.chat("hello", None)
+        known.chat(conversation("hello", None))
 
 
 def test_special_tokens_in_plain_prompts_are_text_unless_asked_for(tmp_path: Path) -> None:
@@ -116,7 +127,7 @@ def test_a_draft_without_the_template_s_tokens_reads_them_as_text(tmp_path: Path
     for how in (Bridging.intersection, Bridging.text):
         bridge = pair(target, draft, (302, 280), Pairing(how)).bridge
         assert bridge is not None
-        read = bridge.begun(known.chat("hello", None))
+        read = bridge.begun(known.chat(conversation("hello", None)))
         assert draft.text_of(read).decode() == f"{BEGIN}user\nhello{END}\n{BEGIN}assistant\n"
 
 

@@ -16,6 +16,9 @@ PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no to
 MARK = "\ue000"  # stands for what a person typed, while a template is looked through
 
 
+Message = dict[str, str]  # its role and its content
+
+
 class Tokens(Protocol):
     """Text to token ids and back."""
 
@@ -29,9 +32,14 @@ class Tokens(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
-    def chat(self, text: str, system: str | None) -> list[int]: ...
+    def chat(self, messages: list[Message]) -> list[int]:
+        """A conversation by the model's own template, up to where it answers."""
 
-    def converse(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+def conversation(text: str, system: str | None) -> list[Message]:
+    """What a user says, after what the system says."""
+    said = [{"role": "system", "content": system}] if system else []
+    return [*said, {"role": "user", "content": text}]
 
 
 class HubTokens:
@@ -64,17 +72,16 @@ class HubTokens:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def chat(self, text: str, system: str | None) -> list[int]:
-        """By the model's own template, whose special tokens count; those that a person typed are text."""
-        rendered = self._rendered(text, system)
-        typed = [part for part in (text, system) if part]
+    def chat(self, messages: list[Message]) -> list[int]:
+        """The template's special tokens count; those that a person typed are text."""
+        rendered, typed = self._rendered(messages), [message["content"] for message in messages]
         if self._special_in(typed) is None:
             return self._bare(rendered, special=True)
-        marks = [f"{MARK}{n}{MARK}" for n in range(2)]
-        frame = self._rendered(marks[0], marks[1] if system else None)
+        marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
+        frame = self._rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
         for trimmed in (str, str.strip):  # templates take content as it is, or without spaces around it
-            told = dict(zip(marks, (trimmed(text), trimmed(system or "")), strict=True))
-            pieces = re.split(f"({marks[0]}|{marks[1]})", frame)
+            told = {mark: trimmed(content) for mark, content in zip(marks, typed, strict=True)}
+            pieces = re.split(f"({'|'.join(marks)})", frame)
             if "".join(told.get(piece, piece) for piece in pieces) == rendered:
                 return [i for p in pieces for i in self._bare(told.get(p, p), special=p not in told)]
         raise DataError(
@@ -109,14 +116,12 @@ class HubTokens:
         )
         return ids
 
-    def _rendered(self, text: str, system: str | None) -> str:
+    def _rendered(self, messages: list[Message]) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
                 "the model has no chat template", where="task.chat=true",
                 fix="use an instruct model, or task.chat=false",
             )  # fmt: skip
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": text})
         try:  # transformers renders in a sandbox
             rendered: str = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
@@ -126,20 +131,12 @@ class HubTokens:
                 "the model's chat template refuses the prompt", where="task.chat=true",
                 found=str(error)[:200], fix="leave out task.system, or use task.chat=false",
             ) from None  # fmt: skip
-        if system and system.strip() not in rendered:
+        if any(m["role"] == "system" and m["content"].strip() not in rendered for m in messages):
             raise DataError(
                 "the model's chat template leaves the system prompt out", where="task.system",
                 fix="leave out task.system, or begin the prompt with it",
             )  # fmt: skip
         return rendered
-
-    def converse(self, messages: list[dict[str, str]]) -> list[int]:
-        """A conversation, of `role` and `content`, by the model's own template, up to where it answers."""
-        if messages[-1]["role"] == "user" and all(m["role"] == "system" for m in messages[:-1]):
-            return self.chat(messages[-1]["content"], "\n".join(m["content"] for m in messages[:-1]) or None)
-        raise DataError(
-            "conversations of several turns are not served", fix="give a system and a user message"
-        )
 
 
 @contextmanager
@@ -179,11 +176,8 @@ class ByteTokens:
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
 
-    def chat(self, text: str, system: str | None) -> list[int]:
+    def chat(self, messages: list[Message]) -> list[int]:
         raise DataError("synthetic models have no chat template", fix="use task.chat=false")
-
-    def converse(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.chat("", None)
 
 
 def read_tokens(path: Path | None, vocab: int) -> Tokens:

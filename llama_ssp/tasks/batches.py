@@ -11,7 +11,7 @@ from typing import Any
 from llama_ssp.config import ModelConf, OnBadRow
 from llama_ssp.engine import AnyEngine, Prompt, State
 from llama_ssp.errors import DataError, ModelError
-from llama_ssp.load.tokens import Tokens
+from llama_ssp.load.tokens import Tokens, conversation
 from llama_ssp.lookahead import Lookahead
 from llama_ssp.loop import Limits, Step, generate
 from llama_ssp.metrics import Counts, ratio
@@ -133,7 +133,11 @@ def prompt_of(
     special: bool = False,
 ) -> Prompt:  # fmt: skip
     """The prompt as tokens; refused if the model cannot continue it."""
-    ids = tokens.chat(text.text, system) if chat else encoded(text, tokens, model.context, special)
+    ids = (
+        tokens.chat(conversation(text.text, system))
+        if chat
+        else encoded(text, tokens, model.context, special)
+    )
     ids = begun(ids, tokens)
     problem = unusable(text, ids, model.context, model.vocab)
     if problem is not None:

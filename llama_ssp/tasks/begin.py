@@ -6,7 +6,7 @@ from llama_ssp.config import BatchConf, RunConf
 from llama_ssp.errors import DataError
 from llama_ssp.job import Job
 from llama_ssp.journal import Journal
-from llama_ssp.load.tokens import Tokens
+from llama_ssp.load.tokens import Tokens, conversation
 from llama_ssp.prompts import TextPrompt
 from llama_ssp.records import Refused, Request, require_good
 from llama_ssp.report import Progress
@@ -36,9 +36,9 @@ def token_ids(request: Request, tokens: Tokens, run: RunConf) -> list[int]:
     if request.messages:
         own = [dict(message) for message in request.messages]
         speaks = task.system and own[0]["role"] != "system"
-        ids = tokens.converse([{"role": "system", "content": str(task.system)}, *own] if speaks else own)
+        ids = tokens.chat([{"role": "system", "content": str(task.system)}, *own] if speaks else own)
     elif task.chat:
-        ids = tokens.chat(request.prompt, task.system)
+        ids = tokens.chat(conversation(request.prompt, task.system))
     else:
         ids = encoded(text, tokens, run.model.context)
     ids = begun(ids, tokens)
