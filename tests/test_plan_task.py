@@ -63,6 +63,14 @@ def test_the_text_where_it_does_not_fit(command):
     assert not any(line.startswith(("acceptance ", "regular ", "times ")) for line in said)
 
 
+def test_between_nodes_no_time_is_promised(command):
+    """All-reduce is known within a node only."""
+    said = command(*PAIR, "cluster.gpus=2", "cluster.nodes=2", "out=null").out
+    assert "on p4d: 4 x A100-40" in said and "on 2 nodes" in said
+    assert "between nodes they are slower" in said
+    assert "between nodes" not in command(*PAIR, "cluster.gpus=4", "out=null").out
+
+
 def test_the_text_of_a_cpu(command):
     said = command("task=plan", "cluster.gpu=cpu", "out=null").out
     assert "\nCPU 0 " in said and "GPU" not in said.partition("\n{")[0]

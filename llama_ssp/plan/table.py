@@ -180,7 +180,10 @@ def _words(plan: Outcome) -> Iterator[str]:
     yield steps
     source = plan.asked.machine.times.source
     yield f"times within {plan.asked.band:.0%}, constants of {source}"
-    if plan.asked.machine.is_cpu and plan.asked.machine.times.band > BAND:
+    machine = plan.asked.machine
+    if machine.nodes > 1 and not machine.is_cpu and plan.chosen.placement.world > machine.gpus:
+        yield "sums over ranks are timed as within a node: between nodes they are slower, and so will this be"
+    if machine.is_cpu and machine.times.band > BAND:
         yield "task=calibrate measures this machine's own"
 
 
