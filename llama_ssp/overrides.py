@@ -31,6 +31,7 @@ REFUSED_FLAGS = {
 ADDED_TO = "sampling.logit_bias"
 HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
 UNSAFE_KEYS = re.compile(r"hydra|_target_|_partial_|_recursive_|\(\)|class")
+RUN_ON_NODES = {"setup", "options", "torchrun", "python"}  # of cluster.slurm: they end in a shell script
 PACKAGE_HEADER = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 # Hydra's flags and the values each may have: () is none, None is any. Hydra itself would take the
 # beginning of a flag for the flag, past what is refused above.
@@ -78,6 +79,11 @@ def check_config_folder(folder: Path) -> None:
         )
     for file in _yaml_files(folder):
         unsafe = sorted({key for key in _keys(file) if _is_unsafe(key)})
+        if running := sorted(RUN_ON_NODES & set(_keys(file))):
+            raise UsageError(
+                "a private config may not set what runs on the nodes of a cluster", where=str(file),
+                found=", ".join(running), fix=f"write cluster.slurm.{running[0]}=... on the command line",
+            )  # fmt: skip
         if unsafe or file.relative_to(folder).parts[0] == "hydra":
             raise UsageError(
                 "a private config may not set what Hydra itself runs", where=str(file),

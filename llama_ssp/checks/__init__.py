@@ -6,9 +6,9 @@ import math
 
 from omegaconf import DictConfig, OmegaConf
 
+from llama_ssp.checks.cluster import check_cluster
 from llama_ssp.checks.groups import (
     MAX_SEED,
-    check_cluster,
     check_model,
     check_placement,
     check_sampling,

@@ -7,7 +7,6 @@ import re
 from llama_ssp.checks.values import between
 from llama_ssp.config import (
     SIZES,
-    ClusterConf,
     ModelConf,
     PlacementConf,
     RunConf,
@@ -75,30 +74,6 @@ def check_placement(placement: PlacementConf) -> None:
                 "a placement.max_memory entry cannot be read", found=f"{device}: {size}",
                 allowed='a device index or cpu, and a size such as "20GiB"', fix="correct it",
             )  # fmt: skip
-
-
-def check_cluster(cluster: ClusterConf) -> None:
-    between("cluster.reserve", cluster.reserve, 0.0, 0.9)
-    between("cluster.nodes", cluster.nodes, 1, 1024)
-    if cluster.gpus is not None:
-        between("cluster.gpus", cluster.gpus, 1, 1024, "null is what there is")
-    for name in ("gib", "gb_s", "tflops", "link_gb_s"):
-        if (value := getattr(cluster, name)) is not None:
-            between(f"cluster.{name}", value, 0.0, 2.0**20, "null looks it up", above=True)
-    for name in ("context_mib", "cublas_mib", "nccl_mib", "graph_mib"):
-        if (value := getattr(cluster, name)) is not None:
-            between(f"cluster.{name}", value, 0.0, 2.0**20)
-    times = cluster.times
-    for name in ("bandwidth_share", "flops_share"):
-        if (value := getattr(times, name)) is not None:
-            between(f"cluster.times.{name}", value, 0.0, 2.0, above=True)
-    for name in ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns", "message_us"):
-        if (value := getattr(times, name)) is not None:
-            between(f"cluster.times.{name}", value, 0.0, 1e9)
-    for name in ("all_reduce_us", "rows_cost"):
-        for count, value in getattr(times, name).items():
-            between(f"cluster.times.{name} count", count, 1, 2**20)
-            between(f"cluster.times.{name}", value, 0.0, 1e9)
 
 
 def check_model(role: str, model: ModelConf) -> None:

@@ -10,7 +10,7 @@ from llama_ssp.errors import UsageError
 
 NEVER_EMPTY = (
     "name", "repo", "revision", "path", "prompt_file", "out", "plot", "record", "image", "offload_folder",
-    "gpu", "folder", "input", "work",
+    "gpu", "folder", "input", "work", "python",
 )  # fmt: skip
 
 

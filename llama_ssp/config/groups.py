@@ -83,6 +83,13 @@ class OnBadRow(Enum):
     skip = "skip"
 
 
+class Scheduler(Enum):
+    """Who hands out machines: nobody, or Slurm."""
+
+    none = "none"
+    slurm = "slurm"
+
+
 @dataclass
 class ModelConf:
     """One model: where it is, how it is held, and its true shape (so that planning needs no file).
@@ -161,18 +168,49 @@ class TimesConf:
 
 
 @dataclass
+class SlurmConf:
+    """What task=batch asks of Slurm; what is null is left to the cluster's own defaults.
+
+    `time` is "H:MM:SS" or "D-HH:MM:SS"; an element of the array stops `signal_s` before it ends, and goes on
+    in a new one. `mem` is a node's, `cpus_per_rank` a rank's; `gpu_type` is a name in the cluster's own gres.
+    `setup` holds shell lines that run on the node first ("module load cuda"), `options` more of sbatch's
+    options ("--exclusive"), `torchrun` more of torchrun's; `python` null is the interpreter of this command.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: str | None = None
+    mem: str | None = None
+    cpus_per_rank: int | None = None
+    gpu_type: str | None = None
+    job_name: str | None = None
+    signal_s: int = 120
+    setup: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    torchrun: list[str] = field(default_factory=list)
+    python: str | None = None
+
+
+@dataclass
 class ClusterConf:
     """What there is to run on: `nodes` machines with `gpus` GPUs each (gpu=cpu: processes that share one).
 
-    What is null is looked up: `local` asks the machine at hand, and figures of a GPU that a preset has
-    are that preset's. `gib` is what one GPU offers, less `reserve` of it; `gb_s` and `tflops` (16 bit, dense)
-    are its data sheet's, `link_gb_s` is one direction's. `*_mib` are taken by libraries on every GPU.
+    task=batch may have `groups` of them at once, each with models of its own: here, or through the
+    `scheduler`. What is null is looked up: `local` asks the machine at hand, and figures of a GPU that a
+    preset has are that preset's. `gib` is what one GPU offers, less `reserve` of it; `gb_s` and `tflops`
+    (16 bit, dense) are its data sheet's, `link_gb_s` is one direction's. `*_mib` are taken by libraries on
+    every GPU.
     """
 
     name: str = "local"
     gpu: str | None = None
     nodes: int = 1
     gpus: int | None = None
+    groups: int = 1
+    scheduler: Scheduler = Scheduler.none
+    slurm: SlurmConf = field(default_factory=SlurmConf)
     gib: float | None = None
     reserve: float = 0.1
     bf16: bool | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from llama_ssp.config import ClusterConf, Dtype, TimesConf
+from llama_ssp.config import ClusterConf, Dtype, Scheduler, TimesConf
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.overrides import CONF
 from llama_ssp.plan.attention import GPU, Kernels
@@ -87,6 +87,11 @@ class Machine:
 def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
     """The cluster with every figure in its place; `capacity` is a GPU's where it has been measured."""
     _require_own_gpu(cluster)
+    if cluster.gpu is None and cluster.scheduler is not Scheduler.none:  # this is not where it will run
+        raise UsageError(
+            "the nodes' GPU is not known here", where="cluster.gpu", allowed=", ".join(sorted(_gpus_known())),
+            fix="name it with cluster.gpu=",
+        )  # fmt: skip
     measured = capacity if cluster.gib is None else None
     own_times = cluster.times.layer_us is not None
     whole = _completed(_asked_of_this_machine(cluster) if cluster.gpu is None else cluster)
@@ -116,6 +121,10 @@ def known() -> dict[str, dict[str, Any]]:
         if isinstance(content, dict) and content.get("gpu"):
             found[file.stem] = content
     return found
+
+
+def _gpus_known() -> set[str]:
+    return {str(preset["gpu"]) for preset in known().values()}
 
 
 def _require_own_gpu(cluster: ClusterConf) -> None:
