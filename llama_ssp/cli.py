@@ -21,7 +21,18 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks, config
-from llama_ssp.config import AgreeConf, BatchConf, CompareConf, EvalConf, MeasureConf, PlanConf, PromptedConf
+from llama_ssp.checks.cluster import check_sharing
+from llama_ssp.config import (
+    AgreeConf,
+    BatchConf,
+    CompareConf,
+    EvalConf,
+    MeasureConf,
+    PlanConf,
+    PromptedConf,
+    RunConf,
+    Scheduler,
+)
 from llama_ssp.entries import entries
 from llama_ssp.errors import (
     INPUT_OUTPUT,
@@ -38,6 +49,7 @@ from llama_ssp.job import held_seed, job_of
 from llama_ssp.overrides import CONF, check_arguments, ranks, translated
 from llama_ssp.plot import check_plot, check_record
 from llama_ssp.prompts import Reading, read_prompts
+from llama_ssp.retries import leave_code
 
 GRACE_S = 4.0  # for a rank to obey a signal
 
@@ -63,6 +75,7 @@ def main() -> NoReturn:
     finally:
         GUARD.stop()
     _forget_unwritable_output()
+    leave_code(code)
     sys.exit(code)
 
 
@@ -131,11 +144,14 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
         checked = checks.to_run(cfg)
     except OmegaConfBaseException as error:
         raise translated(error) from error
+    check_sharing(checked)
     task = checked.task
     if isinstance(task, PlanConf):
         from llama_ssp import planning
 
         return planning.execute(checked, ranks(), _is_leader())
+    if isinstance(task, BatchConf) and (code := _shared(checked, folders)) is not None:
+        return code
     if isinstance(task, EvalConf | MeasureConf | AgreeConf):
         check_plot(task.plot)
     if isinstance(task, CompareConf):
@@ -156,6 +172,28 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     from llama_ssp.tasks import execute
 
     return execute(inputs)
+
+
+def _shared(run: RunConf, folders: list[Path]) -> int | None:
+    """A batch job that is not this process's own to do: the exit code. None where it is."""
+    task, words = run.task, sys.argv[1:]
+    assert isinstance(task, BatchConf)
+    shared = run.cluster.scheduler is not Scheduler.none or run.cluster.groups > 1
+    if shared and {"--multirun", "-m"} & set(words):
+        raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")
+    if task.status:
+        from llama_ssp.slurm import status
+
+        return status.execute(run)
+    if run.cluster.scheduler is Scheduler.slurm:
+        from llama_ssp.slurm import submit
+
+        return submit.execute(run, folders, words)
+    if run.cluster.groups > 1:
+        from llama_ssp import groups
+
+        return groups.execute(run, folders, words)
+    return None
 
 
 def _prepare_output() -> None:

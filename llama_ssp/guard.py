@@ -21,6 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from llama_ssp.errors import one_line
+from llama_ssp.retries import leave_code
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 TICK_S = 1.0
@@ -140,6 +141,7 @@ def leave(code: int, line: str = "") -> NoReturn:
     if line:
         with contextlib.suppress(OSError):
             os.write(2, f"error: {one_line(line)}\n".encode(errors="backslashreplace"))
+    leave_code(code)
     os._exit(code)
 
 

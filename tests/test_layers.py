@@ -13,7 +13,7 @@ PACKAGE = ROOT / "llama_ssp"
 # Lowest first; a module may import from its own row and from the rows above it in this list.
 LAYERS = [
     {"llama_ssp", "errors"},
-    {"config", "guard"},
+    {"config", "guard", "retries"},
     {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
      "tabular", "lookahead"},
     {"checkpoint", "prompts", "arrays", "text", "metrics", "journal", "vocab"},
@@ -28,16 +28,17 @@ LAYERS = [
     {"engine"},
     {"loop", "trace"},
     {"numerics", "report"},
-    {"certify"},
-    {"tasks", "planning"},
-    {"cli"},
+    {"certify", "sharing"},
+    {"tasks", "planning", "slurm", "groups"},
+    {"cli", "__main__"},
 ]  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
     "ranges", "placement", "journal", "records", "job", "tabular", "track", "speeds", "screen", "plot_speeds",
-    "recording", "planning", "guard", "vocab",
+    "recording", "planning", "guard", "retries", "sharing", "slurm", "groups", "__main__",
+    "vocab",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

@@ -57,6 +57,14 @@ def claim(path: Path, unique: str) -> Claim | None:
     return Claim(path)
 
 
+def release_jobs(folder: Path) -> None:
+    """Takes away what jobs of a scheduler claimed, once none of them lives: nobody needs to wait for it."""
+    for path in folder.glob("*"):
+        with suppress(OSError, ValueError):
+            if json.loads(path.read_bytes()).get("job") is not None:
+                path.unlink()
+
+
 def _me() -> dict[str, object]:
     return {
         "host": socket.gethostname(),

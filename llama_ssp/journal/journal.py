@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import DataError
-from llama_ssp.journal.claims import Claim, claim
+from llama_ssp.journal.claims import Claim, claim, release_jobs
 from llama_ssp.journal.files import replace_whole, storing, write_once
 from llama_ssp.journal.manifest import Manifest, Shard
 from llama_ssp.journal.parts import Part, Story, read_part
@@ -81,6 +81,10 @@ class Journal:
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()
+
+    def release_jobs(self) -> None:
+        """What a scheduler's jobs held may be taken at once; for when none of them is left."""
+        release_jobs(self.folder / CLAIMS)
 
     def claim(self) -> tuple[Shard, Claim] | None:
         """The first shard that is neither done nor being done by a living process, and the right to it."""

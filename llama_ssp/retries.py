@@ -1,0 +1,58 @@
+"""When a group of ranks that ended is started again, and when no more. No torch.
+
+torchrun leaves with 1 whatever its ranks left with, so a rank leaves its code in a file as well.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+
+from llama_ssp.errors import DATA, MODEL, OK, USAGE
+
+STOPPED = 75  # stopped at a record's end, with more to do
+LASTING = (USAGE, DATA, MODEL)  # what another go would end with again
+CODE_FILE = "LLAMA_SSP_CODE_FILE"
+
+
+class Next(Enum):
+    """What follows the end of a group."""
+
+    done = "done"
+    again = "again"
+    give_up = "give up"
+
+
+def after(code: int, fruitless: int, retries: int) -> Next:
+    """`fruitless` is how many ends in a row, this one included, came without one more record finished.
+
+    A record that kills its ranks is set aside after `retries` failures, which then counts as finished: so
+    more than that many in a row are the fault of something else.
+    """
+    if code == OK:
+        return Next.done
+    if code in LASTING or fruitless > retries:
+        return Next.give_up
+    return Next.again
+
+
+def leave_code(code: int) -> None:
+    """Tells who started this group how it ended: the first rank to end with anything but 0 says it."""
+    name = os.environ.get(CODE_FILE)
+    if name is None or code == OK:
+        return
+    with suppress(OSError):  # there already, or a full disk: then torchrun's own code has to do
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.write(handle, b"%d\n" % code)
+        os.close(handle)
+
+
+def code_of(returned: int, file: Path) -> int:
+    """How the group ended: 0, or what its ranks said, or else what the process that started them did."""
+    if returned == OK:
+        return OK
+    with suppress(OSError, ValueError):
+        return int(file.read_text(encoding="ascii"))
+    return 128 - returned if returned < 0 else returned
