@@ -1,0 +1,118 @@
+"""Batch jobs for the tests: one small input, submitted to a cluster, disturbed, and followed to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.journal import Journal
+from llama_ssp.journal.progress import Progress
+from llama_ssp.slurm.records import End, ends
+from tests.slurm.lab import Lab, kill, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = 20
+COMMAND = (
+    "task=batch", "model=tiny", "draft=tiny_draft", "model.dtype=fp32", "draft.dtype=fp32", "seed=7",
+    "task.input=prompts.txt", "task.output=answers.jsonl", "task.shard_size=5", "task.max_new_tokens=48",
+    "task.ignore_eos=true", "task.batch_size=2", "placement.target_device=cpu", "placement.draft_device=cpu",
+)  # fmt: skip
+ON_SLURM = ("cluster=slurm", "cluster.gpu=cpu", "cluster.slurm.time=20", "task.submit=true")
+# All nodes of the test cluster are this host, whose name need not be an address.
+ON_ONE_HOST = 'cluster.slurm.torchrun=["--local-addr=127.0.0.1"]'
+
+
+@dataclass
+class Batches:
+    """The job in a folder of its own."""
+
+    home: Path
+    lab: Lab | None = None
+
+    def __post_init__(self) -> None:
+        lines = [f"question {number}: how much is {number} times 7?" for number in range(RECORDS)]
+        (self.home / "prompts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self.output, self.work = self.home / "answers.jsonl", self.home / "answers.jsonl.work"
+        self._progress = Progress(self.work)
+
+    def run(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+        """The command, in the job's folder."""
+        env = {**(self.lab.env if self.lab else os.environ), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, str(ROOT / "launch" / "run.py"), *COMMAND, *overrides],
+            cwd=self.home, env=env, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+
+    def alone(self) -> bytes:
+        done = self.run()
+        assert done.returncode == 0, done.stderr
+        return self.output.read_bytes()
+
+    def submit(self, *overrides: str) -> str:
+        """The number of the job."""
+        done = self.run(*ON_SLURM, ON_ONE_HOST, *overrides)
+        assert done.returncode == 0, done.stderr
+        return str(self.document(done)["job"])
+
+    @staticmethod
+    def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return document
+
+    @property
+    def finished(self) -> int:
+        return self._progress.finished()
+
+    def wait_for_records(self, count: int) -> None:
+        wait_for(lambda: self.finished >= count, self.logs)
+
+    def whole(self) -> bytes:
+        """The output, once no job of it is left in the queue."""
+        assert self.lab is not None
+        self.lab.wait_empty()
+        assert self.output.exists(), self.logs()
+        return self.output.read_bytes()
+
+    @property
+    def ends(self) -> list[End]:
+        return ends(self.work)
+
+    def computed(self) -> int:
+        """Answers that were computed, those in vain included."""
+        parts = (self.work / "parts").glob("*.jsonl")
+        return sum(path.read_bytes().count(b'{"finished":') for path in parts)
+
+    def attempts(self) -> int:
+        return Journal.find(self.work).standing().attempts
+
+    def logs(self) -> str:
+        """For when something went wrong."""
+        texts = [path.read_text(errors="replace")[-1500:] for path in (self.work / "logs").glob("*")]
+        return f"{self.finished} records; {'|'.join(texts)}"
+
+    def processes(self, job: str, kind: str) -> list[int]:
+        """A job's processes of one kind: rank, agent (torchrun), warden."""
+        assert self.lab is not None
+        found = self.lab.processes(job)
+        return sorted(pid for pid, command in found.items() if kind_of(command) == kind)
+
+    def kill(self, job: str, kind: str) -> None:
+        """The first of them, at once."""
+        wait_for(lambda: self.processes(job, kind), self.logs)
+        kill(self.processes(job, kind)[0])
+
+
+def kind_of(command: str) -> str:
+    """What a command line of ours is."""
+    if "llama_ssp.slurm.warden" in command:
+        return "warden"
+    if "torch.distributed.run" in command:
+        return "srun" if "srun" in command.split()[0] else "agent"
+    if "-m llama_ssp" in command:
+        return "srun" if "srun" in command.split()[0] else "rank"
+    return ""

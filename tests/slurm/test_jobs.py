@@ -1,0 +1,117 @@
+"""Jobs on a real Slurm, disturbed in every way a cluster knows: each ends with the undisturbed output."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.slurm.jobs import RECORDS, Batches
+from tests.slurm.lab import NODES, Lab, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+
+
+def test_an_array_of_groups_shares_the_work(batches: Batches, expected: bytes):
+    job = batches.submit("cluster.groups=3")
+    assert batches.whole() == expected
+    assert {end.code for end in batches.ends} == {0} and len(batches.ends) == 3
+    assert batches.computed() == RECORDS  # nobody did another's work
+    assert {path.name for path in (batches.work / "logs").iterdir()} == {
+        f"llama-ssp-answers-{job}_{element}.out" for element in range(3)
+    }
+
+
+def test_a_group_over_two_nodes(batches: Batches, expected: bytes):
+    job = batches.submit("cluster.nodes=2")
+    wait_for(lambda: len(batches.processes(job, "rank")) == 2, batches.logs)
+    assert batches.whole() == expected
+
+
+def test_a_requeued_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
+    job = batches.submit()
+    batches.wait_for_records(3)
+    lab.run("scontrol", "requeue", job)
+    assert batches.whole() == expected
+    assert [end.restart for end in batches.ends] == [0, 1]
+    assert batches.attempts() < 2 * 4 and batches.computed() < RECORDS + 5
+
+
+def test_a_preempted_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
+    batches.submit("cluster.gpus=2")
+    batches.wait_for_records(3)
+    options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
+    lab.run("sbatch", *options, "--wrap=sleep 1")
+    assert batches.whole() == expected
+    assert batches.ends[0].stopped_by == "slurm" and not batches.ends[0].failed
+    assert batches.ends[-1].restart == 1
+
+
+def test_a_killed_rank(batches: Batches, expected: bytes):
+    job = batches.submit("cluster.gpus=2")
+    batches.wait_for_records(3)
+    batches.kill(job, "rank")
+    assert batches.whole() == expected
+    assert [end.failed for end in batches.ends] == [True, False]
+
+
+def test_a_killed_agent(batches: Batches, expected: bytes):
+    """torchrun itself goes; its ranks go with it, and their nodes are free."""
+    job = batches.submit("cluster.gpus=2")
+    batches.wait_for_records(3)
+    batches.kill(job, "agent")
+    assert batches.whole() == expected
+    assert [end.failed for end in batches.ends] == [True, False]
+
+
+def test_a_killed_rank_of_two_nodes(batches: Batches, expected: bytes):
+    job = batches.submit("cluster.nodes=2")
+    batches.wait_for_records(3)
+    batches.kill(job, "rank")
+    assert batches.whole() == expected
+    assert [end.failed for end in batches.ends] == [True, False]
+
+
+def test_near_the_time_limit_it_stops_and_goes_on(batches: Batches, lab: Lab, expected: bytes):
+    """Slurm's own signal, which comes when less than signal_s is left; Slurm looks every half minute."""
+    job = batches.submit("cluster.slurm.signal_s=170")
+    batches.wait_for_records(3)
+    rank = batches.processes(job, "rank")[0]
+    os.kill(rank, signal.SIGSTOP)  # so that there is still work to do, however long that takes
+    minutes = lab.run("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2]
+    lab.run("scontrol", "update", f"jobid={job}", f"timelimit={int(minutes) + 2}")
+    wait_for(lambda: "the time limit is near" in batches.logs(), batches.logs)
+    os.kill(rank, signal.SIGCONT)
+    wait_for(lambda: "Restarts=1" in lab.run("scontrol", "show", "job", job), batches.logs)
+    lab.run("scontrol", "update", f"jobid={job}", "timelimit=20")
+    assert batches.ends[0].stopped_by == "time" and not batches.ends[0].failed
+    assert batches.ends[0].finished < RECORDS
+    assert batches.whole() == expected
+    assert batches.ends[-1].code == 0
+
+
+def test_a_node_that_dies_with_its_tasks(batches: Batches, lab: Lab, expected: bytes):
+    job = batches.submit()
+    batches.wait_for_records(3)
+    lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=True)
+    assert batches.whole() == expected
+    assert [end.restart for end in batches.ends] == [1]  # nobody was left to tell how the first ended
+
+
+def test_a_node_whose_tasks_outlive_it(batches: Batches, lab: Lab, expected: bytes):
+    """Two attempts live at once. The first, which Slurm has given up, does not requeue the second."""
+    job = batches.submit()
+    batches.wait_for_records(3)
+    node = lab.run("squeue", "-h", "-j", job, "-o", "%N")
+    before = batches.processes(job, "rank")
+    for pid in before:  # so that it is still alive, however long Slurm takes to notice
+        os.kill(pid, signal.SIGSTOP)
+    lab.lose_node(node, with_tasks=False)
+    wait_for(lambda: set(batches.processes(job, "rank")) - set(before), batches.logs)
+    for pid in before:
+        os.kill(pid, signal.SIGCONT)
+    assert batches.whole() == expected
+    wait_for(lambda: not batches.processes(job, "warden"), batches.logs)
+    assert batches.output.read_bytes() == expected
+    assert "Restarts=1" in lab.run("scontrol", "show", "job", job)

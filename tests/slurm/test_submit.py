@@ -1,0 +1,194 @@
+"""What is printed, checked, refused and submitted, against a real Slurm; and without one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.slurm import ask
+from tests.conftest import Answer, Command
+from tests.slurm.jobs import COMMAND, ON_SLURM, Batches
+from tests.slurm.lab import Lab
+
+JOB = [word for word in COMMAND if not word.startswith(("model=", "draft="))]  # the command's own are small
+OUTPUT = 'an $HOME %d "out".jsonl'
+
+
+@pytest.fixture
+def here(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands are given in, with an input."""
+    return Batches(tmp_path / "run").home
+
+
+@pytest.fixture
+def at_lab(lab: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, lab.env[name])
+    yield lab
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.slurm.partition=gone"], "could never start; cluster.slurm.partition; found gone"),
+        (["cluster.nodes=8"], "could never start; cluster.nodes; found 8 nodes"),
+        (
+            ["cluster.gpus=4", "cluster.slurm.cpus_per_rank=1"],
+            "could never start; cluster.slurm.cpus_per_rank",
+        ),
+        (["cluster.gpu=L4", "cluster.gpus=8"], "could never start; cluster.gpus; found 1 nodes with 8 GPUs"),
+        (["cluster.slurm.mem=9000G"], "could never start; cluster.slurm.mem"),
+        (["cluster.slurm.time=9-00"], "cluster.slurm.time; found 9-00, allowed at most 01:00:00"),
+        (["cluster.slurm.constraint=gone"], "Slurm refuses the job; found"),
+        (['cluster.slurm.options=["--mem-per-gpu=x"]'], "Slurm refuses the job; found"),
+    ],
+)
+@pytest.mark.parametrize("submit", [False, True])
+def test_what_the_cluster_could_never_start(
+    at_lab: Lab, command: Command, here: Path, overrides: list[str], said: str, submit: bool
+):
+    answer = command(*JOB, *ON_SLURM, *overrides, f"task.submit={str(submit).lower()}")
+    assert answer.code == 2 and said in answer.errors[0], answer.err
+    assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_the_script_is_printed_and_nothing_happens(at_lab: Lab, command: Command, here: Path):
+    answer = command(*JOB, *ON_SLURM, "task.submit=false")
+    assert answer.code == 0 and answer.out.startswith("#!/bin/bash\n")
+    as_json = command(*JOB, *ON_SLURM, "task.submit=false", "output=json")
+    found = document(as_json)
+    assert found["script"].replace("    output=json\n", "") == answer.out
+    assert found["checks"] == "partition lab: 4 nodes can take it; time limit 01:00:00"
+    assert " to start at " in found["test_only"]
+    assert found["status"] == "printed" and found["verdict"] == "fits" and found["shards_missing"] == 4
+    assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_job_is_in_the_queue_once_and_never_when_nothing_is_missing(
+    at_lab: Lab, command: Command, here: Path, expected: bytes
+):
+    """And between the two its state is told. The queue is held, so that the test and not Slurm goes first."""
+    at_lab.run("scontrol", "update", "partition=lab", "state=down")
+    try:
+        asked = [word for word in ON_SLURM if "time" not in word]
+        first = command(
+            *JOB, *asked, "cluster.slurm.partition=urgent", 'cluster.slurm.options=["--begin=now+1hour"]'
+        )
+        assert first.code == 0, first.err
+        job = document(first)["job"]
+        second = command(*JOB, *asked, "cluster.slurm.partition=urgent")
+        assert second.code == 2 and f"in the queue already; {here.name}" not in second.err
+        assert f"found job {job}_0, PENDING" in second.errors[0]
+        status = command("task=batch", "task.status=true", "task.output=answers.jsonl")
+        found = document(status)
+        assert found["status"] == "running" and found["queue"][0]["state"] == "PENDING"
+        assert found["jobs"] == [job] and f"{job}_0" in status.out.splitlines()[-2]
+    finally:
+        at_lab.run("scontrol", "update", "partition=lab", "state=up")
+        at_lab.empty()
+    assert command(*JOB, "placement.target_device=cpu").code == 0
+    assert (here / "answers.jsonl").read_bytes() == expected
+    whole = command(*JOB, *ON_SLURM)
+    assert whole.code == 0 and document(whole)["status"] == "done" and document(whole)["job"] is None
+    assert at_lab.queued() == []
+    ended = document(command("task=batch", "task.status=true", "task.output=answers.jsonl"))
+    assert ended["status"] == "done" and ended["queue"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_hostile_names_go_through_slurm_unharmed(batches: Batches, lab: Lab, expected: bytes):
+    """Of the input, the output and the folder."""
+    name = "in $(touch broken) `touch broken` 'q' #.txt"
+    (batches.home / "prompts.txt").rename(batches.home / name)
+    quoted = name.replace("'", "\\'")
+    job = batches.submit(
+        f"task.input='{quoted}'", f"task.output='{OUTPUT}'", "cluster.slurm.job_name='a=b@c+d.e'"
+    )
+    assert lab.run("squeue", "-h", "-j", job, "-o", "%j %D") == "a=b@c+d.e 1"
+    lab.wait_empty()
+    work = batches.home / f"{OUTPUT}.work"
+    assert (batches.home / OUTPUT).read_bytes() == expected
+    assert [path.name for path in (work / "logs").iterdir()] == [f"a=b@c+d.e-{job}_0.out"]
+    assert not list(batches.home.rglob("broken"))
+
+
+def test_a_newline_in_the_folder_s_name(command: Command, here: Path, without_slurm: None):
+    answer = command(*JOB, *ON_SLURM, "task.output='a\n#SBATCH --nodes=9\n.jsonl'", "task.submit=false")
+    assert answer.code == 2 and "cannot stand in a Slurm script" in answer.errors[0]
+
+
+@pytest.fixture
+def without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
+
+
+def test_without_slurm_a_script_can_be_made_but_not_submitted(
+    command: Command, here: Path, without_slurm: None, caplog: pytest.LogCaptureFixture
+):
+    printed = command(*JOB, *ON_SLURM, "task.submit=false")
+    assert printed.code == 0 and printed.out.startswith("#!/bin/bash")
+    assert "not checked against a cluster: this machine has none of Slurm's commands" in caplog.text
+    refused = command(*JOB, *ON_SLURM)
+    assert refused.code == 5 and "this machine has none of Slurm's commands" in refused.errors[0]
+    assert not (here / "answers.jsonl.work").exists()
+
+
+def test_a_controller_that_is_silent(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(ask, "PING_S", 0.2)
+    answer = command(*JOB, *ON_SLURM)
+    assert answer.code == 5 and "Slurm does not answer; found scontrol said nothing" in answer.errors[0]
+
+
+def test_what_does_not_fit_is_not_queued(command: Command, here: Path, without_slurm: None):
+    """The plan comes first: before Slurm is asked, and before anything is written."""
+    answer = command(*JOB, *ON_SLURM, "cluster.gpu=L4", "cluster.gib=0.01")
+    assert answer.code == 5 and "the models do not fit" in answer.errors[0]
+    assert not (here / "answers.jsonl.work").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["task=generate", "cluster=slurm"], "cluster.scheduler is for task=batch"),
+        (["task=batch", "task.output=a", "task.input=b", "task.submit=true"], "needs a scheduler"),
+        (["task=batch", "task.status=true", "task.output=none.jsonl"], "there is no job in this folder"),
+    ],
+)
+def test_what_makes_no_sense(command: Command, overrides: list[str], said: str):
+    answer = command(*overrides)
+    assert answer.code in (2, 3) and said in answer.errors[0]
+
+
+@pytest.mark.parametrize("key", ["setup", "options", "torchrun", "python"])
+def test_a_private_folder_does_not_say_what_runs_on_nodes(command: Command, tmp_path: Path, key: str):
+    (tmp_path / "mine" / "cluster").mkdir(parents=True)
+    (tmp_path / "mine" / "cluster" / "evil.yaml").write_text(f"slurm:\n  {key}: [touch broken]\n")
+    answer = command("--config-dir", str(tmp_path / "mine"), "cluster=evil", "task=batch")
+    assert answer.code == 2 and "what runs on the nodes" in answer.errors[0]
+
+
+def test_sweeps_are_not_submitted(command: Command, here: Path, without_slurm: None):
+    answer = command("--multirun", *JOB, *ON_SLURM)
+    assert answer.code == 2 and "sweep" in answer.errors[0]

@@ -1,0 +1,162 @@
+"""The warden by itself: commands of Slurm's that write down what they are asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.retries import CODE_FILE
+from llama_ssp.slurm.records import BY_SLURM, BY_TIME, End, ends, fruitless, keep_end
+from tests.slurm.jobs import ROOT
+from tests.slurm.lab import wait_for
+
+SCONTROL = """#!/bin/sh
+echo "scontrol $*" >> asked
+case "$1" in
+    show) cat restarts ;;
+    requeue) kill -TERM $PPID ;;
+esac
+"""
+SCANCEL = '#!/bin/sh\necho "scancel $*" >> asked\nkill -TERM $(cat rank)\n'
+# A rank that obeys signals, as ours do.
+PATIENT = (
+    f"echo $$ > rank; trap 'echo 143 > ${CODE_FILE}; exit 1' TERM; touch up; while :; do sleep 0.05; done"
+)
+
+
+def end(**changes: object) -> End:
+    plain: dict[str, object] = {
+        "job": "7", "restart": 0, "host": "n1", "code": 1, "stopped_by": "", "began": 0, "finished": 0,
+        "seconds": 1.0,
+    }  # fmt: skip
+    return End(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+class Node:
+    """A folder with a job's work in it, and a warden to start."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.work = home, home / "work"
+        self.work.mkdir()
+        for name, text in (("scontrol", SCONTROL), ("scancel", SCANCEL)):
+            (home / name).write_text(text)
+            (home / name).chmod(0o755)
+        self.restarts(0)
+
+    def restarts(self, count: int) -> None:
+        (self.home / "restarts").write_text(
+            f"JobId=7 JobState=RUNNING Requeue=1 Restarts={count} BatchFlag=1\n"
+        )
+
+    def start(self, command: str, retries: int = 3, signal_s: float = 120) -> subprocess.Popen[str]:
+        warden = [sys.executable, "-m", "llama_ssp.slurm.warden", str(self.work), str(retries), str(signal_s)]
+        env = {**os.environ, "PATH": f"{self.home}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+               "SLURM_JOB_ID": "7"}  # fmt: skip
+        env.pop("SLURM_RESTART_COUNT", None)
+        return subprocess.Popen(
+            [*warden, "sh", "-c", command], cwd=self.home, env=env, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, command: str, retries: int = 3) -> tuple[int, str]:
+        process = self.start(command, retries)
+        _, said = process.communicate(timeout=60)
+        return process.returncode, said
+
+    @property
+    def asked(self) -> list[str]:
+        file = self.home / "asked"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_an_end_in_good_order(node: Node):
+    assert node.run("true")[0] == 0
+    assert node.asked == [] and [one.code for one in ends(node.work)] == [0]
+
+
+def test_a_failure_is_requeued_and_kept(node: Node):
+    code, _ = node.run(f"echo 5 > ${CODE_FILE}; exit 1")
+    assert code == 5 and node.asked == ["scontrol show job -o 7", "scontrol requeue 7"]
+    assert [one.failed for one in ends(node.work)] == [True]
+
+
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_what_would_fail_again_is_not_requeued(node: Node, code: int):
+    left, said = node.run(f"echo {code} > ${CODE_FILE}; exit 1")
+    assert left == code and node.asked == [] and "not started again" in said
+
+
+def test_a_broken_installation_is_not_requeued_for_ever(node: Node):
+    for go in range(3):
+        node.run("exit 127", retries=2)
+        requeued = [line for line in node.asked if "requeue" in line]
+        assert len(requeued) == min(go + 1, 2)
+    assert "3 goes in a row finished no record" in node.run("exit 127", retries=2)[1].replace(
+        "4 goes", "3 goes"
+    )
+
+
+def test_a_successor_is_left_alone(node: Node):
+    node.restarts(1)
+    code, said = node.run("exit 1")
+    assert code == 0 and "superseded" in said and node.asked == ["scontrol show job -o 7"]
+
+
+def test_near_the_time_limit_ranks_stop_and_the_job_is_requeued(node: Node):
+    warden = node.start(PATIENT)
+    wait_for(lambda: (node.home / "up").exists())
+    warden.send_signal(signal.SIGUSR1)
+    assert warden.wait(60) == 143
+    assert node.asked == ["scancel --signal=TERM 7", "scontrol show job -o 7", "scontrol requeue 7"]
+    assert [one.stopped_by for one in ends(node.work)] == [BY_TIME]
+
+
+def test_ranks_that_do_not_stop_are_left_to_the_requeue(node: Node):
+    warden = node.start(f"trap '' TERM; {PATIENT.partition(';')[0]}; touch up; sleep 60", signal_s=0.2)
+    wait_for(lambda: (node.home / "up").exists())
+    warden.send_signal(signal.SIGUSR1)
+    assert warden.wait(30) == 137
+    assert node.asked[-1] == "scontrol requeue 7"
+    os.kill(int((node.home / "rank").read_text()), signal.SIGKILL)
+
+
+def test_what_slurm_takes_away_is_not_requeued_twice(node: Node):
+    """Preemption and scancel tell the ranks, too."""
+    warden = node.start(PATIENT)
+    wait_for(lambda: (node.home / "up").exists())
+    warden.send_signal(signal.SIGTERM)
+    os.kill(int((node.home / "rank").read_text()), signal.SIGTERM)
+    assert warden.wait(60) == 143
+    assert node.asked == [] and [one.stopped_by for one in ends(node.work)] == [BY_SLURM]
+
+
+def test_a_full_disk_is_said(node: Node):
+    (node.work / "slurm").write_text("no folder")
+    code, said = node.run("true")
+    assert code == 6 and said.splitlines()[-1].startswith("error: ")
+
+
+def test_goes_in_vain_are_counted_from_the_last_that_was_not():
+    assert fruitless([]) == 0
+    assert fruitless([end(), end()]) == 2
+    assert fruitless([end(), end(finished=3), end(began=3, finished=3)]) == 1
+    assert fruitless([end(finished=3)]) == 0
+    assert fruitless([end(stopped_by=BY_SLURM), end(stopped_by=BY_TIME)]) == 1
+
+
+def test_torn_lines_of_a_log_are_left_out(tmp_path: Path):
+    keep_end(tmp_path, end())
+    with (tmp_path / "slurm" / "7.ends.jsonl").open("a") as file:
+        file.write('{"job": "7", "rest')
+    assert ends(tmp_path) == [end()]
+    assert json.loads((tmp_path / "slurm" / "7.ends.jsonl").read_text().splitlines()[0])["at"] > 0

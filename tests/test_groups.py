@@ -1,0 +1,139 @@
+"""Several groups on one machine: GPUs dealt out, failures started again, and one output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp import groups
+from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
+from llama_ssp.errors import UsageError
+from llama_ssp.groups import Group, _dealt
+from llama_ssp.retries import CODE_FILE, Next
+from llama_ssp.sharing import words_of_one
+from tests.slurm.jobs import COMMAND, RECORDS, ROOT, Batches
+from tests.slurm.lab import kill, wait_for
+
+
+def run_of(**cluster: Any) -> RunConf:
+    return RunConf(cluster=ClusterConf(**cluster), task=BatchConf(name="batch"))
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "gpus_here", lambda: [("NVIDIA L4", 2**34)] * 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_gpus_are_dealt_out(four_gpus: None, monkeypatch: pytest.MonkeyPatch):
+    assert _dealt(run_of(groups=2)) == [["0", "1"], ["2", "3"]]
+    assert _dealt(run_of(groups=2, gpus=1)) == [["0"], ["1"]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert _dealt(run_of(groups=4)) == [["7"], ["5"], ["3"], ["1"]]
+
+
+def test_without_gpus_none_are_dealt_out(four_gpus: None, monkeypatch: pytest.MonkeyPatch):
+    assert _dealt(run_of(groups=2, gpu="cpu")) == [None, None]
+    on_cpu = RunConf(
+        cluster=ClusterConf(groups=2), placement=PlacementConf(target_device="cpu"), task=BatchConf(name="b")
+    )
+    assert _dealt(on_cpu) == [None, None]
+    monkeypatch.setattr(groups, "gpus_here", list)
+    assert _dealt(run_of(groups=3)) == [None] * 3
+
+
+@pytest.mark.parametrize("cluster", [{"groups": 5}, {"groups": 2, "gpus": 3}])
+def test_more_groups_than_gpus(four_gpus: None, cluster: dict[str, int]):
+    with pytest.raises(UsageError, match="too few GPUs"):
+        _dealt(run_of(**cluster))
+
+
+def test_the_command_of_one_group_keeps_flags_apart():
+    words = ["task=batch", "cluster=slurm", "--config-dir", "a=b", "-cd=x"]
+    assert words_of_one(words, 5, "cluster.gpus=2") == (
+        "task=batch", "cluster=slurm", "cluster.scheduler=none", "cluster.groups=1", "task.submit=false",
+        "seed=5", "cluster.gpus=2", "--config-dir", "a=b", "-cd=x",
+    )  # fmt: skip
+
+
+def ended(tmp_path: Path, script: str, finished: tuple[int, int], fruitless: int = 0) -> Group:
+    """A group that has run a shell script, while the job's records went from one number to another."""
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    group = Group(0, ["sh", "-c", script], ["3"], tmp_path, fruitless=fruitless)
+    group.start(finished[0])
+    assert group.process is not None
+    group.process.wait(30)
+    return group
+
+
+def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
+    assert ended(tmp_path, "exit 1", (0, 0)).look(0, retries=2) is Next.again
+    assert ended(tmp_path, "exit 1", (0, 0), fruitless=2).look(0, retries=2) is Next.give_up
+    assert ended(tmp_path, "exit 1", (0, 1), fruitless=2).look(1, retries=2) is Next.again
+    assert ended(tmp_path, f"echo 4 > ${CODE_FILE}; exit 1", (0, 0)).look(0, retries=2) is Next.give_up
+    assert ended(tmp_path, "echo $CUDA_VISIBLE_DEVICES", (0, 0)).look(0, retries=2) is Next.done
+    assert (tmp_path / "logs" / "group-0.out").read_text() == "3\n"
+
+
+def test_what_groups_counted_is_summed_up(tmp_path: Path):
+    said = """echo 'a note'; echo '{"tokens_committed": 5, "tokens_drafted": 4, "tokens_accepted": 3}'"""
+    group = ended(tmp_path, said, (0, 1))
+    group.look(1, retries=2)
+    assert group.figures == {"tokens_committed": 5, "tokens_drafted": 4, "tokens_accepted": 3}
+    killed = ended(tmp_path, "echo '{\"tokens_comm'; kill -9 $$", (0, 1))
+    assert killed.look(1, retries=2) is Next.again and killed.code == 137 and not killed.figures
+
+
+def start(home: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "launch" / "run.py"), *COMMAND, *overrides]
+    return subprocess.Popen(
+        command, cwd=home, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def ranks_of(parent: int) -> list[int]:
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii").split()
+    return [int(child) for child in children]
+
+
+@pytest.mark.slow
+def test_two_groups_one_of_which_is_killed(tmp_path: Path):
+    for name in ("calm", "shared"):
+        (tmp_path / name).mkdir()
+    expected = Batches(tmp_path / "calm").alone()
+    batches = Batches(tmp_path / "shared")
+    process = start(batches.home, "cluster.groups=2", "cluster.gpu=cpu")
+    batches.wait_for_records(2)
+    kill(ranks_of(process.pid)[0])
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert batches.output.read_bytes() == expected
+    document = Batches.document(subprocess.CompletedProcess([], 0, out))
+    assert document["status"] == "done" and document["failures"] == 1
+    assert document["records_finished"] == RECORDS and "started again" in err
+    assert 0 < document["tokens_committed"] <= 48 * RECORDS and f"records     {RECORDS} of" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_groups_end_with_the_command_and_go_on_with_the_next(number: int, tmp_path: Path):
+    """A killed command takes its groups with it; they have stopped in good order."""
+    batches = Batches(tmp_path)
+    process = start(tmp_path, "cluster.groups=2", "cluster.gpu=cpu")
+    batches.wait_for_records(2)
+    ranks = ranks_of(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode == (143 if number == signal.SIGTERM else -number)
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    computed = batches.finished
+    done = batches.run()
+    assert done.returncode == 0, done.stderr
+    assert Batches.document(done)["records_answered_here"] == RECORDS - computed
