@@ -71,6 +71,8 @@ def share(run: RunConf, folders: list[Path], world: int) -> Share:
     entry = entries(run, folders, world)[0]
     held = held_seed(run)
     seed = next((known for known in (run.seed, held) if known is not None), secrets.randbelow(2**31))
+    if run.seed is None and held is None:
+        log.info("seed=%d (drawn; the job keeps it)", seed)
     job = job_of(entry.run, entry.files, seed)
     prediction = _predicted(entry, job)
     require_fit(prediction, run.plan.enforce)

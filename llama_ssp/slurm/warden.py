@@ -46,7 +46,6 @@ class Warden:
     job: str
     restart: int
     stopped_by: str = BY_NOBODY
-    pause_s: float = PAUSE_S
 
     def __post_init__(self) -> None:
         self._progress = Progress(self.work)
@@ -119,7 +118,7 @@ class Warden:
                     self._wait_for_the_end()
                     return code
             log.warning("Slurm does not answer; %d more tries", left - 1)
-            time.sleep(self.pause_s)
+            time.sleep(PAUSE_S)
         return code
 
     def _wait_for_the_end(self) -> None:

@@ -48,6 +48,17 @@ def test_a_preempted_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
     assert batches.ends[-1].restart == 1
 
 
+def test_a_cancelled_job_goes_on_when_it_is_submitted_again(batches: Batches, lab: Lab, expected: bytes):
+    """At once: what the cancelled ranks had claimed waits for nobody."""
+    first = batches.submit("cluster.gpus=2", "cluster.groups=2")
+    batches.wait_for_records(3)
+    lab.run("scancel", first)
+    lab.wait_empty()
+    assert not batches.output.exists()
+    batches.submit("cluster.gpus=2", "cluster.groups=2")
+    assert batches.whole() == expected
+
+
 def test_a_killed_rank(batches: Batches, expected: bytes):
     job = batches.submit("cluster.gpus=2")
     batches.wait_for_records(3)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.retries import CODE_FILE
+from llama_ssp.slurm import warden
 from llama_ssp.slurm.records import BY_SLURM, BY_TIME, End, ends, fruitless, keep_end
 from tests.slurm.jobs import ROOT
 from tests.slurm.lab import wait_for
@@ -55,12 +56,19 @@ class Node:
         )
 
     def start(self, command: str, retries: int = 3, signal_s: float = 120) -> subprocess.Popen[str]:
-        warden = [sys.executable, "-m", "llama_ssp.slurm.warden", str(self.work), str(retries), str(signal_s)]
+        command_line = [
+            sys.executable,
+            "-m",
+            "llama_ssp.slurm.warden",
+            str(self.work),
+            str(retries),
+            str(signal_s),
+        ]
         env = {**os.environ, "PATH": f"{self.home}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
                "SLURM_JOB_ID": "7"}  # fmt: skip
         env.pop("SLURM_RESTART_COUNT", None)
         return subprocess.Popen(
-            [*warden, "sh", "-c", command], cwd=self.home, env=env, stderr=subprocess.PIPE, text=True
+            [*command_line, "sh", "-c", command], cwd=self.home, env=env, stderr=subprocess.PIPE, text=True
         )
 
     def run(self, command: str, retries: int = 3) -> tuple[int, str]:
@@ -113,31 +121,47 @@ def test_a_successor_is_left_alone(node: Node):
 
 
 def test_near_the_time_limit_ranks_stop_and_the_job_is_requeued(node: Node):
-    warden = node.start(PATIENT)
+    process = node.start(PATIENT)
     wait_for(lambda: (node.home / "up").exists())
-    warden.send_signal(signal.SIGUSR1)
-    assert warden.wait(60) == 143
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 143
     assert node.asked == ["scancel --signal=TERM 7", "scontrol show job -o 7", "scontrol requeue 7"]
     assert [one.stopped_by for one in ends(node.work)] == [BY_TIME]
 
 
 def test_ranks_that_do_not_stop_are_left_to_the_requeue(node: Node):
-    warden = node.start(f"trap '' TERM; {PATIENT.partition(';')[0]}; touch up; sleep 60", signal_s=0.2)
+    process = node.start(f"trap '' TERM; {PATIENT.partition(';')[0]}; touch up; sleep 60", signal_s=0.2)
     wait_for(lambda: (node.home / "up").exists())
-    warden.send_signal(signal.SIGUSR1)
-    assert warden.wait(30) == 137
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 137
     assert node.asked[-1] == "scontrol requeue 7"
     os.kill(int((node.home / "rank").read_text()), signal.SIGKILL)
 
 
 def test_what_slurm_takes_away_is_not_requeued_twice(node: Node):
     """Preemption and scancel tell the ranks, too."""
-    warden = node.start(PATIENT)
+    process = node.start(PATIENT)
     wait_for(lambda: (node.home / "up").exists())
-    warden.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     os.kill(int((node.home / "rank").read_text()), signal.SIGTERM)
-    assert warden.wait(60) == 143
+    assert process.wait(60) == 143
     assert node.asked == [] and [one.stopped_by for one in ends(node.work)] == [BY_SLURM]
+
+
+@pytest.mark.parametrize(("failures", "requeued"), [(2, True), (9, False)])
+def test_a_controller_that_is_being_restarted_is_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch, failures: int, requeued: bool
+):
+    (node.home / "scontrol").write_text(
+        f'#!/bin/sh\necho "scontrol $*" >> asked\n[ $(wc -l < asked) -gt {failures} ] && cat restarts\n'
+    )
+    monkeypatch.chdir(node.home)
+    monkeypatch.setenv("PATH", f"{node.home}:{os.environ['PATH']}")
+    for name, value in (("TRIES", 5), ("PAUSE_S", 0.0), ("KILLED_WITHIN_S", 0.0)):
+        monkeypatch.setattr(warden, name, value)
+    assert warden.Warden(node.work, 3, 120, ["false"], "7", 0)._again(1) == 1
+    assert (node.asked[-1] == "scontrol requeue 7") is requeued
+    assert len(node.asked) == (failures + 2 if requeued else 5)
 
 
 def test_a_full_disk_is_said(node: Node):
