@@ -29,13 +29,11 @@ from llama_ssp.metrics import ratio
 from llama_ssp.plan.machine import CPU, gpus_here
 from llama_ssp.report import Console, Progress
 from llama_ssp.retries import CODE_FILE, Next, after, code_of
-from llama_ssp.sharing import Share, share, words_of_one
+from llama_ssp.sharing import LOGS, SOURCES, Share, share, words_of_one
 from llama_ssp.tabular import aligned, figure
 
 log = logging.getLogger(__name__)
 
-PACKAGE = Path(__file__).resolve().parent
-LOGS = "logs"
 LOOK_S, COUNT_S = 0.1, 1.0
 STOP_S = 60.0  # for groups that were told to stop
 COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted")
@@ -209,7 +207,7 @@ def _command(ranks: int, words: tuple[str, ...]) -> list[str]:
 
 
 def _search_path() -> str:
-    return os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    return os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
 
 
 def _stop_with_parent() -> None:

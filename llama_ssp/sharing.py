@@ -26,6 +26,8 @@ from llama_ssp.report import config_sha256, versions
 
 log = logging.getLogger(__name__)
 
+SOURCES = Path(__file__).resolve().parents[1]  # where groups import this very package from
+LOGS = "logs"  # in the job's folder
 BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
 VALUED = ("--config-dir", "-cd")  # flags whose value is a word of its own
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llama_ssp.checks.cluster import seconds_of
 from llama_ssp.config import SlurmConf
 from llama_ssp.errors import UsageError
-from llama_ssp.slurm.script import Crew
+from llama_ssp.slurm.script import GroupSize
 
 Row = dict[str, str]
 GPUS = re.compile(r"gpu(?::(?P<kind>[A-Za-z_][\w.-]*))?:(?P<count>\d+)")
@@ -20,13 +20,13 @@ MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 class Demand:
     """What one element of the array asks for, and how many there are."""
 
-    crew: Crew
+    size: GroupSize
     elements: int
     slurm: SlurmConf
 
     @property
     def cpus(self) -> int:
-        return (self.slurm.cpus_per_rank or 0) * self.crew.ranks or 1
+        return (self.slurm.cpus_per_rank or 0) * self.size.ranks or 1
 
     @property
     def mebibytes(self) -> float:
@@ -62,15 +62,15 @@ def require_startable(demand: Demand, partitions: list[Row], nodes: list[Row], c
 
 def _require(demand: Demand, partition: Row, nodes: list[Row]) -> list[Row]:
     """The partition's nodes that could take part."""
-    name, crew = partition["PartitionName"], demand.crew
+    name, size = partition["PartitionName"], demand.size
     if partition.get("State", "UP") != "UP":
         raise _never("cluster.slurm.partition", f"{name}, which is {partition['State']}", "one that is UP")
     limit = partition.get("MaxTime", "")
     if demand.slurm.time and limit not in UNLIMITED and seconds_of(demand.slurm.time) > seconds_of(limit):
         raise _never("cluster.slurm.time", demand.slurm.time, f"at most {limit} in partition {name}")
     most = partition.get("MaxNodes", "")
-    if most not in UNLIMITED and crew.nodes > int(most):
-        raise _never("cluster.nodes", crew.nodes, f"at most {most} in partition {name}")
+    if most not in UNLIMITED and size.nodes > int(most):
+        raise _never("cluster.nodes", size.nodes, f"at most {most} in partition {name}")
     there = [node for node in nodes if name in node.get("Partitions", "").split(",")]
     kind = demand.slurm.gpu_type
     what = f" {kind} GPUs" if kind else " GPUs"
@@ -78,15 +78,15 @@ def _require(demand: Demand, partition: Row, nodes: list[Row]) -> list[Row]:
     cpus = {_name(node): int(node.get("CPUTot", "0")) for node in there}
     memory = {_name(node): int(node.get("RealMemory", "0")) for node in there}
     for key, needed, having, unit in (
-        ("cluster.gpus", crew.ranks if crew.gpus else 0, gpus, what),
+        ("cluster.gpus", size.ranks if size.gpus else 0, gpus, what),
         ("cluster.slurm.cpus_per_rank", demand.cpus, cpus, " CPUs"),
         ("cluster.slurm.mem", demand.mebibytes, memory, " MiB"),
     ):
         fitting = [node for node in there if having[_name(node)] >= needed]
-        if len(fitting) < crew.nodes:
+        if len(fitting) < size.nodes:
             raise _never(
-                key if len(there) >= crew.nodes else "cluster.nodes",
-                f"{crew.nodes} nodes with {needed:.0f}{unit} each",
+                key if len(there) >= size.nodes else "cluster.nodes",
+                f"{size.nodes} nodes with {needed:.0f}{unit} each",
                 f"{len(there)} nodes with up to {max(having.values(), default=0)}{unit} in partition {name}",
             )
         there = fitting

@@ -10,9 +10,8 @@ from pathlib import Path
 from llama_ssp import __version__
 from llama_ssp.config import SlurmConf
 from llama_ssp.errors import UsageError
+from llama_ssp.sharing import LOGS, SOURCES
 
-PACKAGE = Path(__file__).resolve().parents[1]
-LOGS = "logs"
 LOG_NAME = "%x-%A_%a.out"  # job's name, number, element: restarts append to it
 PLAIN = re.compile(r"[\w./=:,@%+-]+")
 HEAD = """\
@@ -28,7 +27,7 @@ MEETING = (
 
 
 @dataclass(frozen=True)
-class Crew:
+class GroupSize:
     """One group of ranks: how many, and what they share."""
 
     nodes: int
@@ -42,10 +41,10 @@ class Crew:
 
 @dataclass(frozen=True)
 class Order:
-    """All that a script is made of. `words` is the command as one process of the crew gets it."""
+    """All that a script is made of. `words` is the command as one process of the group gets it."""
 
     name: str
-    crew: Crew
+    size: GroupSize
     elements: int
     work: Path
     folder: Path  # that the command was given in
@@ -63,9 +62,9 @@ class Order:
             f"cd -- {shlex.quote(str(self.folder))} || exit 6",
             *self.slurm.setup,
             f"python={shlex.quote(self.python)}",
-            f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            f"export PYTHONPATH={shlex.quote(str(SOURCES))}${{PYTHONPATH:+:$PYTHONPATH}}",
             "export PYTHONSAFEPATH=1  # modules come from there, never from the folder of the data",
-            *([HEAD.rstrip()] if self.crew.nodes > 1 else []),
+            *([HEAD.rstrip()] if self.size.nodes > 1 else []),
             "launch=(",
             *(f"    {word}" for word in self._launch()),
             ")",
@@ -81,13 +80,13 @@ class Order:
 
     def _options(self) -> list[str]:
         """sbatch's options, in the order of people's own scripts."""
-        slurm, crew = self.slurm, self.crew
-        cpus = slurm.cpus_per_rank and slurm.cpus_per_rank * crew.ranks
-        gpus = f"{slurm.gpu_type}:{crew.ranks}" if slurm.gpu_type else crew.ranks
+        slurm, size = self.slurm, self.size
+        cpus = slurm.cpus_per_rank and slurm.cpus_per_rank * size.ranks
+        gpus = f"{slurm.gpu_type}:{size.ranks}" if slurm.gpu_type else size.ranks
         asked = {
             "job-name": self.name, "partition": slurm.partition, "account": slurm.account, "qos": slurm.qos,
-            "constraint": slurm.constraint, "array": f"0-{self.elements - 1}", "nodes": crew.nodes,
-            "ntasks-per-node": 1, "cpus-per-task": cpus, "gpus-per-node": gpus if crew.gpus else None,
+            "constraint": slurm.constraint, "array": f"0-{self.elements - 1}", "nodes": size.nodes,
+            "ntasks-per-node": 1, "cpus-per-task": cpus, "gpus-per-node": gpus if size.gpus else None,
             "mem": slurm.mem, "time": slurm.time, "output": _pattern(self.work / LOGS),
             "open-mode": "append", "signal": f"B:USR1@{slurm.signal_s}",
         }  # fmt: skip
@@ -101,13 +100,13 @@ class Order:
 
     def _launch(self) -> list[str]:
         """What starts the ranks. A single one needs no torchrun."""
-        crew, slurm = self.crew, self.slurm
-        cpus = f" --cpus-per-task={slurm.cpus_per_rank * crew.ranks}" if slurm.cpus_per_rank else ""
-        lines = [f"srun --nodes={crew.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1{cpus}", '"$python"']
-        if crew.world > 1:
-            meeting = ["--standalone"] if crew.nodes == 1 else [f"--nnodes={crew.nodes}", *MEETING]
+        size, slurm = self.size, self.slurm
+        cpus = f" --cpus-per-task={slurm.cpus_per_rank * size.ranks}" if slurm.cpus_per_rank else ""
+        lines = [f"srun --nodes={size.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1{cpus}", '"$python"']
+        if size.world > 1:
+            meeting = ["--standalone"] if size.nodes == 1 else [f"--nnodes={size.nodes}", *MEETING]
             own = (shlex.quote(word) for word in slurm.torchrun)
-            ranks = f"--nproc-per-node={crew.ranks}"
+            ranks = f"--nproc-per-node={size.ranks}"
             lines.append(" ".join(["-m torch.distributed.run", *meeting, ranks, "--max-restarts=0", *own]))
         return [*lines, "-m llama_ssp"]
 

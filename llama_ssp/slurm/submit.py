@@ -15,11 +15,11 @@ from llama_ssp.journal import Journal
 from llama_ssp.journal.files import storing
 from llama_ssp.plan.machine import CPU
 from llama_ssp.report import Console
-from llama_ssp.sharing import Share, share, words_of_one
+from llama_ssp.sharing import LOGS, Share, share, words_of_one
 from llama_ssp.slurm.ask import Slurm
 from llama_ssp.slurm.limits import Demand, require_startable
 from llama_ssp.slurm.records import Submission, keep_submission, submissions
-from llama_ssp.slurm.script import LOGS, Crew, Order
+from llama_ssp.slurm.script import GroupSize, Order
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     """Prints the script, or submits it; `words` are the command's own."""
     cluster, task = run.cluster, run.task
     assert isinstance(task, BatchConf) and cluster.gpus is not None
-    crew = Crew(cluster.nodes, cluster.gpus, cluster.gpu != CPU)
-    shared = share(run, folders, crew.world)
+    size = GroupSize(cluster.nodes, cluster.gpus, cluster.gpu != CPU)
+    shared = share(run, folders, size.world)
     console, summary = Console(), shared.summary()
     if not shared.missing:
         journal = shared.journal
@@ -38,8 +38,8 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         log.info("nothing is missing: %s is whole", shared.job.output)
         console.document({**summary, "status": "done", "job": None})
         return OK
-    order = _order(shared, crew, words)
-    script, demand = order.rendered(), Demand(crew, order.elements, cluster.slurm)
+    order = _order(shared, size, words)
+    script, demand = order.rendered(), Demand(size, order.elements, cluster.slurm)
     if not task.submit:
         summary |= {"status": "printed", "script": script, **_looked_over(demand, script)}
         if run.output is Output.json:
@@ -59,16 +59,16 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     return OK
 
 
-def _order(shared: Share, crew: Crew, words: list[str]) -> Order:
+def _order(shared: Share, size: GroupSize, words: list[str]) -> Order:
     cluster, task, work = shared.run.cluster, shared.run.task, shared.job.work
     assert isinstance(task, BatchConf)
     elements = min(cluster.groups, shared.missing)
     if elements < cluster.groups:
         log.info("%d groups are enough: so many shards are missing", elements)
     name = re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{shared.job.output.stem}")[:100]
-    one = [f"cluster.nodes={crew.nodes}", f"cluster.gpus={crew.ranks}"]
+    one = [f"cluster.nodes={size.nodes}", f"cluster.gpus={size.ranks}"]
     return Order(
-        name=cluster.slurm.job_name or name, crew=crew, elements=elements, work=work.absolute(),
+        name=cluster.slurm.job_name or name, size=size, elements=elements, work=work.absolute(),
         folder=Path.cwd(), python=cluster.slurm.python or sys.executable,
         words=words_of_one(words, shared.seed, *one), retries=task.retries, slurm=cluster.slurm,
     )  # fmt: skip

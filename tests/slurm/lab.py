@@ -177,9 +177,8 @@ class Lab:
         """Nothing is left behind, whatever state the cluster is in."""
         if "slurmctld" in self._daemons:
             self.run("scancel", "--user", getpass.getuser(), check=False)
-        for daemon in self._daemons.values():
+        for daemon in reversed(self._daemons.values()):  # munge last: the others talk to the end
             daemon.terminate()
-        for daemon in self._daemons.values():
             try:
                 daemon.wait(5)
             except subprocess.TimeoutExpired:

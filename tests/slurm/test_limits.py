@@ -11,7 +11,7 @@ from llama_ssp.config import SlurmConf
 from llama_ssp.errors import UsageError
 from llama_ssp.slurm.ask import _table
 from llama_ssp.slurm.limits import Demand, require_startable
-from llama_ssp.slurm.script import Crew
+from llama_ssp.slurm.script import GroupSize
 
 PARTITIONS = _table(
     "PartitionName=gpu AllowGroups=ALL Default=YES DefaultTime=NONE MaxNodes=2 MaxTime=1-00:00:00 State=UP "
@@ -29,35 +29,35 @@ NODES = _table(
 CONFIG = {"MaxArraySize": "1001"}
 
 
-def startable(crew: Crew, elements: int = 1, **slurm: Any) -> str:
-    demand = Demand(crew, elements, replace(SlurmConf(), **slurm))
+def startable(size: GroupSize, elements: int = 1, **slurm: Any) -> str:
+    demand = Demand(size, elements, replace(SlurmConf(), **slurm))
     return require_startable(demand, PARTITIONS, NODES, CONFIG)
 
 
 def test_what_there_is_in_words():
-    assert startable(Crew(2, 4, True)) == (
+    assert startable(GroupSize(2, 4, True)) == (
         "partition gpu: 2 nodes can take it, 1 of them down now; time limit 1-00:00:00"
     )
-    assert startable(Crew(1, 8, True), partition="gpu,big").startswith("partition big: 1 nodes")
-    assert startable(Crew(1, 2, True), gpu_type="v100").startswith("partition gpu: 1 nodes")
-    assert startable(Crew(1, 99, False), time="1-00:00:00", mem="3G", elements=1001)
+    assert startable(GroupSize(1, 8, True), partition="gpu,big").startswith("partition big: 1 nodes")
+    assert startable(GroupSize(1, 2, True), gpu_type="v100").startswith("partition gpu: 1 nodes")
+    assert startable(GroupSize(1, 99, False), time="1-00:00:00", mem="3G", elements=1001)
 
 
 @pytest.mark.parametrize(
-    ("crew", "slurm", "key"),
+    ("size", "slurm", "key"),
     [
-        (Crew(1, 1, True), {"partition": "gpus"}, "cluster.slurm.partition"),
-        (Crew(1, 1, False), {"partition": "old"}, "cluster.slurm.partition"),
-        (Crew(3, 1, False), {}, "cluster.nodes"),
-        (Crew(2, 1, True), {"partition": "big"}, "cluster.nodes"),
-        (Crew(1, 7, True), {}, "cluster.gpus"),
-        (Crew(2, 2, True), {"gpu_type": "v100"}, "cluster.gpus"),
-        (Crew(1, 1, True), {"time": "1-00:00:01"}, "cluster.slurm.time"),
-        (Crew(1, 4, True), {"cpus_per_rank": 3}, "cluster.slurm.cpus_per_rank"),
-        (Crew(1, 1, True), {"mem": "4G"}, "cluster.slurm.mem"),
-        (Crew(1, 1, True), {"elements": 1002}, "cluster.groups"),
+        (GroupSize(1, 1, True), {"partition": "gpus"}, "cluster.slurm.partition"),
+        (GroupSize(1, 1, False), {"partition": "old"}, "cluster.slurm.partition"),
+        (GroupSize(3, 1, False), {}, "cluster.nodes"),
+        (GroupSize(2, 1, True), {"partition": "big"}, "cluster.nodes"),
+        (GroupSize(1, 7, True), {}, "cluster.gpus"),
+        (GroupSize(2, 2, True), {"gpu_type": "v100"}, "cluster.gpus"),
+        (GroupSize(1, 1, True), {"time": "1-00:00:01"}, "cluster.slurm.time"),
+        (GroupSize(1, 4, True), {"cpus_per_rank": 3}, "cluster.slurm.cpus_per_rank"),
+        (GroupSize(1, 1, True), {"mem": "4G"}, "cluster.slurm.mem"),
+        (GroupSize(1, 1, True), {"elements": 1002}, "cluster.groups"),
     ],
 )
-def test_what_could_never_start(crew: Crew, slurm: dict[str, Any], key: str):
+def test_what_could_never_start(size: GroupSize, slurm: dict[str, Any], key: str):
     with pytest.raises(UsageError, match=f"could never start; {key}"):
-        startable(crew, **slurm)
+        startable(size, **slurm)

@@ -14,7 +14,7 @@ import pytest
 from llama_ssp.checks.cluster import check_cluster, check_sharing, seconds_of
 from llama_ssp.config import BatchConf, ClusterConf, GenerateConf, RunConf, Scheduler, SlurmConf
 from llama_ssp.errors import UsageError
-from llama_ssp.slurm.script import Crew, Order
+from llama_ssp.slurm.script import GroupSize, Order
 
 # Words that would do harm, were they ever read by a shell or by sbatch.
 HOSTILE = (
@@ -26,8 +26,9 @@ HOSTILE = (
 
 def order(**changes: Any) -> Order:
     plain = Order(
-        name="llama-ssp-answers", crew=Crew(1, 2, gpus=True), elements=4, work=Path("/data/answers.work"),
-        folder=Path("/home/me"), python="/venv/bin/python", words=("task=batch", "seed=1"), retries=3,
+        name="llama-ssp-answers", size=GroupSize(1, 2, gpus=True), elements=4,
+        work=Path("/data/answers.work"), folder=Path("/home/me"), python="/venv/bin/python",
+        words=("task=batch", "seed=1"), retries=3,
         slurm=SlurmConf(),
     )  # fmt: skip
     return replace(plain, **changes)
@@ -55,18 +56,18 @@ def test_what_is_asked_of_slurm():
 
 
 def test_groups_meet_as_their_size_wants():
-    many = order(crew=Crew(2, 4, gpus=True)).rendered()
+    many = order(size=GroupSize(2, 4, gpus=True)).rendered()
     assert "--nnodes=2 --rdzv-backend=c10d" in many and "--nproc-per-node=4 --max-restarts=0" in many
     assert "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" in many
     assert "--standalone --nproc-per-node=2" in order().rendered()
-    alone = order(crew=Crew(1, 1, gpus=False)).rendered()
+    alone = order(size=GroupSize(1, 1, gpus=False)).rendered()
     assert "torch.distributed" not in alone and "gpus-per-node" not in alone
     for script in (many, alone):
         assert "--kill-on-bad-exit=1" in script
 
 
-@pytest.mark.parametrize("crew", [Crew(1, 1, False), Crew(2, 2, True)])
-def test_words_reach_the_command_as_they_were_given(crew: Crew, tmp_path: Path):
+@pytest.mark.parametrize("size", [GroupSize(1, 1, False), GroupSize(2, 2, True)])
+def test_words_reach_the_command_as_they_were_given(size: GroupSize, tmp_path: Path):
     """The script is run, with commands of Slurm's that only start what they are given."""
     teller = tmp_path / "teller"
     teller.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import json, sys; '
@@ -75,13 +76,13 @@ def test_words_reach_the_command_as_they_were_given(crew: Crew, tmp_path: Path):
         (tmp_path / name).write_text("#!/bin/sh\necho 10.0.0.1\n")
     for path in tmp_path.iterdir():
         path.chmod(0o755)
-    script = order(words=HOSTILE, crew=crew, folder=tmp_path, python=str(teller)).rendered()
+    script = order(words=HOSTILE, size=size, folder=tmp_path, python=str(teller)).rendered()
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n1"}
     done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
     assert tuple(told[-len(HOSTILE) :]) == HOSTILE
     assert told[:5] == ["-m", "llama_ssp.slurm.warden", "/data/answers.work", "3", "120"]
-    assert ("--rdzv-endpoint=10.0.0.1:20539" in told) == (crew.nodes > 1)
+    assert ("--rdzv-endpoint=10.0.0.1:20539" in told) == (size.nodes > 1)
     assert not (tmp_path / "broken").exists()
 
 
