@@ -26,16 +26,18 @@ class Next(Enum):
 
 
 def after(code: int, fruitless: int, retries: int) -> Next:
-    """`fruitless` is how many ends in a row, this one included, came without one more record finished.
-
-    A record that kills its ranks is set aside after `retries` failures, which then counts as finished: so
-    more than that many in a row are the fault of something else.
-    """
+    """`fruitless` is how many ends in a row, this one included, came without one more record finished."""
     if code == OK:
         return Next.done
-    if code in LASTING or fruitless > retries:
+    if code in LASTING or fruitless > most_fruitless(retries):
         return Next.give_up
     return Next.again
+
+
+def most_fruitless(retries: int) -> int:
+    """A record that kills its ranks does so once among others and `retries` times alone; then it is set
+    aside, which counts as finished. So more ends in a row are the fault of something else."""
+    return retries + 1
 
 
 def leave_code(code: int) -> None:

@@ -74,8 +74,8 @@ def ended(tmp_path: Path, script: str, finished: tuple[int, int], fruitless: int
 
 def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
     assert ended(tmp_path, "exit 1", (0, 0)).look(0, retries=2) is Next.again
-    assert ended(tmp_path, "exit 1", (0, 0), fruitless=2).look(0, retries=2) is Next.give_up
-    assert ended(tmp_path, "exit 1", (0, 1), fruitless=2).look(1, retries=2) is Next.again
+    assert ended(tmp_path, "exit 1", (0, 0), fruitless=3).look(0, retries=2) is Next.give_up
+    assert ended(tmp_path, "exit 1", (0, 1), fruitless=3).look(1, retries=2) is Next.again
     assert ended(tmp_path, f"echo 4 > ${CODE_FILE}; exit 1", (0, 0)).look(0, retries=2) is Next.give_up
     assert ended(tmp_path, "echo $CUDA_VISIBLE_DEVICES", (0, 0)).look(0, retries=2) is Next.done
     assert (tmp_path / "logs" / "group-0.out").read_text() == "3\n"

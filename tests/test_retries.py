@@ -13,7 +13,7 @@ from llama_ssp.retries import CODE_FILE, Next, after, code_of, leave_code
     ("code", "fruitless", "step"),
     [
         (0, 0, Next.done), (0, 9, Next.done), (2, 0, Next.give_up), (3, 0, Next.give_up),
-        (4, 0, Next.give_up), (1, 0, Next.again), (5, 3, Next.again), (5, 4, Next.give_up),
+        (4, 0, Next.give_up), (1, 0, Next.again), (5, 4, Next.again), (5, 5, Next.give_up),
         (6, 1, Next.again), (137, 2, Next.again), (143, 0, Next.again),
     ],
 )  # fmt: skip

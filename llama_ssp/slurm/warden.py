@@ -24,7 +24,7 @@ from types import FrameType
 
 from llama_ssp.errors import INPUT_OUTPUT, OK, RunError
 from llama_ssp.journal.progress import Progress
-from llama_ssp.retries import CODE_FILE, Next, after, code_of
+from llama_ssp.retries import CODE_FILE, Next, after, code_of, most_fruitless
 from llama_ssp.slurm.records import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, ends, fruitless, keep_end
 
 log = logging.getLogger("warden")
@@ -128,7 +128,7 @@ class Warden:
             time.sleep(LOOK_S)
 
     def _why(self, code: int, idle: int) -> str:
-        if idle > self.retries:
+        if idle > most_fruitless(self.retries):
             return f"{idle} goes in a row finished no record; see above for their errors, then submit again"
         return f"another go would end with {code} again; see above for the error, then submit again"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -82,6 +83,32 @@ def test_a_killed_rank_of_two_nodes(batches: Batches, expected: bytes):
     batches.kill(job, "rank")
     assert batches.whole() == expected
     assert [end.failed for end in batches.ends] == [True, False]
+
+
+DEADLY = """
+import os, signal
+from llama_ssp.journal import parts
+
+begin = parts.Part.begin
+
+def deadly(self, indices):
+    begin(self, indices)
+    if 0 in indices:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+parts.Part.begin = deadly
+"""
+
+
+def test_a_record_that_kills_its_ranks_is_set_aside(batches: Batches, expected: bytes):
+    """The very first, so that the goes it ends finish nothing: the element is not given up for that."""
+    (batches.home / "sitecustomize.py").write_text(DEADLY)  # python imports it before anything else
+    batches.submit("task.retries=1", f"cluster.slurm.setup=['export PYTHONPATH={batches.home}']")
+    lines = batches.whole().splitlines()
+    assert lines[1:] == expected.splitlines()[1:]
+    assert "set aside" in json.loads(lines[0])["error"]["message"]
+    assert [end.code for end in batches.ends] == [137, 137, 0]
+    assert [end.finished for end in batches.ends] == [0, 0, RECORDS]
 
 
 def test_near_the_time_limit_it_stops_and_goes_on(batches: Batches, lab: Lab, expected: bytes):
