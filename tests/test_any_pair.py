@@ -19,6 +19,7 @@ from llama_ssp.errors import UsageError
 from llama_ssp.tasks.seats import seats, tokens_of
 from tests import checkpoints
 from tests.conftest import Answer, Command, Saved
+from tests.distributed.faults import Started
 from tests.distributed.pairs import entry_of
 from tests.families import build
 from tests.renumbered import renumber
@@ -219,3 +220,15 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert own["acceptance_rate_decided"] == other["acceptance_rate_decided"] > 0
     assert other["ceiling"] == 1 > rows["demo_bytes, intersection, K = 2"]["ceiling"]
     assert "| regular (K = 0) |" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.slow
+def test_two_ranks_give_one_process_s_texts(command: Command, tmp_path: Path) -> None:
+    """The target is split, the draft of another tokenizer drafts on the leader, which alone translates."""
+    run = (*DEMO, "sampling=greedy", "out=null", "speculation.bridge=text")
+    alone = summary(command(PROMPTS, *run))
+    leader, other = Started(tmp_path / "two", 2, PROMPTS, *run).finish()
+    assert (leader.code, other.code) == (0, 0), leader.err + other.err
+    found = json.loads(leader.out.splitlines()[-1])
+    assert texts(found) == texts(alone) and found["tokens_accepted"] == alone["tokens_accepted"]
+    assert "over 2 ranks" in found["devices"]["model"] and "over" not in found["devices"]["draft"]

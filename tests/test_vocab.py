@@ -241,6 +241,21 @@ def test_the_draft_reads_the_same_text(
         assert draft.text_of(made.continued(ids)) == text.encode()
 
 
+@pytest.mark.parametrize("how", [Bridging.intersection, Bridging.text])
+def test_long_texts_are_translated_in_parts(how: Bridging, words: Vocabulary, bytes_: Vocabulary) -> None:
+    """Where a part ends hangs on the text alone, and the parts add up to it."""
+    text = "def mean(values):\n    return sum(values) / len(values)\n\n" * 8
+    ids = words.encode(text)
+    made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(how)))
+    ends, parts = [0], list[int]()
+    while (at := made.parting(ids, ends[-1])) is not None:
+        assert made.parting(ids[: at + 1], ends[-1]) == at, "what comes later changes nothing"
+        parts += made.continued(ids[ends[-1] : at])
+        ends.append(at)
+    assert len(ends) > 3
+    assert parts + made.continued(ids[ends[-1] :]) == bytes_.encode(text)
+
+
 def test_special_tokens_are_read_by_their_counterparts(words: Vocabulary, bytes_: Vocabulary) -> None:
     made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
     assert made.begun([0, 1, *words.encode("a"), 0]) == [0, 1, *bytes_.encode("a"), 0]

@@ -6,6 +6,7 @@ difference. How texts are translated is said by the bridge (vocab.bridges).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
@@ -21,6 +22,15 @@ from llama_ssp.vocab import NONE, Intersection, Text
 ROOM = 1.5  # slots for a text that takes more of the draft's tokens than a sample did; beyond, no drafts
 
 
+@dataclass
+class _Settled:
+    """What of a row's text will not be translated again: the prompt, and `read` tokens behind it."""
+
+    prompt: list[int]
+    written: list[int] = field(default_factory=list)
+    read: int = 0
+
+
 class _Mirror:
     """The batch's texts in the draft's tokens, beside its cache, which holds keys of these alone."""
 
@@ -32,24 +42,23 @@ class _Mirror:
         wanted = int(capacity * max(1.0, ROOM * self._bridge.expansion)) + 1
         self.slots = min(wanted, self.runner.model.context)
         self.runner.start(rows, self.slots)
-        self._prompts: list[list[int] | None] = [None] * rows
+        self._settled: list[_Settled | None] = [None] * rows
         self.texts: list[list[int]] = [[] for _ in range(rows)]
         self.token_BS = torch.zeros(rows, self.slots + 1, dtype=torch.int64, device=self.runner.model.device)
 
     def forget(self, row: int) -> None:
         """Another text comes into the row."""
-        self._prompts[row] = None
+        self._settled[row] = None
         self.runner.forget(row)
 
     def prompt(self, state: State, row: int) -> list[int]:
         """The row's prompt, translated once."""
-        found = self._prompts[row]
+        found = self._settled[row]
         if found is None:
-            found = self._bridge.begun(state.texts[row][: state.prompt_lengths[row]])
-            self._prompts[row] = found
-            self.texts[row] = []
-            self._write(row, found)
-        return found
+            prompt = self._bridge.begun(state.texts[row][: state.prompt_lengths[row]])
+            found = self._settled[row] = _Settled(prompt)
+            self._write(row, prompt)
+        return found.prompt
 
     def follow(self, state: State, wanted: tuple[int, ...]) -> list[int]:
         """Brings the rows that want drafts up to what was committed; how many tokens each may still get.
@@ -60,7 +69,7 @@ class _Mirror:
         for row in range(state.rows):
             if not wanted[row]:
                 continue
-            text = self.prompt(state, row) + self._bridge.continued(state.generated(row))
+            text = self._translated(state, row)
             self._write(row, text)
             room[row] = reach(self.slots, len(text)) if text else 0
         return room
@@ -81,6 +90,16 @@ class _Mirror:
             for text, active, cached in zip(self.texts, drafting, self.runner.cached, strict=True)
         ]
         return self.runner.logits(self.token_BS, ends, [1] * len(ends))[:, 0]
+
+    def _translated(self, state: State, row: int) -> list[int]:
+        """The row's text; only what comes after the last place where it may be parted is translated anew."""
+        self.prompt(state, row)
+        known, written = self._settled[row], state.generated(row)
+        assert known is not None
+        while (at := self._bridge.parting(written, known.read)) is not None:
+            known.written += self._bridge.continued(written[known.read : at])
+            known.read = at
+        return known.prompt + known.written + self._bridge.continued(written[known.read :])
 
     def _write(self, row: int, text: list[int]) -> None:
         """Of a text that does not fit, what does: no drafts are made for it."""
@@ -163,7 +182,8 @@ class IntersectionDrafter(_BridgedDrafter):
                 certain_where(idle_B, law_BV), state.slot(Purpose.DRAFT, offset)
             )
             state.place(token_B, offset, count)
-            self._mirror.place(self._own_V.to(token_B.device)[token_B], offset, drafting)
+            self._own_V = self._own_V.to(token_B.device)
+            self._mirror.place(self._own_V[token_B], offset, drafting)
             drafted.append(token_B)
             laws.append(law_BV)
             damaged.append(damaged_B & ~idle_B)
@@ -173,8 +193,9 @@ class IntersectionDrafter(_BridgedDrafter):
     def _in_target(self, logit_BD: Tensor) -> Tensor:
         """The draft's logits by the target's ids: chances of tokens that are one add up, others have none."""
         wide = torch.promote_types(logit_BD.dtype, torch.float32)
-        logit_BS = logit_BD.to(wide)[:, self._from_S.to(logit_BD.device)]
-        to_BS = self._to_S.to(logit_BD.device).expand_as(logit_BS)
+        self._from_S, self._to_S = self._from_S.to(logit_BD.device), self._to_S.to(logit_BD.device)
+        logit_BS = logit_BD.to(wide)[:, self._from_S]
+        to_BS = self._to_S.expand_as(logit_BS)
         none_BV = logit_BS.new_full((len(logit_BS), self._laws.vocab), -torch.inf)
         top_BV = none_BV.scatter_reduce(1, to_BS, logit_BS, "amax")
         # A chance of 0 stays one: its logit is compared with a number, not with another infinity.
@@ -246,7 +267,8 @@ class TextDrafter(_BridgedDrafter):
 
     def _likeliest(self, logit_BD: Tensor) -> Tensor:
         """Without what stands for no text, but for its ends."""
-        return logit_BD.index_fill(1, self._unusable.to(logit_BD.device), -torch.inf).argmax(-1)
+        self._unusable = self._unusable.to(logit_BD.device)
+        return logit_BD.index_fill(1, self._unusable, -torch.inf).argmax(-1)
 
     def _most(self, count: tuple[int, ...]) -> int:
         """Draft tokens a round at most: twice what the sample's texts took."""

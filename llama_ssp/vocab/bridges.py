@@ -17,6 +17,7 @@ from itertools import groupby
 from llama_ssp.vocab.matching import NONE, Match
 from llama_ssp.vocab.vocabulary import Vocabulary
 
+STRIDE = 48  # target tokens that are translated together at least, if there are so many
 TAIL = 8  # target tokens before a draft that are cut with it: a tokenizer looks at what comes before
 
 
@@ -61,6 +62,10 @@ class Intersection(_Reading):
         """What was written after it."""
         return [i for token in written for i in self.piece(token)]
 
+    def parting(self, written: Sequence[int], begun: int) -> int | None:
+        """The next place at which what was written may be parted: translations of the parts add up."""
+        return begun + STRIDE if begun + STRIDE < len(written) else None
+
     def piece(self, token: int) -> list[int]:
         """One token of the target's."""
         own = self._own(token)
@@ -77,6 +82,13 @@ class Text(_Reading):
     def continued(self, written: Sequence[int]) -> list[int]:
         """What was written after it."""
         return self._read(_parts(written, self.target))
+
+    def parting(self, written: Sequence[int], begun: int) -> int | None:
+        """The next place at which what was written may be parted: before a space, where words begin."""
+        for at in range(begun + STRIDE, len(written)):
+            if self.target.text_of(written[at : at + 1])[:1].isspace():
+                return at
+        return None
 
     def back(self, before: Sequence[int], drafted: Sequence[int]) -> list[int]:
         """What the draft wrote, in the target's tokens, cut as the target would after `before`.
