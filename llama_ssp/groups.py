@@ -7,7 +7,6 @@ One that fails is started again, as long as it brings the job further now and th
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -29,14 +28,13 @@ from llama_ssp.metrics import ratio
 from llama_ssp.plan.machine import CPU, gpus_here
 from llama_ssp.report import Console, Progress
 from llama_ssp.retries import CODE_FILE, Next, after, code_of
-from llama_ssp.sharing import LOGS, SOURCES, Share, share, words_of_one
+from llama_ssp.sharing import COUNTED, LOGS, SOURCES, Share, counted, share, words_of_one
 from llama_ssp.tabular import aligned, figure
 
 log = logging.getLogger(__name__)
 
 LOOK_S, COUNT_S = 0.1, 1.0
 STOP_S = 60.0  # for groups that were told to stop
-COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted")
 LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
@@ -86,7 +84,7 @@ class Group:
             return None
         self.process, self.code = None, code_of(returned, self._file)
         self._file.unlink(missing_ok=True)
-        self.figures.update(_figures(self._said))
+        self.figures.update(counted([self._said]))
         self.fruitless = 0 if finished > self.began else self.fruitless + 1
         self.failures += self.code != OK
         step = after(self.code, self.fruitless, retries)
@@ -157,7 +155,7 @@ def _report(shared: Share, groups: list[Group], wall_s: float, code: int, is_jso
         **shared.summary(), "status": "done" if shared.job.output.is_file() and code == OK else "error",
         "records_finished": standing.finished if standing else 0, "groups": len(groups),
         "attempts": standing.attempts if standing else 0,
-        "failures": sum(group.failures for group in groups), **{name: figures[name] for name in COUNTED},
+        "failures": sum(group.failures for group in groups), **{name: figures[name] for name in COUNTED[:3]},
         "acceptance_rate": accepted, "tokens_per_s": speed, "wall_s": wall_s,
     }  # fmt: skip
     console = Console()
@@ -171,15 +169,6 @@ def _report(shared: Share, groups: list[Group], wall_s: float, code: int, is_jso
         ]
         console.write("\n".join([*aligned(shown, words=2), ""]))
     console.document(summary)
-
-
-def _figures(said: Path) -> dict[str, int]:
-    """What a group counted, from the last line it said; nothing of one that was killed."""
-    try:
-        document = json.loads(said.read_text(encoding="utf-8").splitlines()[-1])
-        return {name: int(document[name]) for name in COUNTED}
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return {}
 
 
 def _dealt(run: RunConf) -> list[list[str] | None]:

@@ -6,8 +6,12 @@ folder.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +32,8 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).resolve().parents[1]  # where groups import this very package from
 LOGS = "logs"  # in the job's folder
+SUMMARY = '{"task": "batch"'
+COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "wall_s")
 BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
 VALUED = ("--config-dir", "-cd")  # flags whose value is a word of its own
 
@@ -91,6 +97,19 @@ def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
     ]
     end = overrides[-1] + 1 if overrides else len(words)
     return (*words[:end], *own, *words[end:])
+
+
+def counted(logs: Iterable[Path]) -> Counter[str]:
+    """What groups have counted, from the summaries in their logs; one that was killed has left none."""
+    found = Counter[str]()
+    for path in logs:
+        with suppress(OSError):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith(SUMMARY):
+                    with suppress(ValueError, KeyError, TypeError):
+                        document = json.loads(line)
+                        found.update({name: document[name] for name in COUNTED})
+    return found
 
 
 def _predicted(entry: Entry, job: Job) -> Prediction | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -82,11 +83,12 @@ def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
 
 
 def test_what_groups_counted_is_summed_up(tmp_path: Path):
-    said = """echo 'a note'; echo '{"tokens_committed": 5, "tokens_drafted": 4, "tokens_accepted": 3}'"""
-    group = ended(tmp_path, said, (0, 1))
+    counts = {"tokens_committed": 5, "tokens_drafted": 4, "tokens_accepted": 3, "wall_s": 2.5}
+    document = json.dumps({"task": "batch", **counts})
+    group = ended(tmp_path, f"echo 'a note'; echo '{document}'", (0, 1))
     group.look(1, retries=2)
-    assert group.figures == {"tokens_committed": 5, "tokens_drafted": 4, "tokens_accepted": 3}
-    killed = ended(tmp_path, "echo '{\"tokens_comm'; kill -9 $$", (0, 1))
+    assert group.figures == counts
+    killed = ended(tmp_path, f"printf '{document[:-9]}'; kill -9 $$", (0, 1))
     assert killed.look(1, retries=2) is Next.again and killed.code == 137 and not killed.figures
 
 

@@ -9,10 +9,12 @@ from llama_ssp.config import Output, RunConf
 from llama_ssp.errors import OK, DistributedError
 from llama_ssp.job import folders_of
 from llama_ssp.journal import Journal, Standing
+from llama_ssp.metrics import ratio
 from llama_ssp.report import Console
+from llama_ssp.sharing import LOGS, counted
 from llama_ssp.slurm.ask import Queued, Slurm
 from llama_ssp.slurm.records import End, ends, submissions
-from llama_ssp.tabular import aligned
+from llama_ssp.tabular import aligned, figure
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ def execute(run: RunConf) -> int:
     standing = Journal.find(work).standing() if begun or not submitted else NOTHING
     queued = _queued([submission.job for submission in submitted])
     ended = ends(work)
+    counts = counted((work / LOGS).glob("*.out"))
     merged = standing.whole and begun and output.is_file()
     summary: dict[str, Any] = {
         "task": run.task.name,
@@ -36,6 +39,9 @@ def execute(run: RunConf) -> int:
         "failures": sum(end.failed for end in ended),
         "jobs": [submission.job for submission in submitted],
         "queue": [vars(one) for one in queued or []],
+        "tokens_committed": counts["tokens_committed"],
+        "acceptance_rate": ratio(counts["tokens_accepted"], counts["tokens_drafted"]),
+        "tokens_per_s_per_group": ratio(counts["tokens_committed"], counts["wall_s"]),
         "output": str(output), "work": str(work),
     }  # fmt: skip
     console = Console()
@@ -58,10 +64,13 @@ def _queued(jobs: list[str]) -> list[Queued] | None:
 
 def _table(summary: dict[str, Any]) -> list[str]:
     share = f" ({100 * summary['records_finished'] // summary['records']} %)" if summary["records"] else ""
+    speed = summary["tokens_per_s_per_group"]
     return aligned(
         [
             ["status", summary["status"]],
             ["records", f"{summary['records_finished']} of {summary['records']}{share}"],
+            ["tokens", f"{summary['tokens_committed']}, {figure(speed, 1)} a second and group"],
+            ["acceptance", figure(summary["acceptance_rate"])],
             ["shards", f"{summary['shards_done']} of {summary['shards']}"],
             ["attempts", f"{summary['attempts']}, {summary['attempts_unended']} not ended"],
             ["failures", str(summary["failures"])],
