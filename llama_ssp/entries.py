@@ -20,7 +20,7 @@ from llama_ssp.plan.actual import asked_of_run, is_free, placed
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
 from llama_ssp.plan.machine import CPU, machine_of
 from llama_ssp.ranges import require_deepspeed, require_split
-from llama_ssp.vocab import diagnose, read_vocabulary
+from llama_ssp.vocab import diagnose, read_vocabularies
 
 USUAL_TOKENS = 512  # of a prompt, for plans that are made before there is one
 
@@ -51,7 +51,7 @@ def _seated(run: RunConf, target: Path | None, draft: Path | None, world: int) -
     """A draft of another tokenizer goes to the leader, which translates, where its place is left open."""
     if world == 1 or target is None or draft is None or run.draft is None or not is_free(run.placement):
         return run
-    mine, other = read_vocabulary(target), read_vocabulary(draft)
+    mine, other = read_vocabularies(target, draft)
     if mine is None or other is None or not diagnose(mine, other, (run.model.vocab, run.draft.vocab)).bridged:
         return run
     return replace(run, placement=replace(run.placement, draft=DraftSeat.leader))

@@ -21,7 +21,9 @@ from llama_ssp.plan.verdict import Verdict
 from llama_ssp.plot import check_plot, plot_bills
 from llama_ssp.ranges import require_planned
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
-from llama_ssp.vocab import Pairing, diagnose, pair, read_vocabulary
+from llama_ssp.vocab import Pairing, diagnose, pair, read_vocabularies
+
+NOT_AT_HAND = "vocabularies: not at hand"
 
 
 def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
@@ -67,11 +69,14 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
 
 def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
     """How the pair's tokenizers go together, if both are at hand; a run would be refused for some."""
-    models = [run.model, run.draft] if run.draft is not None else []
-    folders = [folder_at_hand(model) for model in models if model is not None]
-    target, draft = (read_vocabulary(folder) if folder else None for folder in folders or [None, None])
-    if target is None or draft is None or run.draft is None:
-        return None, "vocabularies: not at hand" if models else ""
+    if run.draft is None:
+        return None, ""
+    folders = folder_at_hand(run.model), folder_at_hand(run.draft)
+    if folders[0] is None or folders[1] is None:
+        return None, NOT_AT_HAND
+    target, draft = read_vocabularies(folders[0], folders[1])
+    if target is None or draft is None:
+        return None, NOT_AT_HAND
     widths = run.model.vocab, run.draft.vocab
     try:
         found = pair(target, draft, widths, Pairing.of(run))

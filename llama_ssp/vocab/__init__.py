@@ -9,6 +9,7 @@ from llama_ssp.vocab.vocabulary import (
     Vocabulary,
     before,
     end_ids_of,
+    read_vocabularies,
     read_vocabulary,
     vocabulary_of,
 )
@@ -16,5 +17,5 @@ from llama_ssp.vocab.vocabulary import (
 __all__ = [
     "NONE", "PROBES", "Bridge", "Diagnosis", "Intersection", "Match", "Notation", "Paired", "Pairing",
     "Text", "Verdict", "Vocabulary", "before", "chosen", "diagnose", "end_ids_of", "match",
-    "notation_guessed", "pair", "read_vocabulary", "surface", "vocabulary_of",
+    "notation_guessed", "pair", "read_vocabularies", "read_vocabulary", "surface", "vocabulary_of",
 ]  # fmt: skip

@@ -90,11 +90,10 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
     if not differing or extra:
         verdict = Verdict.same if widths == (target.size, draft.size) and not extra else Verdict.padded
         cut = next((text for text in PROBES if target.encode(text) != draft.encode(text)), None)
-        own = sorted(t for t, i in target.ids.items() if min(widths) <= i < max(widths))
-        return Diagnosis(
-            verdict, counts, widths, match(target, draft), (), cut, () if extra else tuple(own),
-            (*_extras(target, draft, differing), *_habits(target, draft)),
-        )  # fmt: skip
+        beyond = [] if extra else sorted(t for t, i in target.ids.items() if min(widths) <= i < max(widths))
+        known = _identity(min(target.size, draft.size))
+        notes = (*_extras(target, draft, differing), *_habits(target, draft))
+        return Diagnosis(verdict, counts, widths, known, (), cut, tuple(beyond), notes)
     known, alike = match(target, draft), counts[0] == counts[1] or widths[0] == widths[1]
     telling = _telling(target, draft, differing)
     sample = target.encode(SAMPLE)
@@ -105,6 +104,10 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
         sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1),
         len(draft.encode(SAMPLE)) / max(len(sample), 1),
     )  # fmt: skip
+
+
+def _identity(size: int) -> Match:
+    return Match(tuple(range(size)), tuple(range(size)))
 
 
 def _telling(target: Vocabulary, draft: Vocabulary, differing: list[str]) -> list[str]:

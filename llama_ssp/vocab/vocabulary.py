@@ -108,11 +108,12 @@ def vocabulary_of(
     ends: frozenset[int], template: object = None, notation: Notation | None = None,
 ) -> Vocabulary:  # fmt: skip
     """From the content of a tokenizer.json; `begin` cuts a text with what comes before it."""
-    added = content.get("added_tokens") or []
+    tokens = content.get("added_tokens") or []
+    added = frozenset(token["id"] for token in tokens)
     return Vocabulary(
         ids=ids,
-        special=frozenset(token["id"] for token in added if token["special"]),
-        added=frozenset(token["id"] for token in added),
+        special=frozenset(token["id"] for token in tokens if token["special"]) | (added & ends),
+        added=added,
         ends=ends,
         start=before(begin, encode),
         notation=notation or notation_of(content.get("decoder")),
@@ -154,6 +155,19 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     ids = tokenizer.get_vocab(with_added_tokens=True)
     own = end_ids_of(folder) or _named(settings.get("eos_token"), ids)
     return vocabulary_of(content, ids, encode, begin, own, settings.get("chat_template"))
+
+
+def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Vocabulary | None]:
+    """Those of two folders; files of one content are read once, as large ones take a second."""
+    found = read_vocabulary(target)
+    alike = all(_content(target / name) == _content(draft / name) for name in (FILE, SETTINGS))
+    if alike and end_ids_of(target) == end_ids_of(draft):
+        return found, found
+    return found, read_vocabulary(draft)
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
 
 
 def end_ids_of(path: Path) -> frozenset[int]:
