@@ -36,7 +36,8 @@ class Diagnosis:
     tokens: tuple[int, int]
     widths: tuple[int, int]
     match: Match
-    differing: tuple[str, ...]
+    differing: int  # tokens
+    examples: tuple[str, ...]
     cut: str | None
     beyond: tuple[str, ...]
     notes: tuple[str, ...]
@@ -77,7 +78,8 @@ class Diagnosis:
             "shared_share": self.match.shared / max(self.tokens[0], 1),
             "ceiling_on_sample": self.ceiling,
             "draft_tokens_per_target_token": self.expansion,
-            "differing": list(self.differing[:3]),
+            "differing_tokens": self.differing,
+            "examples": list(self.examples),
             "notes": list(self.notes),
         }
 
@@ -93,12 +95,12 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
         beyond = [] if extra else sorted(t for t, i in target.ids.items() if min(widths) <= i < max(widths))
         known = _identity(min(target.size, draft.size))
         notes = (*_extras(target, draft, differing), *_habits(target, draft))
-        return Diagnosis(verdict, counts, widths, known, (), cut, tuple(beyond), notes)
+        return Diagnosis(verdict, counts, widths, known, 0, (), cut, tuple(beyond), notes)
     known, alike = match(target, draft), counts[0] == counts[1] or widths[0] == widths[1]
-    telling = _telling(target, draft, differing)
+    telling = _telling(target, draft, differing)[:3]
     sample = target.encode(SAMPLE)
     return Diagnosis(
-        Verdict.misleading if alike else Verdict.different, counts, widths, known,
+        Verdict.misleading if alike else Verdict.different, counts, widths, known, len(differing),
         tuple(f"{readable(t)}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in telling),
         None, (), _habits(target, draft),
         sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1),

@@ -87,8 +87,8 @@ def _require_usable(found: Diagnosis, how: Bridging) -> None:
         alike = " of the same size" if found.verdict is Verdict.misleading else ""
         raise ModelError(
             f"target and draft have different tokenizers{alike}",
-            found=f"{found.tokens[0]} and {found.tokens[1]} tokens, {len(found.differing)} differ "
-            f"({', '.join(found.differing[:3])})",
+            found=f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ "
+            f"({', '.join(found.examples)})",
             allowed="the same tokens with the same ids",
             fix="choose a draft of the same family; if these are the right tokenizers, speculation.bridge="
             "intersection (or text) pairs them by what their tokens stand for",
