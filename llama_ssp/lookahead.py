@@ -33,6 +33,9 @@ class Lookahead(Protocol):
         """Another text has come into the row."""
 
 
+USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured
+
+
 @dataclass
 class FixedLookahead:
     """The same K always."""
@@ -50,19 +53,53 @@ class FixedLookahead:
         pass
 
 
-PRIOR_RATE, PRIOR_WEIGHT, MEMORY, PROBE_EVERY = 0.7, 4.0, 0.9, 16
+@dataclass(frozen=True)
+class Costs:
+    """What a round takes, in any unit: `draft` each drafted token, `verify[k]` the target's step over k."""
+
+    draft: float
+    verify: tuple[float, ...]
+
+    @property
+    def k_max(self) -> int:
+        return len(self.verify) - 1
+
+    def round(self, k: int) -> float:
+        return k * self.draft + self.verify[k]
+
+    def best_k(self, rate: float) -> int:
+        """The K with the most expected tokens over time, where each draft stands with this chance."""
+        return max(range(len(self.verify)), key=lambda k: tokens_per_round(rate, k) / self.round(k))
+
+    @staticmethod
+    def of_ratio(cost_ratio: float, k_max: int) -> Costs:
+        """As the papers have it: a target step costs the same for any K, a draft step so much of it."""
+        return Costs(cost_ratio, (1.0,) * (k_max + 1))
+
+    @staticmethod
+    def between(draft: float, verify: dict[int, float], k_max: int) -> Costs:
+        """From target steps measured at some K, 0 among them; beyond the last they are taken for the same."""
+        known = sorted(verify)
+        steps = []
+        for k in range(k_max + 1):
+            above = next((n for n in known if n >= k), known[-1])
+            below = max(n for n in known if n <= k)
+            share = (k - below) / (above - below) if above > below else 0.0
+            steps.append((1 - share) * verify[below] + share * verify[above])
+        return Costs(draft, tuple(steps))
+
+
+PRIOR_RATE, PRIOR_WEIGHT, MEMORY, PROBE_EVERY = 0.7, 4.0, 0.97, 16
 
 
 @dataclass
 class AdaptiveLookahead:
     """The K with the most tokens per unit of time, at the acceptance the row has shown lately.
 
-    `cost_ratio` is one draft step over one target step. A row whose best K is 0 tries one token now
-    and then, to notice when drafting pays again.
+    A row whose best K is 0 tries one token now and then, to notice when drafting pays again.
     """
 
-    k_max: int
-    cost_ratio: float
+    costs: Costs
     rows: int
     _tried: list[float] = field(init=False)
     _stood: list[float] = field(init=False)
@@ -81,7 +118,7 @@ class AdaptiveLookahead:
         return self._stood[row] / self._tried[row]
 
     def choose(self) -> list[int]:
-        wanted = [best_k(self.rate(row), self.cost_ratio, self.k_max) for row in range(self.rows)]
+        wanted = [self.costs.best_k(self.rate(row)) for row in range(self.rows)]
         for row, k in enumerate(wanted):
             self._idle[row] = 0 if k else self._idle[row] + 1
             if self._idle[row] == PROBE_EVERY:
@@ -104,4 +141,4 @@ def tokens_per_round(rate: float, k: int) -> float:
 
 def best_k(rate: float, cost_ratio: float, k_max: int) -> int:
     """The K that maximises expected tokens over expected time (Leviathan et al., section 3)."""
-    return max(range(k_max + 1), key=lambda k: tokens_per_round(rate, k) / (k * cost_ratio + 1))
+    return Costs.of_ratio(cost_ratio, k_max).best_k(rate)

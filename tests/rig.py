@@ -14,7 +14,7 @@ from llama_ssp.draws import CounterDraws
 from llama_ssp.engine import AnyEngine, Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
 from llama_ssp.engine.state import WAITING, State
 from llama_ssp.load.causal import CausalModel
-from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead
+from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
 from llama_ssp.loop import Limits, generate
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
@@ -106,7 +106,7 @@ def drive_refilled(
     """All prompts through a few rows, each refilled as soon as its text ends; what each got."""
     queue = Queue(prompts[rows:], chunk)
     state = engine.prefill(prompts[:rows], max_new, longest)
-    lookahead = AdaptiveLookahead(k, 0.1, rows) if adaptive else FixedLookahead(k, rows)
+    lookahead = AdaptiveLookahead(Costs.of_ratio(0.1, k), rows) if adaptive else FixedLookahead(k, rows)
     for _ in generate(engine, state, Limits(max_new, ends), lookahead, queue):
         pass
     return queue.texts
@@ -118,7 +118,11 @@ def drive(
 ) -> Run:  # fmt: skip
     """One batch through any rank's engine; `most` rounds of it."""
     state = engine.prefill(prompts, max_new)
-    lookahead = AdaptiveLookahead(k, 0.1, len(prompts)) if adaptive else FixedLookahead(k, len(prompts))
+    lookahead = (
+        AdaptiveLookahead(Costs.of_ratio(0.1, k), len(prompts))
+        if adaptive
+        else FixedLookahead(k, len(prompts))
+    )
     run = Run([], [])
     for step in generate(engine, state, Limits(max_new, ends), lookahead):
         run.rounds += 1

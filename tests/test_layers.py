@@ -24,6 +24,7 @@ LAYERS = [
     {"screen", "plot_speeds"},
     {"recording"},
     {"sampling", "verify", "draws", "ranks"},
+    {"kernels"},
     {"cache", "load"},
     {"engine"},
     {"loop", "trace"},

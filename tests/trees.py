@@ -20,7 +20,7 @@ from llama_ssp.engine import (
     TextDrafter,
 )
 from llama_ssp.load.causal import CausalModel
-from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead
+from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
 from llama_ssp.loop import Limits, generate
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
@@ -104,7 +104,7 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any
     state = engine.prefill(prompts, s.new)
     limits = Limits(s.new, s.ends, StopAt(s.stop, len(prompts)) if s.stop else None)
     rows = len(prompts)
-    lookahead = AdaptiveLookahead(s.k, 0.3, rows) if s.adaptive else FixedLookahead(s.k, rows)
+    lookahead = AdaptiveLookahead(Costs.of_ratio(0.3, s.k), rows) if s.adaptive else FixedLookahead(s.k, rows)
     for _ in generate(engine, state, limits, lookahead):
         pass
     return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))

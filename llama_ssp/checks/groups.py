@@ -47,7 +47,8 @@ def check_speculation(run: RunConf) -> None:
     spec = run.speculation
     between("speculation.k", spec.k, 0, MAX_K, "0 is plain decoding")
     between("speculation.k_max", spec.k_max, 1, MAX_K)
-    between("speculation.cost_ratio", spec.cost_ratio, 0.0, 10.0)
+    if spec.cost_ratio is not None:
+        between("speculation.cost_ratio", spec.cost_ratio, 0.0, 10.0, "null measures it")
     between("speculation.ngram_min", spec.ngram_min, 1, 32)
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
 

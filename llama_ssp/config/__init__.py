@@ -29,6 +29,7 @@ from llama_ssp.config.groups import (
     SlurmConf,
     SpeculationConf,
     Splitting,
+    Steps,
     TimesConf,
     Verification,
     Weights,
@@ -78,6 +79,7 @@ __all__ = [
     "SlurmConf",
     "SpeculationConf",
     "Splitting",
+    "Steps",
     "TaskConf",
     "TimesConf",
     "Verification",
@@ -101,6 +103,7 @@ class RunConf:
     speculation: SpeculationConf = field(default_factory=SpeculationConf)
     task: TaskConf = field(default_factory=TaskConf)
     plan: PlanningConf = field(default_factory=PlanningConf)
+    engine: Steps = Steps.auto
     seed: int | None = None
     output: Output = Output.text
     out: str | None = "outputs"

@@ -73,6 +73,17 @@ class DraftSeat(Enum):
     own = "own"
 
 
+class Steps(Enum):
+    """How models take their steps: as their modules are, or compiled; `auto` compiles where that pays.
+
+    The law is the same. In 16 bit the two round differently, as any two kernels do.
+    """
+
+    auto = "auto"
+    eager = "eager"
+    compiled = "compiled"
+
+
 class Output(Enum):
     text = "text"
     json = "json"
@@ -251,14 +262,19 @@ class SamplingConf:
 
 @dataclass
 class SpeculationConf:
-    """How tokens are drafted and verified."""
+    """How tokens are drafted and verified.
+
+    `adaptive` chooses K for each row, up to `k_max`, by its acceptance and by what steps cost: as measured
+    when the run begins, so that another run may choose otherwise; or by `cost_ratio`, a draft step's share
+    of a target step's time, which makes the run repeatable.
+    """
 
     k: int = 4
     drafter: Drafting = Drafting.model
     verification: Verification = Verification.block
     adaptive: bool = False
     k_max: int = 16
-    cost_ratio: float = 0.1
+    cost_ratio: float | None = None
     ngram_min: int = 1
     ngram_max: int = 4
     bridge: Bridging = Bridging.auto

@@ -76,6 +76,8 @@ class Runner:
         self.warm(token_BS, [max(e - max(w, LAG), 0) for e, w in zip(ends, wanted, strict=True)])
         feed, logit_BWV = self._pass(token_BS, ends, last_only=False)
         first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
+        if not any(first) and feed.width == max(wanted):
+            return logit_BWV
         column_BW = torch.tensor(first)[:, None] + torch.arange(max(wanted))
         column_BW = column_BW.clamp(max=feed.width - 1).to(logit_BWV.device)
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)

@@ -123,11 +123,13 @@ class Batch:
             del others
 
     def _logits(self, passes: Passes, columns: int, span: int, wanted: int) -> Block:
-        """engine.runner.Runner.logits; its index is broadcast over the vocabulary
+        """engine.runner.Runner.logits; where it picks columns, its index is broadcast over the vocabulary
 
         A CPU gathers 16 bit through fp32.
         """
         logits = passes.run(columns, span, last_only=False)
+        if columns == wanted:
+            return logits
         n = self.laws.rows * wanted * passes.part.whole_vocab
         with self.t.labelled(LOGITS):
             column = self.t(self.laws.rows * wanted, INT)

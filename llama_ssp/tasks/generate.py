@@ -53,7 +53,7 @@ class GenerateTask:
         self._pair = open_pair(found, run, rows, slots, self._ranks)
         ends = frozenset() if task.ignore_eos else tokens.end_ids
         engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
-        lookahead = partial(lookahead_for, run)
+        lookahead = partial(lookahead_for, run, costs=self._pair.costs)
         self._runs = Batches(engine, tokens.decode, lookahead, task.max_new_tokens, ends, task.stop)
         batches = range(0, len(prompts), task.batch_size)
         for number, first in enumerate(batches, start=1):

@@ -163,7 +163,9 @@ class MeasureTask:
             engine = self._engine(contender, tokens, repeat)
             limits = Limits(self._task.max_new_tokens, self._ends(tokens))
             timed = TimedRun(engine, batch, self._task.max_new_tokens)
-            for step, spent in timed.rounds(limits, lookahead_for(contender.run, len(batch))):
+            for step, spent in timed.rounds(
+                limits, lookahead_for(contender.run, len(batch), contender.pair.costs)
+            ):
                 if step.round:
                     sample.delivery_ms.append(1000 * spent)
                     for row in step.rows:
@@ -193,7 +195,9 @@ class MeasureTask:
             for batch in batches:
                 timed = TimedRun(engine, batch, self._task.max_new_tokens)
                 with self._watch.running(engine.wait):
-                    for _ in timed.rounds(limits, lookahead_for(contender.run, len(batch))):
+                    for _ in timed.rounds(
+                        limits, lookahead_for(contender.run, len(batch), contender.pair.costs)
+                    ):
                         pass
                 made += timed.counts.committed.total()
             contender.record.split = {part: 1000 * self._watch.spent[part] / made for part in PARTS}

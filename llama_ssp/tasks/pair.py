@@ -29,14 +29,17 @@ from llama_ssp.folder import fingerprint
 from llama_ssp.inputs import drafts
 from llama_ssp.load.autotp import load_deepspeed
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.compiled import CompiledModel, Kind, compiled
 from llama_ssp.load.devices import TORCH_DTYPES, describe
 from llama_ssp.load.layers import load_layers
 from llama_ssp.load.models import DRAFT, load, load_part
 from llama_ssp.load.tokens import Tokens
-from llama_ssp.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
+from llama_ssp.lookahead import USUAL_COST_RATIO, AdaptiveLookahead, Costs, FixedLookahead, Lookahead
 from llama_ssp.plan.actual import Prediction
 from llama_ssp.ranks import ALONE, Crew, Ranks, crew_of
+from llama_ssp.report import Progress
 from llama_ssp.sampling import Laws
+from llama_ssp.tasks.costs import measured
 from llama_ssp.tasks.seats import Seat, may_draft, require_loadable
 from llama_ssp.verify import RULES
 from llama_ssp.vocab import Bridge, Intersection
@@ -58,6 +61,7 @@ class Pair:
     draft_context: int
     draft_dtype: torch.dtype
     prediction: Prediction | None = None
+    costs: Costs | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -71,7 +75,29 @@ def open_pair(
 ) -> Pair:  # fmt: skip
     """Loads the models, if they fit with so many caches of each of `rows` texts of `slots` tokens."""
     prediction = require_loadable(found, run, rows, slots, caches)
-    return replace(Shelf(ranks).open(found), prediction=prediction)
+    pair = replace(Shelf(ranks).open(found), prediction=prediction)
+    prepare(pair, run, rows)
+    unknown = run.speculation.adaptive and run.speculation.cost_ratio is None
+    if unknown and ranks.world == 1 and pair.target is not None and pair.draft is not None:
+        pair = replace(pair, costs=measured(pair.target, pair.draft, run, rows, slots))
+    return pair
+
+
+def prepare(pair: Pair, run: RunConf, rows: int) -> None:
+    """Compiles what batches of so many rows will need, before any clock runs."""
+    several, drafted = rows > 1, may_draft(run)
+    wanted: list[tuple[CompiledModel, Kind]] = []
+    if isinstance(pair.target, CompiledModel):
+        wanted.append((pair.target, (several, drafted or not several)))
+    if isinstance(pair.draft, CompiledModel):
+        wanted += [
+            (pair.draft, kind) for kind in ([(True, False), (True, True)] if several else [(False, True)])
+        ]
+    if wanted:
+        with Progress("compile", len(wanted), "steps") as progress:
+            for model, kind in wanted:
+                model.prepare(kind)
+                progress.advance(1)
 
 
 class Shelf:
@@ -132,7 +158,8 @@ def _loaded(seat: Seat, group: Ranks) -> CausalModel:
             *what, seat.max_memory, home_expanded(seat.offload) if seat.offload else None, seat.role
         )
     if group.world == 1:
-        return load(*what, seat.device, seat.role)
+        causal = load(*what, seat.device, seat.role)
+        return compiled(causal) if seat.compiled else causal
     if seat.splitting is Splitting.deepspeed:
         return load_deepspeed(*what, seat.device, seat.role, group)
     return load_part(*what, seat.device, seat.role, group)
@@ -199,11 +226,12 @@ def draft_alone(pair: Pair) -> Pair | None:
     )
 
 
-def lookahead_for(run: RunConf, rows: int) -> Lookahead:
-    """How K is chosen for a batch of this many rows."""
+def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> Lookahead:
+    """How K is chosen for a batch of this many rows; an adaptive choice goes by `costs`, if known."""
     spec = run.speculation
     if spec.adaptive:
-        return AdaptiveLookahead(spec.k_max, spec.cost_ratio, rows)
+        ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
+        return AdaptiveLookahead(costs or Costs.of_ratio(ratio, spec.k_max), rows)
     return FixedLookahead(spec.k, rows)
 
 

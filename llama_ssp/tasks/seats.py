@@ -20,6 +20,7 @@ from llama_ssp.plan.actual import Prediction, asked_of_run, predict, require_fit
 from llama_ssp.plan.asked import Role, Workload
 from llama_ssp.plan.machine import CPU
 from llama_ssp.ranges import is_planned
+from llama_ssp.tasks.steps import compiles
 from llama_ssp.vocab import Paired, Pairing
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Seat:
     max_memory: dict[str, str]
     offload: str | None
     pairing: Pairing
+    compiled: bool = False
 
     @property
     def degree(self) -> int:
@@ -68,8 +70,10 @@ def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
         how = Splitting.tensor, placement.world, placement.draft, placement.copies
     else:
         how = placement.splitting, placement.world, placement.target, False
+    splitting, _, ranks, copies = how
+    compiled = compiles(entry.run, role, model, device, dtype, splitting, 1 if copies else len(ranks))
     memory = dict(asked.max_memory), asked.offload_folder
-    return Seat(role, model, path, device, dtype, *how, *memory, Pairing.of(entry.run))
+    return Seat(role, model, path, device, dtype, *how, *memory, Pairing.of(entry.run), compiled)
 
 
 def tokens_of(found: list[Seat]) -> Tokens:

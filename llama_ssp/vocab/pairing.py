@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_ssp.config import Bridging, RunConf
 from llama_ssp.errors import ModelError
-from llama_ssp.lookahead import tokens_per_round
+from llama_ssp.lookahead import USUAL_COST_RATIO, tokens_per_round
 from llama_ssp.vocab.bridges import Bridge, Intersection, Text
 from llama_ssp.vocab.doctor import Diagnosis, Verdict, diagnose
 from llama_ssp.vocab.vocabulary import Vocabulary
@@ -23,12 +23,13 @@ class Pairing:
 
     how: Bridging = Bridging.auto
     greedy: bool = False
-    cost_ratio: float = 0.1
+    cost_ratio: float = USUAL_COST_RATIO
 
     @staticmethod
     def of(run: RunConf) -> Pairing:
         spec = run.speculation
-        return Pairing(spec.bridge, run.sampling.temperature == 0, spec.cost_ratio)
+        ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
+        return Pairing(spec.bridge, run.sampling.temperature == 0, ratio)
 
 
 @dataclass(frozen=True)

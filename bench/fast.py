@@ -1,0 +1,246 @@
+"""Our loop beside transformers' regular and assisted generation: one pair, one interleaved run.
+
+    python bench/fast.py [repeats=5] [new=96] [ks=2,4,8] [agreement=0.89] [threads=2] [write=FILE.md]
+
+The pair is synthetic (llama_ssp/load/synthetic.py): 222 million parameters with 7 million, bf16, their laws
+overlapping as asked. Every repeat gives each contender one turn on every prompt; ratios are taken within a
+repeat, and their median is reported with the least and the most. Tokens are counted the same for all: those
+after the prompt. Prompts are read off the clock; transformers reads them itself, so its time for one token is
+taken off. The last lines set a round beside its parts: K steps of the draft and one of the target, alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from surroundings import surroundings, write  # noqa: E402
+
+from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Steps  # noqa: E402
+from llama_ssp.engine import Prompt  # noqa: E402
+from llama_ssp.inputs import Entry  # noqa: E402
+from llama_ssp.load.models import DRAFT, load  # noqa: E402
+from llama_ssp.loop import Limits  # noqa: E402
+from llama_ssp.metrics import Counts  # noqa: E402
+from llama_ssp.placement import resolve  # noqa: E402
+from llama_ssp.report import versions  # noqa: E402
+from llama_ssp.tabular import aligned  # noqa: E402
+from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair  # noqa: E402
+from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.tasks.timed import TimedRun  # noqa: E402
+from llama_ssp.tasks.timing import shape  # noqa: E402
+
+log = logging.getLogger("bench")
+CPU = torch.device("cpu")
+PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
+VOCAB = 8192
+
+
+@dataclass
+class Asked:
+    """The command line."""
+
+    repeats: int = 5
+    new: int = 96
+    ks: str = "2,4,8"
+    agreement: float = 0.89
+    threads: int = 2
+    peers: str = "4,8,12,heuristic,dynamic"
+    write: str = ""
+
+    @staticmethod
+    def of(arguments: list[str]) -> Asked:
+        asked = Asked()
+        for argument in arguments:
+            key, _, value = argument.partition("=")
+            if not hasattr(asked, key):
+                sys.exit(f"unknown: {argument}; known: {', '.join(vars(asked))}")
+            setattr(asked, key, type(getattr(asked, key))(value))
+        return asked
+
+
+@dataclass
+class Taken:
+    """What a contender's turns took, and what they counted."""
+
+    turn: Callable[[int], tuple[float, Counts]]
+    ms: list[float] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+
+def sizes(agreement: float) -> tuple[ModelConf, ModelConf]:
+    """The pair of the issue: hidden 1024 x 16 layers, and hidden 256 x 4 layers."""
+    target, draft = shape(16, 1024, VOCAB), shape(4, 256, VOCAB, agreement=agreement)
+    return replace(target, context=4608), replace(draft, context=4608)
+
+
+def opened(run: RunConf, slots: int) -> tuple[Pair, Any, RunConf]:
+    """The run's pair, ready; its tokenizer, which knows bytes."""
+    entry = Entry(run, None, None, resolve(run.placement, 1, True))
+    found = seats(entry)
+    return open_pair(found, run, 1, slots), tokens_of(found), run
+
+
+def by_us(opened: tuple[Pair, Any, RunConf], new: int, seed: int, k: int | None) -> tuple[float, Counts]:
+    """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling."""
+    pair, tokens, run = opened
+    drafting = Drafting.none if k == 0 else Drafting.model
+    spec = replace(run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
+    run, counts, spent = replace(run, speculation=spec), Counts(), 0.0
+    for number, ids in enumerate(PROMPTS):
+        engine = engine_for(pair, run, tokens, frozenset(), seed, 512)
+        timed = TimedRun(engine, [Prompt(str(number), ids)], new)
+        for _ in timed.rounds(Limits(new), lookahead_for(run, 1, pair.costs)):
+            pass
+        counts.merge(timed.counts)
+        spent += timed.decode_s
+    return 1000 * spent / (new * len(PROMPTS)), counts
+
+
+def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: int) -> tuple[float, Counts]:
+    """Milliseconds a token of `generate`; `how` is a number of drafts, heuristic, dynamic or cache."""
+    extra: dict[str, Any] = {}
+    if draft is not None:
+        extra["assistant_model"] = draft
+        settings = draft.generation_config
+        settings.num_assistant_tokens = int(how) if how.isdigit() else 20 if how == "dynamic" else 5
+        settings.num_assistant_tokens_schedule = "heuristic" if how == "heuristic" else "constant"
+        settings.assistant_confidence_threshold = 0.4 if how == "dynamic" else 0.0
+    elif how == "static cache":
+        extra["cache_implementation"] = "static"
+    torch.manual_seed(seed)
+    spent = 0.0
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        for length, sign in ((1, -1), (new + 1, 1)):
+            began = time.perf_counter()
+            made = target.generate(
+                ids, attention_mask=torch.ones_like(ids), min_new_tokens=length, max_new_tokens=length,
+                eos_token_id=None, pad_token_id=0, do_sample=True, temperature=1.0, top_k=0, **extra,
+            )  # fmt: skip
+            spent += sign * (time.perf_counter() - began)
+            assert made.shape[1] == len(prompt) + length
+    return 1000 * spent / (new * len(PROMPTS)), Counts()
+
+
+def contenders(asked: Asked, pair: tuple[Pair, Any, RunConf], eager: Any) -> dict[str, Taken]:
+    """Everyone who takes turns."""
+    target, draft = (
+        load(model, None, Dtype.bf16, CPU, role).module
+        for model, role in zip(sizes(asked.agreement), ("model", DRAFT), strict=True)
+    )
+    found = {
+        "transformers, regular": Taken(lambda i: by_transformers(target, None, "", asked.new, i)),
+        "transformers, regular, static cache": Taken(
+            lambda i: by_transformers(target, None, "static cache", asked.new, i)
+        ),
+    }
+    for how in asked.peers.split(","):
+        found[f"transformers, assisted, {how}"] = Taken(
+            lambda i, how=how: by_transformers(target, draft, how, asked.new, i)
+        )
+    found["ours, regular, eager"] = Taken(lambda i: by_us(eager, asked.new, i, 0))
+    found["ours, K = 4, eager"] = Taken(lambda i: by_us(eager, asked.new, i, 4))
+    found["ours, regular"] = Taken(lambda i: by_us(pair, asked.new, i, 0))
+    for k in map(int, asked.ks.split(",")):
+        found[f"ours, K = {k}"] = Taken(lambda i, k=k: by_us(pair, asked.new, i, k))
+    found["ours, adaptive"] = Taken(lambda i: by_us(pair, asked.new, i, None))
+    return found
+
+
+def measure(found: dict[str, Taken], repeats: int) -> None:
+    """Everyone in turn; the first repeat does not count."""
+    for repeat in range(repeats + 1):
+        for name, taken in found.items():
+            ms, counts = taken.turn(repeat)
+            log.info("repeat %d: %s: %.2f ms/token", repeat, name, ms)
+            if repeat:
+                taken.ms.append(ms)
+                taken.counts.merge(counts)
+
+
+def faster(one: Taken, others: list[Taken]) -> tuple[float, float, float]:
+    """How many times faster than the best of the others, which is the one of the least median time."""
+    best = min(others, key=lambda other: median(other.ms))
+    ratios = [theirs / ours for ours, theirs in zip(one.ms, best.ms, strict=True)]
+    return median(ratios), min(ratios), max(ratios)
+
+
+def table(found: dict[str, Taken]) -> list[str]:
+    regular = found["ours, regular"]
+    rows = [["contender", "ms/token", "over ours, regular", "least..most", "accepted", "tokens/round"]]
+    for name, taken in found.items():
+        middle, least, most = faster(taken, [regular])
+        counted = taken.counts.summary()
+        rate, per = counted["acceptance_rate"], counted["tokens_per_target_forward"]
+        rows.append(
+            [
+                name, f"{median(taken.ms):.2f}", f"{middle:.2f}x", f"{least:.2f}..{most:.2f}",
+                "" if rate is None else f"{rate:.2f}", "" if per is None else f"{per:.2f}",
+            ]
+        )  # fmt: skip
+    return aligned(rows, 1)
+
+
+def bars(found: dict[str, Taken]) -> list[tuple[str, float, float, float, float]]:
+    """What was asked to be shown: its name, how much was asked, and the median, least and most."""
+    ours = [taken for name, taken in found.items() if name.startswith("ours, K") and "eager" not in name]
+    best = min([*ours, found["ours, adaptive"]], key=lambda taken: median(taken.ms))
+    peers = {name.rpartition(" ")[2]: taken for name, taken in found.items() if "assisted" in name}
+    chosen = [peers[how] for how in ("4", "8", "heuristic") if how in peers]
+    plain = found["transformers, regular"]
+    rows: list[tuple[str, float, Taken, list[Taken]]] = [
+        ("speculative over transformers assisted, best of 4, 8, heuristic", 2.3, best, chosen),
+        ("speculative over transformers assisted, best of all", 1.8, best, list(peers.values())),
+        ("speculative over transformers regular", 6.5, best, [plain]),
+        ("regular over transformers regular", 1.6, found["ours, regular"], [plain]),
+    ]
+    return [(name, least, *faster(one, others)) for name, least, one, others in rows if others]
+
+
+def main() -> None:
+    asked = Asked.of(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    torch.set_num_threads(asked.threads)
+    target, draft = sizes(asked.agreement)
+    run = RunConf(model=replace(target, dtype=Dtype.bf16), draft=replace(draft, dtype=Dtype.bf16))
+    slots = max(map(len, PROMPTS)) + asked.new
+    began = time.perf_counter()
+    pair = opened(replace(run, engine=Steps.compiled), slots)
+    start_s = time.perf_counter() - began
+    eager = opened(replace(run, engine=Steps.eager), slots)
+    found = contenders(asked, pair, eager)
+    measure(found, asked.repeats)
+    met = [
+        [name, f"{least}x", f"{middle:.2f}x", f"{low:.2f}..{high:.2f}", "yes" if middle >= least else "NO"]
+        for name, least, middle, low, high in bars(found)
+    ]
+    text = "\n".join(
+        [
+            "# A pair of 222M and 7M, bf16: ours beside transformers", "", *surroundings(pair[0].devices),
+            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, agreement "
+            f"{asked.agreement}, {asked.threads} threads, {asked.repeats} repeats. "
+            f"Loading and compiling took {start_s:.0f} s.",
+            "", "```", *table(found), "```", "", "```",
+            *aligned([["faster", "asked", "found", "least..most", "met"], *met], 1), "```", "",
+        ]
+    )  # fmt: skip
+    print(text)
+    print(json.dumps({"ms_per_token": {n: t.ms for n, t in found.items()}, "versions": versions()}))
+    if asked.write:
+        write(asked.write, text)
+
+
+if __name__ == "__main__":
+    main()

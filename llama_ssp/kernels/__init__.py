@@ -1,0 +1,1 @@
+"""Operators of our own, where those of torch leave much of the machine unused."""

@@ -1,0 +1,74 @@
+"""Compiles this room's C++ for the processor at hand, once: the library is kept beside inductor's own."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils.cpp_extension import include_paths
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared")
+COMPILERS = ("g++", "clang++")
+
+
+def compiler() -> str | None:
+    """The C++ compiler: the one that CXX names, else the first that is there."""
+    asked = os.environ.get("CXX")
+    found = (shutil.which(name) for name in ([asked] if asked else COMPILERS))
+    return next((name for name in found if name), None)
+
+
+def load_library(name: str) -> None:
+    """Makes the operators of NAME.cpp known to torch; an OSError or CalledProcessError where it cannot."""
+    source = Path(__file__).with_name(f"{name}.cpp")
+    command = compiler()
+    if command is None:
+        raise FileNotFoundError("no C++ compiler")
+    place = Path(cache_dir()) / "llama_ssp" / f"{name}-{_print_of(source, command)}.so"
+    if not place.exists():
+        _compile(command, source, place)
+    torch_operators: Any = torch.ops
+    torch_operators.load_library(place)
+
+
+def _compile(command: str, source: Path, place: Path) -> None:
+    """Another process may be doing the same: each writes a file of its own, and the last one stands."""
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    log.info("engine: compiling %s for this processor", source.name)
+    began = time.perf_counter()
+    part = place.with_suffix(f".{os.getpid()}.part")
+    includes = [f"-I{path}" for path in include_paths()]
+    library = Path(torch.__file__).parent / "lib"
+    subprocess.run(
+        [command, *FLAGS, *includes, str(source), "-o", str(part), f"-L{library}", "-lc10", "-ltorch_cpu"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    part.replace(place)
+    log.info("engine: compiled in %.0f s, kept in %s", time.perf_counter() - began, place.parent)
+
+
+def _print_of(source: Path, command: str) -> str:
+    """A hash of everything the library depends on."""
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    known = [source.read_text(encoding="utf-8"), torch.__version__, version, *FLAGS, _processor()]
+    return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What of the processor decides which instructions it has."""
+    table = Path("/proc/cpuinfo")
+    if not table.exists():
+        return platform.platform() + platform.processor()
+    lines = table.read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

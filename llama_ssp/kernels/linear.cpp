@@ -1,0 +1,119 @@
+// y = x W^T + b for a few rows of x, on a CPU, at the speed at which W can be read.
+//
+// W is packed in blocks of BLOCK outputs, which are read from end to end: in each, word after word of the inputs
+// (one number of 32 bits, or two of 16), the outputs' words side by side. A row's sum is taken in the same order
+// however many rows there are, so what comes of a row does not depend on the rows beside it.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstring>
+#include <utility>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t BLOCK = 32;  // outputs: two registers of 16 sums, for each row of x
+constexpr int64_t ROWS = 12;   // of x at a time: their sums stay in registers
+
+typedef float Sums __attribute__((vector_size(64)));
+typedef int32_t Words __attribute__((vector_size(64)));
+
+struct Single {
+  using Number = float;
+  static Sums add(Sums sum, Words w, int32_t x) { return sum + (Sums)w * (Sums)(x - Words{}); }
+};
+
+struct Brain {
+  using Number = c10::BFloat16;
+  static Sums add(Sums sum, Words w, int32_t x) {
+#if defined(__AVX512BF16__)
+    return (Sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
+#else  // a number of 16 bits is the upper half of one of 32
+    const Words all = x - Words{};
+    const int32_t upper = int32_t(0xffff0000);
+    return sum + (Sums)(w << 16) * (Sums)(all << 16) + (Sums)(w & upper) * (Sums)(all & upper);
+#endif
+  }
+};
+
+// Up to ROWS rows with one block of W: `width` outputs a row, of which the block's first is number `first`.
+template <class Kind, int count>
+void multiply(const int32_t* x, int64_t words, const int32_t* w, const typename Kind::Number* bias,
+              typename Kind::Number* y, int64_t width, int64_t first) {
+  Sums sums[count][2] = {};
+  for (int64_t word = 0; word < words; word++, w += BLOCK) {
+    Words low, high;
+    std::memcpy(&low, w, sizeof low);
+    std::memcpy(&high, w + BLOCK / 2, sizeof high);
+    __builtin_prefetch(w + 32 * BLOCK);
+    __builtin_prefetch(w + 32 * BLOCK + BLOCK / 2);
+    for (int row = 0; row < count; row++) {
+      const int32_t one = x[row * words + word];
+      sums[row][0] = Kind::add(sums[row][0], low, one);
+      sums[row][1] = Kind::add(sums[row][1], high, one);
+    }
+  }
+  const int64_t real = std::min(BLOCK, width - first);
+  for (int row = 0; row < count; row++)
+    for (int64_t i = 0; i < real; i++) {
+      const float sum = sums[row][i / 16][i % 16];
+      y[row * width + first + i] = bias ? sum + static_cast<float>(bias[first + i]) : sum;
+    }
+}
+
+template <class Kind>
+using Multiply = decltype(&multiply<Kind, 1>);
+
+template <class Kind, int... counts>
+constexpr std::array<Multiply<Kind>, sizeof...(counts)> for_counts(std::integer_sequence<int, counts...>) {
+  return {&multiply<Kind, counts + 1>...};
+}
+
+template <class Kind>
+void run(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::Tensor& y,
+         int64_t rows) {
+  using Number = typename Kind::Number;
+  static constexpr auto by_count = for_counts<Kind>(std::make_integer_sequence<int, ROWS>{});
+  const int64_t words = packed.size(1), width = y.size(-1);
+  const auto* from = static_cast<const int32_t*>(x.const_data_ptr());
+  const auto* weights = static_cast<const int32_t*>(packed.const_data_ptr());
+  const Number* shift = bias ? bias->const_data_ptr<Number>() : nullptr;
+  Number* to = y.mutable_data_ptr<Number>();
+  at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block++)
+      for (int64_t row = 0; row < rows; row += ROWS)  // the block stays in the cache for the next rows
+        by_count[std::min(ROWS, rows - row) - 1](from + row * words, words, weights + block * words * BLOCK,
+                                                 shift, to + row * width, width, block * BLOCK);
+  });
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                  int64_t width) {
+  const at::Tensor dense = x.contiguous();
+  TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == x.scalar_type(), "the weight is not packed for x");
+  TORCH_CHECK(packed.size(1) * packed.size(3) == x.size(-1), "the weight takes another number of inputs");
+  auto shape = x.sizes().vec();
+  shape.back() = width;
+  at::Tensor y = at::empty(shape, x.options());
+  const int64_t rows = x.numel() / x.size(-1);
+  if (x.scalar_type() == at::kFloat) {
+    run<Single>(dense, packed, bias, y, rows);
+  } else {
+    TORCH_CHECK(x.scalar_type() == at::kBFloat16, "only float and bfloat16 are multiplied here");
+    run<Brain>(dense, packed, bias, y, rows);
+  }
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(llama_ssp, library) {
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("linear", &linear); }

@@ -1,0 +1,199 @@
+"""A model whose steps are compiled: a few columns a row, on a CPU, with packed weights.
+
+Long passes, such as prompts, go through the module as it is. A step is traced once for all widths, spans and
+capacities, and kept on disk by inductor; what it reads of a cache is what is filled of it. Rows and columns
+that are one are compiled apart, because torch takes a size of one for a constant.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.kernels.linear import pack
+from llama_ssp.load.causal import CausalModel
+
+log = logging.getLogger(__name__)
+
+Kind = tuple[bool, bool]  # of a step: whether it has several rows, and several columns
+
+WIDEST = 72  # columns a row of a step: the longest draft there may be, what a draft lags, and the next token
+Step = Callable[..., Tensor]
+
+
+class StepCache:
+    """The caches of all layers during one step, as a model's attention calls them."""
+
+    is_compileable = False
+
+    def __init__(
+        self, keys: list[Tensor], values: list[Tensor], slots_BW: Tensor, span: int, masks: dict[str, Tensor]
+    ) -> None:
+        self._keys, self._values, self._span, self.masks = keys, values, span, masks
+        self._slots_BW = slots_BW
+        self._row_B1 = torch.arange(slots_BW.shape[0], device=slots_BW.device)[:, None]
+
+    def update(
+        self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the step's keys and values; returns all that it may look at."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._row_B1, :, self._slots_BW] = key_BHWD.transpose(1, 2)
+        values[self._row_B1, :, self._slots_BW] = value_BHWD.transpose(1, 2)
+        return keys[:, :, : self._span], values[:, :, : self._span]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are given."""
+        return 0
+
+
+def compiled(causal: CausalModel) -> CausalModel:
+    """The model with compiled steps; as it is, with a line in the log, where its layers cannot be packed."""
+    try:
+        return CompiledModel(causal)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        log.warning("engine: %s runs eagerly: its kernel was not built: %s", causal.name, said[0][:200])
+        return causal
+
+
+class CompiledModel(CausalModel):
+    """The same logits, sooner: up to rounding in 16 bit, and in fp32 the same tokens."""
+
+    def __init__(self, causal: CausalModel) -> None:
+        """Takes over the model's module, whose linear layers are packed in place."""
+        vars(self).update(vars(causal))
+        pack(self.module)
+        self._steps: dict[Kind, Step] = {}
+        self._columns = torch.arange(WIDEST)
+        self._failed = False
+
+    @torch.inference_mode()
+    def prepare(self, kind: Kind) -> None:
+        """Compiles a kind of step before it is needed, on a text of no meaning."""
+        rows, width = 2 if kind[0] else 1, 3 if kind[1] else 1
+        cache, device = self.new_cache(rows, 8), self.device
+        for start, count in ((0, 2), (2, width)):
+            feed = Feed((start,) * rows, (count,) * rows, 8, device)
+            token_BW = torch.zeros(rows, count, dtype=torch.int64, device=device)
+            self.logits(token_BW, feed, cache, last_only=start == 0)
+
+    @torch.inference_mode()
+    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+        layers = cache.layers()
+        if last_only or feed.width > WIDEST or not layers or self._failed:
+            return super().logits(token_BW, feed, cache, last_only)
+        given_BW, (rows, width) = token_BW, token_BW.shape
+        if rows == 1 and width == 1:  # two columns are as fast as one, and nothing is compiled for it
+            token_BW = torch.nn.functional.pad(token_BW, (0, 1))
+        rows, columns = token_BW.shape
+        arguments = (
+            token_BW,
+            torch.tensor(feed.start)[:, None],
+            torch.tensor(feed.count)[:, None],
+            self._columns[:columns],
+            torch.arange(max(feed.span, 2)),
+            [keys for keys, _ in layers],
+            [values for _, values in layers],
+        )
+        kind = (rows > 1, columns > 1)
+        if kind in self._steps:
+            return self._steps[kind](*arguments)[:, :width]
+        logits_BWV = self._first(kind, arguments)
+        if logits_BWV is None:
+            return super().logits(given_BW, feed, cache, last_only)
+        return logits_BWV[:, :width]
+
+    def _first(self, kind: Kind, arguments: tuple[Any, ...]) -> Tensor | None:
+        """The first step of its kind, which compiles it; None where the model is not one to be compiled."""
+        log.info("engine: compiling %s for %s", self.name, _in_words(kind))
+        began, step = time.perf_counter(), self._compiled(kind)
+        try:
+            logits_BWV = step(*_sizes_that_vary(arguments, kind))
+        except Exception as error:  # whatever the compiler meets in a module it does not know
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
+            self._failed = True
+            return None
+        log.info("engine: compiled %s in %.1f s", self.name, time.perf_counter() - began)
+        self._steps[kind] = step
+        return logits_BWV
+
+    def _compiled(self, kind: Kind) -> Step:
+        """The step's program. Its own copy of the code: torch keeps programs by the code they are made of.
+
+        Nothing is checked before it runs: what could be otherwise is told apart by `kind`.
+        """
+        made = _traced(self)
+        code = made.__code__.replace(co_name=f"step_{id(self)}_{kind[0]:d}{kind[1]:d}")
+        function = types.FunctionType(code, made.__globals__, code.co_name, None, made.__closure__)
+        return torch.compile(
+            function, fullgraph=True,
+            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False},
+        )  # fmt: skip
+
+    def _masks(self, position_BW: Tensor, slot_S: Tensor) -> dict[str, Tensor]:
+        """As Feed.visible and CausalModel._mask have them."""
+        masks = {}
+        for kind, window in self.windows.items():
+            visible_BWS = slot_S <= position_BW[..., None]
+            if window is not None:
+                visible_BWS = visible_BWS & (slot_S > position_BW[..., None] - window)
+            masks[kind] = visible_BWS[:, None]
+            if self.additive_mask:
+                floor = torch.finfo(self.dtype).min
+                zeros = torch.zeros_like(masks[kind], dtype=self.dtype)
+                masks[kind] = zeros.masked_fill(~masks[kind], floor)
+        return masks
+
+
+def _traced(model: CompiledModel) -> Step:
+    """One step as torch traces it: everything that differs from call to call is an argument."""
+
+    def step(
+        token_BW: Tensor, start_B1: Tensor, count_B1: Tensor, column_W: Tensor, slot_S: Tensor,
+        keys: list[Tensor], values: list[Tensor],
+    ) -> Tensor:  # fmt: skip
+        real_BW = column_W < count_B1
+        position_BW = torch.where(real_BW, start_B1 + column_W, 0)
+        slots_BW = torch.where(real_BW, position_BW, keys[0].shape[2] - 1)
+        masks = model._masks(position_BW, slot_S)
+        logits: Tensor = model.module(
+            input_ids=token_BW,
+            position_ids=position_BW,
+            attention_mask=masks if model.mask_by_kind else next(iter(masks.values())),
+            past_key_values=StepCache(keys, values, slots_BW, slot_S.shape[0], masks),
+            use_cache=True,
+        ).logits
+        return logits
+
+    return step
+
+
+def _sizes_that_vary(arguments: tuple[Any, ...], kind: Kind) -> tuple[Any, ...]:
+    """The arguments, with the sizes marked that the next call may have otherwise."""
+    many_rows, many_columns = kind
+    token_BW, start_B1, count_B1, column_W, slot_S, keys, values = arguments
+    for tensor, rows, columns in (
+        (token_BW, 0, 1), (start_B1, 0, None), (count_B1, 0, None), (column_W, None, 0),
+    ):  # fmt: skip
+        if many_rows and rows is not None:
+            torch._dynamo.mark_dynamic(tensor, rows)
+        if many_columns and columns is not None:
+            torch._dynamo.mark_dynamic(tensor, columns)
+    torch._dynamo.mark_dynamic(slot_S, 0)
+    for tensor in (*keys, *values):
+        torch._dynamo.mark_dynamic(tensor, (0, 2) if many_rows else 2)
+    return arguments
+
+
+def _in_words(kind: Kind) -> str:
+    return f"{'several rows' if kind[0] else 'one row'}, {'several columns' if kind[1] else 'one column'}"

@@ -1,0 +1,55 @@
+"""What rounds cost the pair at hand, measured when a run begins: adaptive drafting goes by it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from llama_ssp.config import RunConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.lookahead import Costs
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+
+log = logging.getLogger(__name__)
+
+TURNS = 4
+
+
+def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, slots: int) -> Costs | None:
+    """Seconds, laws and draws included; None where texts are too short to tell.
+
+    On texts of no meaning, half as long as texts may get: the least of a few turns, which is what the machine
+    takes when nothing disturbs it.
+    """
+    half = min(slots, draft.context) // 2
+    k_max = min(run.speculation.k_max, half - 1)
+    if k_max < 1:
+        return None
+    laws, draws = Laws(run.sampling, (), target.vocab), CounterDraws(0)
+    rule = RULES[run.speculation.verification.value]
+    engine = Engine(Runner(target), ModelDrafter(Runner(draft), laws, draws), laws, rule, draws)
+    state = engine.prefill([Prompt(str(row), (0,) * half) for row in range(rows)], half)
+    tried = sorted({0, 1, k_max, *(2**n for n in range(1, 7) if 2**n < k_max)})
+    drafting: dict[int, list[float]] = {k: [] for k in tried}
+    verifying: dict[int, list[float]] = {k: [] for k in tried}
+    for _ in range(TURNS):
+        for k in tried:
+            engine.wait()
+            began = time.perf_counter()
+            proposal = engine.draft(state, [k] * rows)
+            engine.wait()
+            drafted = time.perf_counter()
+            engine.verify(state, proposal)
+            engine.roll_back(state)
+            drafting[k].append(drafted - began)
+            verifying[k].append(time.perf_counter() - drafted)
+    draft_s = max(min(drafting[k_max]) - min(drafting[0]), 0.0) / k_max
+    costs = Costs.between(draft_s, {k: min(spent) for k, spent in verifying.items()}, run.speculation.k_max)
+    log.info(
+        "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms",
+        1000 * draft_s, 1000 * costs.verify[0], k_max, 1000 * costs.verify[k_max],
+    )  # fmt: skip
+    return costs

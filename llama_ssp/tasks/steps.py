@@ -1,0 +1,71 @@
+"""Which models run with compiled steps (engine=auto|eager|compiled), and why the others do not.
+
+What is decided rests on the configuration and the machine alone, never on a clock: compiled and eager steps
+round differently in 16 bit, and a text should not hang on how busy the machine was.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from llama_ssp.config import Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.kernels.build import compiler
+from llama_ssp.plan import parameters
+
+log = logging.getLogger(__name__)
+
+COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32)
+# What compiled steps save, and what compiling costs, on two cores (bench/fast.py): for `auto` alone.
+SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
+COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
+
+
+def compiles(
+    run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting,
+    degree: int,
+) -> bool:  # fmt: skip
+    """Whether this role's steps are compiled. Where that was asked for and cannot be, the log says why."""
+    if run.engine is Steps.eager:
+        return False
+    reason = impossible(device, dtype, splitting, degree)
+    if reason is None and run.engine is Steps.auto:
+        reason = unprofitable(run, model, dtype)
+        if reason is None:
+            log.info("engine: %s %s has compiled steps", role, model.name)
+    elif reason is not None:
+        level = logging.DEBUG if run.engine is Steps.auto else logging.WARNING
+        log.log(level, "engine: %s %s runs eagerly: %s", role, model.name, reason)
+    return reason is None
+
+
+def impossible(device: torch.device, dtype: Dtype, splitting: Splitting, degree: int) -> str | None:
+    """What keeps steps from being compiled; None where nothing is known to."""
+    if device.type != "cpu":
+        return f"steps are compiled for CPUs, not yet for {device.type}"
+    if degree > 1 or splitting is not Splitting.tensor:
+        return "the model is spread over ranks or devices"
+    if dtype not in COMPILED_DTYPES:
+        return f"weights in {dtype.value} are not packed, only those in bf16 and fp32"
+    if compiler() is None:
+        return "there is no C++ compiler (CXX, g++ or clang++)"
+    return None
+
+
+def unprofitable(run: RunConf, model: ModelConf, dtype: Dtype) -> str | None:
+    """Whether a run of so many tokens would spend more on compiling than it saves."""
+    width = 2 if dtype is Dtype.bf16 else 4
+    saved = SAVED_S_PER_BYTE * width * parameters(model) + SAVED_S_PER_LAYER * model.n_layers
+    cost = COMPILING_S + COMPILING_S_PER_LAYER * model.n_layers
+    tokens = tokens_at_once(run)
+    if tokens * saved < cost:
+        return f"{tokens} tokens save less than compiling takes"
+    return None
+
+
+def tokens_at_once(run: RunConf) -> int:
+    """How many steps a run has at least, by its settings."""
+    repeats: int = getattr(run.task, "repeats", 1)
+    new: int = getattr(run.task, "max_new_tokens", 0)
+    return repeats * new

@@ -1,0 +1,195 @@
+"""Compiled steps and packed weights: the same products and texts, and one reason where there are none."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConf, Splitting, Steps
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
+from llama_ssp.kernels import build as building
+from llama_ssp.kernels.linear import PackedLinear, operators, packable
+from llama_ssp.load import compiled as compiling
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.compiled import CompiledModel
+from llama_ssp.sampling import Laws
+from llama_ssp.tasks.steps import compiles, impossible
+from llama_ssp.verify import RULES
+from tests.families import VOCAB, build
+from tests.rig import GREEDY, drive_refilled, perturbed, speculate
+
+CPU = torch.device("cpu")
+SAMPLED = SamplingConf(temperature=0.9, top_p=0.95)
+needs_compiler = pytest.mark.slow  # the kernel takes some ten seconds to build, a step as long
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))
+        for n, length in enumerate((9, 1, 6, 4, 12)[:count])
+    ]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (97, 48), (5, 2), (33, 1026)])
+def test_a_packed_layer_gives_the_product(outputs, inputs, dtype):
+    """Within the rounding of the number format, for few rows and for many, with a bias and without."""
+    operators()
+    torch.manual_seed(0)
+    for bias in (True, False):
+        linear = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+        layer = PackedLinear(linear)
+        for rows in (1, 2, 11, 12, 13, 30):
+            x = torch.randn(rows, 2, inputs, dtype=dtype)
+            exact = linear.double()(x.double())
+            linear.to(dtype)
+            found = layer(x)
+            assert found.dtype == dtype
+            assert found.shape == exact.shape
+            unit = torch.finfo(dtype).eps
+            bound = unit * exact.abs() + inputs * 2**-22 * exact.abs().max()
+            assert ((found.double() - exact).abs() <= bound).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
+    """To the bit: so a block of K+1 tokens is multiplied as each of its tokens is alone."""
+    operators()
+    layer = PackedLinear(nn.Linear(300, 70, dtype=dtype))
+    x = torch.randn(29, 300, dtype=dtype)
+    whole = layer(x)
+    for row in range(29):
+        assert torch.equal(layer(x[row : row + 1])[0], whole[row])
+
+
+def test_what_is_packed():
+    assert packable(nn.Linear(6, 4))
+    assert packable(nn.Linear(6, 4, dtype=torch.bfloat16))
+    assert not packable(nn.Linear(5, 4, dtype=torch.bfloat16))  # half a word
+    assert not packable(nn.Linear(6, 4, dtype=torch.float16))
+    assert not packable(nn.LayerNorm(6))
+
+
+@needs_compiler
+def test_texts_are_those_of_eager_steps():
+    """In fp32 every token: one row and several, K = 0 and not, greedy and drawn, rows that are refilled."""
+    target, draft = (CausalModel(build("llama-gqa"), "target"), CausalModel(_noisy("llama-gqa"), "draft"))
+    fast, quick = (
+        CompiledModel(CausalModel(build("llama-gqa"), "target")),
+        CompiledModel(CausalModel(_noisy("llama-gqa"), "draft")),
+    )
+    for sampling in (GREEDY, SAMPLED):
+        for count in (1, 3):
+            for k in (0, 4):
+                how = {"k": k, "sampling": sampling, "max_new": 40}
+                plain = speculate(target, prompts(count), draft if k else None, **how)
+                found = speculate(fast, prompts(count), quick if k else None, **how)
+                assert found.texts == plain.texts
+                assert (found.drafted, found.accepted) == (plain.drafted, plain.accepted)
+        alone = {
+            prompt.id: speculate(target, [prompt], draft, k=3, sampling=sampling, max_new=20).texts[0]
+            for prompt in prompts(5)
+        }
+        laws, draws = Laws(sampling, (), VOCAB), CounterDraws(0)
+        engine = Engine(Runner(fast), ModelDrafter(Runner(quick), laws, draws), laws, RULES["block"], draws)
+        assert drive_refilled(engine, prompts(5), 2, k=3, longest=40, max_new=20) == alone
+    assert not fast._failed and not quick._failed
+    assert set(fast._steps) == {(False, True), (True, False), (True, True)}
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["gemma2", "gpt_neox"])
+def test_other_families(family):
+    """Windows, softcaps, biases and parallel layers, past the window's length."""
+    plain = speculate(CausalModel(build(family), "eager"), prompts(1), None, k=0, max_new=40)
+    fast = CompiledModel(CausalModel(build(family), "compiled"))
+    assert speculate(fast, prompts(1), "ngram", k=3, max_new=40).texts == plain.texts
+    assert not fast._failed
+
+
+@needs_compiler
+def test_in_bf16_logits_differ_by_rounding():
+    """Compiled steps are as near to the wide model as eager ones are."""
+    torch.manual_seed(0)
+    wide = CausalModel(build("llama-gqa", mild=True), "wide")
+    narrow = CausalModel(build("llama-gqa", dtype=torch.bfloat16, mild=True), "narrow")
+    fast = CompiledModel(CausalModel(build("llama-gqa", dtype=torch.bfloat16, mild=True), "compiled"))
+    token_BS = torch.randint(3, VOCAB, (1, 60))
+    found = []
+    for model in (wide, narrow, fast):
+        runner = Runner(model)
+        runner.start(1, 60)
+        runner.warm(token_BS, [10])
+        found.append(torch.cat([runner.logits(token_BS, [end], [5]).double() for end in range(15, 60, 5)], 1))
+    exact, eager, quick = found
+    assert (quick - exact).abs().max() <= 1.5 * (eager - exact).abs().max()
+    assert (quick - eager).abs().max() > 0  # else nothing was compiled
+
+
+def test_why_steps_are_eager():
+    assert impossible(CPU, Dtype.bf16, Splitting.tensor, 1) is None
+    assert "cuda" in str(impossible(torch.device("cuda:0"), Dtype.bf16, Splitting.tensor, 1))
+    assert "spread" in str(impossible(CPU, Dtype.bf16, Splitting.tensor, 2))
+    assert "spread" in str(impossible(CPU, Dtype.bf16, Splitting.layers, 1))
+    assert "int8" in str(impossible(CPU, Dtype.int8, Splitting.tensor, 1))
+
+
+def test_without_a_compiler_steps_are_eager(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    run = RunConf(model=_model(16), engine=Steps.compiled)
+    with caplog.at_level(logging.WARNING):
+        assert not compiles(run, "model", run.model, CPU, Dtype.bf16, Splitting.tensor, 1)
+    assert [r.message for r in caplog.records] == [
+        "engine: model m runs eagerly: there is no C++ compiler (CXX, g++ or clang++)"
+    ]
+
+
+def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tmp_path):
+    """And says so in one line."""
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(building, "cache_dir", lambda: str(tmp_path))
+    operators.cache_clear()
+    causal = CausalModel(build("llama-mha"), "m")
+    assert compiling.compiled(causal) is causal
+    assert type(causal.module.lm_head) is nn.Linear
+    assert [record.message.split(": ")[1] for record in caplog.records] == ["m runs eagerly"]
+
+
+@needs_compiler
+def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("not this one\nand so on")
+
+    monkeypatch.setattr(CompiledModel, "_compiled", lambda self, kind: refuse)
+    fast = CompiledModel(CausalModel(build("llama-mha"), "m"))
+    plain = speculate(CausalModel(build("llama-mha"), "m"), prompts(1), None, k=0)
+    assert speculate(fast, prompts(1), None, k=0).texts == plain.texts
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert said == ["engine: m runs eagerly: it does not compile: not this one"]
+
+
+@pytest.mark.parametrize(("layers", "new", "expected"), [(2, 64, False), (32, 2048, True)])
+def test_auto_compiles_where_it_pays(layers, new, expected):
+    model = _model(layers)
+    run = RunConf(model=model)
+    run.task.max_new_tokens = new  # type: ignore[attr-defined]
+    how = CPU, Dtype.bf16, Splitting.tensor, 1
+    assert compiles(run, "model", model, *how) is expected
+    assert not compiles(replace(run, engine=Steps.eager), "model", model, *how)
+    assert compiles(replace(run, engine=Steps.compiled), "model", model, *how)
+
+
+def _model(layers: int) -> ModelConf:
+    sizes = {"n_heads": 16, "n_kv_heads": 16, "head_dim": 64, "dim": 1024, "ffn": 2816, "vocab": 8192}
+    return ModelConf(name="m", family="llama", n_layers=layers, context=4096, **sizes)
+
+
+def _noisy(family: str):
+    return perturbed(build(family), 0.05)
