@@ -76,7 +76,7 @@ class Tally:
         self.now -= size
 
 
-@dataclass
+@dataclass(eq=False)
 class RaggedCache:
     """One model's keys and values, (B, heads, capacity + 1, head size) a layer.
 
@@ -142,7 +142,7 @@ class RaggedCache:
         return like.new_zeros(self.rows, heads, self.capacity + 1, size)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row(RaggedCache):
     """A row of a whole cache."""
 

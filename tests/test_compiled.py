@@ -15,10 +15,12 @@ from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
 from llama_ssp.kernels import build as building
 from llama_ssp.kernels.linear import PackedLinear, operators, packable
 from llama_ssp.load import compiled as compiling
+from llama_ssp.load import graphs
 from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.compiled import CompiledModel
+from llama_ssp.load.compiled import CompiledModel, traced
+from llama_ssp.load.graphs import GraphedModel
 from llama_ssp.sampling import Laws
-from llama_ssp.tasks.steps import compiles, impossible
+from llama_ssp.tasks.steps import compiles, impossible, unproven
 from llama_ssp.verify import RULES
 from tests.families import VOCAB, build
 from tests.rig import GREEDY, drive_refilled, perturbed, speculate
@@ -133,9 +135,44 @@ def test_in_bf16_logits_differ_by_rounding():
     assert (quick - eager).abs().max() > 0  # else nothing was compiled
 
 
+class Replayed(GraphedModel):
+    """Without a GPU: steps as they are, and a capture that only remembers the call."""
+
+    def _compiled(self, kind):
+        return traced(self)
+
+    def _captured(self, call):
+        return call
+
+
+def test_graphs_have_buffers_for_each_shape_and_bucket(monkeypatch):
+    """All of a graph but its capture: texts that outgrow buckets, rows that differ, K that differs."""
+    monkeypatch.setattr(graphs, "BUCKET", 16)
+    target, draft = CausalModel(build("llama-gqa"), "target"), CausalModel(_noisy("llama-gqa"), "draft")
+    fast, quick = Replayed(target), Replayed(draft)
+    for count in (1, 3):
+        for k in (0, 4):
+            how = {"k": k, "max_new": 40, "adaptive": k > 0}
+            plain = speculate(target, prompts(count), draft if k else None, **how)
+            found = speculate(fast, prompts(count), quick if k else None, **how)
+            assert found.texts == plain.texts
+    runner = Runner(fast)
+    runner.start(2, 40)
+    token_BS = torch.arange(3, 85).view(2, 41)
+    runner.warm(token_BS, [4, 9])
+    runner.logits(token_BS, [6, 11], [2, 2])
+    kept = runner.logits(token_BS, [8, 13], [2, 2])
+    before = kept.clone()
+    runner.logits(token_BS, [10, 15], [2, 2])
+    runner.logits(token_BS, [12, 18], [2, 2])
+    assert torch.equal(kept, before)  # what was given stays, though buffers are used again
+    programs = fast._programs[runner._cache]
+    assert set(programs) == {(2, 2, 16), (2, 2, 32)}
+
+
 def test_why_steps_are_eager():
     assert impossible(CPU, Dtype.bf16, Splitting.tensor, 1) is None
-    assert "cuda" in str(impossible(torch.device("cuda:0"), Dtype.bf16, Splitting.tensor, 1))
+    assert "cuda" in str(unproven(torch.device("cuda:0"))) and unproven(CPU) is None
     assert "spread" in str(impossible(CPU, Dtype.bf16, Splitting.tensor, 2))
     assert "spread" in str(impossible(CPU, Dtype.bf16, Splitting.layers, 1))
     assert "int8" in str(impossible(CPU, Dtype.int8, Splitting.tensor, 1))

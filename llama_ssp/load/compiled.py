@@ -12,7 +12,6 @@ import subprocess
 import time
 import types
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ Kind = tuple[bool, bool]  # of a step: whether it has several rows, and several 
 
 WIDEST = 72  # columns a row of a step: the longest draft there may be, what a draft lags, and the next token
 Step = Callable[..., Tensor]
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]  # of a step
 
 
 class StepCache:
@@ -56,7 +56,7 @@ class StepCache:
 
 
 def compiled(causal: CausalModel) -> CausalModel:
-    """The model with compiled steps; as it is, with a line in the log, where its layers cannot be packed."""
+    """The model with packed layers and compiled steps; as it is, with a line in the log, if it cannot be."""
     try:
         return CompiledModel(causal)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -71,10 +71,13 @@ class CompiledModel(CausalModel):
     def __init__(self, causal: CausalModel) -> None:
         """Takes over the model's module, whose linear layers are packed in place."""
         vars(self).update(vars(causal))
-        pack(self.module)
+        self._ready()
         self._steps: dict[Kind, Step] = {}
-        self._columns = torch.arange(WIDEST)
         self._failed = False
+
+    def _ready(self) -> None:
+        """What is done to the module before steps are compiled."""
+        pack(self.module)
 
     @torch.inference_mode()
     def prepare(self, kind: Kind) -> None:
@@ -94,25 +97,32 @@ class CompiledModel(CausalModel):
         given_BW, (rows, width) = token_BW, token_BW.shape
         if rows == 1 and width == 1:  # two columns are as fast as one, and nothing is compiled for it
             token_BW = torch.nn.functional.pad(token_BW, (0, 1))
-        rows, columns = token_BW.shape
-        arguments = (
-            token_BW,
-            torch.tensor(feed.start)[:, None],
-            torch.tensor(feed.count)[:, None],
-            self._columns[:columns],
-            torch.arange(max(feed.span, 2)),
-            [keys for keys, _ in layers],
-            [values for _, values in layers],
-        )
-        kind = (rows > 1, columns > 1)
+        kind = (rows > 1, token_BW.shape[1] > 1)
+        arguments = self._arguments(token_BW, feed, layers)
         if kind in self._steps:
-            return self._steps[kind](*arguments)[:, :width]
+            return self._run(kind, arguments, cache)[:, :width]
         logits_BWV = self._first(kind, arguments)
         if logits_BWV is None:
             return super().logits(given_BW, feed, cache, last_only)
         return logits_BWV[:, :width]
 
-    def _first(self, kind: Kind, arguments: tuple[Any, ...]) -> Tensor | None:
+    def _arguments(self, token_BW: Tensor, feed: Feed, layers: list[tuple[Tensor, Tensor]]) -> Arguments:
+        """What a step is called with: the span is what is filled of the cache."""
+        return (
+            token_BW,
+            torch.tensor(feed.start)[:, None],
+            torch.tensor(feed.count)[:, None],
+            torch.arange(token_BW.shape[1]),
+            torch.arange(max(feed.span, 2)),
+            [keys for keys, _ in layers],
+            [values for _, values in layers],
+        )
+
+    def _run(self, kind: Kind, arguments: Arguments, _cache: RaggedCache) -> Tensor:
+        """A step that has been compiled."""
+        return self._steps[kind](*arguments)
+
+    def _first(self, kind: Kind, arguments: Arguments) -> Tensor | None:
         """The first step of its kind, which compiles it; None where the model is not one to be compiled."""
         log.info("engine: compiling %s for %s", self.name, _in_words(kind))
         began, step = time.perf_counter(), self._compiled(kind)
@@ -132,8 +142,8 @@ class CompiledModel(CausalModel):
 
         Nothing is checked before it runs: what could be otherwise is told apart by `kind`.
         """
-        made = _traced(self)
-        code = made.__code__.replace(co_name=f"step_{id(self)}_{kind[0]:d}{kind[1]:d}")
+        made = traced(self)
+        code = made.__code__.replace(co_name=f"step_{kind[0]:d}{kind[1]:d}")
         function = types.FunctionType(code, made.__globals__, code.co_name, None, made.__closure__)
         return torch.compile(
             function, fullgraph=True,
@@ -155,7 +165,7 @@ class CompiledModel(CausalModel):
         return masks
 
 
-def _traced(model: CompiledModel) -> Step:
+def traced(model: CompiledModel) -> Step:
     """One step as torch traces it: everything that differs from call to call is an argument."""
 
     def step(
@@ -178,7 +188,7 @@ def _traced(model: CompiledModel) -> Step:
     return step
 
 
-def _sizes_that_vary(arguments: tuple[Any, ...], kind: Kind) -> tuple[Any, ...]:
+def _sizes_that_vary(arguments: Arguments, kind: Kind) -> Arguments:
     """The arguments, with the sizes marked that the next call may have otherwise."""
     many_rows, many_columns = kind
     token_BW, start_B1, count_B1, column_W, slot_S, keys, values = arguments

@@ -31,6 +31,7 @@ from llama_ssp.load.autotp import load_deepspeed
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.compiled import CompiledModel, Kind, compiled
 from llama_ssp.load.devices import TORCH_DTYPES, describe
+from llama_ssp.load.graphs import GraphedModel
 from llama_ssp.load.layers import load_layers
 from llama_ssp.load.models import DRAFT, load, load_part
 from llama_ssp.load.tokens import Tokens
@@ -159,7 +160,9 @@ def _loaded(seat: Seat, group: Ranks) -> CausalModel:
         )
     if group.world == 1:
         causal = load(*what, seat.device, seat.role)
-        return compiled(causal) if seat.compiled else causal
+        if not seat.compiled:
+            return causal
+        return GraphedModel(causal) if seat.device.type == "cuda" else compiled(causal)
     if seat.splitting is Splitting.deepspeed:
         return load_deepspeed(*what, seat.device, seat.role, group)
     return load_part(*what, seat.device, seat.role, group)

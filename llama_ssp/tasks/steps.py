@@ -31,7 +31,7 @@ def compiles(
         return False
     reason = impossible(device, dtype, splitting, degree)
     if reason is None and run.engine is Steps.auto:
-        reason = unprofitable(run, model, dtype)
+        reason = unproven(device) or unprofitable(run, model, dtype)
         if reason is None:
             log.info("engine: %s %s has compiled steps", role, model.name)
     elif reason is not None:
@@ -42,15 +42,18 @@ def compiles(
 
 def impossible(device: torch.device, dtype: Dtype, splitting: Splitting, degree: int) -> str | None:
     """What keeps steps from being compiled; None where nothing is known to."""
-    if device.type != "cpu":
-        return f"steps are compiled for CPUs, not yet for {device.type}"
     if degree > 1 or splitting is not Splitting.tensor:
         return "the model is spread over ranks or devices"
     if dtype not in COMPILED_DTYPES:
-        return f"weights in {dtype.value} are not packed, only those in bf16 and fp32"
-    if compiler() is None:
+        return f"steps are compiled in bf16 and fp32, not in {dtype.value}"
+    if device.type == "cpu" and compiler() is None:
         return "there is no C++ compiler (CXX, g++ or clang++)"
     return None
+
+
+def unproven(device: torch.device) -> str | None:
+    """What `auto` leaves alone until it has been seen to work there."""
+    return None if device.type == "cpu" else f"graphs on {device.type} have to be asked for: engine=compiled"
 
 
 def unprofitable(run: RunConf, model: ModelConf, dtype: Dtype) -> str | None:
