@@ -29,8 +29,11 @@ lint: .venv/.installed
 mutants: .venv/.installed
 	$(PY) -m tests.mutants
 
+# Ours beside transformers: the pair that ships, then a larger one of synthetic weights, and its kernel.
 bench: .venv/.installed
 	$(PY) bench/side_by_side.py
+	$(PY) bench/fast.py
+	$(PY) bench/linear.py
 
 clean:
 	rm -rf .venv outputs .mypy_cache .ruff_cache .pytest_cache

@@ -5,8 +5,8 @@
 The pair is synthetic (llama_ssp/load/synthetic.py): 222 million parameters with 7 million, bf16, their laws
 overlapping as asked. Every repeat gives each contender one turn on every prompt; ratios are taken within a
 repeat, and their median is reported with the least and the most. Tokens are counted the same for all: those
-after the prompt. Prompts are read off the clock; transformers reads them itself, so its time for one token is
-taken off. The last lines set a round beside its parts: K steps of the draft and one of the target, alone.
+after the prompt (contenders.py). The last lines set a round beside its parts: K steps of the draft and one of
+the target, alone.
 """
 
 from __future__ import annotations
@@ -25,25 +25,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from contenders import PROMPTS, by_transformers, by_us, opened, rounds  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
-from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Steps  # noqa: E402
-from llama_ssp.engine import Prompt  # noqa: E402
-from llama_ssp.inputs import Entry  # noqa: E402
+from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.load.models import DRAFT, load  # noqa: E402
-from llama_ssp.loop import Limits  # noqa: E402
 from llama_ssp.metrics import Counts  # noqa: E402
-from llama_ssp.placement import resolve  # noqa: E402
 from llama_ssp.report import versions  # noqa: E402
 from llama_ssp.tabular import aligned  # noqa: E402
-from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair  # noqa: E402
-from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
-from llama_ssp.tasks.timed import TimedRun  # noqa: E402
+from llama_ssp.tasks.pair import Pair  # noqa: E402
 from llama_ssp.tasks.timing import shape  # noqa: E402
 
 log = logging.getLogger("bench")
 CPU = torch.device("cpu")
-PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
 VOCAB = 8192
 
 
@@ -83,55 +77,6 @@ def sizes(agreement: float) -> tuple[ModelConf, ModelConf]:
     """The pair of the issue: hidden 1024 x 16 layers, and hidden 256 x 4 layers."""
     target, draft = shape(16, 1024, VOCAB), shape(4, 256, VOCAB, agreement=agreement)
     return replace(target, context=4608), replace(draft, context=4608)
-
-
-def opened(run: RunConf, slots: int) -> tuple[Pair, Any, RunConf]:
-    """The run's pair, ready; its tokenizer, which knows bytes."""
-    entry = Entry(run, None, None, resolve(run.placement, 1, True))
-    found = seats(entry)
-    return open_pair(found, run, 1, slots), tokens_of(found), run
-
-
-def by_us(opened: tuple[Pair, Any, RunConf], new: int, seed: int, k: int | None) -> tuple[float, Counts]:
-    """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling."""
-    pair, tokens, run = opened
-    drafting = Drafting.none if k == 0 else Drafting.model
-    spec = replace(run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
-    run, counts, spent = replace(run, speculation=spec), Counts(), 0.0
-    for number, ids in enumerate(PROMPTS):
-        engine = engine_for(pair, run, tokens, frozenset(), seed, 512)
-        timed = TimedRun(engine, [Prompt(str(number), ids)], new)
-        for _ in timed.rounds(Limits(new), lookahead_for(run, 1, pair.costs)):
-            pass
-        counts.merge(timed.counts)
-        spent += timed.decode_s
-    return 1000 * spent / (new * len(PROMPTS)), counts
-
-
-def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: int) -> tuple[float, Counts]:
-    """Milliseconds a token of `generate`; `how` is a number of drafts, heuristic, dynamic or cache."""
-    extra: dict[str, Any] = {}
-    if draft is not None:
-        extra["assistant_model"] = draft
-        settings = draft.generation_config
-        settings.num_assistant_tokens = int(how) if how.isdigit() else 20 if how == "dynamic" else 5
-        settings.num_assistant_tokens_schedule = "heuristic" if how == "heuristic" else "constant"
-        settings.assistant_confidence_threshold = 0.4 if how == "dynamic" else 0.0
-    elif how == "static cache":
-        extra["cache_implementation"] = "static"
-    torch.manual_seed(seed)
-    spent = 0.0
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        for length, sign in ((1, -1), (new + 1, 1)):
-            began = time.perf_counter()
-            made = target.generate(
-                ids, attention_mask=torch.ones_like(ids), min_new_tokens=length, max_new_tokens=length,
-                eos_token_id=None, pad_token_id=0, do_sample=True, temperature=1.0, top_k=0, **extra,
-            )  # fmt: skip
-            spent += sign * (time.perf_counter() - began)
-            assert made.shape[1] == len(prompt) + length
-    return 1000 * spent / (new * len(PROMPTS)), Counts()
 
 
 def contenders(asked: Asked, pair: tuple[Pair, Any, RunConf], eager: Any) -> dict[str, Taken]:
@@ -222,6 +167,8 @@ def main() -> None:
     eager = opened(replace(run, engine=Steps.eager), slots)
     found = contenders(asked, pair, eager)
     measure(found, asked.repeats)
+    clock, said = (time.process_time, "CPU time") if asked.threads == 1 else (time.perf_counter, "time")
+    parts = rounds(pair, [int(k) for k in asked.ks.split(",")], clock)
     met = [
         [name, f"{least}x", f"{middle:.2f}x", f"{low:.2f}..{high:.2f}", "yes" if middle >= least else "NO"]
         for name, least, middle, low, high in bars(found)
@@ -234,6 +181,7 @@ def main() -> None:
             f"Loading and compiling took {start_s:.0f} s.",
             "", "```", *table(found), "```", "", "```",
             *aligned([["faster", "asked", "found", "least..most", "met"], *met], 1), "```", "",
+            f"A round beside its parts, by {said}:", "", "```", *aligned(parts, 0), "```", "",
         ]
     )  # fmt: skip
     print(text)

@@ -64,14 +64,14 @@ class Laws:
 
     def _biased(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls, width = self.controls, logit_BWV.shape[-1]
-        shift_V = logit_BWV.new_zeros(width)
-        for token, bias in controls.logit_bias.items():
-            if token < width:
-                shift_V[token] = bias
-        for token in controls.bad_tokens:
-            if token < width:
-                shift_V[token] = -torch.inf
         if controls.logit_bias or controls.bad_tokens:
+            shift_V = logit_BWV.new_zeros(width)
+            for token, bias in controls.logit_bias.items():
+                if token < width:
+                    shift_V[token] = bias
+            for token in controls.bad_tokens:
+                if token < width:
+                    shift_V[token] = -torch.inf
             logit_BWV = logit_BWV + shift_V
         if controls.min_new_tokens and self.end_ids:
             ends = torch.zeros(width, dtype=torch.bool, device=logit_BWV.device)

@@ -1,0 +1,135 @@
+"""Who takes turns in a benchmark: our loop, and transformers' generate, on pairs of synthetic weights.
+
+Times are decoding only. Our loop reads prompts off the clock; transformers reads them itself, so its time for
+one token is taken off. Tokens are counted the same for all: those after the prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from llama_ssp.cache import Feed
+from llama_ssp.config import Drafting, RunConf
+from llama_ssp.engine import Prompt
+from llama_ssp.inputs import Entry
+from llama_ssp.loop import Limits
+from llama_ssp.metrics import Counts
+from llama_ssp.placement import resolve
+from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.tasks.seats import seats, tokens_of
+from llama_ssp.tasks.timed import TimedRun
+
+PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
+
+
+def wait() -> None:
+    """Until a GPU, if there is one, has done its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def opened(run: RunConf, slots: int) -> tuple[Pair, Any, RunConf]:
+    """The run's pair, ready; its tokenizer, which knows bytes."""
+    entry = Entry(run, None, None, resolve(run.placement, 1, run.draft is not None))
+    found = seats(entry)
+    return open_pair(found, run, 1, slots), tokens_of(found), run
+
+
+def by_us(opened: tuple[Pair, Any, RunConf], new: int, seed: int, k: int | None) -> tuple[float, Counts]:
+    """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling."""
+    pair, tokens, run = opened
+    drafting = Drafting.none if k == 0 else Drafting.model
+    spec = replace(run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
+    run, counts, spent = replace(run, speculation=spec), Counts(), 0.0
+    for number, ids in enumerate(PROMPTS):
+        engine = engine_for(pair, run, tokens, frozenset(), seed, 512)
+        timed = TimedRun(engine, [Prompt(str(number), ids)], new)
+        for _ in timed.rounds(Limits(new), lookahead_for(run, 1, pair.costs)):
+            pass
+        counts.merge(timed.counts)
+        spent += timed.decode_s
+    return 1000 * spent / (new * len(PROMPTS)), counts
+
+
+def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: int) -> tuple[float, Counts]:
+    """Milliseconds a token of `generate`; `how` is a number of drafts, heuristic, dynamic or cache."""
+    extra: dict[str, Any] = {}
+    if draft is not None:
+        extra["assistant_model"] = draft
+        settings = draft.generation_config
+        settings.num_assistant_tokens = int(how) if how.isdigit() else 20 if how == "dynamic" else 5
+        settings.num_assistant_tokens_schedule = "heuristic" if how == "heuristic" else "constant"
+        settings.assistant_confidence_threshold = 0.4 if how == "dynamic" else 0.0
+    elif how == "static cache":
+        extra["cache_implementation"] = "static"
+    torch.manual_seed(seed)
+    spent = 0.0
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device=target.device)
+        for length, sign in ((1, -1), (new + 1, 1)):
+            wait()
+            began = time.perf_counter()
+            made = target.generate(
+                ids, attention_mask=torch.ones_like(ids), min_new_tokens=length, max_new_tokens=length,
+                eos_token_id=None, pad_token_id=0, do_sample=True, temperature=1.0, top_k=0, **extra,
+            )  # fmt: skip
+            wait()
+            spent += sign * (time.perf_counter() - began)
+            assert made.shape[1] == len(prompt) + length
+    return 1000 * spent / (new * len(PROMPTS)), Counts()
+
+
+def rounds(
+    opened: tuple[Pair, Any, RunConf], ks: list[int], clock: Callable[[], float] = time.perf_counter,
+    turns: int = 25,
+) -> list[list[str]]:  # fmt: skip
+    """A round beside its parts: K steps of the draft's module and one of the target's, timed in turn.
+
+    Parts are the models' steps alone: no laws, no draws, no tokens. The middle of the turns counts.
+    """
+    pair, tokens, run = opened
+    assert pair.target is not None and pair.draft is not None
+    length = 64
+    lines = [["K", "draft step, ms", "target step, ms", "round, ms", "round over its parts"]]
+    for k in ks:
+        run_k = replace(run, speculation=replace(run.speculation, k=k))
+        engine = engine_for(pair, run_k, tokens, frozenset(), 0, 512)
+        state = engine.prefill([Prompt("round", tuple(range(100, 100 + length)))], 4 * k)
+        draft, target = (
+            alone(model, length, width) for model, width in ((pair.draft, 1), (pair.target, k + 1))
+        )
+        works = {"draft": draft, "target": target, "round": lambda e=engine, s=state, k=k: one_round(e, s, k)}
+        taken: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(turns):
+            for name, work in works.items():
+                work()  # what it reads is in the cache for each alike
+                wait()
+                began = clock()
+                work()
+                wait()
+                taken[name].append(1000 * (clock() - began))
+        least = {name: median(times) for name, times in taken.items()}
+        over = [r / (k * d + t) for d, t, r in zip(*taken.values(), strict=True)]
+        lines.append([str(k), *(f"{ms:.2f}" for ms in least.values()), f"{median(over):.2f}"])
+    return lines
+
+
+def alone(model: Any, length: int, width: int) -> Callable[[], object]:
+    """A model's step over so many columns behind a text of this length."""
+    cache = model.new_cache(1, length + width)
+    text = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+    model.logits(text, Feed((0,), (length,), length + width, model.device), cache, True)
+    feed, token_BW = Feed((length,), (width,), length + width, model.device), text[:, :width]
+    return lambda: model.logits(token_BW, feed, cache, False)
+
+
+def one_round(engine: Any, state: Any, k: int) -> None:
+    """Drafts, verifies, and forgets it."""
+    engine.verify(state, engine.draft(state, [k]))
+    engine.roll_back(state)
