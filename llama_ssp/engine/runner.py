@@ -101,5 +101,9 @@ class Runner:
         A draft's vocabulary may lack padding rows that the target has. Should one be drawn, the draft
         reads another token in its place: its law stays the one it draws from, so nothing is lost.
         """
-        token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
+        if len(feed.start) == 1:
+            start = feed.start[0]
+            token_BW = token_BS[:, start : start + feed.width].to(feed.device)
+        else:
+            token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
         return token_BW.clamp(max=self.model.vocab - 1)
