@@ -212,6 +212,14 @@ def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
     assert said == ["engine: m runs eagerly: it does not compile: not this one"]
 
 
+@needs_compiler
+def test_the_command_compiles_before_it_writes(command):
+    sizes = ("model.n_layers=1", "draft.n_layers=1")
+    answer = command("engine=compiled", *sizes, "task.prompts=[a]", "task.max_new_tokens=8", "seed=1")
+    assert answer.code == 0 and not answer.errors
+    assert "compile: 2 of 2 steps" in answer.err and "runs eagerly" not in answer.err
+
+
 @pytest.mark.parametrize(("layers", "new", "expected"), [(2, 64, False), (32, 2048, True)])
 def test_auto_compiles_where_it_pays(layers, new, expected):
     model = _model(layers)

@@ -1,0 +1,42 @@
+"""What adaptive drafting goes by: measured where it can be, given where it is, and guessed otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import ModelConf, RunConf, SpeculationConf
+from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.tasks.costs import measured
+from llama_ssp.tasks.pair import GUESSED_RATIO, lookahead_for
+from tests.toy import toy
+
+RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConf(adaptive=True, k_max=8))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_costs_are_measured_for_every_k(rows):
+    costs = measured(toy(5, 0), toy(5, 1), RUN, rows, 40)
+    assert costs is not None and costs.k_max == 8 and costs.draft >= 0
+    assert all(verify > 0 for verify in costs.verify)
+
+
+def test_where_texts_are_too_short_to_draft_nothing_is_measured():
+    assert measured(toy(5, 0), toy(5, 1), RUN, 1, 3) is None
+
+
+def test_k_is_chosen_by_what_is_known_of_costs():
+    known = Costs(0.5, (1.0, 1.0, 1.0))
+
+    def by(run: RunConf, costs: Costs | None) -> Costs:
+        lookahead = lookahead_for(run, 2, costs)
+        assert isinstance(lookahead, AdaptiveLookahead)
+        return lookahead.costs
+
+    pinned = replace(RUN, speculation=replace(RUN.speculation, cost_ratio=0.25))
+    assert by(RUN, known) == known
+    assert by(pinned, None) == Costs.of_ratio(0.25, 8)
+    assert by(RUN, None) == Costs.of_ratio(GUESSED_RATIO, 8)
+    fixed = lookahead_for(replace(RUN, speculation=SpeculationConf(k=3)), 2, known)
+    assert isinstance(fixed, FixedLookahead) and fixed.k == 3
