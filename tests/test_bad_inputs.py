@@ -681,7 +681,12 @@ def test_k_shrinks_where_the_context_ends(command: Command) -> None:
 
 @pytest.mark.parametrize(
     ("target_size", "draft_size"),
-    [(300, 320), (320, 300), pytest.param(32000, 32064, marks=pytest.mark.slow)],
+    [
+        (300, 320),
+        (320, 300),
+        pytest.param(32000, 32064, marks=pytest.mark.slow),
+        pytest.param(152064, 151936, marks=pytest.mark.slow),
+    ],
 )
 def test_vocabularies_may_differ_by_padding(
     target_size: int, draft_size: int, command: Command, saved: Saved, tmp_path: Path
