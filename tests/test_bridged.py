@@ -90,18 +90,21 @@ def test_what_it_kept_is_what_it_would_compute_anew(name: str, kind: Any) -> Non
     assert compared > 20
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_refilled(kind: Any) -> None:
-    """What a prompt gets is what it gets alone, in whichever row, whatever was there before."""
+def test_rows_are_refilled(kind: Any, adaptive: bool) -> None:
+    """What a prompt gets is what it gets alone, in whichever row, beside whom, whatever was there before."""
     target, draft = PAIRS["target within draft"]
 
-    def texts(prompts: list[Prompt], rows: int) -> dict[str, list[int]]:
+    def texts(prompts: list[Prompt], rows: int, longest: int) -> dict[str, list[int]]:
         drafter, laws = made("target within draft", kind, toy(draft.size, 1), CounterDraws(5))
         engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
-        return drive_refilled(engine, prompts, rows, k=3, longest=16, max_new=8, chunk=2)
+        return drive_refilled(
+            engine, prompts, rows, k=3, longest=longest, max_new=24, chunk=2, adaptive=adaptive
+        )
 
-    together = texts(PROMPTS, 2)
-    assert together == {p.id: texts([p], 1)[p.id] for p in PROMPTS}
+    together = texts(PROMPTS, 2, 40)
+    assert together == {p.id: texts([p], 1, 0)[p.id] for p in PROMPTS}
     assert len({tuple(ids) for ids in together.values()}) > 1
 
 

@@ -19,7 +19,9 @@ from llama_ssp.engine.state import Proposal, State
 from llama_ssp.sampling import Laws, one_hot
 from llama_ssp.vocab import NONE, Intersection, Text
 
-ROOM = 1.5  # slots for a text that takes more of the draft's tokens than a sample did; beyond, no drafts
+# Slots for a text that takes more of the draft's tokens than a sample did; one that takes still more goes
+# without drafts. Whether it does hangs on its own length, and not on its neighbours'.
+ROOM, SPARE = 1.5, 16
 
 
 @dataclass
@@ -39,8 +41,7 @@ class _Mirror:
         self.slots = 0
 
     def start(self, rows: int, capacity: int) -> None:
-        wanted = int(capacity * max(1.0, ROOM * self._bridge.expansion)) + 1
-        self.slots = min(wanted, self.runner.model.context)
+        self.slots = self._slots_of(capacity)
         self.runner.start(rows, self.slots)
         self._settled: list[_Settled | None] = [None] * rows
         self.texts: list[list[int]] = [[] for _ in range(rows)]
@@ -71,8 +72,14 @@ class _Mirror:
                 continue
             text = self._translated(state, row)
             self._write(row, text)
-            room[row] = reach(self.slots, len(text)) if text else 0
+            own = self._slots_of(state.lengths[row] + wanted[row])
+            room[row] = reach(min(own, self.slots), len(text)) if text else 0
         return room
+
+    def _slots_of(self, length: int) -> int:
+        """How many a text of this length, in the target's tokens, may take."""
+        slots = int(length * max(1.0, ROOM * self._bridge.expansion)) + SPARE
+        return min(slots, self.runner.model.context)
 
     def place(self, token_B: Tensor, offset: int, drafting: list[bool]) -> None:
         """Writes a drafted token behind the text of each row that drafts."""
@@ -246,7 +253,8 @@ class TextDrafter(_BridgedDrafter):
         found: list[list[int]] = [[] for _ in count]
         drafting = [n > 0 and r > 0 for n, r in zip(count, room, strict=True)]
         damaged_B = torch.zeros(state.rows, dtype=torch.bool, device=state.device)
-        offset, most = 0, self._most(count)
+        most = [min(r, self._most(n)) for r, n in zip(room, count, strict=True)]
+        offset = 0
         while any(drafting):
             logit_BD = self._mirror.logits(offset, drafting)
             token_B = self._likeliest(logit_BD)
@@ -262,7 +270,7 @@ class TextDrafter(_BridgedDrafter):
                 found[row] = list(takewhile(lambda i: i < self._vocab, ids))
                 ended = token in self._bridge.draft.special
                 settled = len(ids) > count[row]
-                drafting[row] = not (ended or settled or offset in (room[row], most))
+                drafting[row] = not (ended or settled or offset == most[row])
         return found, damaged_B
 
     def _likeliest(self, logit_BD: Tensor) -> Tensor:
@@ -270,6 +278,6 @@ class TextDrafter(_BridgedDrafter):
         self._unusable = self._unusable.to(logit_BD.device)
         return logit_BD.index_fill(1, self._unusable, -torch.inf).argmax(-1)
 
-    def _most(self, count: tuple[int, ...]) -> int:
-        """Draft tokens a round at most: twice what the sample's texts took."""
-        return 1 + int(2 * (max(count) + 1) * max(1.0, self._bridge.expansion))
+    def _most(self, wanted: int) -> int:
+        """Draft tokens at most for so many of the target's: twice what the sample's texts took."""
+        return 1 + int(2 * (wanted + 1) * max(1.0, self._bridge.expansion))
