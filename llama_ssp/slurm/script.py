@@ -15,15 +15,14 @@ from llama_ssp.sharing import LOGS, SOURCES
 LOG_NAME = "%x-%A_%a.out"  # job's name, number, element: restarts append to it
 PLAIN = re.compile(r"[\w./=:,@%+-]+")
 HEAD = """\
-# The ranks of all nodes meet at the first one's address: its name need not resolve.
+# The ranks of all nodes meet at the first one: at its address, as its name need not resolve, and a free port.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
-port=$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) % 10000))
+at_head() { srun --nodes=1 --ntasks=1 --nodelist="$head" "$@"; }
+address=$(at_head hostname --ip-address | awk '{print $1}')
+port=$(at_head "$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
+meeting=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM  # not another attempt's, nor another cluster's
 """
-MEETING = (
-    "--rdzv-backend=c10d", '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
-    '--rdzv-endpoint="$address:$port"',
-)  # fmt: skip
+MEETING = ("--rdzv-backend=c10d", '--rdzv-id="$meeting"', '--rdzv-endpoint="$address:$port"')
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,7 +59,7 @@ def test_what_is_asked_of_slurm():
 def test_groups_meet_as_their_size_wants():
     many = order(size=GroupSize(2, 4, gpus=True)).rendered()
     assert "--nnodes=2 --rdzv-backend=c10d" in many and "--nproc-per-node=4 --max-restarts=0" in many
-    assert "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" in many
+    assert "meeting=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM" in many
     assert "--standalone --nproc-per-node=2" in order().rendered()
     alone = order(size=GroupSize(1, 1, gpus=False)).rendered()
     assert "torch.distributed" not in alone and "gpus-per-node" not in alone
@@ -72,8 +73,10 @@ def test_words_reach_the_command_as_they_were_given(size: GroupSize, tmp_path: P
     teller = tmp_path / "teller"
     teller.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import json, sys; '
                       f'print(json.dumps(sys.argv[1:]))" "$@"\n')  # fmt: skip
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 10.0.0.1\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho n1\n")
+    (tmp_path / "srun").write_text(
+        '#!/bin/sh\ncase "$*" in *--nodelist=n1*hostname*) echo 10.0.0.1 ::1;; *socket*) echo 20539;; esac\n'
+    )
     for path in tmp_path.iterdir():
         path.chmod(0o755)
     script = order(words=HOSTILE, size=size, folder=tmp_path, python=str(teller)).rendered()
@@ -83,6 +86,7 @@ def test_words_reach_the_command_as_they_were_given(size: GroupSize, tmp_path: P
     assert tuple(told[-len(HOSTILE) :]) == HOSTILE
     assert told[:5] == ["-m", "llama_ssp.slurm.warden", "/data/answers.work", "3", "120"]
     assert ("--rdzv-endpoint=10.0.0.1:20539" in told) == (size.nodes > 1)
+    assert any(re.fullmatch(r"--rdzv-id=77\.0\.\d+", word) for word in told) == (size.nodes > 1)
     assert not (tmp_path / "broken").exists()
 
 
