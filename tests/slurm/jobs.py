@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 from llama_ssp.journal import Journal
 from llama_ssp.journal.progress import Progress
 from llama_ssp.slurm.records import End, ends
-from tests.slurm.lab import Lab, kill, wait_for
+from tests.slurm.lab import Lab, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = 20
@@ -90,6 +93,10 @@ class Batches:
     def attempts(self) -> int:
         return Journal.find(self.work).standing().attempts
 
+    def blamed(self) -> int:
+        """Attempts that have left without a word: their records count as having killed them."""
+        return Journal.find(self.work).standing().attempts_unended
+
     def logs(self) -> str:
         """For when something went wrong."""
         texts = [path.read_text(errors="replace")[-1500:] for path in (self.work / "logs").glob("*")]
@@ -101,10 +108,20 @@ class Batches:
         found = self.lab.processes(job)
         return sorted(pid for pid, command in found.items() if kind_of(command) == kind)
 
-    def kill(self, job: str, kind: str) -> None:
-        """The first of them, at once."""
-        wait_for(lambda: self.processes(job, kind), self.logs)
-        kill(self.processes(job, kind)[0])
+    @contextmanager
+    def paused(self, job: str) -> Iterator[list[int]]:
+        """A few records in, the ranks stand still: what befalls the job finds it at work, on any machine."""
+        self.wait_for_records(3)
+        wait_for(lambda: self.processes(job, "rank"), self.logs)
+        ranks = self.processes(job, "rank")
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield ranks
+        finally:
+            for pid in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
 
 def kind_of(command: str) -> str:

@@ -138,6 +138,12 @@ class Lab:
         """The jobs that wait or run, an array's elements one by one."""
         return self.run("squeue", "-h", "-r", "-o", "%A").split()
 
+    def wait_taken_away(self, job: str) -> None:
+        """The job runs no more: it waits to be started again, or has gone."""
+        wait_for(
+            lambda: self.run("squeue", "-h", "-t", "R", "-j", job, "-o", "%A", check=False) == "", self._logs
+        )
+
     def wait_empty(self) -> None:
         """No job waits or runs."""
         wait_for(lambda: not self.queued(), lambda: f"{self.run('squeue', '-a')}; {self._logs()}")
@@ -172,6 +178,13 @@ class Lab:
         tasks = [pid for pid, _, variables in _processes() if mine <= set(variables)]
         for pid in {_parent(task) for task in tasks if _is_stepd(_parent(task))} | set(tasks):
             kill(pid)
+
+    def restart_controller(self) -> None:
+        """It goes without a word, and comes back."""
+        self._daemons["slurmctld"].kill()
+        self._daemons["slurmctld"].wait()
+        self._daemon("slurmctld", "slurmctld", "-D")
+        wait_for(lambda: " UP" in self.run("scontrol", "ping", check=False), self._logs)
 
     def stop(self) -> None:
         """Nothing is left behind, whatever state the cluster is in."""

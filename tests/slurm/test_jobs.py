@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 
 from tests.slurm.jobs import RECORDS, Batches
-from tests.slurm.lab import NODES, Lab, wait_for
+from tests.slurm.lab import NODES, Lab, kill, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
@@ -34,28 +32,31 @@ def test_a_group_over_two_nodes(batches: Batches, expected: bytes):
 
 def test_a_requeued_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
     job = batches.submit()
-    batches.wait_for_records(3)
-    lab.run("scontrol", "requeue", job)
+    with batches.paused(job):
+        lab.run("scontrol", "requeue", job)
+        lab.wait_taken_away(job)
     assert batches.whole() == expected
     assert [end.restart for end in batches.ends] == [0, 1]
     assert batches.attempts() < 2 * 4 and batches.computed() < RECORDS + 5
 
 
 def test_a_preempted_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
-    batches.submit("cluster.gpus=2")
-    batches.wait_for_records(3)
-    options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
-    lab.run("sbatch", *options, "--wrap=sleep 1")
+    job = batches.submit("cluster.gpus=2")
+    with batches.paused(job):
+        options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
+        lab.run("sbatch", *options, "--wrap=sleep 1")
+        lab.wait_taken_away(job)
     assert batches.whole() == expected
     assert batches.ends[0].stopped_by == "slurm" and not batches.ends[0].failed
     assert batches.ends[-1].restart == 1
+    assert batches.blamed() == 0
 
 
 def test_a_cancelled_job_goes_on_when_it_is_submitted_again(batches: Batches, lab: Lab, expected: bytes):
     """At once: what the cancelled ranks had claimed waits for nobody."""
     first = batches.submit("cluster.gpus=2", "cluster.groups=2")
-    batches.wait_for_records(3)
-    lab.run("scancel", first)
+    with batches.paused(first):
+        lab.run("scancel", first)
     lab.wait_empty()
     assert not batches.output.exists()
     batches.submit("cluster.gpus=2", "cluster.groups=2")
@@ -64,8 +65,8 @@ def test_a_cancelled_job_goes_on_when_it_is_submitted_again(batches: Batches, la
 
 def test_a_killed_rank(batches: Batches, expected: bytes):
     job = batches.submit("cluster.gpus=2")
-    batches.wait_for_records(3)
-    batches.kill(job, "rank")
+    with batches.paused(job) as ranks:
+        kill(ranks[0])
     assert batches.whole() == expected
     assert [end.failed for end in batches.ends] == [True, False]
 
@@ -73,16 +74,16 @@ def test_a_killed_rank(batches: Batches, expected: bytes):
 def test_a_killed_agent(batches: Batches, expected: bytes):
     """torchrun itself goes; its ranks go with it, and their nodes are free."""
     job = batches.submit("cluster.gpus=2")
-    batches.wait_for_records(3)
-    batches.kill(job, "agent")
+    with batches.paused(job):
+        kill(batches.processes(job, "agent")[0])
     assert batches.whole() == expected
     assert [end.failed for end in batches.ends] == [True, False]
 
 
 def test_a_killed_rank_of_two_nodes(batches: Batches, expected: bytes):
     job = batches.submit("cluster.nodes=2")
-    batches.wait_for_records(3)
-    batches.kill(job, "rank")
+    with batches.paused(job) as ranks:
+        kill(ranks[0])
     assert batches.whole() == expected
     assert [end.failed for end in batches.ends] == [True, False]
 
@@ -116,25 +117,32 @@ def test_a_record_that_kills_its_ranks_is_set_aside(batches: Batches, expected: 
 def test_near_the_time_limit_it_stops_and_goes_on(batches: Batches, lab: Lab, expected: bytes):
     """Slurm's own signal, which comes when less than signal_s is left; Slurm looks every half minute."""
     job = batches.submit("cluster.slurm.signal_s=170")
-    batches.wait_for_records(3)
-    rank = batches.processes(job, "rank")[0]
-    os.kill(rank, signal.SIGSTOP)  # so that there is still work to do, however long that takes
-    minutes = lab.run("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2]
-    lab.run("scontrol", "update", f"jobid={job}", f"timelimit={int(minutes) + 2}")
-    wait_for(lambda: "the time limit is near" in batches.logs(), batches.logs)
-    os.kill(rank, signal.SIGCONT)
+    with batches.paused(job):
+        minutes = lab.run("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2]
+        lab.run("scontrol", "update", f"jobid={job}", f"timelimit={int(minutes) + 2}")
+        wait_for(lambda: "the time limit is near" in batches.logs(), batches.logs)
     wait_for(lambda: "Restarts=1" in lab.run("scontrol", "show", "job", job), batches.logs)
     lab.run("scontrol", "update", f"jobid={job}", "timelimit=20")
     assert batches.ends[0].stopped_by == "time" and not batches.ends[0].failed
     assert batches.ends[0].finished < RECORDS
     assert batches.whole() == expected
-    assert batches.ends[-1].code == 0
+    assert batches.ends[-1].code == 0 and batches.blamed() == 0
+
+
+def test_slurm_s_controller_comes_and_goes(batches: Batches, lab: Lab, expected: bytes):
+    """The job that runs does not mind; the end of a killed one waits for it."""
+    job = batches.submit()
+    with batches.paused(job) as ranks:
+        lab.restart_controller()
+        kill(ranks[0])
+    assert batches.whole() == expected
+    assert [end.failed for end in batches.ends] == [True, False]
 
 
 def test_a_node_that_dies_with_its_tasks(batches: Batches, lab: Lab, expected: bytes):
     job = batches.submit()
-    batches.wait_for_records(3)
-    lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=True)
+    with batches.paused(job):
+        lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=True)
     assert batches.whole() == expected
     assert [end.restart for end in batches.ends] == [1]  # nobody was left to tell how the first ended
 
@@ -142,15 +150,9 @@ def test_a_node_that_dies_with_its_tasks(batches: Batches, lab: Lab, expected: b
 def test_a_node_whose_tasks_outlive_it(batches: Batches, lab: Lab, expected: bytes):
     """Two attempts live at once. The first, which Slurm has given up, does not requeue the second."""
     job = batches.submit()
-    batches.wait_for_records(3)
-    node = lab.run("squeue", "-h", "-j", job, "-o", "%N")
-    before = batches.processes(job, "rank")
-    for pid in before:  # so that it is still alive, however long Slurm takes to notice
-        os.kill(pid, signal.SIGSTOP)
-    lab.lose_node(node, with_tasks=False)
-    wait_for(lambda: set(batches.processes(job, "rank")) - set(before), batches.logs)
-    for pid in before:
-        os.kill(pid, signal.SIGCONT)
+    with batches.paused(job) as ranks:  # so that they live, however long Slurm takes to notice
+        lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=False)
+        wait_for(lambda: set(batches.processes(job, "rank")) - set(ranks), batches.logs)
     assert batches.whole() == expected
     wait_for(lambda: not batches.processes(job, "warden"), batches.logs)
     assert batches.output.read_bytes() == expected
