@@ -103,7 +103,7 @@ class Batches:
         return f"{self.finished} records; {'|'.join(texts)}"
 
     def processes(self, job: str, kind: str) -> list[int]:
-        """A job's processes of one kind: rank, agent (torchrun), warden."""
+        """A job's processes of one kind: rank, torchrun, warden."""
         assert self.lab is not None
         found = self.lab.processes(job)
         return sorted(pid for pid, command in found.items() if kind_of(command) == kind)
@@ -129,7 +129,7 @@ def kind_of(command: str) -> str:
     if "llama_ssp.slurm.warden" in command:
         return "warden"
     if "torch.distributed.run" in command:
-        return "srun" if "srun" in command.split()[0] else "agent"
+        return "srun" if "srun" in command.split()[0] else "torchrun"
     if "-m llama_ssp" in command:
         return "srun" if "srun" in command.split()[0] else "rank"
     return ""

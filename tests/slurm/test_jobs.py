@@ -71,11 +71,11 @@ def test_a_killed_rank(batches: Batches, expected: bytes):
     assert [end.failed for end in batches.ends] == [True, False]
 
 
-def test_a_killed_agent(batches: Batches, expected: bytes):
-    """torchrun itself goes; its ranks go with it, and their nodes are free."""
+def test_a_killed_torchrun(batches: Batches, expected: bytes):
+    """It goes; its ranks go with it, and their nodes are free."""
     job = batches.submit("cluster.gpus=2")
     with batches.paused(job):
-        kill(batches.processes(job, "agent")[0])
+        kill(batches.processes(job, "torchrun")[0])
     assert batches.whole() == expected
     assert [end.failed for end in batches.ends] == [True, False]
 
