@@ -148,18 +148,14 @@ def test_logits_that_are_no_numbers_are_noticed(kind: Any) -> None:
     assert state.finished == ["error"]
 
 
-def test_the_text_draft_stops_where_its_text_ends() -> None:
+def test_the_text_draft_stops_where_its_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """An end of the draft's text is proposed as the target's, and nothing behind it."""
     target, draft = PAIRS["ends of texts"]
     small = toy(draft.size, 1)
-    with torch.no_grad():
-        small.module.head.weight[:] = 0
-        small.module.head.weight[draft.ids["<stop>"]] = 1
-        small.module.head.weight[draft.ids["<end>"]] = -1
+    monkeypatch.setattr(small, "logits", partial(_always, draft.ids["<stop>"], small))
     drafter, _ = made("ends of texts", Text, small, CounterDraws(0))
     state = State(PROMPTS[1:2], 8, torch.device("cpu"))
     drafter.start(1, 8)
-    small.logits = partial(_always, draft.ids["<stop>"], small)  # type: ignore[method-assign]
     proposal = drafter.propose(state, (3,))
     assert (proposal.count, proposal.drafted_BK.tolist()) == ((1,), [[target.ids["</s>"]]])
 
