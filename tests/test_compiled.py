@@ -213,11 +213,13 @@ def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
 
 
 @needs_compiler
-def test_the_command_compiles_before_it_writes(command):
+def test_the_command_compiles_before_it_writes(command, caplog):
     sizes = ("model.n_layers=1", "draft.n_layers=1")
-    answer = command("engine=compiled", *sizes, "task.prompts=[a]", "task.max_new_tokens=8", "seed=1")
+    with caplog.at_level(logging.INFO, logger="llama_ssp"):
+        answer = command("engine=compiled", *sizes, "task.prompts=[a]", "task.max_new_tokens=8", "seed=1")
     assert answer.code == 0 and not answer.errors
-    assert "compile: 2 of 2 steps" in answer.err and "runs eagerly" not in answer.err
+    said = "\n".join(record.message for record in caplog.records)
+    assert "compile: 2 of 2 steps" in said and "runs eagerly" not in said
 
 
 @pytest.mark.parametrize(("layers", "new", "expected"), [(2, 64, False), (32, 2048, True)])
