@@ -245,10 +245,19 @@ def folder_at_hand(model: ModelConf) -> Path | None:
         return None
     if model.path is not None or model.repo is None:
         return find(model, "model") if _is_here(model) else None
+    if not (_hub_cache() / f"models--{model.repo.replace('/', '--')}").is_dir():
+        return None  # known without the library, which takes a while to import
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model.repo, "tokenizer.json", revision=model.revision)
     return Path(found).parent if isinstance(found, str) else None
+
+
+def _hub_cache() -> Path:
+    """Where the hub's library keeps what it has fetched."""
+    own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return home_expanded(own or f"{home}/hub")
 
 
 def _config_file(model: ModelConf, role: str) -> Path:

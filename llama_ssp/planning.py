@@ -57,9 +57,9 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
     if console.is_terminal and run.output is Output.text:  # where 36 kB would push the table out of sight
         summary = {name: value for name, value in summary.items() if name not in LONG}
     if run.output is not Output.json:
-        console.write(rendered(plan, console.is_terminal))
         if words:
             console.line(words)
+        console.write(rendered(plan, console.is_terminal))
     if task.image is not None and is_leader:
         plot_bills(plan.bars(), task.image, heading(plan))
     console.document(summary)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import ModelConf, RunConf, SpeculationConf
-from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.lookahead import USUAL_COST_RATIO, AdaptiveLookahead, Costs, FixedLookahead
 from llama_ssp.tasks.costs import measured
-from llama_ssp.tasks.pair import GUESSED_RATIO, lookahead_for
+from llama_ssp.tasks.pair import lookahead_for
 from tests.toy import toy
 
 RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConf(adaptive=True, k_max=8))
@@ -37,6 +37,6 @@ def test_k_is_chosen_by_what_is_known_of_costs():
     pinned = replace(RUN, speculation=replace(RUN.speculation, cost_ratio=0.25))
     assert by(RUN, known) == known
     assert by(pinned, None) == Costs.of_ratio(0.25, 8)
-    assert by(RUN, None) == Costs.of_ratio(GUESSED_RATIO, 8)
+    assert by(RUN, None) == Costs.of_ratio(USUAL_COST_RATIO, 8)
     fixed = lookahead_for(replace(RUN, speculation=SpeculationConf(k=3)), 2, known)
     assert isinstance(fixed, FixedLookahead) and fixed.k == 3

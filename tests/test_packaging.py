@@ -32,7 +32,8 @@ def readme_commands() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = [line.split("  #")[0].strip() for line in text.splitlines()]
     commands = [line for line in lines if re.match(r"(torchrun .*|python )launch/run\.py ", line)]
-    return [c for c in commands if not re.search(r"/models/|download=true|prompts\.jsonl|openings\.jsonl", c)]
+    others = r"/models/|download=true|(prompts|openings|on_slurm)\.jsonl"
+    return [command for command in commands if not re.search(others, command)]
 
 
 @pytest.mark.parametrize("command", readme_commands())

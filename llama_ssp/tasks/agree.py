@@ -95,10 +95,12 @@ class AgreeTask:
         }
 
     def ways(self) -> list[Way]:
-        """One: how many tokens a round brings is counted, as texts end where the models part."""
+        """One, if it brought a token: how many a round brings is counted, as texts end where models part."""
         if self._pair is None or not self._rounds.count:
             return []
         agreed = sum(one["agreed_tokens"] for one in self._found)
+        if not agreed:
+            return []
         took = {"ms_per_token": ratio(1000 * self._rounds.seconds, agreed), "acceptance_rate_decided": None}
         run = _greedy(self._inputs.pairs[0], self._task.chunk).run
         found = way("agreeing", self._pair, run, self._rows, took)

@@ -70,6 +70,8 @@ FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 UNITS = {"us": 1e-6, "ns": 1e-9}
 FITTED = ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns")
 
+STARTING = ("groups", "scheduler", "slurm")  # of a cluster: how jobs are started, which is not measured
+
 
 class CalibrateTask:
     """One run of the task. The leader writes the file."""
@@ -248,8 +250,9 @@ def _short(value: float) -> float:
 
 
 def plain(cluster: ClusterConf) -> dict[str, Any]:
-    """The cluster as its yaml has it, without what is open."""
-    found = {key: value for key, value in asdict(cluster).items() if value is not None}
+    """The machines as their yaml has them, without what is open, and without who is to start jobs on them."""
+    known = asdict(cluster).items()
+    found = {key: value for key, value in known if value is not None and key not in STARTING}
     found["times"] = {key: value for key, value in found["times"].items() if value not in (None, {})}
     return found
 
