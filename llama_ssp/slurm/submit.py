@@ -64,7 +64,7 @@ def _order(shared: Share, size: GroupSize, words: list[str]) -> Order:
     assert isinstance(task, BatchConf)
     elements = min(cluster.groups, shared.missing)
     if elements < cluster.groups:
-        log.info("%d groups are enough: so many shards are missing", elements)
+        log.info("the array has %d: no more shards are missing", elements)
     name = re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{shared.job.output.stem}")[:100]
     one = [f"cluster.nodes={size.nodes}", f"cluster.gpus={size.ranks}"]
     return Order(
