@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import traceback
@@ -225,7 +226,7 @@ def test_or_are_answered_with_their_errors(command: Command):
     assert (done.code, summary(done)["records_refused_here"]) == (0, 3)
 
 
-def test_a_full_disk_or_a_closed_folder_is_one_line(command: Command):
+def test_a_place_that_can_be_no_folder_is_one_line(command: Command):
     write_input(2)
     Path("file").write_text("")
     refused = command(*SMALL, "task.output=file/out.jsonl")
@@ -311,6 +312,22 @@ def test_killed_anywhere_nothing_is_lost_or_done_twice(command: Command, undistu
             assert command(*SMALL, f"task.output={output}").code == 0
         assert Path(output).read_bytes() == undisturbed
     assert kills >= 8
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_loses_nothing(command: Command, undisturbed: bytes):
+    """The system itself refuses a write in the middle of the job, as a full disk does."""
+
+    def cramped() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        most = Path("calm.jsonl.work/run.json").stat().st_size + 20  # the parts get longer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        launched(*SMALL[:-1], "task.shard_size=100", "task.output=out.jsonl")
+
+    assert in_child(cramped) == 6
+    assert 0 < finished("out.jsonl") < RECORDS
+    assert command(*SMALL[:-1], "task.shard_size=100", "task.output=out.jsonl").code == 0
+    assert Path("out.jsonl").read_bytes() == undisturbed
 
 
 @pytest.mark.slow
