@@ -65,7 +65,6 @@ SHAPES: dict[str, dict[str, int]] = {
 PHASES = ("prefill", "decode", "verify")
 DTYPES = (Dtype.fp32, Dtype.fp16, Dtype.bf16)
 CPU = torch.device("cpu")
-PATIENCE_S = 0.002
 PATIENCE_CASE_S = 60
 
 
@@ -113,7 +112,7 @@ CASES = [
 
 
 class Patient:
-    """Ranks that wait a little after each collective.
+    """Ranks that let a collective end with its tensors in no other hands.
 
     gloo's own thread holds the tensors of a collective a moment longer; were it the last to do so, they
     would end on that thread, where the profiler does not see it, and count for ever.
@@ -123,16 +122,32 @@ class Patient:
         self._ranks = ranks
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._ranks, name)
-        return self._patiently(found) if name in ("all_reduce", "all_gather") else found
+        return getattr(self._ranks, name)
 
-    def _patiently(self, collective: Any) -> Any:
-        def call(tensor: Tensor) -> Any:
-            made = collective(tensor)
-            time.sleep(PATIENCE_S)
-            return made
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        before = tensor._use_count()
+        self._ranks.all_reduce(tensor)
+        _let_go(tensor, before)
+        return tensor
 
-        return call
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        before = tensor._use_count()
+        parts = self._ranks.all_gather(tensor)
+        _let_go(tensor, before)
+        for part in parts:
+            _let_go(part, 1)
+        return parts
+
+
+def _let_go(tensor: Tensor, hands: int) -> None:
+    """Waits until the tensor is in so many hands."""
+    patience = time.monotonic() + PATIENCE_CASE_S
+    while tensor._use_count() > hands:
+        if time.monotonic() > patience:
+            raise RuntimeError(
+                f"a tensor of a collective is in {tensor._use_count()} hands; expected {hands}"
+            )
+        time.sleep(0.0001)
 
 
 def planned(case: Case, rank: int) -> int:
