@@ -1,6 +1,6 @@
 # make demo     the main job on a small pair, set up from nothing
 # make test     everything a change must pass; make test-fast takes under two minutes
-.PHONY: demo test test-fast lint bench mutants clean
+.PHONY: demo test test-fast lint bench mutants soak clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
@@ -34,6 +34,10 @@ bench: .venv/.installed
 	$(PY) bench/side_by_side.py
 	$(PY) bench/fast.py
 	$(PY) bench/linear.py
+
+# Ten minutes of random runs, struck at random: is the law right, is anything left behind, does memory grow?
+soak: .venv/.installed
+	$(PY) -m tests.soak
 
 clean:
 	rm -rf .venv outputs .mypy_cache .ruff_cache .pytest_cache

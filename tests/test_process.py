@@ -147,3 +147,18 @@ def test_another_rank_keeps_silent(tmp_path: Path) -> None:
         env=environment(WORLD_SIZE="2", RANK="1"), cwd=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (5, "")
+
+
+@pytest.mark.parametrize("start", [[str(ROOT / "launch" / "run.py")], ["-m", "llama_ssp"]])
+def test_ctrl_c_while_modules_load_leaves_no_traceback(start: list[str], tmp_path: Path) -> None:
+    """A slow disk: the first library that is imported takes its time."""
+    (tmp_path / "hydra.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, *start], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")

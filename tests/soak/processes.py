@@ -1,0 +1,102 @@
+"""Everything a run has started, found by a mark in its environment: what it holds, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MARK = "LLAMA_SSP_SOAK"
+LOOK_S = 0.1
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A process of a run, and which rank it is, if it is one."""
+
+    pid: int
+    rank: int | None
+
+
+def marked(mark: str) -> list[Marked]:
+    """The living processes that carry the mark; a zombie is none."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with suppress(OSError, ValueError, IndexError):
+            variables = dict(
+                pair.split(b"=", 1) for pair in (entry / "environ").read_bytes().split(b"\0") if b"=" in pair
+            )
+            if variables.get(MARK.encode()) != mark.encode():
+                continue
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+            rank = variables.get(b"RANK")
+            found.append(Marked(int(entry.name), None if rank is None else int(rank)))
+    return found
+
+
+def left_of(mark: str, patience_s: float) -> list[Marked]:
+    """Those that are still there after so long."""
+    until = time.monotonic() + patience_s
+    while (found := marked(mark)) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    return found
+
+
+def kill_all(mark: str) -> None:
+    for process in marked(mark):
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process held at one moment."""
+
+    at: float
+    resident: int
+    handles: int
+
+
+@dataclass
+class Watcher:
+    """Looks at one process again and again, from another thread, until it has ended."""
+
+    pid: int
+    every_s: float = 0.2
+    seen: list[Held] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.every_s):
+            with suppress(OSError, IndexError):
+                resident = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE
+                handles = len(os.listdir(f"/proc/{self.pid}/fd"))
+                if resident:
+                    self.seen.append(Held(time.monotonic(), resident, handles))
+
+    def stop(self) -> list[Held]:
+        self._ended.set()
+        self._thread.join()
+        return self.seen
+
+
+def wait_for(condition: Callable[[], bool], patience_s: float) -> bool:
+    until = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK_S)
+    return True
