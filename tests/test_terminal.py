@@ -144,11 +144,12 @@ def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_p
     assert "Traceback" not in terminal.seen
 
 
-def test_interrupted_at_the_prompt(open_terminal: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", ["half a prom", ""])
+def test_interrupted_at_the_prompt(half: str, open_terminal: Any, tmp_path: Path) -> None:
+    """Also where it comes before readline listens."""
     terminal = open_terminal()
     terminal.until("prompt> ")
-    time.sleep(0.5)  # as a person would: what comes before readline listens waits for the next key
-    terminal.type("half a prom" + INTERRUPT)
+    terminal.type(half + INTERRUPT)
     assert terminal.leave() == 130
     assert "stopped by a signal" in terminal.seen and "Traceback" not in terminal.seen
     assert summary(tmp_path)["status"] == "interrupted"

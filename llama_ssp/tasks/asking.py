@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import io
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,10 +13,12 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from llama_ssp.errors import RunError
+from llama_ssp.guard import GUARD
 from llama_ssp.ranks import Ranks
 
 ASK = "prompt> "
 STILL_BUSY, DONE = 0, 1
+WAKE_S = 0.1
 EVERY_S = 10.0  # well within the time that ranks give each other for a message
 
 
@@ -58,6 +61,29 @@ def _kept_awake(ranks: Ranks) -> Iterator[None]:
             raise lost[0]
 
 
+@contextmanager
+def _awake() -> Iterator[None]:
+    """For a main thread that waits for keys. Ctrl-C in the instant before readline listens would only be
+    seen at the next key; so from the first signal on, another one that does nothing ends its wait."""
+    main, done = threading.get_ident(), threading.Event()
+
+    def wake() -> None:
+        while not done.wait(WAKE_S):
+            signal.pthread_kill(main, signal.SIGURG)
+
+    def begin() -> None:
+        threading.Thread(target=wake, daemon=True).start()
+
+    before = signal.signal(signal.SIGURG, lambda _number, _frame: None)
+    GUARD.on_signal.append(begin)
+    try:
+        yield
+    finally:
+        done.set()
+        GUARD.on_signal.remove(begin)
+        signal.signal(signal.SIGURG, before)
+
+
 class Terminal:
     """Asks a person for one prompt after the other, with line editing and a history."""
 
@@ -72,7 +98,8 @@ class Terminal:
         """The next line that is not empty; None at the end of the input."""
         while True:
             try:
-                line = self._line()
+                with _awake():
+                    line = self._line()
             except EOFError:
                 return None
             if line.strip():
