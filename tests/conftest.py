@@ -25,6 +25,22 @@ torch.set_num_threads(1)
 gc.freeze()  # torch's and transformers' objects are many, and stay
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked few(n), n cases stay quick: spread evenly, so that each kind of case is met."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("few")
+        assert marker is not None
+        quick = {found[len(found) * number // marker.args[0]].nodeid for number in range(marker.args[0])}
+        for item in found:
+            if item.nodeid not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
 # Random weights, unless a test says otherwise: nothing to read, nothing to wait for.
 SMALL = {"model=": "model=tiny", "draft=": "draft=tiny_draft"}
 

@@ -40,6 +40,7 @@ def texts(found: dict[str, Any]) -> list[list[int]]:
     return [output["token_ids"] for output in found["outputs"]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bridge", ["intersection", "text"])
 def test_greedy_texts_are_the_target_s(bridge: str, command: Command) -> None:
     plain = summary(command(PROMPTS, "model=demo", "draft=none", *DEMO[2:-1], "sampling=greedy"))
@@ -135,6 +136,7 @@ def test_on_several_ranks_the_draft_of_another_tokenizer_sits_with_the_leader() 
         tokens_of(seats(entry))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [(), ("sampling=nucleus", "sampling.repetition_penalty=1.2")])
 def test_other_ids_cost_nothing(sampling: tuple[str, ...], command: Command, tmp_path: Path) -> None:
     """The shipped draft with its ids shuffled: bridged, it drafts the same tokens and gives the same text."""

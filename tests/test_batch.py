@@ -68,6 +68,7 @@ def test_answers_stand_in_the_order_of_the_input(command: Command):
     assert said["tokens_per_s"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "how",
     [["task.batch_size=1"], ["task.shard_size=100", "task.batch_size=8"], ["task.prefill_chunk=2"]],
@@ -137,6 +138,7 @@ def test_a_drawn_seed_is_kept(command: Command):
     assert summary(command(*unseeded, "task.output=out.jsonl"))["seed"] == first
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

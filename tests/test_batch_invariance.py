@@ -70,6 +70,7 @@ def check(family: str, drafter: str, rule: str, controls: str, adaptive: bool) -
         assert run.finish == [alone[i].finish[0] for i in places]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "drafter, rule, controls, adaptive",
     [

@@ -73,6 +73,7 @@ def plain(name: str) -> str:
     return name.removesuffix("_8bit").removesuffix("_4bit")
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", presets("model"))
 def test_every_model_composes_and_counts_as_published(name: str, hydra: None) -> None:
     """As a target and as a draft."""
@@ -87,6 +88,7 @@ def test_every_model_composes_and_counts_as_published(name: str, hydra: None) ->
     assert (model.dtype is config.Dtype.nf4) == name.endswith("_4bit")
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("group", "name"), OTHERS)
 def test_every_option_composes(group: str, name: str, hydra: None) -> None:
     run = composed(f"{group}={name}")

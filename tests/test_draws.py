@@ -48,12 +48,14 @@ def random_law(seed: int, size: int = 27) -> torch.Tensor:
     return law / law.sum()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_categorical_draws_its_law(purpose):
     law = random_law(0)
     assert g_test(draws_of(law, purpose), law.numpy()) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_a_law_3_percent_away_is_rejected():
     law = random_law(0)
     moved = law.clone()
@@ -63,6 +65,7 @@ def test_a_law_3_percent_away_is_rejected():
     assert g_test(draws_of(moved), law.numpy()) < FALSE_ALARM
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chance", [0.02, 0.5, 0.97])
 def test_bernoulli_passes_at_its_chance(chance):
     source, passed = CounterDraws(1), 0
@@ -75,6 +78,7 @@ def test_bernoulli_passes_at_its_chance(chance):
     )
 
 
+@pytest.mark.slow
 def test_draws_with_different_keys_are_independent():
     """Accept and correct of one position, neighbouring positions, and equal positions of two prompts."""
     source, half = CounterDraws(2), torch.tensor([[0.5, 0.5]])

@@ -135,6 +135,7 @@ def test_a_model_that_knows_the_even_products(command: Command, monkeypatch: pyt
     assert found["differences"] == []
 
 
+@pytest.mark.slow
 def test_several_pairs_and_sizes(command: Command, calculators: list[str]) -> None:
     """A smaller size is the beginning of a larger one; what pairs share is neither loaded nor run twice."""
     answer = command(
@@ -161,6 +162,7 @@ def test_several_pairs_and_sizes(command: Command, calculators: list[str]) -> No
     assert found["devices"].keys() == {"tiny", "tiny/tiny_draft", "tiny_draft"}
 
 
+@pytest.mark.slow
 def test_the_size_does_not_change_a_prompt_s_answer(command: Command) -> None:
     """Nor does its batch: scores of 5 prompts are those of the first 5 of 9."""
     both = document(command(*EVAL, "task.sizes=[5,9]", "task.seeds=[0,1]", "task.batch_size=4"))

@@ -173,6 +173,7 @@ FULL = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family(family: str) -> None:
     check(family, FAST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,6 +53,7 @@ FORBIDDEN_CALLS = {
 }
 
 
+@cache
 def modules() -> list[tuple[str, ast.Module, Path]]:
     return [
         (_room(path), ast.parse(path.read_text(encoding="utf-8")), path)

@@ -14,6 +14,7 @@ FOLLOWED = {"greedy": 1, "Intersection, greedy": 1, "Text, greedy": 1}
 AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with two vocabularies
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     "name,rule",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
+
 from llama_ssp import verify
 from llama_ssp.config import SamplingConf
 from llama_ssp.draws import CounterDraws
@@ -15,6 +17,8 @@ from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
 from tests.mutants import _lenient, verify_ratios
 from tests.toy import toy
+
+pytestmark = pytest.mark.slow
 
 BAND = 0.005
 VOCAB, ROWS, NEW, K = 8, 725, 150, 4

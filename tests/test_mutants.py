@@ -7,6 +7,7 @@ import pytest
 from tests.mutants import MUTANTS, strict_draws, verdict
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_fault_is_caught(mutant):
     assert verdict(mutant), f"the planted fault lives: {mutant.name}"

@@ -154,6 +154,7 @@ class Leaking(CausalModel):
         return mask | mask.roll(1, -1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fault", [Stale, Leaking])
 @pytest.mark.parametrize("family", ["llama-gqa", pytest.param("mistral-window", marks=pytest.mark.slow)])
@@ -169,6 +170,7 @@ def test_a_faulty_run_is_unexplained(family: str, fault: type[CausalModel], dtyp
     assert report.count(Finding.unexplained) == 0
 
 
+@pytest.mark.slow
 def test_a_fault_does_not_excuse_itself() -> None:
     """Checked through the faulty code itself: a leaking mask widens the band, and the wide copy tells."""
     faulty, wide = (Leaking(build("llama-gqa", dtype=d), "leak") for d in (torch.bfloat16, torch.float32))
@@ -181,6 +183,7 @@ def test_a_fault_does_not_excuse_itself() -> None:
     assert not both.band.sound and both.count(Finding.unexplained) == len(batch)
 
 
+@pytest.mark.slow
 def test_a_text_that_just_ends_is_unexplained() -> None:
     target, _, wide = pair("llama-gqa", True, torch.bfloat16)
     batch, plain = prompts()[:1], runs("llama-gqa", True, torch.bfloat16)[0].texts[:1]
@@ -295,6 +298,7 @@ def test_a_damaged_model_is_unexplained() -> None:
     assert report.verdict is Finding.unexplained
 
 
+@pytest.mark.slow
 def test_fp32_has_a_narrow_band() -> None:
     target, _, wide = pair("llama-gqa", True, torch.float32)
     texts = [list(prompt.token_ids) for prompt in prompts()]

@@ -289,6 +289,7 @@ def test_a_bill_in_parts_loses_nothing():
         assert sum(parts(bill.lines).values()) == bill.total
 
 
+@pytest.mark.slow
 def test_the_sentence():
     said = outcome(asked("65B", "7B", P4D)).sentence()
     assert said.startswith("It fits, target 0-7, draft 0-7 (split); at acceptance 0.80: ")

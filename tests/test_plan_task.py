@@ -140,6 +140,7 @@ def test_require_fit_is_for_scripts(command, gib, code, verdict):
     assert command(*pair, f"cluster.gib={gib}", "out=null").code == 0
 
 
+@pytest.mark.slow
 def test_the_recorded_draft_of_a_batch(command):
     plan = document(command(*PAIR, "task.batch_size=8", "task.prompt_tokens=1000", "out=null"))
     assert plan["workload"] == {
@@ -179,6 +180,7 @@ def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
     assert answer.code == 4 and "the checkpoint is not a 65B" in answer.errors[0]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

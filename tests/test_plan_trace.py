@@ -59,6 +59,7 @@ def compare(conf: ModelConf, dtype: Dtype, rows: int, capacity: int, world: int,
     assert closed(role, PASSES, rows, capacity, world, rank) == found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_llama_is_planned_as_it_is_traced(world: int) -> None:
     compare(model("llama"), Dtype.bf16, ROWS, CAPACITY, world, 0)
@@ -89,6 +90,7 @@ def test_large_models_at_every_depth(name: str) -> None:
     compare(model("llama", head_dim=128, context=2048, **sizes), Dtype.fp16, 1, 2048, world, rank)
 
 
+@pytest.mark.slow
 def test_depth_is_extrapolated_exactly() -> None:
     """What two and three layers say of five is what five say."""
     role = Role(TARGET, model("llama", n_layers=5), Dtype.bf16)

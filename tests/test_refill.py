@@ -31,6 +31,7 @@ def prompts() -> list[Prompt]:
     ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("drafting", "k", "adaptive"),

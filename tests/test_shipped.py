@@ -31,6 +31,7 @@ def test_all_three_fit_into_24_mib() -> None:
     assert sum(file.stat().st_size for file in files) <= 24 * 2**20
 
 
+@pytest.mark.slow
 def test_the_seeds_prompts_stop_properly(command: Command) -> None:
     """Greedy and sampled, alone and together: each text ends by EOS or by the limit, and only there."""
     factorial = json.dumps('def factorial(n):\\n    \\"\\"\\"Return n!\\"\\"\\"')
@@ -49,6 +50,7 @@ def test_the_seeds_prompts_stop_properly(command: Command) -> None:
             assert "</s>" not in output["text"]
 
 
+@pytest.mark.slow
 def test_greedy_is_the_same_with_and_without_the_draft(command: Command) -> None:
     common = (*PAIR, "sampling=greedy", "model.dtype=fp32", "draft.dtype=fp32", "task.max_new_tokens=60")
     stdin = b"def hello\nclass Stack:\n12 * 7 = 84\nimport os\n"

@@ -33,6 +33,7 @@ def test_flips_give_the_agreement_asked_for(asked):
     assert abs(agreement_at(flips_for(asked, 600, 0), 600, 0) - asked) < 0.02
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "gpt_neo", "gpt_neox", "opt", "qwen2", "qwen3", "mistral"]
 )

@@ -53,6 +53,7 @@ def test_bytes_vocabulary_is_bytes() -> None:
     assert len(tokenizer.encode("é漢").ids) == 1 + 5
 
 
+@pytest.mark.slow
 def test_documents_are_the_same_for_a_seed(documents: data.Documents) -> None:
     again = data.library_documents(seed=0, limit=30)
     assert again.digest() == documents.digest()

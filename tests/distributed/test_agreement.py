@@ -114,6 +114,7 @@ def same(run: Run, expected: Run) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_placement_writes_what_one_process_writes(name: str, models: Models):
     """With ends inside blocks, so that rows end at different times."""

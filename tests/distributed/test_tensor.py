@@ -155,6 +155,7 @@ GRID = [
 ]
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("name", "world"), GRID)
 def test_the_parts_give_the_whole_models_logits(name: str, world: int, folder_of: Any):
     if not splits(name, world):
