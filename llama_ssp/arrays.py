@@ -21,7 +21,20 @@ def where(condition: Array, yes: Array, no: Array) -> Array:
 
 def positive(array: Array) -> Array:
     """The array with everything below zero made zero, in its own number type."""
-    return where(array > 0, array, array * 0)
+    if isinstance(array, np.ndarray):
+        return where(array > 0, array, array * 0)
+    return array.clamp(min=0)
+
+
+def excess(weight: Array, one: Array, other: Array) -> Array:
+    """`weight * one - other` where it is positive, else zero: of large tensors, in memory for one."""
+    if isinstance(one, np.ndarray):
+        return positive(weight * one - other)
+    return (weight * one).sub_(other).clamp_(min=0)
+
+
+def smaller(one: Array, other: Array) -> Array:
+    return (np if isinstance(one, np.ndarray) else torch).minimum(one, other)
 
 
 def stack_last(parts: list[Array]) -> Array:
@@ -29,11 +42,30 @@ def stack_last(parts: list[Array]) -> Array:
     return library.stack(parts, -1)
 
 
+def joined(one: Array, other: Array) -> Array:
+    """Side by side on the last axis."""
+    library = np if isinstance(one, np.ndarray) else torch
+    return library.concatenate([one, other], -1)
+
+
+def order(array: Array) -> Array:
+    """0, 1, 2, ... along the last axis."""
+    size = array.shape[-1]
+    return np.arange(size) if isinstance(array, np.ndarray) else torch.arange(size, device=array.device)
+
+
 def pick(array: Array, index: Array, axis: int) -> Array:
-    """`array` at `index` along `axis`; the other axes are matched, or broadcast where 1."""
+    """`array` at `index` along `axis`; the other axes are as long in both."""
     if isinstance(array, np.ndarray):
         return np.take_along_axis(array, index, axis)
-    return torch.take_along_dim(array, index, axis)
+    return array.gather(axis, index)
+
+
+def row_by_row(array: Array, index_B: Array) -> Array:
+    """Of each row the entry of axis 1 that its index names."""
+    rows = len(index_B)
+    on = np.arange(rows) if isinstance(array, np.ndarray) else torch.arange(rows, device=array.device)
+    return array[on, index_B]
 
 
 def sorted_down(array: Array) -> Array:

@@ -28,6 +28,10 @@ class Purpose(IntEnum):
     CORRECT = 2
 
 
+PURPOSES = len(Purpose)
+PREPARED = 96  # numbers a row that are made at once: enough for 32 drafts
+
+
 @dataclass(frozen=True)
 class Slot:
     """Names one draw per row: whose text (`keys`), at which length (`bases`), what for, and where."""
@@ -59,44 +63,55 @@ class CounterDraws:
 
     seed: int
     own: dict[int, int] = field(default_factory=dict)  # seeds of prompts that have one, by prompt key
-    _tables: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    _latest: tuple[object, Tensor] = field(default=(None, torch.empty(0, 0)), repr=False)
 
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
-        uniform_BN = self._uniforms(slot, chance_BN.shape[1]).to(chance_BN.device)
+        uniform_BN = self._uniforms(slot, chance_BN.shape[1], chance_BN.device)
         return uniform_BN < chance_BN  # strictly: a chance of 0 never passes, of 1 always does
 
     def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
-        uniform_B1 = self._uniforms(slot, 1).to(law_BV.device)
-        return inverse_cdf(law_BV, uniform_B1)
+        return inverse_cdf(law_BV, self._uniforms(slot, 1, law_BV.device))
 
-    def _uniforms(self, slot: Slot, count: int) -> Tensor:
-        rows = [
-            [self._uniform(key, base, slot.purpose, slot.offset + n) for n in range(count)]
-            for key, base in zip(slot.keys, slot.bases, strict=True)
-        ]
-        return torch.tensor(rows, dtype=torch.float64)
+    def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
+        """One number for each row and offset, (B, count)."""
+        first = PURPOSES * slot.offset + slot.purpose
+        end = first + PURPOSES * count
+        return self._table(slot.keys, slot.bases, end, device)[:, first:end:PURPOSES]
 
-    def _uniform(self, key: int, base: int, purpose: Purpose, offset: int) -> float:
-        index = 3 * offset + purpose
-        table = self._tables.get((key, base))
-        if table is None or len(table) <= index:
-            # A longer table starts with the shorter one, so its length never changes a draw.
-            # As an array: of a list with a number beyond 2**63 numpy makes floats, which cut both keys.
-            keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)
-            generator = np.random.Philox(key=keys, counter=[0, 0, 0, base])
-            table = generator.random_raw(max(32, 2 * index)) >> np.uint64(11)
-            if len(self._tables) > 4096:
-                self._tables.clear()
-            self._tables[key, base] = table
-        return float(table[index]) * 2.0**-53
+    def _table(
+        self, keys: tuple[int, ...], bases: tuple[int, ...], width: int, device: torch.device
+    ) -> Tensor:
+        """All of a round's numbers: made, and brought to the device, when the round's first are asked for.
+
+        A wider table starts with the narrower one, so its width never changes a draw.
+        """
+        known, table = self._latest
+        if known != (keys, bases, device) or table.shape[1] < width:
+            rows = [
+                self._row(key, base, max(PREPARED, 2 * width)) for key, base in zip(keys, bases, strict=True)
+            ]
+            table = torch.from_numpy(np.stack(rows) * 2.0**-53).to(device)
+            self._latest = (keys, bases, device), table
+        return table
+
+    def _row(self, key: int, base: int, width: int) -> np.ndarray:
+        """Numbers of 53 bits."""
+        # As an array: of a list with a number beyond 2**63 numpy makes floats, which cut both keys.
+        keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)
+        return np.random.Philox(key=keys, counter=[0, 0, 0, base]).random_raw(width) >> np.uint64(11)
 
 
 def inverse_cdf(law_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-    """The token at which the cumulated law first exceeds the uniform; never one of probability 0."""
-    rising_BV = law_BV.double().cumsum(-1)
-    top_B1 = rising_BV[:, -1:]
-    mark_B1 = torch.minimum(uniform_B1 * top_B1, torch.nextafter(top_B1, torch.zeros_like(top_B1)))
+    """The token at which the cumulated law first exceeds the uniform; never one of probability 0.
+
+    A uniform is 1 - 2**-53 at most; so much of a number, rounded, is less than the number.
+    """
+    rising_BV = law_BV.cumsum(-1, dtype=torch.float64)
+    mark_B1 = uniform_B1 * rising_BV[:, -1:]
     token_B1 = torch.searchsorted(rising_BV, mark_B1, right=True)
+    token_B1 = token_B1.clamp_(max=law_BV.shape[1] - 1)  # beyond the last: of NaN, which is no law
+    if law_BV.device.type == "cpu":  # sums one after the other: a token of probability 0 adds nothing
+        return token_B1[:, 0]
     # A parallel sum may round a token of probability 0 into a sliver; it must not be drawn even so.
     possible_B1 = law_BV.gather(1, token_B1) > 0
     return torch.where(possible_B1, token_B1, law_BV.argmax(-1, keepdim=True))[:, 0]

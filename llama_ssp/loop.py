@@ -122,6 +122,7 @@ def generate(
         wanted = [max(0, min(k, r - 1)) for k, r in zip(chosen, room, strict=True)]
         proposal = engine.draft(state, wanted)
         verdict = engine.verify(state, proposal)
+        del proposal  # whose laws take room that the next ones need
         withheld = [k - w for k, w in zip(chosen, wanted, strict=True)]
         step = commit(state, verdict, limits, engine.context, number, withheld)
         engine.roll_back(state)

@@ -41,9 +41,10 @@ class Laws:
         """The law at each position. A row of NaN marks logits no law can be made of."""
         wide = torch.promote_types(logit_BWV.dtype, torch.float32)
         logit_BWV = logit_BWV[..., : self.vocab].to(wide)
-        damaged_BW1 = (torch.isnan(logit_BWV) | torch.isposinf(logit_BWV)).any(-1, keepdim=True)
         law_BWV = self._law(logit_BWV, prefix)
-        law_BWV = torch.where(damaged_BW1, torch.nan, law_BWV)
+        if self._hides:
+            damaged_BW1 = ~(logit_BWV.amax(-1, keepdim=True) < torch.inf)  # the most of NaN is NaN
+            law_BWV = law_BWV.masked_fill(damaged_BW1, torch.nan)
         missing = self.vocab - law_BWV.shape[-1]
         return torch.nn.functional.pad(law_BWV, (0, missing)) if missing else law_BWV
 
@@ -53,12 +54,20 @@ class Laws:
         controls = replace(self.controls, temperature=warmth, top_k=0, top_p=1.0, min_p=0.0)
         return Laws(controls, self.end_ids, self.vocab)
 
+    @property
+    def _hides(self) -> bool:
+        """Whether damaged logits may be covered up. A softmax covers none up: its row is NaN throughout."""
+        c = self.controls
+        moved = c.logit_bias or c.bad_tokens or c.min_new_tokens or c.frequency_penalty or c.presence_penalty
+        return bool(moved) or c.repetition_penalty != 1 or c.temperature == 0
+
     def _law(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls = self.controls
         logit_BWV = self._penalised(self._biased(logit_BWV, prefix), prefix)
         if controls.temperature == 0:
             return one_hot(logit_BWV.argmax(-1), logit_BWV)
-        law_BWV = torch.softmax(logit_BWV / controls.temperature, -1)
+        warm_BWV = logit_BWV if controls.temperature == 1 else logit_BWV / controls.temperature
+        law_BWV = torch.softmax(warm_BWV, -1)
         kept_BWV: Tensor = filtered(law_BWV, controls.top_k, controls.top_p, controls.min_p)
         return kept_BWV
 
@@ -149,6 +158,11 @@ def filtered(law: Array, top_k: int, top_p: float, min_p: float) -> Array:
 def _kept(law: Array, threshold: Array) -> Array:
     cut = where(law >= threshold, law, 0)
     return cut / total(cut)
+
+
+def lawless(law_BWV: Tensor) -> Tensor:
+    """Which positions' logits made no law: all of their row is NaN."""
+    return law_BWV[..., 0].isnan()
 
 
 def one_hot(token: Tensor, like: Tensor) -> Tensor:

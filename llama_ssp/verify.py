@@ -19,8 +19,21 @@ least as many. In both a chance is compared strictly: a token the target cannot 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from llama_ssp.arrays import Array, pick, positive, stack_last, total, where
+from llama_ssp.arrays import (
+    Array,
+    excess,
+    joined,
+    largest,
+    order,
+    pick,
+    row_by_row,
+    smaller,
+    stack_last,
+    total,
+    where,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,11 @@ class Block:
     def k(self) -> int:
         return int(self.drafted_BK.shape[1])
 
+    @cached_property
+    def carried_BW(self) -> Array:
+        """What the block rule carries from draft to draft."""
+        return _carried(self)
+
 
 class TokenRule:
     """Each drafted token stands by its own ratio; the first that falls ends the block."""
@@ -49,10 +67,7 @@ class TokenRule:
 
     def accepted(self, passed_BK: Array) -> Array:
         """How many drafted tokens stand: those before the first draw that failed."""
-        length_B = where(passed_BK[:, 0], 1, 0)
-        for i in range(1, passed_BK.shape[1]):
-            length_B = where((length_B == i) & passed_BK[:, i], i + 1, length_B)
-        return length_B
+        return where(passed_BK, 1, 0).cumprod(-1).sum(-1)
 
     def correction_law(self, block: Block, accepted_B: Array) -> Array:
         """The law of the one token that follows the accepted ones."""
@@ -66,30 +81,21 @@ class BlockRule:
 
     def accept_chances(self, block: Block) -> Array:
         """The probability of each drafted position's independent draw; 0 beyond a row's count."""
-        carried_BW = _carried(block)
-        chances = []
-        for i in range(1, block.k + 1):
-            carried_B = carried_BW[:, i]
-            chance_B = carried_B
-            if i < block.k:
-                rest_BV = carried_B[:, None] * block.target_BWV[:, i] - block.draft_BKV[:, i]
-                spare_B = positive(rest_BV).sum(-1)
-                whole_B = spare_B + 1 - carried_B
-                inner_B = spare_B / where(whole_B > 0, whole_B, 1)
-                chance_B = where(block.count_B == i, carried_B, inner_B)
-            chances.append(chance_B)
-        return _within_count(block, stack_last(chances))
+        carried_BK, inner_BJ = block.carried_BW[:, 1:], block.carried_BW[:, 1:-1]
+        spare_BJ = excess(inner_BJ[..., None], block.target_BWV[:, 1:-1], block.draft_BKV[:, 1:]).sum(-1)
+        whole_BJ = spare_BJ + 1 - inner_BJ
+        chance_BJ = spare_BJ / where(whole_BJ > 0, whole_BJ, 1)
+        last_BK = block.count_B[:, None] == order(carried_BK) + 1
+        chance_BK = where(last_BK, carried_BK, joined(chance_BJ, carried_BK[:, -1:]))
+        return _within_count(block, chance_BK)
 
     def accepted(self, passed_BK: Array) -> Array:
         """How many drafted tokens stand: up to the last draw that passed."""
-        length_B = where(passed_BK[:, 0], 1, 0)
-        for i in range(1, passed_BK.shape[1]):
-            length_B = where(passed_BK[:, i], i + 1, length_B)
-        return length_B
+        return largest(where(passed_BK, order(passed_BK) + 1, 0))[:, 0]
 
     def correction_law(self, block: Block, accepted_B: Array) -> Array:
         """The law of the one token that follows the accepted ones."""
-        carried_B = pick(_carried(block), accepted_B[:, None], 1)[:, 0]
+        carried_B = row_by_row(block.carried_BW, accepted_B)
         return _remaining_law(block, accepted_B, carried_B)
 
 
@@ -99,8 +105,7 @@ RULES: dict[str, Rule] = {"token": TokenRule(), "block": BlockRule()}
 
 def overlap(block: Block) -> Array:
     """Sum of min(target, draft) at each drafted position: the chance a token-rule draw accepts."""
-    target_BKV = block.target_BWV[:, : block.k]
-    return where(target_BKV < block.draft_BKV, target_BKV, block.draft_BKV).sum(-1)
+    return smaller(block.target_BWV[:, : block.k], block.draft_BKV).sum(-1)
 
 
 def _ratios(block: Block) -> Array:
@@ -116,15 +121,14 @@ def _carried(block: Block) -> Array:
     """P[0..K]: P[i] = min(P[i-1] * ratio_i, 1), the chance that the first i drafts stand together."""
     ratio_BK = _ratios(block)
     carried = [ratio_BK[:, 0] * 0 + 1]
-    for i in range(block.k):
-        grown_B = carried[-1] * ratio_BK[:, i]
-        carried.append(where(grown_B < 1, grown_B, 1))
+    for ratio_B in ratio_BK.T:
+        carried.append(smaller(carried[-1] * ratio_B, carried[0]))
     return stack_last(carried)
 
 
 def _within_count(block: Block, chance_BK: Array) -> Array:
     """No chance for the positions a row did not draft."""
-    return stack_last([where(block.count_B > i, chance_BK[:, i], 0) for i in range(block.k)])
+    return where(block.count_B[:, None] > order(chance_BK), chance_BK, 0)
 
 
 def _remaining_law(block: Block, accepted_B: Array, weight_B: Array) -> Array:
@@ -133,10 +137,9 @@ def _remaining_law(block: Block, accepted_B: Array, weight_B: Array) -> Array:
     After a whole block it is the target's own law. So it is where nothing remains: both laws are then
     equal up to rounding, and the draw that led here had probability zero but for that rounding.
     """
-    target_BV = pick(block.target_BWV, accepted_B[:, None, None], 1)[:, 0]
+    target_BV = row_by_row(block.target_BWV, accepted_B)
     last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
-    draft_BV = pick(block.draft_BKV, last_B[:, None, None], 1)[:, 0]
-    rest_BV = positive(weight_B[:, None] * target_BV - draft_BV)
+    rest_BV = excess(weight_B[:, None], target_BV, row_by_row(block.draft_BKV, last_B))
     mass_B1 = total(rest_BV)
     whole_B1 = (accepted_B == block.count_B)[:, None] | (mass_B1 <= 0)
     return where(whole_B1, target_BV, rest_BV / where(mass_B1 > 0, mass_B1, 1))

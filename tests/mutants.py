@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from llama_ssp import loop, verify
-from llama_ssp.arrays import pick, positive, stack_last, total, where
+from llama_ssp.arrays import pick, positive, row_by_row, stack_last, total, where
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.draws import CounterDraws, Purpose, Slot
 from llama_ssp.engine import bridged, drafters, engine
@@ -70,7 +70,7 @@ def by_tree(scenario: str, rule: str = "block") -> Catch:
 
 def strict_draws() -> str | None:
     """A chance of 0 must not pass, even when the uniform is exactly 0."""
-    with patch.object(CounterDraws, "_uniform", lambda *_: 0.0):
+    with patch.object(CounterDraws, "_uniforms", lambda *_: torch.zeros(1, 1, dtype=torch.float64)):
         passed = CounterDraws(0).bernoulli(torch.zeros(1, 1), Slot((0,), (0,), Purpose.ACCEPT))
     return "a uniform of 0 passes a chance of 0" if bool(passed.any()) else None
 
@@ -102,16 +102,16 @@ def _always(self: TokenRule, block: Block) -> Any:
 
 
 def _target_again(block: Block, accepted: Any, weight: Any) -> Any:
-    return pick(block.target_BWV, accepted[:, None, None], 1)[:, 0]
+    return row_by_row(block.target_BWV, accepted)
 
 
 def _residual(shape: Callable[[Any, Any, Any], Any]) -> Any:
     """A remaining law whose rest is computed by a faulty `shape(target, draft, drafted)`."""
 
     def fault(block: Block, accepted: Any, weight: Any) -> Any:
-        target = pick(block.target_BWV, accepted[:, None, None], 1)[:, 0]
+        target = row_by_row(block.target_BWV, accepted)
         last = where(accepted < block.k, accepted, block.k - 1)
-        draft = pick(block.draft_BKV, last[:, None, None], 1)[:, 0]
+        draft = row_by_row(block.draft_BKV, last)
         drafted = pick(block.drafted_BK, last[:, None], 1)
         rest = shape(weight[:, None] * target, draft, drafted)
         mass = total(rest)
@@ -128,13 +128,13 @@ def _masked(target: Any, draft: Any, drafted: Any) -> Any:
 
 def _bonus_from_draft(block: Block, accepted: Any, weight: Any) -> Any:
     law = verify_remaining(block, accepted, weight)
-    last = pick(block.draft_BKV, where(accepted > 0, accepted - 1, 0)[:, None, None], 1)[:, 0]
+    last = row_by_row(block.draft_BKV, where(accepted > 0, accepted - 1, 0))
     return where((accepted == block.k)[:, None], last, law)
 
 
 def _bonus_too_early(block: Block, accepted: Any, weight: Any) -> Any:
     law = verify_remaining(block, accepted, weight)
-    early = pick(block.target_BWV, where(accepted > 0, accepted - 1, 0)[:, None, None], 1)[:, 0]
+    early = row_by_row(block.target_BWV, where(accepted > 0, accepted - 1, 0))
     return where((accepted == block.count_B)[:, None], early, law)
 
 
@@ -246,7 +246,7 @@ def _soft_at_zero(self: Laws, logits: Any, prefix: Prefix) -> Any:
 
 
 def _loose(self: CounterDraws, chance: Any, slot: Slot) -> Any:
-    return self._uniforms(slot, chance.shape[1]) <= chance
+    return self._uniforms(slot, chance.shape[1], chance.device) <= chance
 
 
 def _adapts_to_the_future(self: Any, state: State, wanted: list[int]) -> Proposal:

@@ -14,6 +14,7 @@ from scipy import stats
 from llama_ssp.draws import CounterDraws, Purpose, Slot, inverse_cdf, prompt_key
 
 FALSE_ALARM = 1e-9
+CPU = torch.device("cpu")
 DRAWS = 60_000
 
 
@@ -118,6 +119,26 @@ def test_never_a_token_of_probability_zero():
         assert int(inverse_cdf(law, torch.tensor([[uniform]], dtype=torch.float64))) in (1, 3)
 
 
+def test_no_uniform_reaches_a_token_of_probability_zero_or_none():
+    """Laws of many sizes with zeros everywhere, vanishing shares among them, at both ends of the uniforms."""
+    generator = torch.Generator().manual_seed(4)
+    ends = torch.tensor([0.0, 2.0**-53, 0.5, 1 - 2.0**-52, 1 - 2.0**-53], dtype=torch.float64)
+    for size in (1, 2, 33, 1000):
+        for dtype in (torch.float32, torch.float64):
+            law = torch.rand(len(ends), size, generator=generator, dtype=dtype) ** 40
+            law[:, torch.rand(size, generator=generator) < 0.5] = 0
+            law[:, size // 2] += 1e-38
+            token = inverse_cdf(law, ends[:, None])
+            assert (law.gather(1, token[:, None]) > 0).all()
+
+
+def test_what_is_no_law_gives_some_token():
+    """Its row ends with an error; the rows beside it go on."""
+    law = torch.tensor([[0.5, 0.5, 0.0], [torch.nan] * 3])
+    token = inverse_cdf(law, torch.tensor([[0.6], [0.6]], dtype=torch.float64))
+    assert token[0] == 1 and 0 <= token[1] < 3
+
+
 def test_a_chance_of_one_always_passes_and_of_zero_never():
     slot = Slot((1,) * 1000, tuple(range(1000)), Purpose.ACCEPT)
     assert CounterDraws(0).bernoulli(torch.ones(1000, 4), slot).all()
@@ -128,7 +149,7 @@ def test_every_bit_of_seed_and_prompt_counts():
     """Also beside a number of 64 bits, which numpy would turn into a float with its neighbour."""
 
     def first(seed: int, key: int) -> float:
-        return CounterDraws(seed)._uniform(key, 1, Purpose.DRAFT, 0)
+        return float(CounterDraws(seed)._uniforms(Slot((key,), (1,), Purpose.DRAFT), 1, CPU))
 
     seeds, keys = (0, 1, 2**62, 2**62 + 1, 2**63 - 1), (0, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
     assert len({first(seed, key) for seed in seeds for key in keys}) == len(seeds) * len(keys)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.sampling import Laws, Prefix, filtered
+from llama_ssp.sampling import Laws, Prefix, filtered, lawless
 from tests.reference import reference_law
 
 VOCAB, SLOTS, ENDS = 11, 16, frozenset({4, 9})
@@ -96,8 +96,18 @@ def test_a_padded_vocabulary_is_cut_or_filled(width):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_damaged_logits_are_marked_and_only_they(bad):
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConf(), SamplingConf(temperature=0.0), SamplingConf(temperature=0.7, top_k=3),
+        SamplingConf(top_p=0.5, min_p=0.1), SamplingConf(bad_tokens=[5]), SamplingConf(min_new_tokens=9),
+        SamplingConf(repetition_penalty=1.3, frequency_penalty=0.1, presence_penalty=0.1),
+    ],
+)  # fmt: skip
+def test_damaged_logits_are_marked_and_only_they(sampling, bad):
+    """Throughout their row, also where a control forbids the very token that is damaged."""
     logits, prefix = batch(4)
     logits[1, 2, 5] = bad
-    damaged = Laws(SamplingConf(top_k=3), (), VOCAB)(logits, prefix).isnan().any(-1)
-    assert damaged.nonzero().tolist() == [[1, 2]]
+    laws = Laws(sampling, (5,), VOCAB)(logits, prefix)
+    assert lawless(laws).nonzero().tolist() == [[1, 2]]
+    assert torch.equal(laws.isnan(), lawless(laws)[..., None].expand_as(laws))

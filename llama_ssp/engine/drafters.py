@@ -14,7 +14,7 @@ from torch import Tensor
 from llama_ssp.draws import Draws, Purpose
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
-from llama_ssp.sampling import Laws, one_hot
+from llama_ssp.sampling import Laws, lawless, one_hot
 
 
 class Drafter(Protocol):
@@ -122,21 +122,19 @@ class ModelDrafter(DraftModel):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
-        drafted, laws, damaged = [], [], []
+        drafted, laws = [], []
         for offset in range(max(count)):
             logit_B1V = self._pass(state, offset, count).to(state.device)
             law_BV = self._laws(logit_B1V, state.prefix(offset, 1))[:, 0]
-            law_BV, damaged_B = sound(law_BV)
-            idle_B = torch.tensor([offset >= n for n in count], device=state.device)
             token_B = self._draws.categorical(
-                certain_where(idle_B, law_BV), state.slot(Purpose.DRAFT, offset)
+                resting(law_BV, [offset >= n for n in count]), state.slot(Purpose.DRAFT, offset)
             )
             state.place(token_B, offset, count)
             drafted.append(token_B)
             laws.append(law_BV)
-            damaged.append(damaged_B & ~idle_B)
-        damaged_B = torch.stack(damaged, 1).any(1)
-        return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), count, damaged_B)
+        law_BKV = torch.stack(laws, 1)
+        damaged_B = within(count, lawless(law_BKV)).any(1)
+        return Proposal(torch.stack(drafted, 1), law_BKV, count, damaged_B)
 
 
 class Assistant(DraftModel):
@@ -220,13 +218,21 @@ def nothing(state: State) -> Proposal:
     return Proposal(empty_B0, None, (0,) * state.rows)
 
 
-def sound(law: Tensor) -> tuple[Tensor, Tensor]:
-    """The law with every damaged position made certain of token 0, and which were damaged."""
-    damaged = law.isnan().any(-1)
-    return certain_where(damaged, law), damaged
+def within(count: tuple[int, ...], flag_BW: Tensor) -> Tensor:
+    """The flags of each row's first `count` columns; the others are down."""
+    if min(count) >= flag_BW.shape[1]:
+        return flag_BW
+    column_W = torch.arange(flag_BW.shape[1], device=flag_BW.device)
+    return flag_BW & (column_W < torch.tensor(count, device=flag_BW.device)[:, None])
+
+
+def resting(law_BV: Tensor, idle: list[bool]) -> Tensor:
+    """The laws to draw from: in rows that are idle nothing random happens."""
+    return certain_where(torch.tensor(idle, device=law_BV.device), law_BV) if any(idle) else law_BV
 
 
 def certain_where(condition: Tensor, law: Tensor) -> Tensor:
-    """The law, but certain of token 0 where the condition holds: nothing random happens there."""
-    certain = one_hot(torch.zeros_like(condition, dtype=torch.int64), law)
-    return torch.where(condition[..., None], certain, law)
+    """The law, but certain of token 0 where the condition holds."""
+    law = law.masked_fill(condition[..., None], 0)
+    law[..., 0] += condition
+    return law

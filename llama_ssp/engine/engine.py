@@ -7,11 +7,11 @@ from torch import Tensor
 
 from llama_ssp.draws import Draws, Purpose
 from llama_ssp.engine.agreement import Leading, Verdict
-from llama_ssp.engine.drafters import Drafter, certain_where, sound
+from llama_ssp.engine.drafters import Drafter, resting, within
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
 from llama_ssp.ranks import SOLE, Crew
-from llama_ssp.sampling import Laws
+from llama_ssp.sampling import Laws, lawless
 from llama_ssp.verify import Block, Rule, overlap
 
 
@@ -80,6 +80,7 @@ class Engine:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
 
+    @torch.inference_mode()
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """At most `wanted` tokens a row, fewer where the drafter cannot reach further."""
         self._enter("draft", self._rounds.begin())
@@ -91,6 +92,7 @@ class Engine:
         self._rounds.submit(state, proposal)
         return proposal
 
+    @torch.inference_mode()
     def verify(self, state: State, proposal: Proposal) -> Verdict:
         """One target forward over K+1 positions, and the decision. Finished rows are fed nothing."""
         self._enter("verify", self._rounds.round)
@@ -109,16 +111,18 @@ class Engine:
         self._rounds.settle()
 
     def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
-        law_BWV, damaged_BW = sound(self._laws(logit_BWV, state.prefix(0, proposal.k + 1)))
-        idle_B = torch.tensor([f is not None for f in state.finished], device=state.device)
+        law_BWV = self._laws(logit_BWV, state.prefix(0, proposal.k + 1))
+        damaged_B = within(tuple(n + 1 for n in proposal.count), lawless(law_BWV)).any(1)
+        if proposal.damaged is not None:
+            damaged_B |= proposal.damaged
         if proposal.k:
             accepted_B, law_BV, overlap_BK = self._decide(state, proposal, law_BWV)
         else:
-            accepted_B = torch.zeros_like(idle_B, dtype=torch.int64)
+            accepted_B = torch.zeros_like(damaged_B, dtype=torch.int64)
             law_BV, overlap_BK = law_BWV[:, 0], law_BWV[:, 0, :0]
-        law_BV = certain_where(idle_B, law_BV)
+        law_BV = resting(law_BV, [reason is not None for reason in state.finished])
         token_B = self._draws.categorical(law_BV, state.slot(Purpose.CORRECT))
-        return _on_host(proposal, accepted_B, token_B, overlap_BK, self._damage(proposal, damaged_BW))
+        return _on_host(proposal, accepted_B, token_B, overlap_BK, damaged_B)
 
     def _decide(self, state: State, proposal: Proposal, law_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert proposal.draft_BKV is not None
@@ -132,14 +136,6 @@ class Engine:
         passed_BK = self._draws.bernoulli(chance_BK, state.slot(Purpose.ACCEPT))
         accepted_B = self._rule.accepted(passed_BK)
         return accepted_B, self._rule.correction_law(block, accepted_B), overlap(block)
-
-    @staticmethod
-    def _damage(proposal: Proposal, damaged_BW: Tensor) -> Tensor:
-        """Rows in which a law that was looked at was no law."""
-        column_W = torch.arange(damaged_BW.shape[1], device=damaged_BW.device)
-        count_B1 = torch.tensor(proposal.count, device=damaged_BW.device)[:, None]
-        damaged_B = (damaged_BW & (column_W <= count_B1)).any(1)
-        return damaged_B if proposal.damaged is None else damaged_B | proposal.damaged
 
 
 def room_of(prompts: list[Prompt], max_new_tokens: int, context: int, longest: int = 0) -> int:
@@ -161,21 +157,17 @@ def target_logits(target: Runner, state: State, count: tuple[int, ...]) -> Tenso
 
 def _in_double(law: Tensor) -> Tensor:
     """Ratios and residuals are taken in fp64, of laws that sum to one."""
-    law = law.double()
-    return law / law.sum(-1, keepdim=True)
+    wide = law.double()
+    mass = wide.sum(-1, keepdim=True)
+    return wide / mass if wide is law else wide.div_(mass)
 
 
 def _on_host(
     proposal: Proposal, accepted_B: Tensor, token_B: Tensor, overlap_BK: Tensor, damaged_B: Tensor
 ) -> Verdict:
     """Everything decided, in one transfer."""
-    whole = torch.cat(
-        [
-            part.to(torch.float64).reshape(len(accepted_B), -1)
-            for part in (accepted_B, token_B, damaged_B, proposal.drafted_BK, overlap_BK)
-        ],
-        dim=1,
-    ).tolist()
+    columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
+    whole = torch.cat([*columns, overlap_BK.double()], 1).tolist()
     k = proposal.k
     return Verdict(
         drafted=[[int(t) for t in row[3 : 3 + n]] for row, n in zip(whole, proposal.count, strict=True)],

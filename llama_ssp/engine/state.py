@@ -22,6 +22,7 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
+AT_ONCE = 16  # positions whose lengths the device is told together
 WAITING = "waiting"  # stands where a row's reason to end will: its prompt is still being read
 
 
@@ -61,6 +62,12 @@ class State:
         self._read = [0] * len(prompts)  # of a waiting prompt
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
         self.token_BS = torch.tensor(padded, dtype=torch.int64, device=device)
+        self._moved()
+
+    def _moved(self) -> None:
+        """The texts are others: what the device was told of their lengths holds no longer."""
+        self._prefix: Prefix | None = None
+        self._places: tuple[tuple[int, ...], Tensor] | None = None
 
     @property
     def rows(self) -> int:
@@ -94,6 +101,7 @@ class State:
         self._read[row] = 0
         padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
         self.token_BS[row] = torch.tensor(padded, device=self.device)
+        self._moved()
 
     def generated(self, row: int) -> list[int]:
         """The row's tokens after its prompt."""
@@ -104,22 +112,26 @@ class State:
 
     def prefix(self, first: int, width: int) -> Prefix:
         """The prefixes of `width` positions a row, the first of them `first` drafts past its length."""
-        length_B1 = torch.tensor(self.lengths, device=self.device)[:, None] + first
-        length_BW = (length_B1 + torch.arange(width, device=self.device)).clamp(max=self.capacity)
-        prompt_B = torch.tensor(self.prompt_lengths, device=self.device)
-        return Prefix(self.token_BS, length_BW, prompt_B)
+        end = first + width
+        if self._prefix is None or self._prefix.length_BW.shape[1] < end:
+            lengths = torch.tensor([self.lengths, self.prompt_lengths], device=self.device)
+            length_BW = lengths[0][:, None] + torch.arange(max(end, AT_ONCE), device=self.device)
+            self._prefix = Prefix(self.token_BS, length_BW.clamp_(max=self.capacity), lengths[1])
+        return Prefix(self.token_BS, self._prefix.length_BW[:, first:end], self._prefix.prompt_B)
 
     def place(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
         """Writes each row's draft number `offset` behind its text, if it has one."""
-        places = [
-            length + offset if offset < drafted else self.capacity
-            for length, drafted in zip(self.lengths, count, strict=True)
-        ]
-        index_B1 = torch.tensor(places, device=self.device)[:, None]
-        self.token_BS.scatter_(1, index_B1, token_B[:, None])
+        if self._places is None or self._places[0] != count:
+            places = [
+                [length + i if i < drafted else self.capacity for i in range(max(count))]
+                for length, drafted in zip(self.lengths, count, strict=True)
+            ]
+            self._places = count, torch.tensor(places, device=self.device)
+        self.token_BS.scatter_(1, self._places[1][:, offset, None], token_B[:, None])
 
     def append(self, row: int, tokens: list[int]) -> None:
         """Commits tokens to a row."""
         start = len(self.texts[row])
         self.texts[row] += tokens
         self.token_BS[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.device)
+        self._moved()

@@ -25,31 +25,18 @@ class Laws:
         t, positions, wide = self.tape, self.rows * columns, max(width, FP32)
         n = positions * min(vocab, self.vocab)
         h = t.same(logits, n, wide, width < FP32)
-        damaged = t(positions, 1, t(n, 1, t(n, 1, h), t(n, 1, h)))
-        law = t(n, wide, t(n, wide, h))
-        law = t(n, wide, law)
-        del h, damaged
+        law = t(n, wide, h)
         return t(positions * self.vocab, wide, law) if vocab < self.vocab else law
 
-    def sound(self, law: Block, columns: int, wide: int) -> tuple[Block, Block]:
-        """engine.drafters.sound"""
-        positions = self.rows * columns
-        damaged = self.tape(positions, 1, self.tape(positions * self.vocab, 1, law))
-        return self.certain_where(damaged, law, columns, wide), damaged
+    def lawless(self, _law: Block, columns: int) -> Block:
+        """sampling.lawless, and whether any position is, as the drafter and the engine ask it"""
+        return self.tape(self.rows, 1, self.tape(self.rows * columns, 1))
 
-    def certain_where(self, _condition: Block, law: Block, columns: int, wide: int) -> Block:
-        """engine.drafters.certain_where"""
-        n = self.rows * columns * self.vocab
-        certain = self.tape(n, wide, self.tape(self.rows * columns, INT))
-        return self.tape(n, wide, certain, law)
-
-    def drawn(self, _law: Block) -> Block:
+    def drawn(self, law: Block, width: int) -> Block:
         """draws.inverse_cdf"""
         t, n = self.tape, self.rows * self.vocab
-        _uniform = t(self.rows, FP64)
-        rising = t(n, FP64, t(n, FP64))
-        mark = t(self.rows, FP64, t(self.rows, FP64), t(self.rows, FP64, t(self.rows, FP64)))
-        token = t(self.rows, INT, mark, rising)
+        rising = t(n, FP64, t.same(law, n, FP64, width < FP64))
+        token = t(self.rows, INT, t(self.rows, FP64, rising))
         possible = t(self.rows, 1, t(self.rows, FP32))
         return t(self.rows, INT, possible, token, t(self.rows, INT))
 
@@ -57,51 +44,40 @@ class Laws:
         """engine.engine._in_double"""
         t, n = self.tape, self.rows * columns * self.vocab
         law = t.same(law, n, FP64, wide < FP64)
-        return t(n, FP64, law, t(self.rows * columns, FP64))
+        mass = t(self.rows * columns, FP64)
+        return law if wide < FP64 else t(n, FP64, law, mass)
 
     def decided(self, law: Block, drafted: Block, k: int, wide: int) -> tuple[Block, ...]:
         """engine.engine._decide with the block rule: the law of the token that follows comes first"""
         t, rows = self.tape, self.rows
         target, draft = self.in_double(law, k + 1, wide), self.in_double(drafted, k, wide)
         count = t(rows, INT)
-        self._chances(k)
-        chances = t(rows * k, FP64)
-        passed = t(rows * k, 1, chances, t(rows * k, FP64))
+        carried = t(rows * (k + 1), FP64)
+        chances = self._chances(k)
+        passed = t(rows * k, 1, chances)
         accepted = t(rows, INT)
         law = self._remaining()
         overlap = self._overlap(k)
-        del target, draft, count, passed
+        del target, draft, count, carried, passed
         return law, accepted, overlap
 
     def _one(self, *inputs: Block) -> Block:
         """A law of one position, in double"""
         return self.tape(self.rows * self.vocab, FP64, *inputs)
 
-    def _positive(self, x: Block) -> Block:
-        """arrays.positive"""
-        return self._one(self.tape(self.rows * self.vocab, 1, x), self._one(x))
-
-    def _chances(self, k: int) -> None:
+    def _chances(self, k: int) -> Block:
         """verify.BlockRule.accept_chances"""
-        for _ in range(k - 1):
-            rest = self._one(self._one())
-            _spare = self._positive(rest)
-            del _spare
-
-    def _picked(self) -> Block:
-        """arrays.pick of one position in every row: its index is broadcast first"""
-        return self._one(self.tape(self.rows * self.vocab, INT))
+        _spare = self.tape(self.rows * (k - 1), FP64, self.tape(self.rows * (k - 1) * self.vocab, FP64))
+        return self.tape(self.rows * k, FP64)
 
     def _remaining(self) -> Block:
         """verify.BlockRule.correction_law, verify._remaining_law"""
         _weight = self.tape(self.rows, FP64)
-        target = self._picked()
+        target = self._one()
         _last = self.tape(self.rows, INT)
-        draft = self._picked()
-        rest = self._positive(self._one(self._one(target), draft))
+        rest = self._one(self._one(), target)
         return self._one(target, self._one(rest))
 
     def _overlap(self, k: int) -> Block:
         """verify.overlap"""
-        n = self.rows * k * self.vocab
-        return self.tape(self.rows * k, FP64, self.tape(n, FP64, self.tape(n, 1)))
+        return self.tape(self.rows * k, FP64, self.tape(self.rows * k * self.vocab, FP64))

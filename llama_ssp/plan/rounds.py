@@ -1,7 +1,6 @@
 """A batch in sizes: prefill, then rounds of drafting and verifying, as the engine runs them, line by line.
 
-The second round has what the first has not: the round before is let go of only when its successor is there,
-and the draft lacks two tokens after a wholly accepted block.
+The second round has what the first has not: the draft lacks two tokens after a wholly accepted block.
 """
 
 from __future__ import annotations
@@ -9,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llama_ssp.plan.forward import LOGITS, Passes
-from llama_ssp.plan.laws import FP32, INT, Laws
+from llama_ssp.plan.laws import FP32, FP64, INT, Laws
 from llama_ssp.plan.tape import Block, Tape
 
 LAWS, TOKENS = "laws", "tokens"
 PREFILL, DRAFT_PREFILL, DRAFT, VERIFY = "prefill", "draft prefill", "draft", "verify"
 LAG = 2  # engine.runner
+AT_ONCE = 16  # engine.state
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Batch:
     ) -> None:
         self.t, self.target, self.draft, self.laws = tape, target, draft, laws
         self.duties, self.chunk = duties, chunk
+        self._told: list[Block] = []  # what the device is told of the texts, once a round
 
     def run(self, prompt: int, room: int, k: int) -> None:
         """Prefill and two rounds, the second at the end of the text, where spans are longest."""
@@ -58,6 +59,8 @@ class Batch:
             proposal = self.propose(length, k, lag)
             self.t.phase(VERIFY)
             self.verify(length, k, proposal)
+            del proposal
+            self._told.clear()
 
     def warm(self, passes: Passes | None, end: int) -> None:
         """engine.runner.Runner.warm: the last whole chunk, which sees most, and what is left behind it.
@@ -76,7 +79,7 @@ class Batch:
         Between the first pass and the last none sees more than the last: only their laws are made.
         """
         rows, n = self.laws.rows, self.laws.rows * k * self.laws.vocab
-        drafted, laws, damaged = [], [], []
+        drafted, laws = [], []
         wide = FP32 if self.draft is None else max(self.draft.width, FP32)
         for offset in range(k if self.draft is not None else 0):
             assert self.draft is not None
@@ -85,21 +88,21 @@ class Batch:
             if not self.duties.drafts:
                 continue
             with self.t.labelled(LAWS):
+                self._tell(k)
                 law = self.laws.law(logits, 1, self.draft.width, self.draft.part.whole_vocab)
-                law, bad = self.laws.sound(law, 1, wide)
-                idle = self.t(rows, 1)
-                drafted.append(self.laws.drawn(self.laws.certain_where(idle, law, 1, wide)))
+                drafted.append(self.laws.drawn(law, wide))
+                if offset == 0:
+                    self._told.append(self.t(rows * k, INT))  # engine.state.State.place
                 laws.append(law)
-                damaged.append(self.t(rows, 1, bad, self.t(rows, 1, idle)))
         with self.t.labelled(LAWS):
-            any_damaged = self.t(rows, 1, self.t(rows * k, 1)) if k else None
-            tokens = self.t(rows * k, INT)
             if not k or not (self.duties.decides or self.duties.drafts):
-                return Proposal(tokens, None, any_damaged)
+                return Proposal(self.t(rows * k, INT), None, self.t(rows, 1) if k else None)
             like = (
                 self.t(n, wide) if self.draft is None else None
             )  # what a looked-up token's law is made like
-            return Proposal(tokens, self.t(n, wide, like), any_damaged)
+            law = self.t(n, wide, like)
+            damaged = self.laws.lawless(law, k)
+            return Proposal(self.t(rows * k, INT), law, damaged)
 
     def verify(self, length: int, k: int, proposal: Proposal) -> None:
         """engine.engine.Engine.verify"""
@@ -110,17 +113,21 @@ class Batch:
             return
         with self.t.labelled(LAWS):
             wide, width = max(self.target.width, FP32), self.target.width
-            law, _damaged = self.laws.sound(
-                self.laws.law(logits, k + 1, width, self.target.part.whole_vocab), k + 1, wide
-            )
-            idle = self.t(self.laws.rows, 1)
+            self._tell(k)
+            law = self.laws.law(logits, k + 1, width, self.target.part.whole_vocab)
+            _damaged = self.laws.lawless(law, k + 1)
             if proposal.laws is None:
                 next_law, others = law, [self.t(self.laws.rows, INT)]
             else:
                 next_law, *others = self.laws.decided(law, proposal.laws, k, wide)
-            next_law = self.laws.certain_where(idle, next_law, 1, INT if k else wide)
-            self.laws.drawn(next_law)
+            self.laws.drawn(next_law, FP64 if k else wide)
             del others
+
+    def _tell(self, k: int) -> None:
+        """engine.state.State.prefix"""
+        if not self._told:
+            rows = self.laws.rows
+            self._told += [self.t(2 * rows, INT), self.t(rows * max(k + 1, AT_ONCE), INT)]
 
     def _logits(self, passes: Passes, columns: int, span: int, wanted: int) -> Block:
         """engine.runner.Runner.logits; where it picks columns, its index is broadcast over the vocabulary
