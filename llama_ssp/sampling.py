@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llama_ssp.arrays import Array, largest, sorted_down, total, where
+from llama_ssp.arrays import Array, greatest, largest, total, where
 from llama_ssp.config import SamplingConf
+
+FEW = (256, 4096)  # of the likeliest tokens, among which a nucleus is sought before all are sorted
 
 
 @dataclass(frozen=True)
@@ -144,15 +146,29 @@ def filtered(law: Array, top_k: int, top_p: float, min_p: float) -> Array:
     Each filter is a threshold on probability, which makes the law independent of token order.
     """
     if 0 < top_k < law.shape[-1]:
-        law = _kept(law, sorted_down(law)[..., top_k - 1 : top_k])
+        law = _kept(law, greatest(law, top_k)[..., -1:])
     if top_p < 1:
-        down = sorted_down(law)
-        before = down.cumsum(-1) - down
-        reach = where(before < top_p, down, 1)  # the nucleus; 1 stands for "not in it"
-        law = _kept(law, -largest(-reach))
+        law = _kept(law, _nucleus_edge(law, top_p))
     if min_p > 0:
         law = _kept(law, largest(law) * min_p)
     return law
+
+
+def _nucleus_edge(law: Array, top_p: float) -> Array:
+    """The least probability of the nucleus: of the fewest likeliest tokens that together have `top_p`.
+
+    Sought among a few of the likeliest first. They will do if they have as much more than `top_p` as rounding
+    might take from a sum: then no token behind them is in. Their sums are the same as among all, since a CPU
+    adds one after the other; elsewhere all are sorted, as looking would have the host wait.
+    """
+    size, tensor = law.shape[-1], isinstance(law, torch.Tensor)
+    for count in [*(few for few in FEW if tensor and law.device.type == "cpu" and few < size // 4), size]:
+        down = greatest(law, count)
+        rising = down.cumsum(-1)
+        if count == size or bool((rising[..., -1] - 8 * torch.finfo(law.dtype).eps >= top_p).all()):
+            break
+    reach = where(rising - down < top_p, down, 1)  # 1 stands for "not in it"
+    return -largest(-reach)
 
 
 def _kept(law: Array, threshold: Array) -> Array:

@@ -73,6 +73,44 @@ def test_filters_do_not_depend_on_the_order_of_tokens(seed, cut):
     assert torch.allclose(filtered(law, *cut)[:, order], filtered(law[:, order], *cut), rtol=0, atol=1e-15)
 
 
+def filtered_by_sorting(law: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Top-k and top-p as they are defined: all tokens in order."""
+    if 0 < top_k < law.shape[-1]:
+        kept = torch.where(law >= law.sort(-1, descending=True).values[..., top_k - 1 : top_k], law, 0)
+        law = kept / kept.sum(-1, keepdim=True)
+    if top_p < 1:
+        down = law.sort(-1, descending=True).values
+        least = torch.where(down.cumsum(-1) - down < top_p, down, 1).amin(-1, keepdim=True)
+        kept = torch.where(law >= least, law, 0)
+        law = kept / kept.sum(-1, keepdim=True)
+    return law
+
+
+@quiet
+@given(
+    st.integers(0, 10**6), st.sampled_from([300, 1100, 5000, 20000]),
+    st.sampled_from([torch.float32, torch.float64]), st.sampled_from([0, 1, 40, 600, 4500]),
+    st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1 - 1e-6, 1 - 1e-7, 1.0]), st.sampled_from([0.0, 0.3, 2.0, 8.0]),
+    st.sampled_from([0, 2, 30]),
+)  # fmt: skip
+def test_filters_without_a_sort_keep_what_sorting_keeps(seed, size, dtype, top_k, top_p, spread, levels):
+    """To the bit: flat laws and steep ones, ties at the edge, nuclei of one token and of nearly all."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, size, generator=generator, dtype=dtype) * spread
+    if levels:
+        logits = (logits * levels).round() / levels
+    law = torch.softmax(logits, -1)
+    assert torch.equal(filtered(law, top_k, top_p, 0.0), filtered_by_sorting(law, top_k, top_p))
+
+
+def test_a_law_of_nan_stays_one_beside_laws_that_are_filtered():
+    law = torch.softmax(torch.arange(4000.0).view(1, -1) / 100, -1).repeat(2, 1)
+    law[1] = torch.nan
+    for cut in ((5, 1.0), (600, 1.0), (0, 0.9), (7, 0.5)):
+        found = filtered(law, *cut, 0.0)
+        assert torch.equal(found[0], filtered_by_sorting(law[:1], *cut)[0]) and found[1].isnan().all()
+
+
 def test_temperature_zero_is_exactly_argmax():
     logits, prefix = batch(1)
     laws = Laws(SamplingConf(temperature=0.0), (), VOCAB)(logits, prefix)

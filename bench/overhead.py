@@ -1,0 +1,126 @@
+"""What a round costs beside its passes: laws, draws and the decision, on models that take no time.
+
+    python bench/overhead.py [ks=1,4,8,12] [vocabs=8192,32000,128256] [turns=60] [threads=1] [write=FILE.md]
+
+The passes of both models are replaced by logits that are there already, of a steep law as models have them.
+Then, for five laws of each vocabulary, what top-k and top-p take beside sorting all tokens, as they are
+defined; of flat laws, too, whose nucleus is most of the vocabulary. The least time of all turns counts, as
+what disturbs a machine only ever adds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from contenders import one_round  # noqa: E402
+from surroundings import surroundings, write  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from llama_ssp.cache import Feed, RaggedCache  # noqa: E402
+from llama_ssp.config import SamplingConf  # noqa: E402
+from llama_ssp.draws import CounterDraws  # noqa: E402
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner  # noqa: E402
+from llama_ssp.sampling import Laws, filtered  # noqa: E402
+from llama_ssp.tabular import aligned  # noqa: E402
+from llama_ssp.verify import RULES  # noqa: E402
+
+SPREAD = {"steep": 3.0, "flat": 0.3}  # standard deviations of logits
+CONTROLS = {
+    "plain": SamplingConf(),
+    "top-k 50": SamplingConf(top_k=50),
+    "top-p 0.95": SamplingConf(top_p=0.95),
+    "penalties": SamplingConf(repetition_penalty=1.1, frequency_penalty=0.1),
+}
+
+
+class Instant:
+    """A model whose logits are there already."""
+
+    context, device = 4096, torch.device("cpu")
+
+    def __init__(self, vocab: int, columns: int) -> None:
+        self.vocab = vocab
+        self._logits_1WV = (SPREAD["steep"] * random(columns, vocab)).bfloat16()[None]
+
+    def new_cache(self, rows: int, capacity: int) -> RaggedCache:
+        return RaggedCache(rows, capacity)
+
+    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+        return self._logits_1WV[:, : feed.width]
+
+
+def random(rows: int, vocab: int) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+
+
+def least_ms(work: Callable[[], object], turns: int) -> float:
+    work()
+    taken = []
+    for _ in range(turns):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return 1000 * min(taken)
+
+
+def round_ms(vocab: int, k: int, sampling: SamplingConf, turns: int) -> float:
+    laws, draws, model = Laws(sampling, (), vocab), CounterDraws(0), Instant(vocab, k + 1)
+    drafter = ModelDrafter(Runner(model, k + 1), laws, draws)
+    engine = Engine(Runner(model, k + 1), drafter, laws, RULES["block"], draws)
+    state = engine.prefill([Prompt("0", tuple(range(64)))], 4 * (k + 1))
+    return least_ms(lambda: one_round(engine, state, k), turns)
+
+
+def sorting_all(law: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Top-k and top-p as they are defined."""
+    down = law.sort(-1, descending=True).values
+    least = down[..., top_k - 1 : top_k] if top_k else down
+    if top_p < 1:
+        least = torch.where(down.cumsum(-1) - down < top_p, down, 1).amin(-1, keepdim=True)
+    kept = torch.where(law >= least, law, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def main() -> None:
+    own = {"ks": "1,4,8,12", "vocabs": "8192,32000,128256", "turns": "60", "threads": "1", "write": ""}
+    own.update(argument.split("=", 1) for argument in sys.argv[1:])
+    torch.set_num_threads(int(own["threads"]))
+    turns = int(own["turns"])
+    ks, vocabs = ([int(n) for n in own[name].split(",")] for name in ("ks", "vocabs"))
+    rounds = [["vocabulary", "controls", *(f"K = {k}, ms" for k in ks)]]
+    for vocab in vocabs:
+        for name, sampling in CONTROLS.items():
+            rounds.append([str(vocab), name, *(f"{round_ms(vocab, k, sampling, turns):.2f}" for k in ks)])
+    filters = [["vocabulary", "laws", "cut", "sorting all, ms", "ours, ms"]]
+    for vocab in vocabs:
+        for kind, spread in SPREAD.items():
+            law = torch.softmax(spread * random(5, vocab), -1)
+            for cut in ((50, 1.0), (0, 0.95)):
+                both = (
+                    least_ms(lambda law=law, cut=cut: sorting_all(law, *cut), turns // 4),
+                    least_ms(lambda law=law, cut=cut: filtered(law, *cut, 0.0), turns // 4),
+                )
+                named = f"top-k {cut[0]}" if cut[0] else f"top-p {cut[1]}"
+                filters.append([str(vocab), kind, named, *(f"{ms:.2f}" for ms in both)])
+    text = "\n".join(
+        [
+            "# A round beside its passes", "", *surroundings({"laws": f"cpu, {own['threads']} threads"}),
+            f"The least of {turns} turns, of {turns // 4} for filters alone.",
+            "", "A round without its passes:", "", "```", *aligned(rounds, 2), "```", "",
+            "Filters of five laws:", "", "```", *aligned(filters, 3), "```", "",
+        ]
+    )  # fmt: skip
+    print(text)
+    if own["write"]:
+        write(own["write"], text)
+
+
+if __name__ == "__main__":
+    main()
