@@ -88,6 +88,17 @@ def greatest(array: Array, count: int) -> Array:
     return torch.from_numpy(down.copy()) if is_torch else down
 
 
+def order_up(array: Array) -> Array:
+    """The indices that sort the last axis, smallest first."""
+    return array.argsort(-1)
+
+
+def shifted(array: Array, first: int) -> Array:
+    """Each entry's left neighbour along the last axis; the first one's is `first`."""
+    library = np if isinstance(array, np.ndarray) else torch
+    return library.concatenate([array[..., :1] * 0 + first, array[..., :-1]], -1)
+
+
 def largest(array: Array) -> Array:
     """The maximum of the last axis, kept as an axis of length 1."""
     if isinstance(array, np.ndarray):

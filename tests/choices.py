@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llama_ssp.draws import Slot
+from tests.simplex import Races, odds
 
 
 @dataclass
@@ -44,19 +46,57 @@ class ReplayDraws:
         key = (slot.keys[row], slot.bases[row], int(slot.purpose), slot.offset + column)
         assert key not in self.drawn, f"two draws share the key {key}"
         self.drawn.add(key)
+        chosen = possible[self._next(len(possible))]
+        self.weight *= law[chosen]
+        return chosen
+
+    def _next(self, options: int) -> int:
+        """The given choice, or the first."""
+        if options == 1:
+            return 0
         chosen = self.choices[len(self.options)] if len(self.options) < len(self.choices) else 0
         self.taken.append(chosen)
-        self.options.append(len(possible))
-        self.weight *= law[possible[chosen]]
-        return possible[chosen]
+        self.options.append(options)
+        return chosen
 
 
-def every_branch(play: Callable[[ReplayDraws], Hashable], limit: int = 200_000) -> tuple[dict, int]:
+@dataclass
+class SharedReplay(ReplayDraws):
+    """The same of coupled draws: walks all that the noise of a position may be, as far as laws ask of it.
+
+    What the races of a position have shown of its noise is remembered for the next one there.
+    """
+
+    races: dict[tuple[int, int], Races] = field(default_factory=dict)
+
+    def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
+        raise AssertionError("coupled draws leave nothing to a coin")
+
+    def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
+        return torch.tensor([self._race(law.double().tolist(), slot, row) for row, law in enumerate(law_BV)])
+
+    def _race(self, law: list[float], slot: Slot, row: int) -> int:
+        assert all(share == share for share in law), "a law holds NaN"
+        possible = [token for token, share in enumerate(law) if share > 0]
+        if len(possible) == 1:
+            return possible[0]
+        place = (slot.keys[row], slot.bases[row] + slot.offset)
+        races = self.races.get(place, ())
+        chances = odds(races, tuple(law))
+        token = list(chances)[self._next(len(chances))]
+        self.races[place] = (*races, (tuple(law), token))
+        self.weight *= chances[token]
+        return token
+
+
+def every_branch(
+    play: Callable[[Any], Hashable], limit: int = 200_000, source: type[ReplayDraws] = ReplayDraws
+) -> tuple[dict, int]:
     """The exact law of what `play` returns, and how many branches it has."""
     law: dict[Hashable, float] = {}
     choices: list[int] = []
     for branch in range(1, limit + 1):
-        draws = ReplayDraws(choices)
+        draws = source(choices)
         outcome = play(draws)
         law[outcome] = law.get(outcome, 0.0) + draws.weight
         taken = draws.taken

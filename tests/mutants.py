@@ -19,12 +19,15 @@ import torch
 from llama_ssp import loop, verify
 from llama_ssp.arrays import pick, positive, row_by_row, stack_last, total, where
 from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.config import SamplingConf
+from llama_ssp.coupled import CoupledDraws
 from llama_ssp.draws import CounterDraws, Purpose, Slot
-from llama_ssp.engine import bridged, drafters, engine
+from llama_ssp.engine import Prompt, bridged, drafters, engine
 from llama_ssp.engine.state import Proposal, State
-from llama_ssp.sampling import Laws, Prefix
-from llama_ssp.verify import RULES, Block, BlockRule, TokenRule
-from tests import rational, trees
+from llama_ssp.sampling import Laws, Prefix, one_hot
+from llama_ssp.verify import RULES, Block, BlockRule, CoupledRule, TokenRule
+from tests import rational, rig, trees
+from tests.toy import toy
 
 Catch = Callable[[], str | None]
 
@@ -66,6 +69,38 @@ def by_tree(scenario: str, rule: str = "block") -> Catch:
         return f"tree, {scenario}: TV {error:.1e}" if error > 1e-12 else None
 
     return catch
+
+
+def coupled_texts(draft: int | None, k: int) -> rig.Run:
+    """Twelve texts by coupled draws; the target is toy 0."""
+    drafting = toy(6, draft) if draft is not None else None
+    prompts = [Prompt(str(n), (n % 6, 1)) for n in range(12)]
+    plain = SamplingConf()
+    return rig.speculate(toy(6, 0), prompts, drafting, k=k, rule="coupled", max_new=16, sampling=plain)
+
+
+def by_texts() -> str | None:
+    """Coupled texts are those without a draft, token by token."""
+    alone = coupled_texts(None, 0).texts
+    other = [
+        f"draft {draft}, K {k}" for draft in (1, 2) for k in (1, 3) if coupled_texts(draft, k).texts != alone
+    ]
+    return f"other texts with {', '.join(other)}" if other else None
+
+
+def by_agreement() -> str | None:
+    """With the target for a draft, everything stands."""
+    run = coupled_texts(0, 3)
+    return f"{run.accepted} of {run.drafted} stand" if run.accepted < run.drafted else None
+
+
+def by_race() -> str | None:
+    """A race is won by each token as often as its law says."""
+    law = torch.tensor([0.7, 0.2, 0.1])
+    slot = Slot((1,) * 20_000, tuple(range(20_000)), Purpose.DRAFT)
+    won = CoupledDraws(3).categorical(law.expand(20_000, -1), slot).bincount(minlength=3) / 20_000
+    off = float((won - law).abs().max())
+    return f"off by {off:.3f}" if off > 0.02 else None  # six standard deviations
 
 
 def strict_draws() -> str | None:
@@ -157,6 +192,38 @@ def _uncapped(block: Block) -> Any:
 
 def _first_failure(self: BlockRule, passed: Any) -> Any:
     return TokenRule().accepted(passed)
+
+
+def _keeps_the_draft(self: Any, rule: CoupledRule, state: State, block: Block) -> Any:
+    """Where both winners differ, the draft's is taken."""
+    accepted, law = engine_coupled(self, rule, state, block)
+    last = accepted.clamp(max=block.k - 1)
+    drafted = one_hot(block.drafted_BK.gather(1, last[:, None])[:, 0], law)
+    return accepted, torch.where((accepted < block.count_B)[:, None], drafted, law)
+
+
+def _all_that_agree(self: Any, passed: Any) -> Any:
+    """Counts the drafts that are the target's, also behind one that is not."""
+    return passed.to(torch.int64).sum(1)
+
+
+def _slot(position: Callable[[int, int], int]) -> Any:
+    """Another key of the noise: `position(length, offset)`."""
+
+    def fault(self: State, purpose: Purpose, offset: int = 0) -> Slot:
+        return Slot(tuple(self.keys), tuple(position(n, offset) for n in self.lengths), purpose)
+
+    return fault
+
+
+def _own_noise(self: CoupledDraws, law: Any, slot: Slot) -> Any:
+    """Another noise for the target than for the draft."""
+    apart = 1000 if slot.purpose is Purpose.CORRECT else 0
+    return coupled_draw(self, law, replace(slot, offset=slot.offset + apart))
+
+
+def _uniform_noise(self: CoupledDraws, key: int, position: int, count: int) -> Any:
+    return -np.expm1(-coupled_noise(self, key, position, count))
 
 
 def _declares_mixture(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
@@ -307,6 +374,8 @@ shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.Text
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
 engine_decide, engine_draft, laws_law = engine.Engine._decide, engine.Engine.draft, Laws._law
+engine_coupled, coupled_draw = engine.Engine._coupled, CoupledDraws.categorical
+coupled_noise = CoupledDraws._exponentials
 
 MUTANTS = [
     Mutant("ratio swapped", verify, "_ratios", _swapped, by_rational("token")),
@@ -326,6 +395,15 @@ MUTANTS = [
     Mutant("block: the token rule's residual", BlockRule, "correction_law", _token_residual, by_rational("block", 60)),
     Mutant("block: P forgets what came before", verify, "_carried", _uncapped, by_rational("block")),
     Mutant("block: stops at the first failure", BlockRule, "accepted", _first_failure, by_rational("block")),
+    Mutant("coupled: the token rule's chances", CoupledRule, "accept_chances", TokenRule.accept_chances, by_rational("coupled")),
+    Mutant("coupled: the token rule's residual", CoupledRule, "correction_law", TokenRule.correction_law, by_rational("coupled")),
+    Mutant("coupled: the draft's token kept where both differ", engine.Engine, "_coupled", _keeps_the_draft, by_tree("plain", "coupled")),
+    Mutant("coupled: drafts stand behind one that fell", CoupledRule, "accepted", _all_that_agree, by_tree("plain", "coupled")),
+    Mutant("coupled: one noise for two positions", State, "slot", _slot(lambda n, at: (n + at) // 2), by_tree("plain", "coupled")),
+    Mutant("coupled: one noise for a round", State, "slot", _slot(lambda n, at: n), by_tree("plain", "coupled")),
+    Mutant("coupled: noise of the round, not of the position", State, "slot", _slot(lambda n, at: 64 * n + at), by_texts),
+    Mutant("coupled: target and draft have a noise each", CoupledDraws, "categorical", _own_noise, by_agreement),
+    Mutant("coupled: uniform noise", CoupledDraws, "_exponentials", _uniform_noise, by_race),
     Mutant("declared law is not the drawn law (5 % uniform)", drafters.ModelDrafter, "propose", _declares_mixture, by_tree("plain")),
     Mutant("drops an unlikely draft after looking", drafters.ModelDrafter, "propose", _drops_what_it_saw, by_tree("plain", "token")),
     Mutant("K chosen after seeing the last draft", engine.Engine, "draft", _adapts_to_the_future, by_tree("plain", "token")),

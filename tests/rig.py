@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
+from llama_ssp.coupled import source
 from llama_ssp.engine import AnyEngine, Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
 from llama_ssp.engine.state import WAITING, State
 from llama_ssp.load.causal import CausalModel
@@ -69,7 +69,7 @@ def speculate(
     runner: type[Runner] = Runner,
 ) -> Run:
     """One batch through the engine. `draft` is a model, "ngram", or None."""
-    laws, draws = Laws(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(seed)
+    laws, draws = Laws(sampling, tuple(sorted(ends)), target.vocab), source(RULES[rule], seed)
     drafter: Drafter = NoDrafter()
     if isinstance(draft, CausalModel):
         drafter = ModelDrafter(Runner(draft, chunk), laws, draws)

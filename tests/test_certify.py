@@ -24,20 +24,22 @@ from llama_ssp.certify.tallies import check_acceptance, check_drafts
 from llama_ssp.certify.twosample import Samples
 from llama_ssp.certify.watch import KeepsEveryDraft, Round, WatchedEngine, Witness
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
+from llama_ssp.coupled import source
 from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner, drafters
+from llama_ssp.engine.state import State
 from llama_ssp.errors import FAILED_CHECK
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import FixedLookahead
 from llama_ssp.sampling import Laws
 from llama_ssp.statistics import sum_band, uniform_band
-from llama_ssp.verify import RULES, BlockRule, Rule, TokenRule
+from llama_ssp.verify import RULES, Block, BlockRule, CoupledRule, Rule, TokenRule
 from tests import mutants
 from tests.conftest import Answer, Command
 from tests.toy import toy
 
 SURE = 1e-7  # false-alarm rate of a check in these tests
 VOCAB = 8
+BY_CHANCE = ["token", "block"]  # the rules that leave something to chance when both laws are known
 PLAN = Plan(
     samples=40, new_tokens=6, law_tokens=12, law_rounds=12, law_positions=60, greedy_tokens=12,
     false_alarm=0.01, shuffles=2000, rows=16, chunk=512, seed=5,
@@ -71,17 +73,17 @@ def rounds() -> list[Round]:
     return [random_round(seed, vocab=6, k=3) for seed in range(16)]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", BY_CHANCE)
 def test_the_exact_law_of_the_rules_is_the_targets(rule: str, rounds: list[Round]) -> None:
     assert worst(RULES[rule], rounds) < 1e-13
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", BY_CHANCE)
 def test_a_wide_flat_law_is_tried_in_part(rule: str) -> None:
     assert worst(RULES[rule], [random_round(7, vocab=3 * MOST_TRIED, k=3, flat=True)]) < 1e-12
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", BY_CHANCE)
 def test_a_wide_flat_law_hides_no_swapped_ratio(rule: str) -> None:
     with patch.object(verify, "_ratios", mutants._swapped):
         assert worst(RULES[rule], [random_round(7, vocab=3 * MOST_TRIED, k=3, flat=True)]) > 0.01
@@ -95,7 +97,7 @@ RULE_FAULTS = [
 @pytest.mark.parametrize("mutant", RULE_FAULTS, ids=lambda mutant: mutant.name)
 def test_every_planted_fault_of_the_rules_shows(mutant: mutants.Mutant, rounds: list[Round]) -> None:
     """All that tests/mutants.py plants into the rules, on 16 rounds of three drafts."""
-    place = {TokenRule: ["token"], BlockRule: ["block"]}.get(mutant.place, list(RULES))
+    place = {TokenRule: ["token"], BlockRule: ["block"]}.get(mutant.place, BY_CHANCE)
     with patch.object(mutant.place, mutant.attribute, mutant.fault):
         assert max(worst(RULES[rule], rounds) for rule in place) > 1e-6
 
@@ -111,7 +113,7 @@ def sampler(
 ) -> Any:  # fmt: skip
     """Toy models behind the interface that certify judges."""
     target = target or toy(VOCAB, 0, sharpness=0.8)
-    laws, draws = Laws(sampling or SamplingConf(), tuple(ends), target.vocab), CounterDraws(11)
+    laws, draws = Laws(sampling or SamplingConf(), tuple(ends), target.vocab), source(rule, 11)
     drafter: Drafter = NoDrafter()
     if isinstance(draft, CausalModel):
         drafter = ModelDrafter(Runner(draft), laws, draws)
@@ -130,9 +132,7 @@ def draft_model() -> CausalModel:
 
 def watched(rule: str, texts: int = 0, draft: CausalModel | str | None = None, **settings: Any) -> Any:
     """A watched sampler that has drawn so many texts of 30 tokens."""
-    found = sampler(
-        "ours", RULES[rule], draft or draft_model(), Witness(rule == "block", 3), rows=100, **settings
-    )
+    found = sampler("ours", RULES[rule], draft or draft_model(), Witness(rule, 3), rows=100, **settings)
     if texts:
         found.texts([Prompt(f"{n}", (n % VOCAB, 1)) for n in range(texts)], 30)
     return found
@@ -147,10 +147,23 @@ def test_as_many_drafts_are_kept_as_expected(rule: str) -> None:
     assert sum(found.figures["decided_by_position"]) > 3000
 
 
+def _twice(block: Block) -> Any:
+    return mutants.verify_ratios(block) * 2
+
+
+def _some_in_any_case(self: CoupledRule, block: Block, chosen: Any) -> Any:
+    return (block.drafted_BK == chosen[:, : block.k]) | (block.drafted_BK < 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_that_keeps_more_shows(rule: str) -> None:
-    with patch.object(verify, "_ratios", lambda block: mutants.verify_ratios(block) * 2):
+    more = {
+        "coupled": (CoupledRule, "agreed", _some_in_any_case),
+        "token": (verify, "_ratios", _twice),
+        "block": (verify, "_ratios", _twice),
+    }
+    with patch.object(*more[rule]):
         witness = watched(rule, texts=200).witness
     assert check_acceptance(witness, SURE).outcome is Outcome.failed
 
@@ -181,7 +194,7 @@ def _another_token(self: Any, state: Any, count: Any) -> Any:
 
 
 def test_nothing_drafted_proves_nothing() -> None:
-    witness = Witness(True, 0)
+    witness = Witness("block", 0)
     assert check_drafts(witness, SURE).outcome is check_acceptance(witness, SURE).outcome is Outcome.blind
 
 
@@ -216,6 +229,17 @@ def test_the_laws_are_the_targets_own(rule: str, controls: str) -> None:
     assert found.figures["positions"] >= 30
     assert found.figures["largest_total_variation_rule"] < 1e-12
     assert found.figures["largest_total_variation"] < 1e-6  # laws are made in fp32 or wider
+
+
+@pytest.mark.parametrize(
+    "fault", [m for m in mutants.MUTANTS if m.name.startswith("coupled") and m.place in (State, Engine)],
+    ids=lambda fault: fault.name,
+)  # fmt: skip
+def test_faults_of_coupled_rounds_show(fault: mutants.Mutant) -> None:
+    with patch.object(fault.place, fault.attribute, fault.fault):
+        found = law_check("coupled")
+    assert found.outcome is Outcome.failed
+    assert found.figures["positions_rule_wrong"] > 3
 
 
 WORLD_FAULTS = [

@@ -54,9 +54,7 @@ def prompts_of(tokens: Tokens) -> list[Prompt]:
 
 def laws_checked(shipped: Shipped, sampling: SamplingConf, rule: str = "block") -> Check:
     target, draft, tokens = shipped
-    ours = sampler(
-        "ours", RULES[rule], draft, Witness(rule == "block", 1), sampling, target, 4, tokens.end_ids, 64
-    )
+    ours = sampler("ours", RULES[rule], draft, Witness(rule, 1), sampling, target, 4, tokens.end_ids, 64)
     laws = Laws(sampling, tuple(tokens.end_ids), target.vocab)
     with torch.inference_mode():
         found = check_laws(ours, target, laws, prompts_of(tokens), PLAN, True)
@@ -86,7 +84,7 @@ def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
 def test_faults_of_the_drafts(shipped: Shipped, fault: Fault | None) -> None:
     """A third of the default run's texts."""
     target, draft, tokens = shipped
-    witness = Witness(True, 1)
+    witness = Witness("block", 1)
     ours = sampler("ours", RULES["block"], draft, witness, None, target, 4, tokens.end_ids, 64)
     asked = [replace(p, id=f"{p.id} {n}") for p in prompts_of(tokens) for n in range(PLAN.samples // 3)]
     if fault is None:

@@ -24,7 +24,7 @@ LAYERS = [
     {"track", "speeds"},
     {"screen", "plot_speeds"},
     {"recording"},
-    {"sampling", "verify", "draws", "ranks"},
+    {"sampling", "verify", "draws", "coupled", "ranks"},
     {"kernels"},
     {"cache", "load"},
     {"engine"},

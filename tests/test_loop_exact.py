@@ -6,11 +6,19 @@ import pytest
 import torch
 
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.verify import RULES
 from tests.families import build
 from tests.trees import BRIDGED, SCENARIOS, Scenario, walk
 
 # Scenarios that have a single path; the others have many.
 FOLLOWED = {"greedy": 1, "Intersection, greedy": 1, "Text, greedy": 1}
+COUPLED = (
+    "draft equals target",
+    "every control",
+    "n-gram drafts",
+    "the context ends",
+    "two ragged rows with EOS",
+)
 AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with two vocabularies
 
 
@@ -20,7 +28,9 @@ AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with
     [
         pytest.param(name, rule, marks=[pytest.mark.slow] if late else [])
         for name, rule in SCENARIOS
-        for late in [name in BRIDGED and not name.endswith(AT_ONCE)]
+        for late in [
+            name not in COUPLED if rule == "coupled" else name in BRIDGED and not name.endswith(AT_ONCE)
+        ]
     ],
 )
 def test_joint_law_of_whole_texts(name, rule):
@@ -30,7 +40,7 @@ def test_joint_law_of_whole_texts(name, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "gpt_neo"])
 def test_joint_law_with_transformers_models(family, rule):
     """The same with real model classes in fp64, two ragged rows, EOS, and a window shorter than the text."""

@@ -23,9 +23,9 @@ from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
 from llama_ssp.loop import Limits, generate
 from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.verify import RULES, CoupledRule
 from llama_ssp.vocab import Intersection, Text
-from tests.choices import ReplayDraws, distance, every_branch
+from tests.choices import ReplayDraws, SharedReplay, distance, every_branch
 from tests.reference import reference_law
 from tests.tongues import PAIRS, bridge
 from tests.toy import toy
@@ -84,9 +84,16 @@ def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | None]:
 def walk(scenario: Scenario) -> tuple[float, int]:
     """Total variation between the loop's joint law and the target's, and the number of branches."""
     target, draft = models(scenario)
-    found, branches = every_branch(lambda draws: play(scenario, target, draft, draws))
+    found, branches = every_branch(
+        lambda draws: play(scenario, target, draft, draws), source=source_of(scenario)
+    )
     module = scenario.plain() if scenario.plain else target.module
     return distance(found, expected(scenario, module)), branches
+
+
+def source_of(scenario: Scenario) -> type[ReplayDraws]:
+    """What is walked: draws of their own, or noise that draft and target share."""
+    return SharedReplay if scenario.rule == CoupledRule.name else ReplayDraws
 
 
 def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any) -> Outcome:
@@ -245,4 +252,4 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
 def one_path(scenario: Scenario) -> Outcome:
     """The first branch, for scenarios that only need a text."""
     target, draft = models(scenario)
-    return play(scenario, target, draft, ReplayDraws([]))
+    return play(scenario, target, draft, source_of(scenario)([]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from llama_ssp.certify.calculus import Node, node
 from llama_ssp.certify.findings import Check, Outcome
+from llama_ssp.certify.races import raced
 from llama_ssp.certify.reference import (
     Departure,
     Noise,
@@ -21,6 +23,7 @@ from llama_ssp.engine import Prompt
 from llama_ssp.engine.runner import Model
 from llama_ssp.numerics import Finding, GreedyReport, check_greedy
 from llama_ssp.sampling import Laws
+from llama_ssp.verify import CoupledRule
 
 RULE_TOLERANCE = 1e-10  # of arithmetic in fp64
 MOST_NOISE = 0.2  # total variation between regular passes beyond which a law says too little
@@ -74,7 +77,9 @@ def check_laws(
     places = [(index, at) for index, seen in enumerate(witness.rounds) for at in range(seen.count + 1)]
     departures = [reference.departure(laws, noise, index, at) for index, at in places]
     step = -(-len(places) // plan.law_positions)
-    nodes = [node(sampler.rule, witness.rounds[index], at) for index, at in places[::step]]
+    coupled = isinstance(sampler.rule, CoupledRule)
+    judge = partial(raced, sampler.draws) if coupled else partial(node, sampler.rule)
+    nodes = [judge(witness.rounds[index], at) for index, at in places[::step]]
     return _law_finding(noise, departures, [one for one in nodes if one is not None])
 
 

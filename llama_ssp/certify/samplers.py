@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llama_ssp.certify.watch import WatchedEngine, WatchedFollower, Witness
+from llama_ssp.draws import Draws
 from llama_ssp.engine import AnyEngine, Prompt
 from llama_ssp.errors import ModelError
 from llama_ssp.lookahead import Lookahead
@@ -33,6 +34,9 @@ class WatchedSampler(Sampler, Protocol):
 
     @property
     def rule(self) -> Rule: ...
+
+    @property
+    def draws(self) -> Draws: ...
 
     @property
     def witness(self) -> Witness: ...
@@ -93,6 +97,10 @@ class WatchedEngineSampler(EngineSampler):
     @property
     def rule(self) -> Rule:
         return self.engine.rule
+
+    @property
+    def draws(self) -> Draws:
+        return self.engine.draws
 
     @property
     def witness(self) -> Witness:

@@ -10,6 +10,13 @@ from llama_ssp.certify.findings import Check, Outcome
 from llama_ssp.certify.watch import Witness
 from llama_ssp.metrics import ratio
 from llama_ssp.statistics import sum_band, uniform_band
+from llama_ssp.verify import BlockRule, CoupledRule, TokenRule
+
+EXPECTED = {
+    TokenRule.name: "sum of min(target, draft)",
+    BlockRule.name: "sum of min(carried target, draft)",
+    CoupledRule.name: "chance that both win the same race",
+}
 
 
 def check_drafts(witness: Witness, level: float) -> Check:
@@ -52,9 +59,7 @@ def check_acceptance(witness: Witness, level: float) -> Check:
     intervals = [ratio(bands[at], expected[at]) for at in positions]
     whole = ratio(sum(stood), sum(expected))
     figures: dict[str, Any] = {
-        "expectation": "sum of min(carried target, draft)"
-        if witness.carries
-        else "sum of min(target, draft)",
+        "expectation": EXPECTED[witness.rule],
         "accepted_over_expected": whole,
         "decided_by_position": list(witness.tried),
         "accepted_by_position": list(stood),

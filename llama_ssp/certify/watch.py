@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.arrays import Array
+from llama_ssp.draws import Draws
 from llama_ssp.engine import AnyEngine, Engine, Follower, Proposal, State, Verdict
 from llama_ssp.errors import DistributedError
-from llama_ssp.verify import Block, Rule, TokenRule
+from llama_ssp.verify import Block, BlockRule, CoupledRule, Rule, TokenRule, meeting
 
 CERTAIN = 1 - 1e-9  # a law this sure of a token says nothing about how it was drawn
 
@@ -23,7 +24,8 @@ CERTAIN = 1 - 1e-9  # a law this sure of a token says nothing about how it was d
 class Round:
     """One row's round: its text with the drafts behind it, and the laws where they are known.
 
-    `text` ends with the `count` drafts; `target_WV` has the count + 1 laws that verification used,
+    `text` ends with the `count` drafts, of which `accepted` stand, with `token` behind them; `key`
+    stands for the prompt's id, as in every draw. `target_WV` has the count + 1 laws that verification used,
     `draft_KV` the declared laws of the drafts, both in fp64.
     """
 
@@ -33,6 +35,8 @@ class Round:
     accepted: int
     target_WV: Tensor | None
     draft_KV: Tensor | None
+    key: int = 0
+    token: int = 0
 
     @property
     def drafted(self) -> tuple[int, ...]:
@@ -43,11 +47,11 @@ class Round:
 class Witness:
     """What was seen of all rounds, and whole rounds for as long as there is room for more.
 
-    `carries` says by which theory acceptance is expected: the block rule carries the chance that all
-    drafts so far stand on to the next, the token rule starts anew at every draft.
+    The name of the rule says by which theory acceptance is expected: the block rule carries the chance that
+    all drafts so far stand on to the next, the others start anew at every draft.
     """
 
-    carries: bool
+    rule: str
     seed: int
     room: int = 0
     rounds: list[Round] = field(default_factory=list)
@@ -59,6 +63,10 @@ class Witness:
     expected: list[float] = field(default_factory=list)
     spread: list[float] = field(default_factory=list)
 
+    @property
+    def carries(self) -> bool:
+        return self.rule == BlockRule.name
+
     def __post_init__(self) -> None:
         self._uniforms = np.random.Generator(np.random.Philox(self.seed))
 
@@ -67,7 +75,7 @@ class Witness:
         rows = [row for row, count in enumerate(proposal.count) if count and not verdict.damaged[row]]
         if block is not None:
             self._tally(block, rows, verdict.accepted)
-            self._place(block, rows)
+            self._place(block, rows, verdict.accepted)
         for row in rows[: max(0, self.room - len(self.rounds))]:
             count = proposal.count[row]
             self.rounds.append(
@@ -80,15 +88,19 @@ class Witness:
                     if block is None
                     else block.target_BWV[row, : count + 1].to("cpu", copy=True),
                     draft_KV=None if block is None else block.draft_BKV[row, :count].to("cpu", copy=True),
+                    key=state.keys[row],
+                    token=verdict.token[row],
                 )
             )
 
     def _tally(self, block: Block, rows: list[int], accepted: list[int]) -> None:
         """What stood at each position, beside what had to be expected given the drafts before it."""
         weight_B, count = torch.ones_like(block.target_BWV[:, 0, 0]), block.count_B.tolist()
+        met_BK = meeting(block) if self.rule == CoupledRule.name else None
         for position in range(block.k):
             target_BV, draft_BV = block.target_BWV[:, position], block.draft_BKV[:, position]
-            chance = torch.minimum(weight_B[:, None] * target_BV, draft_BV).sum(-1).clamp(max=1).tolist()
+            kept_B = torch.minimum(weight_B[:, None] * target_BV, draft_BV).sum(-1)
+            chance = (kept_B if met_BK is None else met_BK[:, position]).clamp(max=1).tolist()
             if position == len(self.tried):
                 for tally in (self.tried, self.stood, self.expected, self.spread):
                     tally.append(0)
@@ -105,10 +117,12 @@ class Witness:
                 kept_B = weight_B * target_BV.gather(1, token_B1)[:, 0]
                 weight_B = torch.where(drawn_B > 0, (kept_B / drawn_B).clamp(max=1), 0)
 
-    def _place(self, block: Block, rows: list[int]) -> None:
+    def _place(self, block: Block, rows: list[int], accepted: list[int]) -> None:
         """Where each draft lies in its declared law, likeliest tokens first: uniform, if drawn from it.
 
         A law that is certain of its token places it anywhere; it is only asked whether it was that one.
+        A coupled draft behind one that fell says nothing of its own: the next round drafts there once more,
+        with the same noise.
         """
         drawn_BK = block.draft_BKV.gather(2, block.drafted_BK[..., None])[..., 0]
         likelier_BK = torch.where(block.draft_BKV > drawn_BK[..., None], block.draft_BKV, 0).sum(-1)
@@ -120,28 +134,8 @@ class Witness:
                 self.drafted += 1
                 if own <= 0:
                     self.impossible += 1
-                elif own < CERTAIN:
+                elif own < CERTAIN and (self.rule != CoupledRule.name or accepted[row] >= position):
                     self.places.append(min(1.0, before + tied * float(self._uniforms.random())))
-
-
-class WatchedRule(TokenRule):
-    """Any rule, and the block that it decided last."""
-
-    name = "watched"
-
-    def __init__(self, inner: Rule) -> None:
-        self.inner = inner
-        self.block: Block | None = None
-
-    def accept_chances(self, block: Block) -> Array:
-        self.block = block
-        return self.inner.accept_chances(block)
-
-    def accepted(self, passed_BK: Array) -> Array:
-        return self.inner.accepted(passed_BK)
-
-    def correction_law(self, block: Block, accepted_B: Array) -> Array:
-        return self.inner.correction_law(block, accepted_B)
 
 
 class RuledEngine(Engine):
@@ -156,20 +150,28 @@ class WatchedEngine(RuledEngine):
     """An engine whose rounds a witness sees."""
 
     def __init__(self, engine: Engine, witness: Witness) -> None:
-        self._watched = WatchedRule(engine._rule)
-        super().__init__(engine, self._watched)
+        super().__init__(engine, engine._rule)
         self.witness = witness
+        self._seen: Block | None = None
 
     @property
     def rule(self) -> Rule:
         """The rule that decides."""
-        return self._watched.inner
+        return self._rule
+
+    @property
+    def draws(self) -> Draws:
+        return self._draws
 
     def verify(self, state: State, proposal: Proposal) -> Verdict:
-        self._watched.block = None
+        self._seen = None
         verdict = super().verify(state, proposal)
-        self.witness.see(state, proposal, verdict, self._watched.block)
+        self.witness.see(state, proposal, verdict, self._seen)
         return verdict
+
+    def _block(self, state: State, proposal: Proposal, law_BWV: Tensor) -> Block:
+        self._seen = super()._block(state, proposal, law_BWV)
+        return self._seen
 
 
 class WatchedFollower(Follower):
@@ -182,6 +184,10 @@ class WatchedFollower(Follower):
     @property
     def rule(self) -> Rule:
         raise DistributedError("only the leader has a rule", fix="report it")
+
+    @property
+    def draws(self) -> Draws:
+        raise DistributedError("only the leader draws what is committed", fix="report it")
 
     def verify(self, state: State, proposal: Proposal) -> Verdict:
         verdict = super().verify(state, proposal)

@@ -36,10 +36,14 @@ class Drafting(Enum):
 
 
 class Verification(Enum):
-    """Which exact rule accepts them; `block` accepts at least as many, `token` is the reference."""
+    """Which exact rule accepts them; `block` accepts at least as many, `token` is the reference.
+
+    With `coupled` a seed gives the same text for any draft, any K, any placement, and without a draft.
+    """
 
     block = "block"
     token = "token"
+    coupled = "coupled"
 
 
 class Bridging(Enum):

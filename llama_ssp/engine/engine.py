@@ -7,12 +7,12 @@ from torch import Tensor
 
 from llama_ssp.draws import Draws, Purpose
 from llama_ssp.engine.agreement import Leading, Verdict
-from llama_ssp.engine.drafters import Drafter, resting, within
+from llama_ssp.engine.drafters import Drafter, certain_where, resting, within
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
 from llama_ssp.ranks import SOLE, Crew
-from llama_ssp.sampling import Laws, lawless
-from llama_ssp.verify import Block, Rule, overlap
+from llama_ssp.sampling import Laws, lawless, one_hot
+from llama_ssp.verify import Block, CoupledRule, Rule, overlap
 
 
 class Engine:
@@ -120,22 +120,44 @@ class Engine:
         else:
             accepted_B = torch.zeros_like(damaged_B, dtype=torch.int64)
             law_BV, overlap_BK = law_BWV[:, 0], law_BWV[:, 0, :0]
-        law_BV = resting(law_BV, [reason is not None for reason in state.finished])
+        law_BV = resting(law_BV, _idle(state))
         token_B = self._draws.categorical(law_BV, state.slot(Purpose.CORRECT))
         return _on_host(proposal, accepted_B, token_B, overlap_BK, damaged_B)
 
     def _decide(self, state: State, proposal: Proposal, law_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        block = self._block(state, proposal, law_BWV)
+        if isinstance(self._rule, CoupledRule):
+            accepted_B, law_BV = self._coupled(self._rule, state, block)
+        else:
+            chance_BK = self._rule.accept_chances(block)
+            passed_BK = self._draws.bernoulli(chance_BK, state.slot(Purpose.ACCEPT))
+            accepted_B = self._rule.accepted(passed_BK)
+            law_BV = self._rule.correction_law(block, accepted_B)
+        return accepted_B, law_BV, overlap(block)
+
+    def _coupled(self, rule: CoupledRule, state: State, block: Block) -> tuple[Tensor, Tensor]:
+        """The target draws first, at every position, with the noise its draft was drawn with (coupled.py).
+
+        What it drew behind the drafts that stand is certain then.
+        """
+        chosen, idle_B = [], torch.tensor(_idle(state), device=state.device)
+        for position in range(block.k + 1):
+            law_BV = certain_where(idle_B | (block.count_B < position), block.target_BWV[:, position])
+            chosen.append(self._draws.categorical(law_BV, state.slot(Purpose.CORRECT, position)))
+        chosen_BW = torch.stack(chosen, 1)
+        accepted_B = rule.accepted(rule.agreed(block, chosen_BW))
+        token_B = chosen_BW.gather(1, accepted_B[:, None])[:, 0]
+        return accepted_B, one_hot(token_B, block.target_BWV[:, 0])
+
+    def _block(self, state: State, proposal: Proposal, law_BWV: Tensor) -> Block:
+        """What the rule decides on."""
         assert proposal.draft_BKV is not None
-        block = Block(
+        return Block(
             _in_double(law_BWV),
             _in_double(proposal.draft_BKV),
             proposal.drafted_BK,
             torch.tensor(proposal.count, device=state.device),
         )
-        chance_BK = self._rule.accept_chances(block)
-        passed_BK = self._draws.bernoulli(chance_BK, state.slot(Purpose.ACCEPT))
-        accepted_B = self._rule.accepted(passed_BK)
-        return accepted_B, self._rule.correction_law(block, accepted_B), overlap(block)
 
 
 def room_of(prompts: list[Prompt], max_new_tokens: int, context: int, longest: int = 0) -> int:
@@ -153,6 +175,11 @@ def target_logits(target: Runner, state: State, count: tuple[int, ...]) -> Tenso
         )
     ]
     return target.logits(state.token_BS, ends, [n + 1 for n in count])
+
+
+def _idle(state: State) -> list[bool]:
+    """Rows that have ended: nothing is drawn for them."""
+    return [reason is not None for reason in state.finished]
 
 
 def _in_double(law: Tensor) -> Tensor:

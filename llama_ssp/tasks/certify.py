@@ -17,7 +17,7 @@ from llama_ssp.certify.findings import INCONCLUSIVE, SAME, Check, page, sentence
 from llama_ssp.certify.samplers import Clock, EngineSampler, WatchedEngineSampler
 from llama_ssp.certify.tallies import check_acceptance, check_drafts
 from llama_ssp.certify.watch import KeepsEveryDraft, RuledEngine, Witness, watched
-from llama_ssp.config import CertifyConf, Drafting, Output, RunConf, SamplingConf, Verification
+from llama_ssp.config import CertifyConf, Drafting, Output, RunConf, SamplingConf
 from llama_ssp.engine import Engine, Prompt
 from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Inputs
@@ -121,7 +121,7 @@ class CertifyTask:
         )  # fmt: skip
         count = len(self._prompts)
         total = count * (3 + (0 if greedy_only else 3 * task.samples) + greedy_only)
-        witness = Witness(run.speculation.verification is Verification.block, self._inputs.seed)
+        witness = Witness(run.speculation.verification.value, self._inputs.seed)
         with Progress("certify", total, "texts") as progress:
             make = partial(self._sampler, pair, tokens, progress=progress)
             subject = self._watched(make("speculative", run), witness)

@@ -6,7 +6,7 @@ import logging
 import time
 
 from llama_ssp.config import RunConf
-from llama_ssp.draws import CounterDraws
+from llama_ssp.coupled import source
 from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import Costs
@@ -28,8 +28,8 @@ def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, s
     k_max = min(run.speculation.k_max, half - 1)
     if k_max < 1:
         return None
-    laws, draws = Laws(run.sampling, (), target.vocab), CounterDraws(0)
-    rule = RULES[run.speculation.verification.value]
+    laws, rule = Laws(run.sampling, (), target.vocab), RULES[run.speculation.verification.value]
+    draws = source(rule, 0)
     engine = Engine(Runner(target), ModelDrafter(Runner(draft), laws, draws), laws, rule, draws)
     state = engine.prefill([Prompt(str(row), (0,) * half) for row in range(rows)], half)
     tried = sorted({0, 1, k_max, *(2**n for n in range(1, 7) if 2**n < k_max)})

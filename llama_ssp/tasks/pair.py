@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from llama_ssp.config import Drafting, RunConf, Splitting, home_expanded
-from llama_ssp.draws import CounterDraws, Draws
+from llama_ssp.coupled import source
+from llama_ssp.draws import Draws
 from llama_ssp.engine import (
     AnyEngine,
     Assistant,
@@ -42,7 +43,7 @@ from llama_ssp.report import Progress
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.costs import measured
 from llama_ssp.tasks.seats import Seat, may_draft, require_loadable
-from llama_ssp.verify import RULES
+from llama_ssp.verify import RULES, Rule
 from llama_ssp.vocab import Bridge, Intersection
 
 
@@ -173,7 +174,12 @@ def engine_for(
 ) -> AnyEngine:
     """One engine with caches and draws of its own; only real tokens are ever drawn."""
     laws = Laws(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
-    return engine_with(pair, run, tokens, laws, CounterDraws(seed), chunk)
+    return engine_with(pair, run, tokens, laws, source(rule_of(run), seed), chunk)
+
+
+def rule_of(run: RunConf) -> Rule:
+    """The rule that accepts drafts, as configured."""
+    return RULES[run.speculation.verification.value]
 
 
 def engine_with(pair: Pair, run: RunConf, tokens: Tokens, laws: Laws, draws: Draws, chunk: int) -> AnyEngine:
@@ -184,8 +190,7 @@ def engine_with(pair: Pair, run: RunConf, tokens: Tokens, laws: Laws, draws: Dra
         crew = replace(crew, asked=None)
     target = Runner(pair.target, chunk) if pair.target else None
     if target is not None and crew.leads:
-        rule = RULES[run.speculation.verification.value]
-        return Engine(target, drafter or NoDrafter(), laws, rule, draws, crew)
+        return Engine(target, drafter or NoDrafter(), laws, rule_of(run), draws, crew)
     device = next(model.device for model in (pair.target, pair.draft) if model)
     return Follower(target, drafter, crew, pair.context, device)
 
