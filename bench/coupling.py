@@ -1,0 +1,143 @@
+"""What it costs that a seed gives one text: acceptance by the token rule, the block rule, and coupled.
+
+    python bench/coupling.py [repeats=10] [new=64] [ks=1,4,8] [samplings=default,nucleus] [write=FILE.md]
+
+demo with demo_draft in fp32, on the same prompts by every rule, another seed each repeat. `accepted` counts
+the drafts that were decided on; `over the best` is that over the sum of min(target, draft), which no rule
+that looks at one position exceeds. The coupled texts of a repeat must be the same at every K and without a
+draft; else the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hydra import compose, initialize_config_dir  # noqa: E402
+
+from bench.side_by_side import PROMPTS  # noqa: E402
+from bench.surroundings import surroundings, write  # noqa: E402
+from llama_ssp.checks import to_run  # noqa: E402
+from llama_ssp.config import Drafting, RunConf, Verification, register  # noqa: E402
+from llama_ssp.engine import Prompt  # noqa: E402
+from llama_ssp.entries import entries  # noqa: E402
+from llama_ssp.load.tokens import Tokens  # noqa: E402
+from llama_ssp.lookahead import FixedLookahead  # noqa: E402
+from llama_ssp.loop import Limits, generate  # noqa: E402
+from llama_ssp.metrics import Counts  # noqa: E402
+from llama_ssp.report import versions  # noqa: E402
+from llama_ssp.tasks.pair import Pair, engine_for, open_pair  # noqa: E402
+from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
+
+
+@dataclass
+class Found:
+    """What one rule brought at one K, over all repeats."""
+
+    counts: Counts = field(default_factory=Counts)
+    seconds: float = 0.0
+    texts: list[list[list[int]]] = field(default_factory=list)  # of each repeat
+
+    def row(self, sampling: str, rule: str, k: int) -> dict[str, Any]:
+        summary = self.counts.summary()
+        return {
+            "sampling": sampling, "rule": rule, "k": k,
+            "tokens_committed": summary["tokens_committed"],
+            "acceptance_rate_decided": summary["acceptance_rate_decided"],
+            "accepted_over_expected": summary["accepted_over_expected"],
+            "tokens_per_target_forward": summary["tokens_per_target_forward"],
+            "ms_per_token": 1000 * self.seconds / summary["tokens_committed"],
+        }  # fmt: skip
+
+
+def opened(sampling: str, new: int) -> tuple[Pair, RunConf, Tokens]:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        run = to_run(
+            compose("run", [f"sampling={sampling}", "model.dtype=fp32", "draft.dtype=fp32", "placement=cpu"])
+        )
+    entry = entries(run, [], 1)[0]
+    found = seats(entry)
+    tokens = tokens_of(found)
+    return open_pair(found, entry.run, len(PROMPTS), 256 + new), entry.run, tokens
+
+
+def once(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int, into: Found) -> None:
+    """All prompts as one batch."""
+    k = run.speculation.k
+    engine = engine_for(pair, run, tokens, frozenset(), seed, 512)
+    prompts = [Prompt(str(n), tuple(tokens.encode(text))) for n, text in enumerate(PROMPTS)]
+    state = engine.prefill(prompts, new)
+    began = time.perf_counter()
+    for step in generate(engine, state, Limits(new), FixedLookahead(k, state.rows)):
+        for row in step.rows:
+            into.counts.add(row)
+    into.seconds += time.perf_counter() - began
+    into.texts.append([state.generated(row) for row in range(state.rows)])
+
+
+def rows_of(sampling: str, ks: list[int], repeats: int, new: int) -> tuple[list[dict[str, Any]], bool]:
+    """The table, and whether coupled texts were the same throughout."""
+    pair, run, tokens = opened(sampling, new)
+    found: dict[tuple[str, int], Found] = {}
+    for seed in range(repeats):
+        for rule in Verification:
+            for k in (0, *ks) if rule is Verification.coupled else ks:
+                drafter = Drafting.model if k else Drafting.none
+                spec = replace(run.speculation, verification=rule, k=k, drafter=drafter)
+                into = found.setdefault((rule.value, k), Found())
+                once(pair, replace(run, speculation=spec), tokens, new, seed, into)
+    alike = all(
+        one.texts == found["coupled", 0].texts for (rule, _), one in found.items() if rule == "coupled"
+    )
+    rows = [found[rule.value, k].row(sampling, rule.value, k) for k in ks for rule in Verification]
+    return rows, alike
+
+
+def main() -> None:
+    own = {"repeats": "10", "new": "64", "ks": "1,4,8", "samplings": "default,nucleus", "write": ""}
+    own.update(argument.split("=", 1) for argument in sys.argv[1:])  # type: ignore[misc]
+    register()
+    ks, new, repeats = [int(k) for k in own["ks"].split(",")], int(own["new"]), int(own["repeats"])
+    rows, alike = [], True
+    for sampling in own["samplings"].split(","):
+        more, same = rows_of(sampling, ks, repeats, new)
+        rows += more
+        alike = alike and same
+    text = page(rows, alike, repeats, new)
+    print(text)
+    print(json.dumps({"rows": rows, "coupled_texts_alike": alike, "versions": versions()}))
+    if own["write"]:
+        write(own["write"], text)
+    sys.exit(0 if alike else 1)
+
+
+def page(rows: list[dict[str, Any]], alike: bool, repeats: int, new: int) -> str:
+    """A results file that needs nothing beside it."""
+    lines = [
+        "# demo with demo_draft: what stands by each rule",
+        "",
+        *surroundings({"model": "cpu", "draft": "cpu"}),
+        f"fp32, one batch of {len(PROMPTS)} prompts, {new} tokens each, {repeats} seeds.",
+        f"Coupled texts the same at every K and without a draft: {'yes' if alike else 'NO'}.",
+        "",
+        "| sampling | K | rule | tokens | accepted | over the best | tokens/forward | ms/token |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['sampling']} | {row['k']} | {row['rule']} | {row['tokens_committed']} | "
+            f"{row['acceptance_rate_decided']:.3f} | {row['accepted_over_expected']:.3f} | "
+            f"{row['tokens_per_target_forward']:.3f} | {row['ms_per_token']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

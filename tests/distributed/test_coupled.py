@@ -1,0 +1,71 @@
+"""Coupled texts in fp32: one seed, one text: three drafts and none, K of 0, 1, 4 and 8, one rank and two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.config import Drafting, DraftSeat, PlacementConf, SpeculationConf, Verification
+from llama_ssp.ranks import ALONE, Ranks
+from llama_ssp.tasks.pair import engine_for
+from tests.distributed.pairs import RAGGED, Known, opened
+from tests.distributed.processes import on_ranks
+from tests.distributed.test_agreement import SAMPLED
+from tests.families import build
+from tests.rig import drive, perturbed
+
+pytestmark = pytest.mark.slow
+
+KS = (0, 1, 4, 8)
+NEW = 24
+Texts = dict[tuple[str, int], list[list[int]]]
+
+
+def written(
+    ranks: Ranks, target: Path, drafts: dict[str, Path], placement: PlacementConf, rule: str
+) -> Texts:
+    """What each draft gives at each K on this rank."""
+    found: Texts = {}
+    for name, path in drafts.items():
+        pair, run = opened(target, path, placement, ranks)
+        kinds = {name: Drafting.model, "n-gram": Drafting.ngram, "none": Drafting.none}
+        for kind, drafter in kinds.items():
+            for k in KS if (kind, KS[0]) not in found else ():
+                spec = SpeculationConf(k=k, drafter=drafter, verification=Verification(rule))
+                known: Any = Known()
+                how = replace(run, sampling=SAMPLED, speculation=spec)
+                engine = engine_for(pair, how, known, frozenset(), 11, 512)
+                found[kind, k] = drive(engine, RAGGED, k=k, max_new=NEW).texts
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    target = tmp_path_factory.mktemp("target")
+    drafts = {name: tmp_path_factory.mktemp(name) for name in ("near", "far")}
+    build("llama-mha").save_pretrained(target)
+    perturbed(build("llama-mha"), 0.05).save_pretrained(drafts["near"])
+    build("llama-mha", 3).save_pretrained(drafts["far"])
+    return target, drafts
+
+
+@pytest.fixture(scope="module")
+def alone(folders: tuple[Path, dict[str, Path]]) -> Texts:
+    """What one process writes."""
+    return written(ALONE, *folders, PlacementConf(), "coupled")
+
+
+@pytest.mark.parametrize("seat", [DraftSeat.leader, DraftSeat.sharded, DraftSeat.own])
+def test_one_text(folders: tuple[Path, dict[str, Path]], alone: Texts, seat: DraftSeat) -> None:
+    assert len({str(texts) for texts in alone.values()}) == 1
+    assert {name for name, _ in alone} == {"near", "far", "n-gram", "none"}
+    for rank, texts in on_ranks(2, written, *folders, PlacementConf(draft=seat), "coupled").items():
+        assert texts == alone, rank
+
+
+def test_many_texts_otherwise(folders: tuple[Path, dict[str, Path]]) -> None:
+    """The same by block verification: the texts hang on draft and K."""
+    assert len({str(texts) for texts in written(ALONE, *folders, PlacementConf(), "block").values()}) > 6
