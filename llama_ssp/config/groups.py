@@ -46,6 +46,18 @@ class Verification(Enum):
     coupled = "coupled"
 
 
+class Overlap(Enum):
+    """What a draft on ranks of its own does while the target verifies; the text is the same."""
+
+    auto = "auto"
+    ahead = "ahead"
+    off = "off"
+
+
+# What the target does when a draft on ranks of its own is gone or silent. (Python keeps one word for itself.)
+OnDraftLoss = Enum("OnDraftLoss", {"continue": "continue", "stop": "stop"})
+
+
 class Bridging(Enum):
     """How a draft of another tokenizer is paired with the target; `off` refuses it (vocab/bridges)."""
 
@@ -142,7 +154,8 @@ class PlacementConf:
     A device `auto` is the rank's own accelerator, else the CPU. `draft_degree` null is all of the target's
     ranks for replicated and sharded, one rank for own; lists of ranks say it one by one. `max_memory`
     (device index, cpu: "20GiB") and `offload_folder` are for splitting=layers. `timeout_s` is how long a rank
-    may be late, silent or waited for before all end.
+    may be late, silent or waited for before all end. A draft on ranks of its own is lost when it is gone, or
+    has not answered for `draft_timeout_s`; `on_draft_loss` says whether the target then goes on alone.
     """
 
     splitting: Splitting = Splitting.tensor
@@ -155,6 +168,8 @@ class PlacementConf:
     max_memory: dict[str, str] = field(default_factory=dict)
     offload_folder: str | None = None
     timeout_s: float = 120.0
+    on_draft_loss: OnDraftLoss = OnDraftLoss["continue"]
+    draft_timeout_s: float = 30.0
 
 
 @dataclass
@@ -270,7 +285,7 @@ class SpeculationConf:
 
     `adaptive` chooses K for each row, up to `k_max`, by its acceptance and by what steps cost: as measured
     when the run begins, so that another run may choose otherwise; or by `cost_ratio`, a draft step's share
-    of a target step's time, which makes the run repeatable.
+    of a target step's time, which makes the run repeatable. `overlap` is for a draft on ranks of its own.
     """
 
     k: int = 4
@@ -282,3 +297,4 @@ class SpeculationConf:
     ngram_min: int = 1
     ngram_max: int = 4
     bridge: Bridging = Bridging.auto
+    overlap: Overlap = Overlap.auto

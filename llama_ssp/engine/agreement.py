@@ -15,7 +15,7 @@ import torch
 
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.errors import DistributedError
-from llama_ssp.ranks import Crew, Ranks, checksum
+from llama_ssp.ranks import Asker, Crew, Told, checksum
 
 Count = tuple[int, ...]
 
@@ -58,6 +58,7 @@ class Leading:
     def __init__(self, crew: Crew) -> None:
         self._target = crew.target if crew.target is not None and crew.target.world > 1 else None
         self._asked = crew.asked
+        self._line = crew.line if isinstance(crew.line, Asker) and crew.asked is not None else None
         self._untold: list[int] = []  # the last decision
         self._basis: int | None = None  # what the texts were when it was taken
         self._rows = 0
@@ -93,8 +94,10 @@ class Leading:
             for ranks in (self._asked, self._target):
                 self._tell(ranks, self._basis, [0] * self._rows)
             self._untold, self._basis = [], None
+            if self._line is not None:
+                self._line.flush()
 
-    def _tell(self, ranks: Ranks | None, basis: int, values: list[int]) -> None:
+    def _tell(self, ranks: Told | None, basis: int, values: list[int]) -> None:
         if ranks is not None:
             ranks.broadcast_ints([self._decided, basis, int(bool(self._untold)), *self._untold, *values])
 
@@ -150,17 +153,17 @@ class Following:
             self._hear(self._target, self._basis, self._rows)
         self._start = self._basis = None
 
-    def _begun(self, ranks: Ranks | None, state: State) -> list[int]:
+    def _begun(self, ranks: Told | None, state: State) -> list[int]:
         """The start of this round; the first one's comes by itself."""
         told = self._heard(ranks, state)[1] if self._start is None else self._start
         self._start = None
         return told
 
-    def _heard(self, ranks: Ranks | None, state: State) -> tuple[Verdict | None, list[int]]:
+    def _heard(self, ranks: Told | None, state: State) -> tuple[Verdict | None, list[int]]:
         basis = checksum(state.lengths) if self._basis is None else self._basis
         return self._hear(ranks, basis, state.rows)
 
-    def _hear(self, ranks: Ranks | None, basis: int, rows: int) -> tuple[Verdict | None, list[int]]:
+    def _hear(self, ranks: Told | None, basis: int, rows: int) -> tuple[Verdict | None, list[int]]:
         assert ranks is not None, "whom a rank hears from follows from its place"
         number, theirs, decided, *values = ranks.broadcast_ints([])
         if number != self._decided:

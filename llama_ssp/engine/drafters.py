@@ -6,15 +6,24 @@ token that was looked up. Whatever it drew it submits; how many it draws is deci
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from llama_ssp.draws import Draws, Purpose
+from llama_ssp.draws import Draws, Purpose, Slot
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.sampling import Laws, lawless, one_hot
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One draft of each row, and the law it was drawn from."""
+
+    token_B: Tensor
+    law_BV: Tensor
 
 
 class Drafter(Protocol):
@@ -104,11 +113,14 @@ class DraftModel:
 
     def _pass(self, state: State, offset: int, count: tuple[int, ...]) -> Tensor:
         """Logits for draft number `offset` of each row that wants one; other rows are fed nothing."""
-        ends = [
+        return self._runner.logits(state.token_BS, self._ends(state, offset, count), [1] * state.rows)
+
+    def _ends(self, state: State, offset: int, count: tuple[int, ...]) -> list[int]:
+        """Up to where that pass feeds each row."""
+        return [
             length + offset if offset < wanted else cached
             for length, wanted, cached in zip(state.lengths, count, self._runner.cached, strict=True)
         ]
-        return self._runner.logits(state.token_BS, ends, [1] * state.rows)
 
 
 class ModelDrafter(DraftModel):
@@ -122,19 +134,21 @@ class ModelDrafter(DraftModel):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
-        drafted, laws = [], []
-        for offset in range(max(count)):
-            logit_B1V = self._pass(state, offset, count).to(state.device)
-            law_BV = self._laws(logit_B1V, state.prefix(offset, 1))[:, 0]
-            token_B = self._draws.categorical(
-                resting(law_BV, [offset >= n for n in count]), state.slot(Purpose.DRAFT, offset)
-            )
-            state.place(token_B, offset, count)
-            drafted.append(token_B)
-            laws.append(law_BV)
-        law_BKV = torch.stack(laws, 1)
+        drawn = [self._step(state, offset, count) for offset in range(max(count))]
+        law_BKV = torch.stack([step.law_BV for step in drawn], 1)
         damaged_B = within(count, lawless(law_BKV)).any(1)
-        return Proposal(torch.stack(drafted, 1), law_BKV, count, damaged_B)
+        return Proposal(torch.stack([step.token_B for step in drawn], 1), law_BKV, count, damaged_B)
+
+    def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
+        """Draft number `offset` of each row that wants one, put behind its text."""
+        return self._drawn(state, offset, count, state.slot(Purpose.DRAFT, offset))
+
+    def _drawn(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
+        logit_B1V = self._pass(state, offset, count).to(state.device)
+        law_BV = self._laws(logit_B1V, state.prefix(offset, 1))[:, 0]
+        token_B = self._draws.categorical(resting(law_BV, [offset >= n for n in count]), slot)
+        state.place(token_B, offset, count)
+        return Drawn(token_B, law_BV)
 
 
 class Assistant(DraftModel):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from llama_ssp.engine.agreement import Following, Verdict
+from llama_ssp.engine.ahead import AheadAssistant
+from llama_ssp.engine.apart import SendingDrafter
 from llama_ssp.engine.drafters import Drafter
 from llama_ssp.engine.engine import room_of, target_logits
 from llama_ssp.engine.runner import Runner
@@ -85,10 +87,12 @@ class Follower:
         return proposal
 
     def verify(self, state: State, proposal: Proposal) -> Verdict:
-        """Takes part in the target's forward, then hears the decision."""
+        """Takes part in the target's forward, or drafts ahead in the meantime; then hears the decision."""
         self._enter("verify", self._rounds.round)
         if self._target:
             target_logits(self._target, state, proposal.count)
+        if isinstance(self._drafter, SendingDrafter | AheadAssistant):
+            self._drafter.meanwhile(state, proposal)
         verdict = self._rounds.verdict(state)
         self._enter("commit", self._rounds.round)
         return verdict

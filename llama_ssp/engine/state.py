@@ -5,6 +5,7 @@ Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +129,13 @@ class State:
             ]
             self._places = count, torch.tensor(places, device=self.device)
         self.token_BS.scatter_(1, self._places[1][:, offset, None], token_B[:, None])
+
+    def beyond(self, blocks: list[list[int]]) -> State:
+        """The batch as it will be once these tokens are committed: to look at, in the same buffer."""
+        later = copy(self)
+        later.keys, later.prompt_lengths = list(self.keys), list(self.prompt_lengths)
+        later.texts = [[*text, *block] for text, block in zip(self.texts, blocks, strict=True)]
+        return later
 
     def append(self, row: int, tokens: list[int]) -> None:
         """Commits tokens to a row."""

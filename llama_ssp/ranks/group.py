@@ -23,6 +23,7 @@ from torch import Tensor
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import LEADER
 from llama_ssp.ranks.faults import Report
+from llama_ssp.ranks.link import Calling, Link, Listener, call
 from llama_ssp.ranks.meeting import meet
 from llama_ssp.ranks.protocol import ALONE, Ranks
 
@@ -92,14 +93,17 @@ class Group:
             dist.all_gather(parts, tensor, group=self._tensors)
         return self._in_order(parts)
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        with self._during(f"sending to rank {self._members[to]}"):
-            dist.send(tensor, self._members[to], group=self._tensors)
+    @property
+    def patience_s(self) -> float:
+        return self._terms.patience.total_seconds()
 
-    def receive(self, tensor: Tensor, source: int) -> Tensor:
-        with self._during(f"receiving from rank {self._members[source]}"):
-            dist.recv(tensor, self._members[source], group=self._tensors)
-        return tensor
+    def link(self, one: int, other: int) -> Link | None:
+        """The other one listens, and pins up where, together with a word that only ranks know."""
+        listener = Listener() if self.rank == other else None
+        every = self.gather_ints((listener.calling if listener else Calling()).told())
+        if listener is not None:
+            return listener.accept(self.patience_s)
+        return call(Calling.heard(every[other]), self.patience_s) if self.rank == one else None
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self._sent += 1

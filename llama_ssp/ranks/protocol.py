@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import LEADER
+from llama_ssp.ranks.link import Link
 
 
 class Ranks(Protocol):
@@ -22,6 +23,10 @@ class Ranks(Protocol):
 
     @property
     def is_leader(self) -> bool: ...
+
+    @property
+    def patience_s(self) -> float:
+        """How long one rank may wait for another."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -47,11 +52,8 @@ class Ranks(Protocol):
         All ranks call it alike, members or not.
         """
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """To one rank, which receives it."""
-
-    def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """What that rank sent, into this tensor of its shape."""
+    def link(self, one: int, other: int) -> Link | None:
+        """A line between two of these ranks; None on the others. All ranks call it alike."""
 
     def enter(self, phase: str, number: int = 0) -> None:
         """Says what this rank is about to do, and in which round, for messages about failures."""
@@ -69,7 +71,7 @@ class Ranks(Protocol):
 class Alone:
     """One process: nothing to say, nobody to wait for."""
 
-    rank, world, is_leader = LEADER, 1, True
+    rank, world, is_leader, patience_s = LEADER, 1, True, 0.0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -92,11 +94,8 @@ class Alone:
     def among(self, members: tuple[int, ...]) -> Ranks | None:
         return self if LEADER in members else None
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        raise DistributedError("a single rank has nobody to send to", found=f"rank {to}")
-
-    def receive(self, tensor: Tensor, source: int) -> Tensor:
-        raise DistributedError("a single rank has nobody to hear from", found=f"rank {source}")
+    def link(self, one: int, other: int) -> Link | None:
+        raise DistributedError("a single rank has nobody to talk to", found=f"ranks {one} and {other}")
 
     def enter(self, phase: str, number: int = 0) -> None:
         pass

@@ -8,10 +8,11 @@ from functools import partial
 
 import torch
 
-from llama_ssp.config import Drafting, RunConf, Splitting, home_expanded
+from llama_ssp.config import Drafting, OnDraftLoss, Overlap, RunConf, Splitting, home_expanded
 from llama_ssp.coupled import source
 from llama_ssp.draws import Draws
 from llama_ssp.engine import (
+    AheadAssistant,
     AnyEngine,
     Assistant,
     Drafter,
@@ -38,7 +39,7 @@ from llama_ssp.load.models import DRAFT, load, load_part
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.lookahead import USUAL_COST_RATIO, AdaptiveLookahead, Costs, FixedLookahead, Lookahead
 from llama_ssp.plan.actual import Prediction
-from llama_ssp.ranks import ALONE, Crew, Ranks, crew_of
+from llama_ssp.ranks import ALONE, Answerer, Asker, Crew, Ranks, crew_of
 from llama_ssp.report import Progress
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.costs import measured
@@ -206,16 +207,16 @@ def _drafter(
     if not drafts(run):
         return NoDrafter() if pair.draft and crew.drafts_apart else None
     if pair.draft is None:
-        if not crew.leads or crew.asked is None:
+        if not isinstance(crew.line, Asker):
             return None
-        return RemoteDrafter(
-            crew.asked, crew.drafted_at, pair.draft_context, laws.vocab, wide(pair.draft_dtype)
-        )
-    runner = Runner(pair.draft, chunk)
+        may_lose = run.placement.on_draft_loss is not OnDraftLoss.stop
+        crew.line.patience_s = run.placement.draft_timeout_s
+        return RemoteDrafter(crew.line, pair.draft_context, laws.vocab, wide(pair.draft_dtype), may_lose)
+    runner, ahead = Runner(pair.draft, chunk), spec.overlap is not Overlap.off
     if crew.draft is not None and not crew.draft.is_leader:
-        return Assistant(runner)
-    if crew.drafts_apart and crew.asked is not None:
-        return SendingDrafter(runner, laws, draws, crew.asked)
+        return AheadAssistant(runner, crew.draft, ahead) if crew.drafts_apart else Assistant(runner)
+    if isinstance(crew.line, Answerer) and crew.draft is not None:
+        return SendingDrafter(runner, laws, draws, crew.draft, crew.line, ahead)
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, laws, draws, bridge)
     if bridge is not None:

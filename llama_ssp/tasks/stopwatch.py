@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from llama_ssp.engine import Engine, Proposal, Runner, State, Verdict
-from llama_ssp.ranks import Ranks
+from llama_ssp.ranks import Link, Ranks
 
 DRAFT, VERIFY, DECIDE, COMMUNICATE, HOST = PARTS = ("draft", "verify", "decide", "communicate", "host")
 MEANING = {
@@ -135,13 +135,12 @@ class TimedRanks:
         some = self._ranks.among(members)
         return TimedRanks(some, self._watch) if some is not None else None
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        with self._watch.part(COMMUNICATE):
-            self._ranks.send(tensor, to)
+    @property
+    def patience_s(self) -> float:
+        return self._ranks.patience_s
 
-    def receive(self, tensor: Tensor, source: int) -> Tensor:
-        with self._watch.part(COMMUNICATE):
-            return self._ranks.receive(tensor, source)
+    def link(self, one: int, other: int) -> Link | None:
+        return self._ranks.link(one, other)
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         return self._ranks.gather_ints(values)

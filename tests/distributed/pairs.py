@@ -12,6 +12,7 @@ from llama_ssp.checkpoint import complete
 from llama_ssp.config import (
     Dtype,
     ModelConf,
+    Overlap,
     PlacementConf,
     RunConf,
     SamplingConf,
@@ -54,6 +55,7 @@ class Case:
     ends: frozenset[int] = frozenset()
     seed: int = 7
     rounds: int | None = None  # stops after so many
+    overlap: Overlap = Overlap.auto
 
 
 def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> Entry:
@@ -94,7 +96,9 @@ def refilled(pair: Pair, run: RunConf, case: Case) -> dict[str, list[int]]:
 
 
 def engine_of(pair: Pair, run: RunConf, case: Case) -> AnyEngine:
-    spec = SpeculationConf(k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6)
+    spec = SpeculationConf(
+        k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap
+    )
     known: Any = Known()
     how = replace(run, sampling=case.sampling, speculation=spec)
     return engine_for(pair, how, known, case.ends, case.seed, 512)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.cache import Feed, RaggedCache
-from llama_ssp.config import DraftSeat, PlacementConf, SamplingConf, Splitting, Verification
+from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConf, Splitting, Verification
 from llama_ssp.errors import DistributedError
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.ranks import ALONE, Ranks
@@ -158,20 +158,33 @@ def test_a_round_has_one_message(name: str, k: int, models: Models):
             assert split.counts["messages"] == run.rounds + 1  # what begins the first round, and ends each
             assert split.counts["sums"] == run.target_forwards * (1 + 2 * LAYERS)
             assert split.counts["gathers"] == run.target_forwards
-        if isinstance(asked, ThreadRank):
-            told = run.rounds + 1 if k or pair.crew.drafts_apart else 0
-            assert asked.counts["messages"] == told
+        if isinstance(asked, ThreadRank) and not pair.crew.drafts_apart:
+            assert asked.counts["messages"] == (run.rounds + 1 if k else 0)
             assert asked.counts["sums"] == asked.counts["gathers"] == 0
 
 
-def test_a_split_drafts_ranks_are_told_no_token(models: Models):
-    runs = on_placement(models, "2+2 own", Case(4))
+@pytest.mark.parametrize("overlap", [Overlap.off, Overlap.ahead])
+def test_a_split_draft_apart_computes_in_step(overlap: Overlap, models: Models):
+    """Its first rank passes on what the leader says, and tells the others each pass, and the last."""
+    runs = on_placement(models, "2+2 own", Case(4, overlap=overlap))
     _, held = models.open("2+2 own")
     drafting = [pair.crew.draft for pair, _ in held if isinstance(pair.crew.draft, ThreadRank)]
-    assert len(drafting) == 2
+    passes = [run.draft_forwards for run, (pair, _) in zip(runs, held, strict=True) if pair.draft]
+    assert len(drafting) == 2 and passes[0] == passes[1]
+    ends = runs[0].rounds * (2 if overlap is Overlap.ahead else 1)
     for rank in drafting:
-        assert rank.counts["messages"] == 0
-        assert rank.counts["sums"] == runs[0].draft_forwards * (1 + 2 * LAYERS)
+        assert rank.counts["sums"] == passes[0] * (1 + 2 * LAYERS)
+        assert rank.counts["messages"] <= passes[0] + ends + runs[0].rounds + 1
+
+
+@pytest.mark.parametrize("name", ["1+1 own", "2+1 own", "2+2 own", "2+2 listed"])
+def test_a_draft_that_runs_ahead_writes_the_same(name: str, models: Models):
+    """With one row drafts are ready now and then; with several, rows of either kind are in one pass."""
+    for case in (Case(3, 1), Case(4, 4, SAMPLED), Case(6, 4, SAMPLED, adaptive=True)):
+        expected = models.expected(case)
+        for overlap in (Overlap.off, Overlap.ahead):
+            for run in on_placement(models, name, replace(case, overlap=overlap)):
+                assert same(run, expected), (case, overlap)
 
 
 def test_stopping_early_leaves_the_ranks_in_step(models: Models):
@@ -269,7 +282,7 @@ def test_texts_of_different_lengths_are_found_within_a_round(models: Models):
 
 DEEPSPEED = PlacementConf(splitting=Splitting.deepspeed)
 REAL = ["2 deepspeed", "2 leader", "2 copies", "2 split", "1+1 own", "2+2 listed"]
-REAL_CASES = [Case(4), Case(4, 4, SAMPLED), Case(0), Case(4, 1, SAMPLED)]
+REAL_CASES = [Case(4), Case(4, overlap=Overlap.off), Case(4, 4, SAMPLED), Case(0), Case(4, 1, SAMPLED)]
 
 
 def written_on_real(

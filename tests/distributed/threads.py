@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama_ssp.ranks import ALONE, Ranks
+from llama_ssp.ranks import ALONE, Link, Ranks
 
 PATIENCE_S = 60
 
@@ -24,7 +25,7 @@ class Meeting:
         self.brought: list[Any] = [None] * world
         self.barrier = threading.Barrier(world, timeout=PATIENCE_S)
         self.smaller: dict[tuple[int, ...], Meeting] = {}
-        self.letters: dict[tuple[int, int], queue.Queue[Tensor]] = {}
+        self.letters: dict[tuple[int, int], queue.Queue[bytes]] = {}
         self.lock = threading.Lock()
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
@@ -38,7 +39,7 @@ class Meeting:
         with self.lock:
             return self.smaller.setdefault(members, Meeting(len(members)))
 
-    def post(self, source: int, to: int) -> queue.Queue[Tensor]:
+    def post(self, source: int, to: int) -> queue.Queue[bytes]:
         with self.lock:
             return self.letters.setdefault((source, to), queue.Queue())
 
@@ -48,12 +49,30 @@ class Meeting:
             meeting.break_off()
 
 
+class QueueLink:
+    """One end of a line."""
+
+    def __init__(self, out: queue.Queue[bytes], back: queue.Queue[bytes]) -> None:
+        self._out, self._back = out, back
+
+    def send(self, frame: bytes) -> None:
+        self._out.put(frame)
+
+    def receive(self, seconds: float) -> bytes | None:
+        with suppress(queue.Empty):
+            return self._back.get(timeout=seconds) if seconds > 0 else self._back.get_nowait()
+        return None
+
+    def close(self) -> None:
+        pass
+
+
 class ThreadRank:
     """One thread's `Ranks`; counts what it takes part in."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world, self.is_leader = rank, meeting.world, rank == 0
-        self._meeting = meeting
+        self._meeting, self.patience_s = meeting, float(PATIENCE_S)
         self.counts = {"sums": 0, "gathers": 0, "messages": 0, "letters": 0}
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
@@ -74,14 +93,12 @@ class ThreadRank:
         assert len({part.shape for part in parts}) == 1, "a gather wants tensors of one shape"
         return parts
 
-    def send(self, tensor: Tensor, to: int) -> None:
+    def link(self, one: int, other: int) -> Link | None:
+        if self.rank not in (one, other):
+            return None
         self.counts["letters"] += 1
-        self._meeting.post(self.rank, to).put(tensor.clone())
-
-    def receive(self, tensor: Tensor, source: int) -> Tensor:
-        letter = self._meeting.post(source, self.rank).get(timeout=PATIENCE_S)
-        assert (letter.shape, letter.dtype) == (tensor.shape, tensor.dtype)
-        return tensor.copy_(letter)
+        far = other if self.rank == one else one
+        return QueueLink(self._meeting.post(self.rank, far), self._meeting.post(far, self.rank))
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self.counts["messages"] += 1

@@ -1,0 +1,223 @@
+"""The leader and a draft apart in one process, in every order in which their work may fall.
+
+The code that ships runs on both sides, each in a thread, and one of them at a time: they change places where
+they meet the line, and nowhere else. What the leader does meanwhile the draft can see by one thing alone,
+whether the next ask has come; so a schedule says, round by round, how often the draft looks in vain. With
+the draws of `choices` each schedule's whole tree is walked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+
+from llama_ssp.engine import Engine, Follower, Prompt, RemoteDrafter, Runner, SendingDrafter
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.loop import Limits, generate
+from llama_ssp.ranks import ALONE, Answerer, Asker, Crew
+from llama_ssp.ranks.post import Kind, Letter
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+from tests.choices import ReplayDraws, distance, every_branch
+from tests.trees import Outcome, Scenario, StopAt, expected, models
+
+PATIENCE_S = 3600.0  # nobody's clock decides anything here
+
+
+@dataclass
+class SharedDraws(ReplayDraws):
+    """One tree of choices for both sides.
+
+    A key stands for one random number: the same law gives the same token again, as it does with counters.
+    Under another law it is a choice of its own, which is the most that two laws can differ by.
+    """
+
+    known: dict[tuple[int, int, int, int], list[tuple[list[float], int]]] = field(default_factory=dict)
+
+    def _choose(self, law: list[float], slot: Any, row: int, column: int) -> int:
+        key = (slot.keys[row], slot.bases[row], int(slot.purpose), slot.offset + column)
+        for drawn, token in self.known.get(key, []):
+            if drawn == law:
+                return token
+        self.drawn.discard(key)
+        token = super()._choose(law, slot, row, column)
+        self.known.setdefault(key, []).append((law, token))
+        return token
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`looks[i]` is how often the draft looks in vain for the ask of round i + 1; in rounds beyond, as often
+    as it likes. With `deaf` the leader hears nothing before it waits, with `twice` all replies come again.
+    """
+
+    looks: tuple[int, ...]
+    deaf: bool = False
+    twice: bool = False
+
+
+class Stage:
+    """Two ends of a line, of which one has the floor."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.mail: dict[str, deque[bytes]] = {"leader": deque(), "draft": deque()}
+        self.floor = {"leader": threading.Semaphore(1), "draft": threading.Semaphore(0)}
+        self.ended: set[str] = set()
+        self.waiting: set[str] = set()
+        self.error: BaseException | None = None
+        self.looked = 0
+        self.round = 0
+
+    def give_floor(self, side: str) -> None:
+        """To the other side; until it comes back."""
+        other = "draft" if side == "leader" else "leader"
+        if other in self.ended:
+            raise AssertionError(f"{side} waits for one that has ended")
+        self.floor[other].release()
+        self.floor[side].acquire()
+        if self.error:
+            raise SystemExit
+
+    def play(self, leader: Callable[[], Any], draft: Callable[[], Any]) -> Any:
+        """What the leader's part returns. Errors of either side are raised here."""
+        found = []
+
+        def act(side: str, part: Callable[[], Any]) -> None:
+            self.floor[side].acquire()
+            try:
+                found.append((side, part()))
+            except BaseException as error:
+                self.error = self.error or error
+            self.ended.add(side)
+            self.floor["draft" if side == "leader" else "leader"].release()
+
+        threads = [threading.Thread(target=act, args=one) for one in (("leader", leader), ("draft", draft))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error:
+            raise self.error
+        assert len(found) == 2
+        return dict(found)["leader"]
+
+
+class StagedLink:
+    """One end."""
+
+    def __init__(self, stage: Stage, side: str) -> None:
+        self._stage, self._side = stage, side
+        self._far = "draft" if side == "leader" else "leader"
+
+    def send(self, frame: bytes) -> None:
+        stage = self._stage
+        stage.mail[self._far].append(frame)
+        letter = Letter.opened(frame)
+        assert letter is not None
+        stage.waiting.discard(self._far)
+        if letter.kind is Kind.REPLY:
+            stage.looked = 0
+            if stage.schedule.twice:
+                stage.mail[self._far].append(frame)
+            stage.give_floor(self._side)  # the leader goes on as far as it can
+
+    def receive(self, seconds: float) -> bytes | None:
+        stage, mail = self._stage, self._stage.mail[self._side]
+        if seconds <= 0:
+            return mail.popleft() if mail and self._sees() else None
+        while not mail:
+            stage.waiting.add(self._side)
+            assert len(stage.waiting) < 2, "both wait"
+            stage.give_floor(self._side)
+        stage.waiting.discard(self._side)
+        return mail.popleft()
+
+    def close(self) -> None:
+        pass
+
+    def _sees(self) -> bool:
+        """Whether what has been sent has come."""
+        stage = self._stage
+        if self._side == "leader":
+            return not stage.schedule.deaf
+        if stage.round < len(stage.schedule.looks) and stage.looked < stage.schedule.looks[stage.round]:
+            stage.looked += 1
+            return False
+        stage.round += 1
+        return True
+
+
+def overlapped(
+    s: Scenario, target: CausalModel, draft: CausalModel, draws: Any, schedule: Schedule, watch: Any = None
+) -> Outcome:
+    """One run of the shipping loop on both sides."""
+    stage = Stage(schedule)
+    asker = Asker(StagedLink(stage, "leader"), PATIENCE_S, PATIENCE_S)
+    answerer = Answerer(StagedLink(stage, "draft"))
+    laws = Laws(s.sampling, tuple(s.ends), target.vocab)
+    remote = RemoteDrafter(asker, draft.context, laws.vocab, torch.float64, may_lose=False)
+    leads = Crew(ALONE, ALONE, None, asker, asker, drafts_apart=True)
+    helps = Crew(ALONE, None, ALONE, answerer, answerer, drafts_apart=True)
+    sender = SendingDrafter(Runner(draft, s.chunk), laws, draws, ALONE, answerer, goes_ahead=True)
+    engine = Engine(Runner(target, s.chunk), remote, laws, RULES[s.rule], draws, leads)
+    follower = Follower(None, sender, helps, target.context, torch.device("cpu"))
+
+    def part(engine: Any) -> Outcome:
+        state = engine.prefill([Prompt(str(row), ids) for row, ids in enumerate(s.prompts)], s.new)
+        limits = Limits(s.new, s.ends, StopAt(s.stop, state.rows) if s.stop else None)
+        rows = state.rows
+        costs = Costs.of_ratio(0.3, s.k)
+        lookahead = AdaptiveLookahead(costs, rows) if s.adaptive else FixedLookahead(s.k, rows)
+        for _ in generate(engine, state, limits, lookahead):
+            pass
+        return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
+
+    outcome = stage.play(lambda: part(engine), lambda: part(follower))
+    if watch is not None:
+        watch(asker, sender.tally)
+    return outcome
+
+
+def schedules(k: int, rounds: int) -> Iterator[Schedule]:
+    """Every one for so many rounds: a round has k passes ahead, and one for the guess."""
+    for number, looks in enumerate(product(range(k + 2), repeat=rounds)):
+        yield Schedule(looks, deaf=bool(number % 2), twice=bool(number // 2 % 2))
+
+
+@dataclass
+class Seen:
+    """What a walk went through."""
+
+    schedules: int = 0
+    runs: int = 0
+    drafted: int = 0
+    used: int = 0
+    discarded: int = 0
+
+    def __call__(self, asker: Asker, tally: Any) -> None:
+        self.runs += 1
+        self.drafted, self.used = self.drafted + tally.drafted, self.used + tally.used
+        self.discarded += asker.discarded
+
+
+def walk(s: Scenario, which: Iterator[Schedule]) -> tuple[float, Seen]:
+    """The greatest total variation of any schedule's joint law from the target's."""
+    target, draft = models(s)
+    assert draft is not None
+    law, worst, seen = expected(s, target.module), 0.0, Seen()
+    for schedule in which:
+        found, _ = every_branch(
+            lambda draws, schedule=schedule: overlapped(s, target, draft, draws, schedule, seen),
+            draws=SharedDraws,
+        )
+        seen.schedules += 1
+        worst = max(worst, distance(found, law))
+    return worst, seen
