@@ -29,27 +29,32 @@ from tests.choices import ReplayDraws, distance, every_branch
 from tests.trees import Outcome, Scenario, StopAt, expected, models
 
 PATIENCE_S = 3600.0  # nobody's clock decides anything here
+SLIVER = 1e-14  # intervals that are there by rounding alone
 
 
 @dataclass
 class SharedDraws(ReplayDraws):
-    """One tree of choices for both sides.
+    """One tree of choices for both sides, in which a key stands for one uniform number, as it does in a run.
 
-    A key stands for one random number: the same law gives the same token again, as it does with counters.
-    Under another law it is a choice of its own, which is the most that two laws can differ by.
+    A choice says in which part of its interval the number lies. Who asks again, with the same law or another,
+    chooses within that part: so draws that share a key depend on each other just as they do in a run.
     """
 
-    known: dict[tuple[int, int, int, int], list[tuple[list[float], int]]] = field(default_factory=dict)
+    known: dict[tuple[int, int, int, int], tuple[float, float]] = field(default_factory=dict)
 
     def _choose(self, law: list[float], slot: Any, row: int, column: int) -> int:
         key = (slot.keys[row], slot.bases[row], int(slot.purpose), slot.offset + column)
-        for drawn, token in self.known.get(key, []):
-            if drawn == law:
-                return token
-        self.drawn.discard(key)
-        token = super()._choose(law, slot, row, column)
-        self.known.setdefault(key, []).append((law, token))
-        return token
+        low, high = self.known.get(key, (0.0, 1.0))
+        ends = [sum(law[: index + 1]) for index in range(len(law))]
+        parts = [(max(low, end - share), min(high, end)) for share, end in zip(law, ends, strict=True)]
+        weights = [right - left if right - left > SLIVER else 0.0 for left, right in parts]
+        if sum(weight > 0 for weight in weights) > 1:
+            self.drawn.discard(key)
+            chosen = super()._choose([weight / sum(weights) for weight in weights], slot, row, column)
+        else:
+            chosen = max(range(len(law)), key=weights.__getitem__)
+        self.known[key] = parts[chosen]
+        return chosen
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,192 @@
+"""A draft that runs ahead changes nothing but time: every order of events has the target's law."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import apart
+from llama_ssp.engine.ahead import AheadDrafter, Memo
+from llama_ssp.engine.apart import read, written
+from llama_ssp.engine.drafters import Drawn
+from llama_ssp.engine.state import State
+from llama_ssp.ranks.post import Asker, Kind, Letter
+from tests.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
+from tests.trees import Scenario, models, play
+
+CUT = SamplingConf(top_p=0.75)  # some laws are certain then, and trees smaller
+CUT_LESS = SamplingConf(top_p=0.85)
+TWO, OTHER_TWO = ((1,), (0, 1, 1)), ((1, 1, 0), (0,))
+
+# A scenario, and for how many rounds all schedules are tried.
+WALKS: dict[str, tuple[Scenario, int]] = {
+    "one row, K = 1": (Scenario(vocab=2, k=1, new=4), 3),
+    "one row, K = 2": (Scenario(vocab=2, k=2, new=6, sampling=CUT_LESS), 3),
+    "one row, token rule": (Scenario(vocab=2, k=2, new=6, sampling=CUT_LESS, rule="token"), 2),
+    "every guess is right": (Scenario(vocab=2, k=2, new=6, draft="same"), 2),
+    "two rows, K = 2": (Scenario(prompts=TWO, vocab=2, k=2, new=5, draft="same", sampling=CUT), 3),
+    "two rows, EOS": (
+        Scenario(prompts=OTHER_TWO, vocab=2, k=1, new=4, ends=frozenset({1}), sampling=CUT), 2,
+    ),
+    "two rows, the context ends": (Scenario(prompts=TWO, vocab=2, k=2, new=10, context=6, sampling=CUT), 3),
+    "two rows, adaptive K": (
+        Scenario(prompts=TWO, vocab=2, k=2, new=5, adaptive=True, draft="same", sampling=CUT_LESS), 1,
+    ),
+    "a stop sequence": (Scenario(vocab=2, k=2, new=6, stop=(0, 1), sampling=CUT_LESS), 2),
+    "the draft's context ends": (Scenario(draft_context=5, vocab=2, k=2, new=6, sampling=CUT_LESS), 2),
+}  # fmt: skip
+
+
+def test_an_interleaving_has_the_targets_law():
+    scenario, _ = WALKS["two rows, K = 2"]
+    error, seen = walk(scenario, iter(schedules(2, 1)))
+    assert error < 1e-12 and seen.schedules == 4 and seen.used > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WALKS)
+def test_every_interleaving_has_the_targets_law(name: str):
+    scenario, rounds = WALKS[name]
+    error, seen = walk(scenario, schedules(scenario.k, rounds))
+    assert error < 1e-12
+    assert seen.schedules == (scenario.k + 2) ** rounds
+    assert seen.drafted > seen.used >= 0 and (seen.used > 0 or scenario.ends or scenario.stop)
+
+
+def test_drafts_are_ready_when_there_is_time_and_the_guess_is_right():
+    scenario, _ = WALKS["every guess is right"]
+    target, draft = models(scenario)
+    assert draft is not None
+    used = []
+    for looks in (0, 1, 2, 3):
+        seen = Seen()
+        overlapped(scenario, target, draft, SharedDraws([]), Schedule((looks,) * 9), seen)
+        used.append(seen.used)
+    assert used == [0, 0, 1, 2]  # a pass for the guess, then a draft a pass
+
+
+def test_the_text_is_that_of_one_process():
+    """Draw for draw: what is drafted ahead takes the keys that the proposal would have taken."""
+    for seed in range(6):
+        scenario = Scenario(prompts=TWO, vocab=5, k=3, new=12, ends=frozenset({4}))
+        target, draft = models(scenario)
+        assert draft is not None
+        alone = play(scenario, target, draft, CounterDraws(seed))
+        for looks in (0, 2, 5):
+            schedule = Schedule((looks,) * 20, deaf=seed % 2 > 0, twice=seed % 3 > 0)
+            assert overlapped(scenario, target, draft, CounterDraws(seed), schedule) == alone
+
+
+@pytest.mark.parametrize("zeros", [0, 5, 11, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_laws_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
+    law = torch.rand(12, dtype=dtype)
+    law[:zeros] = 0
+    law = law.view(1, 2, 6)
+    how, load = written(law)
+    assert torch.equal(read(how, load, (1, 2, 6), dtype), law)
+    assert len(load) <= law.nbytes
+
+
+# Faults, each of which must show in the law (or break the run).
+
+
+def _any_reply(asker: Asker, seconds: float) -> bool:
+    """Takes whatever reply comes for the one to this ask."""
+    frame = asker.link.receive(seconds)
+    letter = Letter.opened(frame) if frame is not None else None
+    if letter is None:
+        return False
+    asker._unheard = [(number, values) for number, values in asker._unheard if number > letter.number]
+    if letter.kind is Kind.REPLY:
+        asker._reply = letter
+    return True
+
+
+def _about_anything(state: State, count: tuple[int, ...]) -> list[int]:
+    return [0] * (3 * state.rows)
+
+
+def _of_any_text(memo: Memo, state: State, row: int) -> bool:
+    return True
+
+
+def _if_it_pleases(memo: Memo, state: State, row: int) -> bool:
+    """Looks at what was drafted, not only at what was committed."""
+    stands = state.keys[row] == memo.state.keys[row] and state.texts[row] == memo.state.texts[row]
+    return stands and bool(memo.drawn) and int(memo.drawn[0].token_B[row]) == 0
+
+
+_beyond, _step = State.beyond, AheadDrafter._step
+
+
+def _with_own_draws(state: State, blocks: list[list[int]]) -> State:
+    """Drafts ahead by other keys than the proposal's."""
+    later: Any = _beyond(state, blocks)
+    later.slot = lambda purpose, offset=0: State.slot(later, purpose, offset + 8)
+    return later
+
+
+def _law_of_another_branch(drafter: AheadDrafter, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
+    drawn = _step(drafter, state, offset, count)
+    ready = drafter._memo is not None and offset < max(drafter._ready)
+    return replace(drawn, law_BV=drawn.law_BV.flip(-1)) if ready else drawn
+
+
+PATIENT = Schedule((3,) * 6)  # all that can be drafted ahead is
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is replaced by what, and where it must show."""
+
+    changes: tuple[tuple[Any, str, Any], ...]
+    scenario: Scenario = WALKS["one row, K = 1"][0]
+    schedule: Schedule = PATIENT
+
+
+WHIM, ALIKE = "whether it is used depends on a token that nobody committed", "every guess is right"
+FAULTS = {
+    "a stale proposal is used": Fault(
+        ((Asker, "_take", _any_reply), (apart, "tags", _about_anything)),
+        schedule=Schedule((0,) * 6, twice=True),
+    ),
+    "a proposal for another prefix is used": Fault(((Memo, "stands", _of_any_text),)),
+    "whether it is used depends on a token that nobody committed": Fault(
+        ((Memo, "stands", _if_it_pleases), (State, "beyond", _with_own_draws)),
+        WALKS["every guess is right"][0],
+    ),
+    "the law is another branch's": Fault(((AheadDrafter, "_step", _law_of_another_branch),)),
+}
+
+
+def shows(fault: Fault) -> str | None:
+    """How it shows."""
+    with ExitStack() as stack:
+        for place, name, instead in fault.changes:
+            stack.enter_context(patch.object(place, name, instead))
+        try:
+            error, _ = walk(fault.scenario, iter([fault.schedule]))
+        except Exception as crash:
+            return f"{type(crash).__name__}: {crash}"
+    return f"TV {error:.1e}" if error > 1e-12 else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_shows(name: str):
+    assert shows(FAULTS[name]) is not None
+
+
+@pytest.mark.slow
+def test_keys_make_the_choice_harmless_by_themselves():
+    """A proposal that is thrown away for what it holds is drawn again by the same keys: the same one."""
+    whim = FAULTS[WHIM]
+    assert shows(replace(whim, changes=whim.changes[:1])) is None
