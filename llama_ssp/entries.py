@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import checks
 from llama_ssp.checkpoint import complete
-from llama_ssp.config import Drafting, DraftSeat, EvalConf, RunConf, Splitting, Weights
+from llama_ssp.config import Drafting, DraftSeat, EvalConf, Overlap, RunConf, Splitting, Weights
 from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Entry, drafts
 from llama_ssp.overrides import CONF, translated
@@ -44,7 +44,19 @@ def _completed(run: RunConf, world: int) -> Entry:
         require_split(model, len(placement.target))
     if draft is not None and placement.draft_degree > 1:
         require_split(draft, placement.draft_degree, "draft")
+    require_apart(whole, placement)
     return Entry(whole, target_path, draft_path, placement)
+
+
+def require_apart(run: RunConf, placement: Placement) -> None:
+    """A draft runs ahead on ranks of its own; elsewhere it would take the target's time."""
+    asked = run.speculation.overlap
+    if asked is Overlap.ahead and drafts(run) and not placement.draft_apart:
+        raise UsageError(
+            "a draft runs ahead on ranks of its own only", where="speculation.overlap",
+            found=f"{asked.value}, with {placement.in_words()}", allowed="auto, off",
+            fix="use placement=own on two ranks or more, or speculation.overlap=auto",
+        )  # fmt: skip
 
 
 def _seated(run: RunConf, target: Path | None, draft: Path | None, world: int) -> RunConf:

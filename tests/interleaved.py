@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from llama_ssp.config import Overlap
 from llama_ssp.engine import Engine, Follower, Prompt, RemoteDrafter, Runner, SendingDrafter
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
@@ -168,10 +169,10 @@ def overlapped(
     asker = Asker(StagedLink(stage, "leader"), PATIENCE_S, PATIENCE_S)
     answerer = Answerer(StagedLink(stage, "draft"))
     laws = Laws(s.sampling, tuple(s.ends), target.vocab)
-    remote = RemoteDrafter(asker, draft.context, laws.vocab, torch.float64, may_lose=False)
-    leads = Crew(ALONE, ALONE, None, asker, asker, drafts_apart=True)
-    helps = Crew(ALONE, None, ALONE, answerer, answerer, drafts_apart=True)
-    sender = SendingDrafter(Runner(draft, s.chunk), laws, draws, ALONE, answerer, goes_ahead=True)
+    remote = RemoteDrafter(asker, draft.context, laws.vocab, torch.float64)
+    leads = Crew(ALONE, ALONE, None, asker, asker, apart=(1,))
+    helps = Crew(ALONE, None, ALONE, answerer, answerer, apart=(1,))
+    sender = SendingDrafter(Runner(draft, s.chunk), laws, draws, ALONE, answerer, Overlap.ahead)
     engine = Engine(Runner(target, s.chunk), remote, laws, RULES[s.rule], draws, leads)
     follower = Follower(None, sender, helps, target.context, torch.device("cpu"))
 

@@ -8,6 +8,7 @@ message carries how many rounds are decided, and a checksum of what the leader h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,9 +16,12 @@ import torch
 
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.errors import DistributedError
-from llama_ssp.ranks import Asker, Crew, Told, checksum
+from llama_ssp.ranks import Asker, Crew, LostPeer, Told, checksum
+
+log = logging.getLogger(__name__)
 
 Count = tuple[int, ...]
+DECIDED, ALONE = 1, 2  # what a message says beside numbers: there is a decision in it; the draft is lost
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Leading:
 
     def __init__(self, crew: Crew) -> None:
         self._target = crew.target if crew.target is not None and crew.target.world > 1 else None
-        self._asked = crew.asked
+        self._asked, self._everyone = crew.asked, crew.everyone
         self._line = crew.line if isinstance(crew.line, Asker) and crew.asked is not None else None
         self._untold: list[int] = []  # the last decision
         self._basis: int | None = None  # what the texts were when it was taken
@@ -76,10 +80,12 @@ class Leading:
 
     def submit(self, state: State, proposal: Proposal) -> None:
         """Tells the ranks of the target what was decided, and what is drafted now."""
+        self._require_line()
         if self._target is not None:
             drafted = [token for row in proposal.drafted_BK.tolist() for token in row]
             self._tell(self._target, self._basis_of(state), [*proposal.count, *drafted])
         self._untold, self._basis = [], None
+        self._part_with_lost()
 
     def decide(self, state: State, verdict: Verdict) -> None:
         """Keeps the decision for the next messages."""
@@ -91,15 +97,41 @@ class Leading:
     def settle(self) -> None:
         """Tells a decision that no drafts follow."""
         if self._basis is not None:
-            for ranks in (self._asked, self._target):
-                self._tell(ranks, self._basis, [0] * self._rows)
-            self._untold, self._basis = [], None
+            self._tell(self._asked, self._basis, [0] * self._rows)
             if self._line is not None:
                 self._line.flush()
+                self._require_line()
+            self._tell(self._target, self._basis, [0] * self._rows)
+            self._untold, self._basis = [], None
+            self._part_with_lost()
 
     def _tell(self, ranks: Told | None, basis: int, values: list[int]) -> None:
         if ranks is not None:
-            ranks.broadcast_ints([self._decided, basis, int(bool(self._untold)), *self._untold, *values])
+            kind = DECIDED * bool(self._untold) | ALONE * self._is_alone
+            ranks.broadcast_ints([self._decided, basis, kind, *self._untold, *values])
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the draft, on ranks of its own, is lost."""
+        return self._line is not None and self._line.lost is not None
+
+    def _require_line(self) -> None:
+        """A draft apart that is gone, or silent, ends the run only where it is wanted so."""
+        line = self._line
+        if line is None or line.lost is None or line.mourned:
+            return
+        if line.essential:
+            raise LostPeer(
+                "the draft has gone or does not answer", where="its first rank", found=line.lost,
+                fix="look there for the first error; placement.on_draft_loss=continue lets the target go on",
+            )  # fmt: skip
+        log.warning("the draft is lost (%s): the target goes on alone", line.lost)
+        line.mourned = True
+
+    def _part_with_lost(self) -> None:
+        """After the others have been told."""
+        if self._is_alone:
+            self._everyone.part_with_lost()
 
     def _basis_of(self, state: State) -> int:
         """What the texts were at the last decision; before the first, what they are."""
@@ -110,7 +142,7 @@ class Following:
     """Any other rank's side: it hears the end of one round and the start of the next together."""
 
     def __init__(self, crew: Crew) -> None:
-        self._me, self._asked = crew.everyone.rank, crew.asked
+        self._me, self._asked, self._everyone = crew.everyone.rank, crew.asked, crew.everyone
         self._target = crew.target
         self._start: list[int] | None = None  # of the round to come
         self._basis: int | None = None  # what the texts were at the last decision
@@ -165,13 +197,15 @@ class Following:
 
     def _hear(self, ranks: Told | None, basis: int, rows: int) -> tuple[Verdict | None, list[int]]:
         assert ranks is not None, "whom a rank hears from follows from its place"
-        number, theirs, decided, *values = ranks.broadcast_ints([])
+        number, theirs, kind, *values = ranks.broadcast_ints([])
         if number != self._decided:
             raise self._astray(f"{self._decided} rounds are decided here, {number} with the leader")
         if theirs != basis:
             raise self._astray("their texts differ in length")
+        if kind & ALONE:
+            self._everyone.part_with_lost()
         rest = iter(values)
-        return Verdict.heard(rest, rows) if decided else None, list(rest)
+        return Verdict.heard(rest, rows) if kind & DECIDED else None, list(rest)
 
     def _astray(self, how: str) -> DistributedError:
         return DistributedError(

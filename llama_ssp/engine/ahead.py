@@ -14,11 +14,14 @@ is right, and how far drafting got are matters of speed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from llama_ssp.config import Overlap
 from llama_ssp.draws import Draws, Purpose
 from llama_ssp.engine.drafters import DraftModel, Drawn, ModelDrafter, nothing
 from llama_ssp.engine.runner import Runner
@@ -56,16 +59,49 @@ class Tally:
     used: int = 0
 
 
+USUAL, MEMORY, TRY_EVERY = 1.0, 0.95, 16
+
+
+class Pays:
+    """Whether drafting ahead has paid lately, in passes of the draft model, a round.
+
+    A draft that is used saves one. A round whose ask comes in the middle of a pass waits for its end, half of
+    one. Where it does not pay it is tried now and then.
+    """
+
+    def __init__(self) -> None:
+        self._gain, self._rests = USUAL, 0
+
+    def __bool__(self) -> bool:
+        self._rests = 0 if self._gain > 0 or self._rests == TRY_EVERY else self._rests + 1
+        return self._rests == 0
+
+    def learn(self, used: int, was_called: bool) -> None:
+        """From a round before which it went ahead."""
+        self._gain = MEMORY * self._gain + (1 - MEMORY) * (used - 0.5 * was_called)
+
+
+class Span(NamedTuple):
+    """A pass of the draft model, for pictures: whether it was ahead of being asked, and from when to when."""
+
+    is_ahead: bool
+    began_us: int
+    ended_us: int
+
+
 class AheadDrafter(ModelDrafter):
     """A draft model that drafts when it is asked, and in between for texts that may come.
 
     Split over several ranks, it is the first of them: the others (`AheadAssistant`) compute with it.
     """
 
-    def __init__(self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, goes_ahead: bool) -> None:
+    def __init__(self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, overlap: Overlap) -> None:
         super().__init__(runner, laws, draws)
-        self._group, self._goes_ahead = group, goes_ahead
+        self._group, self._overlap, self._pays = group, overlap, Pays()
+        self._called: bool | None = None  # whether the last round's drafting ahead was broken off; None: none
         self.tally = Tally()
+        self.spans: list[Span] = []
+        self._is_ahead = False
         self._memo: Memo | None = None
         self._ready: list[int] = []  # drafts of each row that the memo has for its text
 
@@ -82,7 +118,10 @@ class AheadDrafter(ModelDrafter):
             return nothing(state)
         self.tally.rows += sum(n > 0 for n in count)
         self.tally.rows_ready += sum(0 < n <= ready for n, ready in zip(count, self._ready, strict=True))
-        self.tally.used += sum(min(n, ready) for n, ready in zip(count, self._ready, strict=True))
+        used = sum(min(n, ready) for n, ready in zip(count, self._ready, strict=True))
+        self.tally.used += used
+        if self._called is not None:
+            self._pays.learn(used, self._called)
         self._runner.roll_back([length + n for length, n in zip(state.lengths, count, strict=True)])
         proposal = super().propose(state, count)
         self._end_of_passes()
@@ -91,11 +130,15 @@ class AheadDrafter(ModelDrafter):
 
     def ahead(self, state: State, proposal: Proposal, called: Callable[[], bool]) -> None:
         """Drafts for the round to come, until called or done. Between two passes it looks who calls."""
-        if self._goes_ahead:
-            passes = self._ahead(state, proposal)
-            while not called() and next(passes, None) is not None:
-                pass
-            self._end_of_passes()
+        self._called = None
+        if self._overlap is Overlap.off:
+            return
+        if self._overlap is Overlap.ahead or self._pays:
+            passes, self._is_ahead, is_called = self._ahead(state, proposal), True, called()
+            while not is_called and next(passes, None) is not None:
+                is_called = called()
+            self._is_ahead, self._called = False, is_called
+        self._end_of_passes()
 
     def roll_back(self, lengths: list[int]) -> None:
         """Forgets what was not committed, but for drafts behind the very texts that were."""
@@ -159,7 +202,10 @@ class AheadDrafter(ModelDrafter):
         if self._group.world > 1:
             ends = self._ends(state, offset, count)
             self._group.broadcast_ints([*self._runner.cached, *ends])
-        return super()._pass(state, offset, count)
+        began_us = now_us()
+        logits = super()._pass(state, offset, count)
+        self.spans.append(Span(self._is_ahead, began_us, now_us()))
+        return logits
 
     def _end_of_passes(self) -> None:
         if self._group.world > 1:
@@ -173,9 +219,9 @@ class AheadAssistant(DraftModel):
     that follows every look-up brings the rows here (load.tensor).
     """
 
-    def __init__(self, runner: Runner, group: Ranks, goes_ahead: bool) -> None:
+    def __init__(self, runner: Runner, group: Ranks, overlap: Overlap) -> None:
         super().__init__(runner)
-        self._group, self._goes_ahead = group, goes_ahead
+        self._group, self._overlap = group, overlap
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if max(count):
@@ -184,13 +230,18 @@ class AheadAssistant(DraftModel):
 
     def meanwhile(self, state: State, _proposal: Proposal) -> None:
         """Until the rank that draws is done."""
-        if self._goes_ahead:
+        if self._overlap is not Overlap.off:
             self._assist(state)
 
     def _assist(self, state: State) -> None:
         while places := self._group.broadcast_ints([]):
             self._runner.cached = places[: state.rows]
             self._runner.logits(state.token_BS, places[state.rows :], [1] * state.rows)
+
+
+def now_us() -> int:
+    """The same for all processes of a machine."""
+    return time.monotonic_ns() // 1000
 
 
 def merged(first_B: torch.Tensor, first: Drawn, second: Drawn) -> Drawn:

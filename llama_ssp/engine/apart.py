@@ -6,45 +6,59 @@ none that is not about its own texts.
 
 from __future__ import annotations
 
-import logging
 from array import array
+from collections import deque
+from dataclasses import astuple, dataclass, fields
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from llama_ssp.config import Overlap
 from llama_ssp.draws import Draws
-from llama_ssp.engine.ahead import AheadDrafter, Tally
+from llama_ssp.engine.ahead import AheadDrafter, Span, Tally, now_us
 from llama_ssp.engine.drafters import nothing, reach
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
-from llama_ssp.ranks import Answerer, Asker, LostPeer, Ranks
+from llama_ssp.ranks import Answerer, Asker, Ranks
 from llama_ssp.sampling import Laws
-
-log = logging.getLogger(__name__)
 
 WHOLE, SPARSE = 0, 1  # how laws are written
 SPARE = 4  # a law is written whole, unless fewer than one entry in so many is not 0
-TOLD = 5  # integers about drafting, beside the drafts
+TOLD = 2 + len(fields(Tally)) + 2  # integers about drafting, beside the drafts
+ROUNDS_KEPT = 64  # of which a picture can be made
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One question and its answer, on the leader's clock, and what the draft has done since the last one.
+
+    The draft's times are its own machine's, which is the leader's where they sit on one machine.
+    """
+
+    asked_us: int
+    replied_us: int
+    spans: tuple[Span, ...]
 
 
 class SendingDrafter(AheadDrafter):
     """The draft's side: proposes, and sends it; drafts ahead until the leader's next message has come."""
 
     def __init__(
-        self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, line: Answerer, goes_ahead: bool
+        self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, line: Answerer, overlap: Overlap
     ) -> None:
-        super().__init__(runner, laws, draws, group, goes_ahead)
-        self._line = line
+        super().__init__(runner, laws, draws, group, overlap)
+        self._line, self._waited_s = line, line.waited_s
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         proposal = super().propose(state, count)
         if proposal.draft_BKV is not None and proposal.damaged is not None:
             how, load = written(proposal.draft_BKV)
             drafts = [*proposal.damaged.long().tolist(), *proposal.drafted_BK.flatten().tolist()]
-            tally = self.tally
-            told = [self.forwards, tally.rows, tally.rows_ready, tally.drafted, tally.used]
-            self._line.answer([*tags(state, count), how, *told, *drafts], load)
+            spans, self.spans = [time for span in self.spans for time in span], []
+            told = [self.forwards, *astuple(self.tally), int(1e6 * (self._line.waited_s - self._waited_s))]
+            self._line.answer([*tags(state, count), how, *told, len(spans), *spans, *drafts], load)
         return proposal
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
@@ -58,12 +72,28 @@ class RemoteDrafter:
     A draft that is lost proposes nothing any more: the target goes on alone.
     """
 
-    def __init__(self, line: Asker, context: int, vocab: int, dtype: torch.dtype, may_lose: bool) -> None:
+    def __init__(self, line: Asker, context: int, vocab: int, dtype: torch.dtype) -> None:
         """`dtype` and `vocab` are those of the laws, `context` is the draft model's."""
-        self._line, self._may_lose = line, may_lose
+        self._line = line
         self._context, self._vocab, self._dtype = context, vocab, dtype
         self.forwards = 0
-        self.tally = Tally()
+        self._tally, self._waited_us, self._drafts_waited_us = Tally(), 0, 0
+        self.history: deque[Exchange] = deque(maxlen=ROUNDS_KEPT)
+
+    def figures(self) -> dict[str, Any]:
+        """What came of drafting apart, under the names of the JSON interface."""
+        tally = self._tally
+        return {
+            "rows_asked": tally.rows,
+            "rows_ready": tally.rows_ready,
+            "ready_share": tally.rows_ready / tally.rows if tally.rows else None,
+            "tokens_drafted_ahead": tally.drafted,
+            "tokens_drafted_ahead_wasted": tally.drafted - tally.used,
+            "leader_waited_ms": self._waited_us / 1000,
+            "draft_waited_ms": self._drafts_waited_us / 1000,
+            "replies_discarded": self._line.discarded,
+            "draft_lost": self._line.lost,
+        }
 
     def start(self, rows: int, capacity: int) -> None:
         pass
@@ -84,16 +114,17 @@ class RemoteDrafter:
         rows, k, own = state.rows, max(count), tags(state, count)
         if not k:
             return nothing(state)
-        while (reply := self._line.reply()) is not None:
-            if reply.values[: len(own)] == own:
-                break
+        asked_us = now_us()
+        while (reply := self._line.reply()) is not None and reply.values[: len(own)] != own:
             self._line.refuse()
         if reply is None:
-            self._lose()
             return nothing(state)
-        how, self.forwards, *told = reply.values[len(own) : len(own) + 1 + TOLD]
-        self.tally = Tally(*told)
-        drafts = torch.tensor(reply.values[len(own) + 1 + TOLD :], device=state.device)
+        how, self.forwards, *told = reply.values[len(own) : len(own) + TOLD]
+        *tally, self._drafts_waited_us, times = told
+        self._tally = Tally(*tally)
+        rest = reply.values[len(own) + TOLD :]
+        self._keep(asked_us, rest[:times])
+        drafts = torch.tensor(rest[times:], device=state.device)
         drafted_BK = drafts[rows:].view(rows, k)
         draft_BKV = read(how, reply.load, (rows, k, self._vocab), self._dtype).to(state.device)
         for offset in range(k):
@@ -103,13 +134,11 @@ class RemoteDrafter:
     def roll_back(self, lengths: list[int]) -> None:
         pass
 
-    def _lose(self) -> None:
-        if not self._may_lose:
-            raise LostPeer(
-                "the draft has gone or does not answer", where="its first rank", found=self._line.lost,
-                fix="look there for the first error; placement.on_draft_loss=continue lets the target go on",
-            )  # fmt: skip
-        log.warning("the draft is lost (%s): the target goes on alone", self._line.lost)
+    def _keep(self, asked_us: int, times: list[int]) -> None:
+        replied_us = now_us()
+        self._waited_us += replied_us - asked_us
+        spans = tuple(Span(bool(a), b, c) for a, b, c in zip(*[iter(times)] * 3, strict=True))
+        self.history.append(Exchange(asked_us, replied_us, spans))
 
 
 def tags(state: State, count: tuple[int, ...]) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from llama_ssp.draws import Draws, Purpose
 from llama_ssp.engine.agreement import Leading, Verdict
+from llama_ssp.engine.apart import RemoteDrafter
 from llama_ssp.engine.drafters import Drafter, certain_where, resting, within
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
@@ -44,6 +47,11 @@ class Engine:
     @property
     def draft_forwards(self) -> int:
         return self.drafter.forwards
+
+    @property
+    def overlap(self) -> dict[str, Any] | None:
+        """What came of a draft on ranks of its own; None without one."""
+        return self.drafter.figures() if isinstance(self.drafter, RemoteDrafter) else None
 
     def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
         """The batch's state, with every cache holding all but each prompt's last token.

@@ -35,6 +35,11 @@ class Follower:
     def draft_forwards(self) -> int:
         return self._drafter.forwards if self._drafter else 0
 
+    @property
+    def overlap(self) -> None:
+        """The leader knows."""
+        return None
+
     def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
         """The batch's state, with this rank's caches filled."""
         self._enter("prefill")

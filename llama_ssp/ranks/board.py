@@ -79,6 +79,13 @@ class Board:
         first = self._store.compare_set(CAUSE, "", json.dumps(asdict(cause))).decode()
         return _cause(first) or cause
 
+    def excuse(self, rank: int) -> None:
+        """Says that the others go on without this rank."""
+        self._store.set(f"excused/{rank}", "")
+
+    def is_excused(self, rank: int) -> bool:
+        return bool(self._store.check([f"excused/{rank}"]))
+
     def heard(self) -> None:
         """Says that this rank knows the cause."""
         self._store.set(f"heard/{self._rank}", "")

@@ -31,11 +31,16 @@ class Crew:
     draft: Ranks | None
     asked: Told | None = None
     line: Asker | Answerer | None = None  # between the leader and the first rank of a draft apart
-    drafts_apart: bool = False  # whether the drafts come to the leader from other ranks
+    apart: tuple[int, ...] = ()  # the ranks of a draft apart
 
     @property
     def leads(self) -> bool:
         return self.everyone.is_leader
+
+    @property
+    def drafts_apart(self) -> bool:
+        """Whether the drafts come to the leader from other ranks."""
+        return bool(self.apart)
 
 
 SOLE = Crew(ALONE, ALONE, ALONE)
@@ -49,15 +54,15 @@ def crew_of(target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks
     else:
         drafting = ranks.among(draft) if draft else None
     if draft and LEADER not in draft:
-        return _apart(Crew(ranks, holding, drafting, drafts_apart=True), draft[0])
+        return _apart(Crew(ranks, holding, drafting, apart=draft))
     others = tuple(rank for rank in draft if rank != LEADER)
     asked = ranks.among((LEADER, *others)) if others else None
     return Crew(ranks, holding, drafting, asked)
 
 
-def _apart(crew: Crew, first: int) -> Crew:
+def _apart(crew: Crew) -> Crew:
     """With a line from the leader to the draft's first rank, which tells the others."""
-    link = crew.everyone.link(LEADER, first)
+    link = crew.everyone.link(LEADER, crew.apart[0])
     if link is not None and crew.leads:
         line = Asker(link, crew.everyone.patience_s)
         return replace(crew, asked=line, line=line)

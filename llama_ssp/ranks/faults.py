@@ -8,14 +8,17 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from llama_ssp.errors import DISTRIBUTED, INPUT_OUTPUT, DistributedError, JointError, RunError
+from llama_ssp.errors import DISTRIBUTED, INPUT_OUTPUT, OK, DistributedError, JointError, RunError
 from llama_ssp.guard import GUARD
 from llama_ssp.ranks.board import END, Board, Cause, Place
+from llama_ssp.ranks.link import LinkLost
 from llama_ssp.ranks.meeting import Meeting
 from llama_ssp.ranks.peers import Peers
+from llama_ssp.ranks.post import Dismissed
 from llama_ssp.ranks.watch import BEAT_S, LEAVE_S, QUIET_S, Watch, stopped
 
 FIND_S = QUIET_S + 2 * BEAT_S  # for the watch to find whose fault it is
@@ -67,9 +70,34 @@ class Report:
     def part(self) -> None:
         self._watch.part()
 
+    def may_lose(self, ranks: frozenset[int]) -> None:
+        """Should one of these go, or fall silent, the others do not end with it."""
+        self._watch.spare = ranks
+
+    @property
+    def spare(self) -> frozenset[int]:
+        return self._watch.spare
+
+    def excuse(self, ranks: tuple[int, ...]) -> None:
+        """The others go on without them."""
+        with suppress(RuntimeError):  # the store is gone: the watch knows
+            for rank in ranks:
+                self._board.excuse(rank)
+
+    def dismiss(self, ranks: tuple[int, ...]) -> None:
+        """Lost ranks of this machine that only stand still are woken, so that they leave; or else ended."""
+        self._watch.dismiss(ranks)
+
     def cause_of(self, error: BaseException) -> JointError:
-        """What all ranks end with: the first cause on the board, which may be this error."""
+        """What all ranks end with: the first cause on the board, which may be this error.
+
+        A rank that may be lost ends by itself, and with code 0: a launcher would take another for the run's.
+        """
         GUARD.ending = True
+        if self.rank in self.spare and not isinstance(error, KeyboardInterrupt):
+            left_alone = isinstance(error, LinkLost | LostPeer)
+            if not left_alone or self._is_excused(error) or not self._watch.ask(FIND_S):
+                return self._lost(error, not left_alone)
         cause = self._cause(error)
         speaks = self._watch.speaks(cause)
         GUARD.arm("cause", LEAVE_S, cause.code, cause.line if speaks else "")
@@ -79,19 +107,32 @@ class Report:
         return JointError(cause.line, cause.code, speaks)
 
     def _cause(self, error: BaseException) -> Cause:
-        elsewhere = isinstance(error, LostPeer | KeyboardInterrupt)
+        elsewhere = isinstance(error, LostPeer | LinkLost | KeyboardInterrupt)
         if found := self._watch.ask(FIND_S if elsewhere else 0.0):
             return found
         with suppress(RuntimeError):
             return self._board.blame(self._own(error))
         return self._own(error)
 
+    def _is_excused(self, error: BaseException) -> bool:
+        """Whether the others go on: then there is no cause to be found."""
+        with suppress(RuntimeError):
+            return isinstance(error, Dismissed) or self._board.is_excused(self.rank)
+        return False
+
+    def _lost(self, error: BaseException, speaks: bool) -> JointError:
+        cause = replace(self._own(error), code=OK)
+        GUARD.arm("cause", LEAVE_S, OK)
+        self._keep(error, cause)
+        self.leave()
+        return JointError(cause.line, OK, speaks)
+
     def _own(self, error: BaseException) -> Cause:
         where = f"rank {self.rank} failed during {self.place}"
         if isinstance(error, KeyboardInterrupt):
             return stopped(self.rank, error.args[0], self.place)
-        if isinstance(error, LostPeer):
-            return Cause(f"rank {self.rank} waits in vain; {error}; {self._places()}", error.code)
+        if isinstance(error, LostPeer | LinkLost):
+            return Cause(f"rank {self.rank} waits in vain; {error}; {self._places()}")
         if isinstance(error, RunError):
             return Cause(f"{where}: {error}", error.code)
         code = INPUT_OUTPUT if isinstance(error, OSError) else DISTRIBUTED

@@ -51,6 +51,8 @@ class Group:
         """`members` are numbers of torchrun's. All ranks make the group, members or not."""
         self._members, self._terms = members, terms
         self._sent = 0
+        self._staying: dict[tuple[int, ...], Group] = {}  # by those that may be lost
+        self._lost: tuple[int, ...] = ()
         # Messages and waiting go by gloo also where tensors go by NCCL: a stuck kernel is still reported.
         ranks = list(members)
         backend = _backend(terms.device)
@@ -104,6 +106,21 @@ class Group:
         if listener is not None:
             return listener.accept(self.patience_s)
         return call(Calling.heard(every[other]), self.patience_s) if self.rank == one else None
+
+    def may_lose(self, members: tuple[int, ...]) -> None:
+        if members and members not in self._staying:
+            staying = tuple(rank for rank in self._members if rank not in members)
+            self._staying[members] = Group(staying, self._terms)
+        self._terms.report.may_lose(frozenset(members))
+
+    def part_with_lost(self) -> None:
+        lost = tuple(sorted(self._terms.report.spare))
+        staying = self._staying.get(lost)
+        if staying is not None and not self._lost:
+            self._lost, self._members, self._sent = lost, staying._members, 0
+            self._messages, self._waiting = staying._messages, staying._waiting
+            self._tensors = staying._tensors
+            self._terms.report.excuse(lost)
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self._sent += 1
@@ -160,6 +177,8 @@ class Group:
         self._terms.report.leave()
         self.barrier()
         self._terms.report.part()
+        if self.is_leader:
+            self._terms.report.dismiss(self._lost)
         dist.destroy_process_group()
 
     def _in_order(self, parts: list[Tensor]) -> list[Tensor]:

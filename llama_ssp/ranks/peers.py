@@ -58,6 +58,20 @@ class Peers:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
 
+    def wake(self, rank: int) -> None:
+        """A stopped process goes on."""
+        if rank in self._handles:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._handles[rank], signal.SIGCONT)
+
+    def living(self) -> set[int]:
+        """Those of this machine that have not ended."""
+        poll = select.poll()
+        for handle in self._handles.values():
+            poll.register(handle, select.POLLIN)
+        ended = {handle for handle, _ in poll.poll(0)}
+        return {rank for rank, handle in self._handles.items() if handle not in ended}
+
     def _hold(self, rank: int, process: Identity) -> None:
         handle = os.pidfd_open(process.pid)
         if _started(process.pid) == process.started:

@@ -75,9 +75,10 @@ class Asker:
     link: Link
     patience_s: float
     again_s: float = AGAIN_S
+    essential: bool = False  # whether the run ends when the line is lost
     lost: str | None = None
+    mourned: bool = False  # whether the loss has been told
     discarded: int = 0  # replies that were stale, foreign or damaged
-    waited_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     _number: int = 0
     _unheard: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -127,7 +128,6 @@ class Asker:
                 again_s, asked = 2 * again_s, now
                 self._send()
             self._take(min(asked + again_s, began + self.patience_s) - now)
-        self.waited_s += self.clock() - began
 
     def _take(self, seconds: float) -> bool:
         """Whether a frame came."""

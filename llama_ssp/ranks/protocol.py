@@ -55,6 +55,12 @@ class Ranks(Protocol):
     def link(self, one: int, other: int) -> Link | None:
         """A line between two of these ranks; None on the others. All ranks call it alike."""
 
+    def may_lose(self, members: tuple[int, ...]) -> None:
+        """From now on these ranks, and no others, may go without ending the run. All ranks call it alike."""
+
+    def part_with_lost(self) -> None:
+        """Goes on without those that might be lost. All others call it, at the same place."""
+
     def enter(self, phase: str, number: int = 0) -> None:
         """Says what this rank is about to do, and in which round, for messages about failures."""
 
@@ -96,6 +102,12 @@ class Alone:
 
     def link(self, one: int, other: int) -> Link | None:
         raise DistributedError("a single rank has nobody to talk to", found=f"ranks {one} and {other}")
+
+    def may_lose(self, members: tuple[int, ...]) -> None:
+        pass
+
+    def part_with_lost(self) -> None:
+        pass
 
     def enter(self, phase: str, number: int = 0) -> None:
         pass

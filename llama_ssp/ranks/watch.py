@@ -29,6 +29,7 @@ class Watch(threading.Thread):
         self.cause = Cause("another rank has gone or does not answer")
         self.place = Place("start")
         self.view: View | None = None  # as last read
+        self.spare: frozenset[int] = frozenset()  # ranks that may be lost
         self._board, self._peers = board, peers
         self._rank, self._world, self._hosted = rank, world, hosted
         self._patience_s, self._beat_s = patience_s, min(BEAT_S, patience_s / 4)
@@ -68,6 +69,16 @@ class Watch(threading.Thread):
         self._parted.set()
         GUARD.disarm("store")
 
+    def dismiss(self, ranks: tuple[int, ...]) -> None:
+        """Wakes those of this machine, and ends those that do not go."""
+        for rank in ranks:
+            self._peers.wake(rank)
+        until = time.monotonic() + LEAVE_S
+        while set(ranks) & self._peers.living() and time.monotonic() < until:
+            time.sleep(SETTLE_S)
+        for rank in set(ranks) & self._peers.living():
+            self._peers.kill(rank)
+
     def speaks(self, cause: Cause) -> bool:
         return cause.voice(self._world) == self._rank
 
@@ -83,7 +94,7 @@ class Watch(threading.Thread):
         staying = {rank for rank in range(self._world) if self.view.places[rank].phase != END}
         limit = QUIET_S if self.lost.is_set() else self._patience_s
         late = {rank for rank in staying if now - self._changed[rank] > limit} - {self._rank}
-        missing = sorted((gone & staying) | late)
+        missing = sorted(((gone & staying) | late) - self.spare)
         if not missing:  # only now: torchrun stops the others when one has gone
             own = GUARD.signalled and stopped(self._rank, GUARD.signalled, self.place)
             return self._board.blame(own) if own else None
@@ -92,7 +103,7 @@ class Watch(threading.Thread):
         if first not in gone:
             how = f"has not answered for {now - self._changed[first]:.1f} s (stopped, or cut off)"
         cause = Cause(f"rank {first} {how} during {self.view.places[first]}", silent=tuple(missing))
-        for rank in late - gone:
+        for rank in late - gone - self.spare:
             self._peers.kill(rank)
         return self._board.blame(cause)
 

@@ -75,6 +75,7 @@ class Batches:
             "target_forwards": self._engine.target_forwards,
             "target_forwards_prefill": self._prefill_forwards,
             "draft_forwards": self._engine.draft_forwards,
+            "overlap": self._engine.overlap,
             **counted(self._counts, self._prefill_s, self._decode_s),
         }
 
@@ -82,7 +83,7 @@ class Batches:
 def nothing_run() -> dict[str, Any]:
     """The same figures of a run that got no further than its checks."""
     forwards = dict.fromkeys(("target_forwards", "target_forwards_prefill", "draft_forwards"), 0)
-    return {**forwards, **counted(Counts(), 0.0, 0.0)}
+    return {**forwards, "overlap": None, **counted(Counts(), 0.0, 0.0)}
 
 
 def counted(counts: Counts, prefill_s: float, decode_s: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from llama_ssp.config import Drafting, OnDraftLoss, Overlap, RunConf, Splitting, home_expanded
+from llama_ssp.config import Drafting, OnDraftLoss, RunConf, Splitting, home_expanded
 from llama_ssp.coupled import source
 from llama_ssp.draws import Draws
 from llama_ssp.engine import (
@@ -186,6 +186,10 @@ def rule_of(run: RunConf) -> Rule:
 def engine_with(pair: Pair, run: RunConf, tokens: Tokens, laws: Laws, draws: Draws, chunk: int) -> AnyEngine:
     """One engine with caches of its own, for these laws and draws."""
     bridge = tokens.paired.bridge if tokens.paired else None
+    essential = run.placement.on_draft_loss is OnDraftLoss.stop
+    pair.crew.everyone.may_lose(() if essential else pair.crew.apart)
+    if isinstance(pair.crew.line, Asker):
+        pair.crew.line.essential, pair.crew.line.patience_s = essential, run.placement.draft_timeout_s
     crew, drafter = pair.crew, _drafter(pair, run, laws, draws, chunk, bridge)
     if not drafts(run) and not crew.drafts_apart:
         crew = replace(crew, asked=None)
@@ -209,14 +213,12 @@ def _drafter(
     if pair.draft is None:
         if not isinstance(crew.line, Asker):
             return None
-        may_lose = run.placement.on_draft_loss is not OnDraftLoss.stop
-        crew.line.patience_s = run.placement.draft_timeout_s
-        return RemoteDrafter(crew.line, pair.draft_context, laws.vocab, wide(pair.draft_dtype), may_lose)
-    runner, ahead = Runner(pair.draft, chunk), spec.overlap is not Overlap.off
+        return RemoteDrafter(crew.line, pair.draft_context, laws.vocab, wide(pair.draft_dtype))
+    runner = Runner(pair.draft, chunk)
     if crew.draft is not None and not crew.draft.is_leader:
-        return AheadAssistant(runner, crew.draft, ahead) if crew.drafts_apart else Assistant(runner)
+        return AheadAssistant(runner, crew.draft, spec.overlap) if crew.drafts_apart else Assistant(runner)
     if isinstance(crew.line, Answerer) and crew.draft is not None:
-        return SendingDrafter(runner, laws, draws, crew.draft, crew.line, ahead)
+        return SendingDrafter(runner, laws, draws, crew.draft, crew.line, spec.overlap)
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, laws, draws, bridge)
     if bridge is not None:

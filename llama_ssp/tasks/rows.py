@@ -110,6 +110,7 @@ class Rows:
         figures = {
             "target_forwards": self.engine.target_forwards,
             "draft_forwards": self.engine.draft_forwards,
+            "overlap": self.engine.overlap,
             **counted(self._counts, 0.0, spent),
         }
         committed = figures["tokens_committed"]

@@ -142,6 +142,12 @@ class TimedRanks:
     def link(self, one: int, other: int) -> Link | None:
         return self._ranks.link(one, other)
 
+    def may_lose(self, members: tuple[int, ...]) -> None:
+        self._ranks.may_lose(members)
+
+    def part_with_lost(self) -> None:
+        self._ranks.part_with_lost()
+
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         return self._ranks.gather_ints(values)
 

@@ -36,7 +36,7 @@ PRELOADED = ["llama_ssp.cli", "llama_ssp.tasks.execute", "transformers.models.ll
 PHASES = ("load", "prefill", "draft", "verify", "commit")
 RUN = (
     "model=tiny", "draft=tiny_draft", 'task.prompts=["hello"]', "task.max_new_tokens=64",
-    "task.ignore_eos=true", "seed=1", "output=json",
+    "task.ignore_eos=true", "seed=1", "output=json", "placement.on_draft_loss=stop",
 )  # fmt: skip
 
 

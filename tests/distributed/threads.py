@@ -100,6 +100,12 @@ class ThreadRank:
         far = other if self.rank == one else one
         return QueueLink(self._meeting.post(self.rank, far), self._meeting.post(far, self.rank))
 
+    def may_lose(self, members: tuple[int, ...]) -> None:
+        pass
+
+    def part_with_lost(self) -> None:
+        pass
+
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self.counts["messages"] += 1
         return list(self._meeting.exchange(self.rank, values)[0])
