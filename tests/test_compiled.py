@@ -175,7 +175,7 @@ def test_why_steps_are_eager():
     assert "cuda" in str(unproven(torch.device("cuda:0"))) and unproven(CPU) is None
     assert "spread" in str(impossible(CPU, Dtype.bf16, Splitting.tensor, 2))
     assert "spread" in str(impossible(CPU, Dtype.bf16, Splitting.layers, 1))
-    assert "int8" in str(impossible(CPU, Dtype.int8, Splitting.tensor, 1))
+    assert "nf4" in str(impossible(CPU, Dtype.nf4, Splitting.tensor, 1))
 
 
 def test_without_a_compiler_steps_are_eager(monkeypatch, caplog):

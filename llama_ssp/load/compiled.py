@@ -19,6 +19,7 @@ from torch import Tensor
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.kernels.linear import pack
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.quantised import quicken
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class CompiledModel(CausalModel):
     def _ready(self) -> None:
         """What is done to the module before steps are compiled."""
         pack(self.module)
+        quicken(self.module)
 
     @torch.inference_mode()
     def prepare(self, kind: Kind) -> None:

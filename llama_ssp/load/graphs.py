@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.load.compiled import Arguments, CompiledModel, Kind, Step
+from llama_ssp.load.quantised import quicken
 
 BUCKET = 256  # slots: a step reads the cache up to the next multiple of it
 WARM_UPS = 3  # what is made at first use (handles, workspaces) must be there before a capture
@@ -29,7 +30,8 @@ class GraphedModel(CompiledModel):
     """The same logits, with one launch a step."""
 
     def _ready(self) -> None:
-        """Weights stay as they are: a GPU's own products read them as fast as they can be read."""
+        """Weights stay as they are: a GPU's own products read them as fast as they can be read, but 8 bit."""
+        quicken(self.module)
         self._programs: WeakKeyDictionary[RaggedCache, dict[Shape, Program]] = WeakKeyDictionary()
         self._pool: Any = None
 

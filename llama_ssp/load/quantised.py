@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype
 from llama_ssp.errors import ModelError
+from llama_ssp.kernels import int8
 from llama_ssp.ranges import NF4_BLOCK
 
 OUTLIERS = 6.0  # activations beyond it are multiplied in 16 bit (LLM.int8)
@@ -77,6 +78,14 @@ def choose_kernels(module: nn.Module) -> None:
             )  # fmt: skip
         if layer.out_features % PACKED_ROWS:
             layer.support_avx512bf16_for_cpu = False
+
+
+def quicken(module: nn.Module) -> None:
+    """Has 8-bit layers multiply a few rows by our own kernels, with the weights that they hold."""
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, nn.Linear) and layer.weight.dtype is torch.int8:
+            int8.operators(layer.weight.device.type)
+            module.set_submodule(name, int8.Int8Linear(layer, next(scales_of(layer))))
 
 
 def scales_of(module: nn.Module) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from llama_ssp.plan import parameters
 
 log = logging.getLogger(__name__)
 
-COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32)
+COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8)
 # What compiled steps save, and what compiling costs, on two cores (bench/fast.py): for `auto` alone.
 SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
 COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
@@ -45,7 +45,7 @@ def impossible(device: torch.device, dtype: Dtype, splitting: Splitting, degree:
     if degree > 1 or splitting is not Splitting.tensor:
         return "the model is spread over ranks or devices"
     if dtype not in COMPILED_DTYPES:
-        return f"steps are compiled in bf16 and fp32, not in {dtype.value}"
+        return f"steps are compiled in bf16, fp32 and int8, not in {dtype.value}"
     if device.type == "cpu" and compiler() is None:
         return "there is no C++ compiler (CXX, g++ or clang++)"
     return None
@@ -58,7 +58,7 @@ def unproven(device: torch.device) -> str | None:
 
 def unprofitable(run: RunConf, model: ModelConf, dtype: Dtype) -> str | None:
     """Whether a run of so many tokens would spend more on compiling than it saves."""
-    width = 2 if dtype is Dtype.bf16 else 4
+    width = {Dtype.bf16: 2, Dtype.int8: 1}.get(dtype, 4)
     saved = SAVED_S_PER_BYTE * width * parameters(model) + SAVED_S_PER_LAYER * model.n_layers
     cost = COMPILING_S + COMPILING_S_PER_LAYER * model.n_layers
     tokens = tokens_at_once(run)

@@ -1,0 +1,69 @@
+"""The kernel of int8.py for GPUs: as many codes at a time as a program multiplies on tensor cores.
+
+A program has a few outputs, and walks over their codes from end to end; so many of them are under way at
+once that the memory is kept busy. Codes become numbers of 16 bits where they are multiplied, to the bit. What
+comes of a row does not depend on the rows beside it: they are other rows of the same product.
+
+Not yet run on a GPU: the sizes below are thought out, not measured. Without one it is tested in triton's
+interpreter (tests/test_int8.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16  # of x: the fewest that a product on tensor cores has
+OUTPUTS, INPUTS = 32, 128  # of a program, and of one of its steps: 4 KiB of codes
+FACTORS = (
+    tl.bfloat16
+)  # what is multiplied; triton's interpreter has no products of 16 bits, and needs float32
+WARPS, STAGES = 4, 6  # steps that are under way at once: with a program or two a processor, some 30 KiB
+
+
+def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """y = x (codes scales / 127)^T + bias, with sums in 32 bits."""
+    dense, (outputs, inputs) = x.contiguous(), codes.shape
+    y = x.new_empty(*x.shape[:-1], outputs)
+    rows = x.numel() // inputs
+    if rows == 0:
+        return y
+    grid = (triton.cdiv(outputs, OUTPUTS), triton.cdiv(rows, ROWS))
+    device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
+    with device_of(x):
+        multiply[grid](
+            dense, codes, scales, bias, y, rows, outputs, inputs,
+            ROWS=ROWS, OUTPUTS=OUTPUTS, INPUTS=INPUTS, FACTORS=FACTORS, num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+    return y
+
+
+def _multiply(
+    x_ptr: Any, code_ptr: Any, scale_ptr: Any, bias_ptr: Any, y_ptr: Any,
+    rows: Any, outputs: Any, inputs: Any,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, FACTORS: tl.constexpr,
+) -> None:  # fmt: skip
+    output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row_M = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    input_K = tl.arange(0, INPUTS)
+    real_N, real_M = output_N < outputs, row_M < rows
+    code_ptr_NK = code_ptr + output_N.to(tl.int64)[:, None] * inputs + input_K[None, :]
+    x_ptr_KM = x_ptr + row_M[None, :] * inputs + input_K[:, None]
+    sum_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    for first in range(0, inputs, INPUTS):
+        real_K = first + input_K < inputs
+        code_NK = tl.load(code_ptr_NK + first, mask=real_N[:, None] & real_K[None, :], other=0)
+        x_KM = tl.load(x_ptr_KM + first, mask=real_K[:, None] & real_M[None, :], other=0.0)
+        sum_NM = tl.dot(code_NK.to(FACTORS), x_KM.to(FACTORS), sum_NM)
+    y_NM = sum_NM * (tl.load(scale_ptr + output_N, mask=real_N, other=0.0) / 127)[:, None]
+    if bias_ptr is not None:
+        y_NM += tl.load(bias_ptr + output_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
+    y_ptr_NM = y_ptr + row_M[None, :].to(tl.int64) * outputs + output_N[:, None]
+    tl.store(y_ptr_NM, y_NM.to(y_ptr.dtype.element_ty), mask=real_N[:, None] & real_M[None, :])
+
+
+multiply: Any = triton.jit(_multiply)

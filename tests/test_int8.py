@@ -1,0 +1,174 @@
+"""8-bit layers by our own kernels: the weights are bitsandbytes', and products nearer to the exact ones."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.kernels.int8 import ROWS, Int8Linear, operators
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.compiled import CompiledModel
+from llama_ssp.load.models import load
+from llama_ssp.load.quantised import quantised, quicken, scales_of
+from tests.distributed.test_quantised import off
+from tests.distributed.test_tensor import walked
+from tests.families import build
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = [(64, 128), (70, 300), (33, 130), (5, 7)]  # outputs and inputs, whole portions and not
+needs_compiler = pytest.mark.slow  # the kernel takes some ten seconds to build
+
+
+def held(outputs: int, inputs: int, bias: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Tensor]:
+    """A layer as LLM.int8 holds it, and what its codes say."""
+    torch.manual_seed(outputs)
+    shift = torch.randn(outputs, dtype=dtype) if bias else None
+    layer = quantised(Dtype.int8, torch.randn(outputs, inputs).bfloat16(), shift, CPU)
+    return layer, layer.weight.data.double() * next(scales_of(layer)).double()[:, None] / 127
+
+
+def rows_of(count: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Inputs among which some are outliers, as LLM.int8 calls them."""
+    x = torch.randn(count, inputs, dtype=dtype)
+    x[:, :: max(inputs // 3, 1)] *= 20
+    return x
+
+
+def require_near(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, unit: float) -> None:
+    """The rounding of the result, and of sums in 32 bits."""
+    exact = x.double() @ weight.T + (0 if bias is None else bias.double())
+    sums = x.double().abs() @ weight.abs().T
+    assert ((found.double() - exact).abs() <= unit * exact.abs() + weight.shape[1] * 2**-24 * sums).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_the_product_is_that_of_the_codes(outputs: int, inputs: int):
+    operators("cpu")
+    for bias in (True, False):
+        layer, weight = held(outputs, inputs, bias)
+        fast = Int8Linear(layer, next(scales_of(layer)))
+        for count in range(1, ROWS + 1):
+            x = rows_of(count, inputs)
+            require_near(fast(x), x, weight, layer.bias, torch.finfo(x.dtype).eps)
+            assert torch.equal(fast(x.view(1, count, -1))[0], fast(x))
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    """To the bit; also of a compiled step's many rows."""
+    operators("cpu")
+    layer, _ = held(70, 300, True)
+    how = layer.weight.data, next(scales_of(layer)), layer.bias
+    x = rows_of(29, 300)
+    whole = torch.ops.llama_ssp.linear_int8(x, *how)
+    for row in range(29):
+        assert torch.equal(torch.ops.llama_ssp.linear_int8(x[row : row + 1], *how)[0], whole[row])
+    torch.library.opcheck(torch.ops.llama_ssp.linear_int8.default, (x, *how))
+
+
+@needs_compiler
+def test_weights_are_those_of_the_layer_and_many_rows_its_own():
+    layer, _ = held(64, 128, True)
+    model = torch.nn.Sequential(layer)
+    x = rows_of(ROWS + 1, 128)
+    plain = layer.eval()(x)
+    quicken(model)
+    fast = model[0]
+    assert isinstance(fast, Int8Linear)
+    assert torch.equal(fast(x), plain)
+    assert not torch.equal(fast(x[1:]), layer(x[1:]))
+    assert fast.codes.data_ptr() == layer.weight.data_ptr() == layer.state.CB.data_ptr()
+    assert fast.scales.data_ptr() == layer.state.SCB.data_ptr()
+
+
+@needs_compiler
+def test_the_kernel_for_any_processor():
+    """What is compiled where there are no instructions for such products."""
+    code = """
+import torch
+from llama_ssp.kernels import build
+from tests.test_int8 import SHAPES, held, operators, require_near, rows_of, scales_of
+build.FLAGS = tuple(flag for flag in build.FLAGS if flag != "-march=native")
+operators("cpu")
+for shape in SHAPES:
+    layer, weight = held(*shape, True)
+    how = layer.weight.data, next(scales_of(layer)), layer.bias
+    for count in (1, 5, 6, 13, 29):
+        x = rows_of(count, shape[1])
+        found = torch.ops.llama_ssp.linear_int8(x, *how)
+        require_near(found, x, weight, layer.bias, torch.finfo(x.dtype).eps)
+        assert torch.equal(torch.ops.llama_ssp.linear_int8(x[:1], *how)[0], found[0])
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@needs_compiler
+def test_a_compiled_model_is_nearer_to_the_wide_one_than_llm_int8(tmp_path: Path):
+    """And holds not a byte more."""
+    changes = {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "intermediate_size": 704,
+        "num_key_value_heads": 4,
+    }
+    build("llama-gqa", mild=True, **changes).save_pretrained(tmp_path)
+    wide, narrow, eager, fast = (
+        load(ModelConf(name="small"), tmp_path, dtype, CPU, "model")
+        for dtype in (Dtype.fp32, Dtype.bf16, Dtype.int8, Dtype.int8)
+    )
+    bytes_ = fast.weights_bytes - fast.module.lm_head.weight.nbytes
+    fast = CompiledModel(fast)
+    assert fast.weights_bytes - fast.module.lm_head.packed.nbytes == bytes_
+    exact = walked(wide)
+    least, ours, theirs = (off(walked(model), exact) for model in (narrow, fast, eager))
+    assert least < ours < theirs
+    assert not fast._failed and fast._steps
+
+
+@pytest.mark.slow  # a process of its own: triton must know before it is imported that it is to interpret
+def test_the_kernel_for_gpus():
+    code = "from tests.test_int8 import require_kernel_for_gpus; require_kernel_for_gpus()"
+    interpreting = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=interpreting)
+
+
+def require_kernel_for_gpus() -> None:
+    """Portions of outputs, inputs and rows, whole and not, and no rows at all; a bias and none.
+
+    The interpreter multiplies in 32 bits, and cuts 16 bits off where a GPU rounds.
+    """
+    from llama_ssp.kernels import int8_triton
+
+    int8_triton.FACTORS = int8_triton.tl.float32
+    for shape, bias, dtype in itertools.product(SHAPES, (True, False), (torch.float32, torch.bfloat16)):
+        layer, weight = held(*shape, bias, dtype)
+        how = layer.weight.data, next(scales_of(layer)), layer.bias
+        for count in (1, 5, ROWS, ROWS + 1):
+            x = rows_of(count, shape[1], dtype)
+            found = int8_triton.linear_int8(x.view(1, count, -1), *how)[0]
+            assert found.dtype is dtype
+            require_near(found, x, weight, layer.bias, 2 * torch.finfo(dtype).eps)
+            assert torch.equal(int8_triton.linear_int8(x[:1], *how)[0], found[0])
+        assert int8_triton.linear_int8(x[:0], *how).shape == (0, shape[0])
+
+
+def test_causal_models_know_their_bytes():
+    """Codes that stand in a layer twice by name count once."""
+    causal = CausalModel(build("llama-gqa", dtype=torch.bfloat16), "m")
+    proj = causal.module.model.layers[0].mlp.up_proj
+    layer = quantised(Dtype.int8, proj.weight.data, None, CPU)
+    causal.module.model.layers[0].mlp.up_proj = layer
+    before = causal.weights_bytes
+    causal.module.model.layers[0].mlp.up_proj = Int8Linear(layer, next(scales_of(layer)))
+    assert causal.weights_bytes == before
