@@ -222,7 +222,7 @@ def walk(s: Scenario, which: Iterator[Schedule]) -> tuple[float, Seen]:
     for schedule in which:
         found, _ = every_branch(
             lambda draws, schedule=schedule: overlapped(s, target, draft, draws, schedule, seen),
-            draws=SharedDraws,
+            source=SharedDraws,
         )
         seen.schedules += 1
         worst = max(worst, distance(found, law))

@@ -22,14 +22,13 @@ from typing import NamedTuple
 import torch
 
 from llama_ssp.config import Overlap
+from llama_ssp.coupled import CoupledDraws
 from llama_ssp.draws import Draws, Purpose
 from llama_ssp.engine.drafters import DraftModel, Drawn, ModelDrafter, nothing
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.ranks import Ranks
 from llama_ssp.sampling import Laws
-
-GUESS = -1  # where the guessed token stands, counted from the end of the text that it completes
 
 
 @dataclass
@@ -166,14 +165,13 @@ class AheadDrafter(ModelDrafter):
     def _ahead(self, state: State, proposal: Proposal) -> Iterator[Drawn]:
         """One pass of the draft model a step; nothing is left to do when it ends."""
         drafted = [row[:n] for row, n in zip(proposal.drafted_BK.tolist(), proposal.count, strict=True)]
-        later = state.beyond([[*tokens, 0] for tokens in drafted])
-        count = tuple(self._worth(later, row, drafted[row]) for row in range(state.rows))
+        accepted = state.beyond(drafted)
+        count = tuple(self._worth(accepted, row, drafted[row]) for row in range(state.rows))
         if not max(count):
             return
-        guess = self._guess(state, later, tuple(n or GUESS for n in count))
+        guess = self._guess(state, accepted, count)
         yield guess
-        for row, token in enumerate(guess.token_B.tolist()):
-            later.texts[row][-1] = token
+        later = accepted.beyond([[token] for token in guess.token_B.tolist()])
         ends = set(self._laws.end_ids)
         count = tuple(0 if text[-1] in ends else n for text, n in zip(later.texts, count, strict=True))
         self._state, self._memo = state, Memo(later, count)
@@ -183,20 +181,21 @@ class AheadDrafter(ModelDrafter):
             self.tally.drafted += sum(offset < n for n in count)
             yield drawn
 
-    def _guess(self, state: State, later: State, count: tuple[int, ...]) -> Drawn:
+    def _guess(self, state: State, accepted: State, count: tuple[int, ...]) -> Drawn:
         """What may follow the drafts: drawn as the leader will draw it, but from the draft's law.
 
-        The same uniform goes through both laws, so that they agree the more often, the more alike they are.
-        The leader knows nothing of it, and its own draw stays the one that counts.
+        The same random numbers go through both laws, so that they agree the more often, the more alike they
+        are. The leader knows nothing of it, and its own draw stays the one that counts.
         """
-        return self._drawn(later, GUESS, count, state.slot(Purpose.CORRECT))
+        seen = accepted if isinstance(self._draws, CoupledDraws) else state
+        return self._drawn(accepted, 0, count, seen.slot(Purpose.CORRECT))
 
-    def _worth(self, later: State, row: int, drafted: list[int]) -> int:
+    def _worth(self, accepted: State, row: int, drafted: list[int]) -> int:
         """As many as in this round, where there is room; none where the row is about to end."""
         if not drafted or set(drafted) & set(self._laws.end_ids):
             return 0
-        length = later.lengths[row]
-        return max(0, min(len(drafted), self.limit(length), later.capacity - length - 1))
+        length = accepted.lengths[row] + 1
+        return max(0, min(len(drafted), self.limit(length), accepted.capacity - length - 1))
 
     def _pass(self, state: State, offset: int, count: tuple[int, ...]) -> torch.Tensor:
         if self._group.world > 1:

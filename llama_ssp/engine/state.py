@@ -122,6 +122,8 @@ class State:
 
     def place(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
         """Writes each row's draft number `offset` behind its text, if it has one."""
+        if offset >= max(count):
+            return
         if self._places is None or self._places[0] != count:
             places = [
                 [length + i if i < drafted else self.capacity for i in range(max(count))]
@@ -135,6 +137,7 @@ class State:
         later = copy(self)
         later.keys, later.prompt_lengths = list(self.keys), list(self.prompt_lengths)
         later.texts = [[*text, *block] for text, block in zip(self.texts, blocks, strict=True)]
+        later._moved()
         return later
 
     def append(self, row: int, tokens: list[int]) -> None:
