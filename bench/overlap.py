@@ -1,0 +1,233 @@
+"""A draft that runs ahead beside one that waits: the same placement, the same texts, turn by turn.
+
+    python bench/overlap.py [repeats=5] [new=96] [agreements=0.8,0.9] [ratios=0.1,0.2,0.3] [layers=20]
+                            [k=0] [picture=FILE.svg] [write=FILE.md]
+
+Two processes, each on a core of its own: the target on one, the draft on the other. The pair is synthetic
+(llama_ssp/load/synthetic.py), both of one width; the draft has so many of the target's layers that a step of
+it costs the asked share of the target's, which is measured and shown. K is what serves the pair best without
+overlap (Leviathan et al.), or `k`. Every repeat gives each mode one turn on every prompt; ratios are taken
+within a repeat, and their median is reported with the least and the most. Shown are also the rows whose
+drafts were all there when asked for, and drafts made ahead in vain. Exit code 1: a bar was missed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from contenders import PROMPTS  # noqa: E402
+from surroundings import surroundings, write  # noqa: E402
+
+from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, RunConf, Steps  # noqa: E402
+from llama_ssp.engine import Engine, Prompt, RemoteDrafter  # noqa: E402
+from llama_ssp.engine.apart import Exchange  # noqa: E402
+from llama_ssp.inputs import Entry  # noqa: E402
+from llama_ssp.lookahead import FixedLookahead, best_k  # noqa: E402
+from llama_ssp.loop import Limits  # noqa: E402
+from llama_ssp.placement import resolve  # noqa: E402
+from llama_ssp.ranks import Ranks  # noqa: E402
+from llama_ssp.tabular import aligned  # noqa: E402
+from llama_ssp.tasks.pair import Pair, Shelf, engine_for  # noqa: E402
+from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.tasks.timed import TimedRun  # noqa: E402
+from llama_ssp.tasks.timing import shape  # noqa: E402
+from tests.distributed.processes import on_ranks  # noqa: E402
+
+VOCAB, WIDTH = 4096, 512
+PATIENCE_S = 3600
+BAR, FLOOR = 1.2, 0.97
+ROUNDS_SHOWN = 8
+
+
+@dataclass
+class Asked:
+    """The command line."""
+
+    repeats: int = 5
+    new: int = 96
+    agreements: str = "0.8,0.9"
+    ratios: str = "0.1,0.2,0.3"
+    layers: int = 20
+    k: int = 0
+    picture: str = ""
+    write: str = ""
+
+    @staticmethod
+    def of(arguments: list[str]) -> Asked:
+        asked = Asked()
+        for argument in arguments:
+            key, _, value = argument.partition("=")
+            if not hasattr(asked, key):
+                sys.exit(f"unknown: {argument}; known: {', '.join(vars(asked))}")
+            setattr(asked, key, type(getattr(asked, key))(value))
+        return asked
+
+
+@dataclass
+class Found:
+    """One pair's figures, on the leader."""
+
+    agreement: float
+    ratio: float
+    k: int
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    history: list[Exchange] = field(default_factory=list)
+
+    @property
+    def gains(self) -> list[float]:
+        return [off / ahead for off, ahead in zip(self.ms["off"], self.ms["ahead"], strict=True)]
+
+    @property
+    def bar(self) -> float:
+        return BAR if self.agreement >= 0.9 and self.ratio >= 0.2 else FLOOR
+
+
+def job(ranks: Ranks, asked: Asked) -> list[Found]:
+    """On each of the two ranks alike."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[ranks.rank % len(cores)]})
+    shelf, found = Shelf(ranks), []
+    for agreement in map(float, asked.agreements.split(",")):
+        for ratio in map(float, asked.ratios.split(",")):
+            found.append(compared(ranks, shelf, asked, agreement, ratio))
+    return found
+
+
+def compared(ranks: Ranks, shelf: Shelf, asked: Asked, agreement: float, ratio: float) -> Found:
+    """Both modes in turn; the first repeat does not count."""
+    target = replace(shape(asked.layers, WIDTH, VOCAB), dtype=Dtype.bf16, context=1024)
+    layers = max(1, round(ratio * asked.layers))
+    draft = replace(shape(layers, WIDTH, VOCAB, agreement=agreement), dtype=Dtype.bf16, context=1024)
+    run = RunConf(model=target, draft=draft, placement=PlacementConf(draft=DraftSeat.own), engine=Steps.eager)
+    entry = Entry(run, None, None, resolve(run.placement, ranks.world, drafts=True))
+    sat = seats(entry)
+    pair, tokens = shelf.open(sat), tokens_of(sat)
+    found = Found(agreement, ratio, asked.k or best_k(agreement, ratio, 16))
+    for repeat in range(asked.repeats + 1):
+        for mode in (Overlap.off, Overlap.ahead):
+            ms = turn(pair, run, tokens, found, mode, repeat, asked.new)
+            if repeat:
+                found.ms.setdefault(mode.value, []).append(ms)
+    return found
+
+
+def turn(pair: Pair, run: RunConf, tokens: Any, found: Found, mode: Overlap, seed: int, new: int) -> float:
+    """Milliseconds a token, decoding only."""
+    run = replace(run, speculation=replace(run.speculation, k=found.k, overlap=mode))
+    spent = 0.0
+    for number, ids in enumerate(PROMPTS):
+        engine = engine_for(pair, run, tokens, frozenset(), seed, 512)
+        timed = TimedRun(engine, [Prompt(str(number), ids)], new)
+        for _ in timed.rounds(Limits(new), FixedLookahead(found.k, 1)):
+            pass
+        spent += timed.decode_s
+        if isinstance(engine, Engine) and isinstance(engine.drafter, RemoteDrafter) and mode is Overlap.ahead:
+            found.figures = {**engine.drafter.figures(), **timed.counts.summary()}
+            found.history = list(engine.drafter.history)
+    return 1000 * spent / (new * len(PROMPTS))
+
+
+def step_share(history: list[Exchange]) -> float:
+    """A draft step over a target's, as they were in the rounds that are kept."""
+    steps = [span.ended_us - span.began_us for one in history for span in one.spans]
+    verifying = [after.asked_us - one.replied_us for one, after in zip(history, history[1:], strict=False)]
+    return median(steps) / median(verifying)
+
+
+def table(found: list[Found]) -> list[str]:
+    head = ["agreement", "asked ratio", "draft step / target's", "K", "waiting, ms/token", "ahead, ms/token",
+            "faster", "least..most", "rows ready", "accepted", "ahead in vain", "bar", "met"]  # fmt: skip
+    rows = [head]
+    for one in found:
+        gains, figures = one.gains, one.figures
+        rows.append(
+            [
+                str(one.agreement), str(one.ratio), f"{step_share(one.history):.2f}", str(one.k),
+                f"{median(one.ms['off']):.2f}", f"{median(one.ms['ahead']):.2f}", f"{median(gains):.2f}x",
+                f"{min(gains):.2f}..{max(gains):.2f}", f"{figures['ready_share']:.0%}",
+                f"{figures['acceptance_rate']:.2f}",
+                f"{figures['tokens_drafted_ahead_wasted'] / max(1, figures['tokens_drafted_ahead']):.0%}",
+                f"{one.bar}x", "yes" if median(gains) >= one.bar else "NO",
+            ]
+        )  # fmt: skip
+    return aligned(rows, 0)
+
+
+def picture(history: list[Exchange]) -> str:
+    """A few rounds as SVG: what the leader and the draft's first rank do, on one clock."""
+    shown = history[-ROUNDS_SHOWN - 2 : -1]
+    start, end = shown[0].asked_us, history[-1].asked_us
+    scale = 1000 / (end - start)
+    bars = []
+
+    def bar(began: int, ended: int, row: int, colour: str, title: str) -> None:
+        left, width = (began - start) * scale, max((ended - began) * scale, 0.5)
+        if left + width > 0:
+            bars.append(
+                f'<rect x="{90 + max(left, 0):.1f}" y="{20 + 34 * row}" width="{width + min(left, 0):.1f}" '
+                f'height="24" fill="{colour}"><title>{title}, {(ended - began) / 1000:.2f} ms</title></rect>'
+            )
+
+    for one, after in zip(shown, [*shown[1:], history[-1]], strict=True):
+        bar(one.asked_us, one.replied_us, 0, "#d8d8d8", "waits for drafts")
+        bar(one.replied_us, after.asked_us, 0, "#3b6fb6", "verifies, decides, commits")
+        for span in after.spans:
+            colour, title = ("#e8a33d", "drafts ahead") if span.is_ahead else ("#c0504d", "drafts when asked")
+            bar(span.began_us, min(span.ended_us, end), 1, colour, title)
+    words = [
+        (90, "#3b6fb6", "verifies"), (180, "#d8d8d8", "waits for drafts"), (320, "#e8a33d", "drafts ahead"),
+        (440, "#c0504d", "drafts when asked"),
+    ]  # fmt: skip
+    key = "".join(
+        f'<rect x="{x}" y="94" width="12" height="12" fill="{colour}"/><text x="{x + 18}" y="104">{word}</text>'
+        for x, colour, word in words
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1100 130" font-family="sans-serif" '
+        'font-size="12">'
+        '<rect width="1100" height="130" fill="white"/><text x="8" y="36">target</text>'
+        '<text x="8" y="70">draft</text>'
+        + "".join(bars) + key
+        + f'<text x="90" y="124">{(end - start) / 1000:.1f} ms, {len(shown)} rounds</text></svg>\n'
+    )  # fmt: skip
+
+
+def main() -> None:
+    asked = Asked.of(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    torch.set_num_threads(1)
+    found = on_ranks(2, job, asked, patience_s=PATIENCE_S)[0]
+    if isinstance(found, Exception):
+        raise found
+    text = "\n".join(
+        [
+            "# A draft that runs ahead beside one that waits", "",
+            *surroundings({"model": "cpu, bf16, rank 0", "draft": "cpu, bf16, rank 1, on a core of its own"}),
+            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, target of {asked.layers} "
+            f"layers of width {WIDTH}, vocabulary {VOCAB}, eager steps, {asked.repeats} repeats.",
+            "", "```", *table(found), "```", "",
+        ]
+    )  # fmt: skip
+    print(text)
+    print(json.dumps([{**vars(one), "history": len(one.history)} for one in found]))
+    if asked.write:
+        write(asked.write, text)
+    if asked.picture:
+        Path(asked.picture).write_text(picture(found[-1].history), encoding="utf-8")
+    sys.exit(int(any(median(one.gains) < one.bar for one in found)))
+
+
+if __name__ == "__main__":
+    main()
