@@ -4,10 +4,10 @@
                             [k=0] [picture=FILE.svg] [write=FILE.md]
 
 Two processes, each on a core of its own: the target on one, the draft on the other. The pair is synthetic
-(llama_ssp/load/synthetic.py), both of one width; the draft has so many of the target's layers that a step of
-it costs the asked share of the target's, which is measured and shown. K is what serves the pair best without
-overlap (Leviathan et al.), or `k`. Every repeat gives each mode one turn on every prompt; ratios are taken
-within a repeat, and their median is reported with the least and the most. Shown are also the rows whose
+(llama_ssp/load/synthetic.py), both of one width; the draft has so many layers that a step of it costs the
+asked share of a target step over K drafts, which is measured and shown. K is what serves the pair best
+without overlap (Leviathan et al.), or `k`. Every repeat gives each mode one turn on every prompt; ratios are
+taken within a repeat, and their median is reported with the least and the most. Shown are also the rows whose
 drafts were all there when asked for, and drafts made ahead in vain. Exit code 1: a bar was missed.
 """
 
@@ -17,7 +17,9 @@ import json
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,13 +28,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contenders import PROMPTS  # noqa: E402
+from contenders import PROMPTS, alone  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
-from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, RunConf, Steps  # noqa: E402
+from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf, RunConf, Steps  # noqa: E402
 from llama_ssp.engine import Engine, Prompt, RemoteDrafter  # noqa: E402
 from llama_ssp.engine.apart import Exchange  # noqa: E402
 from llama_ssp.inputs import Entry  # noqa: E402
+from llama_ssp.load.models import load  # noqa: E402
 from llama_ssp.lookahead import FixedLookahead, best_k  # noqa: E402
 from llama_ssp.loop import Limits  # noqa: E402
 from llama_ssp.placement import resolve  # noqa: E402
@@ -47,7 +50,7 @@ from tests.distributed.processes import on_ranks  # noqa: E402
 VOCAB, WIDTH = 4096, 512
 PATIENCE_S = 3600
 BAR, FLOOR = 1.2, 0.97
-ROUNDS_SHOWN = 8
+ROUNDS_SHOWN, TURNS = 8, 20
 
 
 @dataclass
@@ -107,20 +110,43 @@ def job(ranks: Ranks, asked: Asked) -> list[Found]:
 
 def compared(ranks: Ranks, shelf: Shelf, asked: Asked, agreement: float, ratio: float) -> Found:
     """Both modes in turn; the first repeat does not count."""
-    target = replace(shape(asked.layers, WIDTH, VOCAB), dtype=Dtype.bf16, context=1024)
-    layers = max(1, round(ratio * asked.layers))
-    draft = replace(shape(layers, WIDTH, VOCAB, agreement=agreement), dtype=Dtype.bf16, context=1024)
+    k = asked.k or best_k(agreement, ratio, 16)
+    target, draft = sized(asked.layers), sized(draft_layers(ranks, asked, ratio, k), agreement)
     run = RunConf(model=target, draft=draft, placement=PlacementConf(draft=DraftSeat.own), engine=Steps.eager)
     entry = Entry(run, None, None, resolve(run.placement, ranks.world, drafts=True))
     sat = seats(entry)
     pair, tokens = shelf.open(sat), tokens_of(sat)
-    found = Found(agreement, ratio, asked.k or best_k(agreement, ratio, 16))
+    found = Found(agreement, ratio, k)
     for repeat in range(asked.repeats + 1):
         for mode in (Overlap.off, Overlap.ahead):
             ms = turn(pair, run, tokens, found, mode, repeat, asked.new)
             if repeat:
                 found.ms.setdefault(mode.value, []).append(ms)
     return found
+
+
+def sized(layers: int, agreement: float = 1.0) -> ModelConf:
+    return replace(shape(layers, WIDTH, VOCAB, agreement=agreement), dtype=Dtype.bf16, context=1024)
+
+
+def draft_layers(ranks: Ranks, asked: Asked, ratio: float, k: int) -> int:
+    """A step of so many takes the asked share of a target step over K drafts, as the leader measures."""
+    layers = 0
+    if ranks.is_leader:
+        few, many = step_s(sized(1), 1), step_s(sized(5), 1)
+        each = (many - few) / 4
+        layers = max(1, round((ratio * step_s(sized(asked.layers), k + 1) - few) / each) + 1)
+    return ranks.broadcast_ints([layers])[0]
+
+
+def step_s(model: ModelConf, width: int) -> float:
+    """The least of a few turns, which is what the machine takes when nothing disturbs it."""
+    step, taken = alone(load(model, None, Dtype.bf16, torch.device("cpu"), "model"), 64, width), []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
 
 
 def turn(pair: Pair, run: RunConf, tokens: Any, found: Found, mode: Overlap, seed: int, new: int) -> float:
@@ -142,7 +168,7 @@ def turn(pair: Pair, run: RunConf, tokens: Any, found: Found, mode: Overlap, see
 def step_share(history: list[Exchange]) -> float:
     """A draft step over a target's, as they were in the rounds that are kept."""
     steps = [span.ended_us - span.began_us for one in history for span in one.spans]
-    verifying = [after.asked_us - one.replied_us for one, after in zip(history, history[1:], strict=False)]
+    verifying = [after.asked_us - one.replied_us for one, after in pairwise(history)]
     return median(steps) / median(verifying)
 
 
@@ -191,7 +217,8 @@ def picture(history: list[Exchange]) -> str:
         (440, "#c0504d", "drafts when asked"),
     ]  # fmt: skip
     key = "".join(
-        f'<rect x="{x}" y="94" width="12" height="12" fill="{colour}"/><text x="{x + 18}" y="104">{word}</text>'
+        f'<rect x="{x}" y="94" width="12" height="12" fill="{colour}"/>'
+        f'<text x="{x + 18}" y="104">{word}</text>'
         for x, colour, word in words
     )
     return (
@@ -215,8 +242,8 @@ def main() -> None:
         [
             "# A draft that runs ahead beside one that waits", "",
             *surroundings({"model": "cpu, bf16, rank 0", "draft": "cpu, bf16, rank 1, on a core of its own"}),
-            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, target of {asked.layers} "
-            f"layers of width {WIDTH}, vocabulary {VOCAB}, eager steps, {asked.repeats} repeats.",
+            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, target of "
+            f"{asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, eager steps, {asked.repeats} repeats.",
             "", "```", *table(found), "```", "",
         ]
     )  # fmt: skip

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama_ssp.draws import CounterDraws, Slot
+from llama_ssp.draws import POSITIONS, CounterDraws, Slot
 from llama_ssp.verify import CoupledRule, Rule
 
 HELD_NUMBERS = 2**24  # of the noise kept for the next law that asks for it: 128 MiB
-STREAM = 1  # in the counter, apart from the draws that are keyed by the round
 
 
 @dataclass
@@ -47,9 +46,7 @@ class CoupledDraws(CounterDraws):
         if held is None or len(held) < count:
             if (len(self._noise) + 1) * count > HELD_NUMBERS:
                 self._noise.clear()
-            keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)
-            raw = np.random.Philox(key=keys, counter=[0, 0, STREAM, position]).random_raw(count)
-            held = -np.log1p((raw >> np.uint64(11)) * -(2.0**-53))
+            held = -np.log1p(self._row(key, position, count, POSITIONS) * -(2.0**-53))
             self._noise[key, position] = held
         return held[:count]
 

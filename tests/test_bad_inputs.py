@@ -298,6 +298,11 @@ SETTINGS = [
     usage(46, "hydra-run-dir", "hydra.run.dir=../../x", holds=("Hydra's own settings", "out=FOLDER")),
     usage(46, "task-name", "task.name=../../x", holds=("task.name is no task", "generate")),
     usage(1, "unknown-experiment", "experiment=chen", holds=("experiment=chen", "mean experiment=chen2023")),
+    usage(
+        10, "overlap-beside", "speculation.overlap=ahead", holds=("on ranks of its own only", "placement=own")
+    ),
+    usage(10, "overlap-word", "speculation.overlap=always", holds=("speculation.overlap", "ahead")),
+    usage(10, "draft-patience", "placement.draft_timeout_s=0", holds=("placement.draft_timeout_s",)),
     usage(46, "hydra-added", "+hydra.job.chdir=true", holds=("Hydra's own settings",)),
     usage(46, "hydra-group", "hydra/launcher=basic", holds=("Hydra's own settings",)),
     usage(46, "hydra-package", "+model@hydra.run=tiny", holds=("Hydra's own settings",)),

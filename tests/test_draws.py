@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from llama_ssp.draws import CounterDraws, Purpose, Slot, inverse_cdf, prompt_key
+from llama_ssp.draws import CounterDraws, Purpose, Slot, heat, inverse_cdf, prompt_key, race
 
 FALSE_ALARM = 1e-9
 CPU = torch.device("cpu")
@@ -23,6 +23,18 @@ def g_test(counts: np.ndarray, law: np.ndarray) -> float:
     assert not counts[law == 0].any()
     seen = law > 0
     return float(stats.power_divergence(counts[seen], law[seen] * counts.sum(), lambda_="log-likelihood")[1])
+
+
+def test_a_race_has_its_law_and_never_ends_with_the_impossible():
+    for vocab in (1, 2, 5, 9, 10):
+        law = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab)) + 0.05
+        law[1::3] = 0
+        law /= law.sum()
+        noise = (
+            -torch.rand(200_000, 2 * heat(vocab), generator=torch.Generator().manual_seed(1)).double().log()
+        )
+        found = torch.bincount(race(law.expand(200_000, vocab), noise), minlength=vocab) / 200_000
+        assert (found[law == 0] == 0).all() and float((found - law).abs().max()) < 0.006
 
 
 def draws_of(law: torch.Tensor, purpose: Purpose = Purpose.CORRECT, seed: int = 0) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
+from llama_ssp.draws import CounterDraws, Purpose, Slot
 from llama_ssp.engine import apart
 from llama_ssp.engine.ahead import AheadDrafter, Memo
 from llama_ssp.engine.apart import read, written
@@ -94,6 +94,22 @@ def test_laws_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
     how, load = written(law)
     assert torch.equal(read(how, load, (1, 2, 6), dtype), law)
     assert len(load) <= law.nbytes
+
+
+def test_two_laws_alike_are_raced_to_the_same_token():
+    """Laws that overlap by 0.9 give the same token nearly as often; by inverted CDFs they do not."""
+    generator = torch.Generator().manual_seed(2)
+    logits = 3 * torch.randn(400, 300, generator=generator)
+    one = torch.softmax(logits, -1)
+    other = torch.softmax(logits + 0.25 * torch.randn(400, 300, generator=generator), -1)
+    apart = float((one - other).abs().sum(-1).mean() / 2)
+    assert 0.05 < apart < 0.15
+    slot = Slot(tuple(range(400)), (7,) * 400, Purpose.CORRECT)
+    alike = [
+        float((draws.categorical(one, how) == draws.categorical(other, how)).double().mean())
+        for draws, how in ((CounterDraws(0), slot), (CounterDraws(0), replace(slot, purpose=Purpose.DRAFT)))
+    ]
+    assert alike[0] > (1 - apart) / (1 + apart) - 0.05 and alike[0] > alike[1] + 0.2
 
 
 # Faults, each of which must show in the law (or break the run).

@@ -64,6 +64,7 @@ def check_placement(placement: PlacementConf) -> None:
     if placement.draft_degree is not None:
         between("placement.draft_degree", placement.draft_degree, 1, 4096)
     between("placement.timeout_s", placement.timeout_s, 1.0, 86400.0, "seconds; raise it for slow machines")
+    between("placement.draft_timeout_s", placement.draft_timeout_s, 0.1, 86400.0, "seconds until it is lost")
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
         raise UsageError(
             "placement.max_memory and offload_folder are for splitting by layers",

@@ -5,6 +5,7 @@ At temperature 1 without filters or penalties. As everywhere (tape.py), locals l
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llama_ssp.plan.tape import Block, Tape
@@ -39,6 +40,22 @@ class Laws:
         token = t(self.rows, INT, t(self.rows, FP64, rising))
         possible = t(self.rows, 1, t(self.rows, FP32))
         return t(self.rows, INT, possible, token, t(self.rows, INT))
+
+    def raced(self, law: Block, width: int) -> Block:
+        """draws.CounterDraws.categorical of a correction, draws.race"""
+        t, rows = self.tape, self.rows
+        size = math.isqrt(self.vocab - 1) + 1
+        whole = self.vocab // size
+        clocks = t(rows * 2 * size, FP64)
+        mass = t(rows * whole, FP64, t.same(law, rows * whole * size, FP64, width < FP64))
+        if whole * size < self.vocab:
+            rest = rows * (self.vocab - whole * size)
+            mass = t(rows * (whole + 1), FP64, mass, t(rows, FP64, t.same(law, rest, FP64, width < FP64)))
+        heat = t(rows, INT, t(mass.bytes // FP64, FP64, mass))
+        token = t(rows * size, INT, heat)
+        inside = t.same(t(rows * size, width, t(rows * size, INT)), rows * size, FP64, width < FP64)
+        time = t(rows * size, FP64, inside, t(rows * size, 1))
+        return t(rows, INT, t(rows, INT, time), token, clocks)
 
     def in_double(self, law: Block, columns: int, wide: int) -> Block:
         """engine.engine._in_double"""

@@ -120,7 +120,7 @@ class Batch:
                 next_law, others = law, [self.t(self.laws.rows, INT)]
             else:
                 next_law, *others = self.laws.decided(law, proposal.laws, k, wide)
-            self.laws.drawn(next_law, FP64 if k else wide)
+            self.laws.raced(next_law, FP64 if k else wide)
             del others
 
     def _tell(self, k: int) -> None:
