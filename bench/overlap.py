@@ -243,7 +243,7 @@ def main() -> None:
             "# A draft that runs ahead beside one that waits", "",
             *surroundings({"model": "cpu, bf16, rank 0", "draft": "cpu, bf16, rank 1, on a core of its own"}),
             f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, target of "
-            f"{asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, eager steps, {asked.repeats} repeats.",
+            f"{asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, eager, {asked.repeats} repeats.",
             "", "```", *table(found), "```", "",
         ]
     )  # fmt: skip

@@ -45,17 +45,17 @@ class Laws:
         """draws.CounterDraws.categorical of a correction, draws.race"""
         t, rows = self.tape, self.rows
         size = math.isqrt(self.vocab - 1) + 1
-        whole = self.vocab // size
-        clocks = t(rows * 2 * size, FP64)
-        mass = t(rows * whole, FP64, t.same(law, rows * whole * size, FP64, width < FP64))
-        if whole * size < self.vocab:
-            rest = rows * (self.vocab - whole * size)
-            mass = t(rows * (whole + 1), FP64, mass, t(rows, FP64, t.same(law, rest, FP64, width < FP64)))
-        heat = t(rows, INT, t(mass.bytes // FP64, FP64, mass))
+        heats = self.vocab // size
+        rest = self.vocab - heats * size
+        mass = t(rows * heats, FP64, t.same(law, rows * heats * size, FP64, width < FP64))
+        if rest:
+            own = t(rows, FP64, t.same(law, rows * rest, FP64, width < FP64))
+            mass = t(rows * (heats + 1), FP64, mass, own)
+        heat = t(rows, INT, t(rows * (heats + bool(rest)), FP64, mass))
         token = t(rows * size, INT, heat)
         inside = t.same(t(rows * size, width, t(rows * size, INT)), rows * size, FP64, width < FP64)
         time = t(rows * size, FP64, inside, t(rows * size, 1))
-        return t(rows, INT, t(rows, INT, time), token, clocks)
+        return t(rows, INT, t(rows, INT, time), token)
 
     def in_double(self, law: Block, columns: int, wide: int) -> Block:
         """engine.engine._in_double"""

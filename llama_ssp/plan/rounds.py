@@ -80,11 +80,13 @@ class Batch:
         """
         rows, n = self.laws.rows, self.laws.rows * k * self.laws.vocab
         drafted, laws = [], []
+        logits: Block | None = None
         wide = FP32 if self.draft is None else max(self.draft.width, FP32)
         for offset in range(k if self.draft is not None else 0):
             assert self.draft is not None
             if offset in (0, k - 1):
                 logits = self._logits(self.draft, lag if offset == 0 else 1, length + offset, 1)
+            assert logits is not None
             if not self.duties.drafts:
                 continue
             with self.t.labelled(LAWS):
@@ -94,6 +96,7 @@ class Batch:
                 if offset == 0:
                     self._told.append(self.t(rows * k, INT))  # engine.state.State.place
                 laws.append(law)
+        logits = None
         with self.t.labelled(LAWS):
             if not k or not (self.duties.decides or self.duties.drafts):
                 return Proposal(self.t(rows * k, INT), None, self.t(rows, 1) if k else None)
