@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -53,9 +53,9 @@ class Asked:
     peers: str = "4,8,12,heuristic,dynamic"
     write: str = ""
 
-    @staticmethod
-    def of(arguments: list[str]) -> Asked:
-        asked = Asked()
+    @classmethod
+    def of(cls, arguments: list[str]) -> Self:
+        asked = cls()
         for argument in arguments:
             key, _, value = argument.partition("=")
             if not hasattr(asked, key):
@@ -160,6 +160,7 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     target, draft = sizes(asked.agreement)
     run = RunConf(model=replace(target, dtype=Dtype.bf16), draft=replace(draft, dtype=Dtype.bf16))
+    run = replace(run, speculation=replace(run.speculation, adaptive=True))  # so that costs are measured
     slots = max(map(len, PROMPTS)) + asked.new
     began = time.perf_counter()
     pair = opened(replace(run, engine=Steps.compiled), slots)

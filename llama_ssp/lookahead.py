@@ -17,9 +17,8 @@ class Observed(Protocol):
     @property
     def row(self) -> int: ...
     @property
-    def drafted(self) -> list[int]: ...
-    @property
-    def accepted(self) -> int: ...
+    def overlap(self) -> list[float]:
+        """What both laws have in common at each drafted position."""
 
 
 class Lookahead(Protocol):
@@ -89,14 +88,18 @@ class Costs:
         return Costs(draft, tuple(steps))
 
 
-PRIOR_RATE, PRIOR_WEIGHT, MEMORY, PROBE_EVERY = 0.7, 4.0, 0.97, 16
+PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0  # what is thought of a row of which nothing has been seen
+MEMORY = 0.99  # of what was seen before, for each draft seen since
+PROBE_FIRST, PROBE_LAST = 16, 64  # rounds without drafts between tries; they double
 
 
 @dataclass
 class AdaptiveLookahead:
-    """The K with the most tokens per unit of time, at the acceptance the row has shown lately.
+    """The K with the most tokens per unit of time, at the agreement the row has shown lately.
 
-    A row whose best K is 0 tries one token now and then, to notice when drafting pays again.
+    Agreement is read off the laws themselves, of which every draft shows a pair, kept or not: the overlap is
+    the chance to be kept. So a few rounds tell what outcomes alone would tell after many. A row whose best K
+    is 0 tries one token now and then, to notice when drafting pays again.
     """
 
     costs: Costs
@@ -104,34 +107,39 @@ class AdaptiveLookahead:
     _tried: list[float] = field(init=False)
     _stood: list[float] = field(init=False)
     _idle: list[int] = field(init=False)
+    _pause: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tried, self._stood, self._idle = [0.0] * self.rows, [0.0] * self.rows, [0] * self.rows
+        self._tried, self._stood = [0.0] * self.rows, [0.0] * self.rows
+        self._idle, self._pause = [0] * self.rows, [0] * self.rows
         for row in range(self.rows):
             self.restart(row)
 
     def restart(self, row: int) -> None:
-        self._tried[row], self._stood[row], self._idle[row] = PRIOR_WEIGHT, PRIOR_RATE * PRIOR_WEIGHT, 0
+        self._tried[row], self._stood[row] = PRIOR_WEIGHT, PRIOR_RATE * PRIOR_WEIGHT
+        self._idle[row], self._pause[row] = 0, PROBE_FIRST
 
     def rate(self, row: int) -> float:
-        """The row's acceptance rate lately; it begins at the prior, which fades as rounds come in."""
+        """The chance of a draft to be kept, lately; it begins at the prior, which fades as drafts come in."""
         return self._stood[row] / self._tried[row]
 
     def choose(self) -> list[int]:
         wanted = [self.costs.best_k(self.rate(row)) for row in range(self.rows)]
         for row, k in enumerate(wanted):
-            self._idle[row] = 0 if k else self._idle[row] + 1
-            if self._idle[row] == PROBE_EVERY:
+            if k:
+                self._idle[row], self._pause[row] = 0, PROBE_FIRST
+                continue
+            self._idle[row] += 1
+            if self._idle[row] >= self._pause[row]:
                 wanted[row], self._idle[row] = 1, 0
+                self._pause[row] = min(2 * self._pause[row], PROBE_LAST)
         return wanted
 
     def observe(self, rows: Sequence[Observed]) -> None:
         for step in rows:
-            decided = min(step.accepted + 1, len(step.drafted))
-            if not decided:
-                continue
-            self._tried[step.row] = MEMORY * self._tried[step.row] + decided
-            self._stood[step.row] = MEMORY * self._stood[step.row] + step.accepted
+            for share in step.overlap:
+                self._tried[step.row] = MEMORY * self._tried[step.row] + 1
+                self._stood[step.row] = MEMORY * self._stood[step.row] + share
 
 
 def tokens_per_round(rate: float, k: int) -> float:
