@@ -34,6 +34,7 @@ bench: .venv/.installed
 	$(PY) bench/side_by_side.py
 	$(PY) bench/fast.py
 	$(PY) bench/linear.py
+	$(PY) bench/growth.py
 
 # Ten minutes of random runs, struck at random: is the law right, is anything left behind, does memory grow?
 soak: .venv/.installed

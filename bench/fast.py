@@ -6,7 +6,8 @@ The pair is synthetic (llama_ssp/load/synthetic.py): 222 million parameters with
 overlapping as asked. Every repeat gives each contender one turn on every prompt; ratios are taken within a
 repeat, and their median is reported with the least and the most. Tokens are counted the same for all: those
 after the prompt (contenders.py). The last lines set a round beside its parts: K steps of the draft and one of
-the target, alone.
+the target, alone. Each contender stands beside what bounds it: the bytes that its own forward passes read
+over the bandwidth measured here, and, for ours, its steps alone. With write=, the same as JSON and a plot.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contenders import PROMPTS, by_transformers, by_us, opened, rounds  # noqa: E402
+from contenders import PROMPTS, alone, by_transformers, by_us, opened, rounds  # noqa: E402
+from pictures import plot_contenders, write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.load.models import DRAFT, load  # noqa: E402
-from llama_ssp.metrics import Counts  # noqa: E402
+from llama_ssp.metrics import Counts, ratio  # noqa: E402
+from llama_ssp.plan.asked import Role  # noqa: E402
+from llama_ssp.plan.speed import share_of  # noqa: E402
 from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tabular import aligned  # noqa: E402
+from llama_ssp.tabular import aligned, figure  # noqa: E402
 from llama_ssp.tasks.pair import Pair  # noqa: E402
 from llama_ssp.tasks.timing import shape  # noqa: E402
 
@@ -64,6 +68,14 @@ class Asked:
         return asked
 
 
+@dataclass(frozen=True)
+class Both:
+    """A figure of the target, and of the draft."""
+
+    target: float
+    draft: float
+
+
 @dataclass
 class Taken:
     """What a contender's turns took, and what they counted."""
@@ -71,6 +83,32 @@ class Taken:
     turn: Callable[[int], tuple[float, Counts]]
     ms: list[float] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
+    passes: list[Both] = field(default_factory=list)  # a token, of each turn
+
+
+class Meter:
+    """Counts the passes of transformers' modules, which nobody else counts."""
+
+    def __init__(self, target: Any, draft: Any) -> None:
+        self._seen = {"target": 0, "draft": 0}
+        for name, module in (("target", target), ("draft", draft)):
+            module.register_forward_pre_hook(lambda *_, name=name: self._count(name))
+
+    def _count(self, name: str) -> None:
+        self._seen[name] += 1
+
+    def read(self, new: int) -> Both:
+        """Passes a token since it was last read, but those that read a prompt: two, see contenders.py."""
+        seen, tokens = dict(self._seen), new * len(PROMPTS)
+        self._seen = dict.fromkeys(seen, 0)
+        return Both((seen["target"] - 2 * len(PROMPTS)) / tokens, seen["draft"] / tokens)
+
+
+def passes_of(counts: Counts) -> Both:
+    """Of ours: a round is one pass of the target, and a token drafted one of the draft."""
+    counted = counts.summary()
+    tokens = counted["tokens_committed"]
+    return Both(counted["row_rounds"] / tokens, counted["tokens_drafted"] / tokens)
 
 
 def sizes(agreement: float) -> tuple[ModelConf, ModelConf]:
@@ -79,8 +117,8 @@ def sizes(agreement: float) -> tuple[ModelConf, ModelConf]:
     return replace(target, context=4608), replace(draft, context=4608)
 
 
-def contenders(asked: Asked, pair: tuple[Pair, Any, RunConf], eager: Any) -> dict[str, Taken]:
-    """Everyone who takes turns."""
+def contenders(asked: Asked, pair: tuple[Pair, Any, RunConf], eager: Any) -> tuple[dict[str, Taken], Meter]:
+    """Everyone who takes turns, and who counts transformers' passes."""
     target, draft = (
         load(model, None, Dtype.bf16, CPU, role).module
         for model, role in zip(sizes(asked.agreement), ("model", DRAFT), strict=True)
@@ -101,18 +139,74 @@ def contenders(asked: Asked, pair: tuple[Pair, Any, RunConf], eager: Any) -> dic
     for k in map(int, asked.ks.split(",")):
         found[f"ours, K = {k}"] = Taken(lambda i, k=k: by_us(pair, asked.new, i, k))
     found["ours, adaptive"] = Taken(lambda i: by_us(pair, asked.new, i, None))
-    return found
+    return found, Meter(target, draft)
 
 
-def measure(found: dict[str, Taken], repeats: int) -> None:
+def measure(found: dict[str, Taken], meter: Meter, asked: Asked) -> None:
     """Everyone in turn; the first repeat does not count."""
-    for repeat in range(repeats + 1):
+    for repeat in range(asked.repeats + 1):
         for name, taken in found.items():
             ms, counts = taken.turn(repeat)
+            theirs = meter.read(asked.new)
             log.info("repeat %d: %s: %.2f ms/token", repeat, name, ms)
             if repeat:
                 taken.ms.append(ms)
                 taken.counts.merge(counts)
+                taken.passes.append(passes_of(counts) if counts.row_rounds else theirs)
+
+
+def read_per_s(turns: int = 9) -> float:
+    """Bytes a second that summing numbers reads, at best."""
+    large, taken = torch.ones(10**8), []
+    for _ in range(turns):
+        began = time.perf_counter()
+        large.sum()
+        taken.append(time.perf_counter() - began)
+    return large.nbytes / min(taken)
+
+
+def regular_ms(target: Any, clock: Callable[[], float], turns: int = 25) -> float:
+    """Regular sampling's only step, alone, as contenders.rounds has the others."""
+    step, taken = alone(target, 64, 1), []
+    for _ in range(turns):
+        step()
+        began = clock()
+        step()
+        taken.append(1000 * (clock() - began))
+    return median(taken)
+
+
+def steps_alone(parts: list[list[str]], regular: float, found: dict[str, Taken]) -> dict[str, float]:
+    """Milliseconds a token that a contender's steps take alone, where `parts` has them."""
+    known = {"ours, regular": regular}
+    for k, draft, target, *_ in parts[1:]:
+        per = found[f"ours, K = {k}"].counts.summary()["tokens_per_target_forward"]
+        known[f"ours, K = {k}"] = (int(k) * float(draft) + float(target)) / per
+    return known
+
+
+def figures(
+    found: dict[str, Taken], read: Both, bandwidth: float, steps: dict[str, float]
+) -> list[dict[str, Any]]:
+    """What the report says of each contender, under names for programs."""
+    rows = []
+    for name, taken in found.items():
+        middle, least, most = faster(taken, [found["ours, regular"]])
+        counted = taken.counts.summary()
+        bytes_ = median(each.target * read.target + each.draft * read.draft for each in taken.passes)
+        rows.append(
+            {
+                "contender": name, "ms_per_token": median(taken.ms), "turns_ms_per_token": taken.ms,
+                "over_ours_regular": middle, "over_ours_regular_least": least,
+                "over_ours_regular_most": most, "acceptance_rate": counted["acceptance_rate"],
+                "tokens_per_target_forward": counted["tokens_per_target_forward"],
+                "target_forwards_per_token": median(each.target for each in taken.passes),
+                "draft_forwards_per_token": median(each.draft for each in taken.passes),
+                "bytes_bound_ms_per_token": 1000 * bytes_ / bandwidth,
+                "steps_bound_ms_per_token": steps.get(name),
+            }
+        )  # fmt: skip
+    return rows
 
 
 def faster(one: Taken, others: list[Taken]) -> tuple[float, float, float]:
@@ -122,20 +216,22 @@ def faster(one: Taken, others: list[Taken]) -> tuple[float, float, float]:
     return median(ratios), min(ratios), max(ratios)
 
 
-def table(found: dict[str, Taken]) -> list[str]:
-    regular = found["ours, regular"]
-    rows = [["contender", "ms/token", "over ours, regular", "least..most", "accepted", "tokens/round"]]
-    for name, taken in found.items():
-        middle, least, most = faster(taken, [regular])
-        counted = taken.counts.summary()
-        rate, per = counted["acceptance_rate"], counted["tokens_per_target_forward"]
-        rows.append(
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """For people. Bounds are in ms/token; beside each stands how many times as long it took."""
+    head = ["contender", "ms/token", "over ours, regular", "least..most", "accepted", "tokens/round"]
+    lines = [[*head, "bytes", "over", "steps", "over"]]
+    for row in rows:
+        ms, bytes_, steps = (row[f"{of}ms_per_token"] for of in ("", "bytes_bound_", "steps_bound_"))
+        least, most = row["over_ours_regular_least"], row["over_ours_regular_most"]
+        lines.append(
             [
-                name, f"{median(taken.ms):.2f}", f"{middle:.2f}x", f"{least:.2f}..{most:.2f}",
-                "" if rate is None else f"{rate:.2f}", "" if per is None else f"{per:.2f}",
+                row["contender"], f"{ms:.2f}", f"{row['over_ours_regular']:.2f}x", f"{least:.2f}..{most:.2f}",
+                *(figure(row[key]) for key in ("acceptance_rate", "tokens_per_target_forward")),
+                figure(bytes_), figure(ratio(ms, bytes_)),
+                figure(steps), figure(None if steps is None else ratio(ms, steps)),
             ]
         )  # fmt: skip
-    return aligned(rows, 1)
+    return aligned(lines, 1)
 
 
 def bars(found: dict[str, Taken]) -> list[tuple[str, float, float, float, float]]:
@@ -166,10 +262,14 @@ def main() -> None:
     pair = opened(replace(run, engine=Steps.compiled), slots)
     start_s = time.perf_counter() - began
     eager = opened(replace(run, engine=Steps.eager), slots)
-    found = contenders(asked, pair, eager)
-    measure(found, asked.repeats)
+    found, meter = contenders(asked, pair, eager)
+    measure(found, meter, asked)
+    bandwidth = read_per_s()
     clock, said = (time.process_time, "CPU time") if asked.threads == 1 else (time.perf_counter, "time")
     parts = rounds(pair, [int(k) for k in asked.ks.split(",")], clock)
+    read = Both(*(share_of(Role("", model, Dtype.bf16), 1).weights for model in (target, draft)))
+    steps = steps_alone(parts, regular_ms(pair[0].target, clock), found)
+    rows = figures(found, read, bandwidth, steps)
     met = [
         [name, f"{least}x", f"{middle:.2f}x", f"{low:.2f}..{high:.2f}", "yes" if middle >= least else "NO"]
         for name, least, middle, low, high in bars(found)
@@ -180,15 +280,28 @@ def main() -> None:
             f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, agreement "
             f"{asked.agreement}, {asked.threads} threads, {asked.repeats} repeats. "
             f"Loading and compiling took {start_s:.0f} s.",
-            "", "```", *table(found), "```", "", "```",
+            f"Summing reads {bandwidth / 1e9:.1f} GB/s; a pass reads {read.target / 1e6:.0f} MB of the "
+            f"target, {read.draft / 1e6:.1f} MB of the draft. `bytes` and `steps` are ms/token that reading "
+            "the weights of its passes takes, and that its steps take alone.",
+            "", "```", *table(rows), "```", "", "```",
             *aligned([["faster", "asked", "found", "least..most", "met"], *met], 1), "```", "",
             f"A round beside its parts, by {said}:", "", "```", *aligned(parts, 0), "```", "",
         ]
     )  # fmt: skip
     print(text)
-    print(json.dumps({"ms_per_token": {n: t.ms for n, t in found.items()}, "versions": versions()}))
+    summary = {
+        "contenders": rows, "rounds": parts, "bandwidth_gb_s": bandwidth / 1e9, "start_s": start_s,
+        "asked": [
+            {"what": name, "asked": least, "found": middle, "least": low, "most": high}
+            for name, least, middle, low, high in bars(found)
+        ],
+        "versions": versions(),
+    }  # fmt: skip
+    print(json.dumps(summary))
     if asked.write:
         write(asked.write, text)
+        write_json(asked.write, summary)
+        plot_contenders(asked.write, rows, "222M with 7M, bf16: least, middle and most of its turns")
 
 
 if __name__ == "__main__":

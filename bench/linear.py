@@ -1,9 +1,11 @@
-"""How near to the memory's speed a linear layer comes on a CPU: ours, oneDNN's packed one, torch's plain one.
+"""How near to the memory's speed linear layers come on a CPU: ours, oneDNN's, torch's; in bf16 and in 8 bit.
 
     python bench/linear.py [threads=2] [repeats=9] [write=FILE.md]
 
-A 222M model's layers in bf16, over and over, so that no cache holds them. The bound is what summing as many
-bytes takes. All take turns; the least time of each counts, as what disturbs a machine only ever adds.
+A 222M model's layers, over and over, so that no cache holds them. The bound is what summing as many bytes
+takes. All take turns; the least time of each counts, as what disturbs a machine only ever adds. The second
+table is how far 8-bit products are from those of the weights before they were quantised, and from LLM.int8's:
+of inputs without outliers, and with some (one in a hundred, twenty times as large).
 """
 
 from __future__ import annotations
@@ -12,65 +14,120 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
+from torch import Tensor  # noqa: E402
 
-from llama_ssp.kernels.linear import operators, packed  # noqa: E402
+from llama_ssp.config import Dtype  # noqa: E402
+from llama_ssp.kernels import int8, linear  # noqa: E402
+from llama_ssp.load.quantised import quantised, scales_of  # noqa: E402
 from llama_ssp.tabular import aligned  # noqa: E402
 
 SHAPES = ((1024, 1024, 64), (2816, 1024, 32), (1024, 2816, 16))  # outputs, inputs, how many
 ROWS = (1, 2, 5, 9, 16)
+OURS, OURS_8, LLM_8 = "bf16, ours", "8 bit, ours", "8 bit, LLM.int8"
+Work = Callable[[Tensor], object]  # one layer's product with rows of inputs
 
 
-def works() -> tuple[dict[tuple[str, int], Callable[[], object]], int]:
-    """By name and rows, one pass over all layers each; and the bytes of the layers."""
-    operators()
-    weights = [torch.randn(n, k).bfloat16() for n, k, count in SHAPES for _ in range(count)]
-    ours = [packed(weight) for weight in weights]
-    theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
-    summed = torch.ones(sum(weight.nbytes for weight in weights) // 4)
-    found: dict[tuple[str, int], Callable[[], object]] = {("sum", 0): summed.sum}
-    for rows in ROWS:
-        x = {inputs: torch.randn(rows, inputs).bfloat16() for _, inputs, _ in SHAPES}
-        found["plain", rows] = lambda x=x: [torch.nn.functional.linear(x[w.shape[1]], w) for w in weights]
-        found["oneDNN, packed", rows] = lambda x=x: [
-            torch.ops.mkldnn._linear_pointwise(x[w.shape[1]], p, None, "none", [], "")
-            for w, p in zip(weights, theirs, strict=True)
-        ]
-        found["ours", rows] = lambda x=x: [
-            torch.ops.llama_ssp.linear(x[w.shape[1]], p, None, w.shape[0])
-            for w, p in zip(weights, ours, strict=True)
-        ]
-    return found, summed.nbytes
+def layers() -> dict[str, list[tuple[int, Work]]]:
+    """By name, what multiplies with each layer, and how many inputs that has."""
+    found: dict[str, list[tuple[int, Work]]] = {}
+    for outputs, inputs, count in SHAPES:
+        for _ in range(count):
+            for name, work in of(torch.randn(outputs, inputs).bfloat16()).items():
+                found.setdefault(name, []).append((inputs, work))
+    return found
+
+
+def of(weight: Tensor) -> dict[str, Work]:
+    """Everyone's product with one weight."""
+    packed = linear.packed(weight)
+    theirs = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    layer: Any = quantised(Dtype.int8, weight, None, torch.device("cpu")).eval()
+    codes, scales = layer.weight.data, next(scales_of(layer))
+    narrow = (scales / 127).bfloat16()  # torch's kernel takes scales of 16 bits
+    return {
+        "bf16, plain": lambda x: torch.nn.functional.linear(x, weight),
+        "bf16, oneDNN packed": lambda x: torch.ops.mkldnn._linear_pointwise(x, theirs, None, "none", [], ""),
+        OURS: lambda x: torch.ops.llama_ssp.linear(x, packed, None, len(weight)),
+        LLM_8: layer,
+        "8 bit, torch": lambda x: torch._weight_int8pack_mm(x, codes, narrow),
+        OURS_8: lambda x: torch.ops.llama_ssp.linear_int8(x, codes, scales, None),
+    }
+
+
+def speeds(
+    found: dict[str, list[tuple[int, Work]]], repeats: int
+) -> tuple[dict[tuple[str, int], float], float]:
+    """By name and rows, the least seconds of a pass over all layers; and bytes a second of summing."""
+    weights = sum(outputs * inputs * count for outputs, inputs, count in SHAPES)
+    summed = torch.ones(weights // 2)  # as many bytes as bf16 has
+    x = {rows: {inputs: torch.randn(rows, inputs).bfloat16() for _, inputs, _ in SHAPES} for rows in ROWS}
+    least: dict[tuple[str, int], float] = {}
+    for _ in range(repeats):
+        for rows in ROWS:
+            for name, works in found.items():
+                began = time.perf_counter()
+                for inputs, work in works:
+                    work(x[rows][inputs])
+                least[name, rows] = min(least.get((name, rows), 1e9), time.perf_counter() - began)
+        began = time.perf_counter()
+        summed.sum()
+        least["sum", 0] = min(least.get(("sum", 0), 1e9), time.perf_counter() - began)
+    return least, summed.nbytes / least.pop(("sum", 0))
+
+
+def errors() -> list[list[str]]:
+    """Norms of differences over the norm of the exact product, of five rows."""
+    lines = [["inputs", "from", *(name for name in (OURS, LLM_8, OURS_8))]]
+    torch.manual_seed(0)
+    weight = torch.randn(2816, 1024).bfloat16()
+    works = of(weight)
+    for kind, times in (("plain", 1), ("with outliers", 20)):
+        x = torch.randn(5, 1024)
+        x[:, ::100] *= times
+        x = x.bfloat16()
+        exact = x.double() @ weight.double().T
+        others = {"the exact product": exact, "LLM.int8's": works[LLM_8](x)}
+        for name, other in others.items():
+            off = [
+                (works[one](x).double() - other.double()).norm() / exact.norm()
+                for one in (OURS, LLM_8, OURS_8)
+            ]
+            lines.append([kind, name, *(f"{float(one):.4f}" for one in off)])
+    return lines
 
 
 def main() -> None:
     own = {"threads": "2", "repeats": "9", "write": ""}
     own.update(argument.split("=", 1) for argument in sys.argv[1:])
     torch.set_num_threads(int(own["threads"]))
-    found, size = works()
-    least: dict[tuple[str, int], float] = {}
+    linear.operators()
+    int8.operators("cpu")
     with torch.inference_mode():
-        for _ in range(int(own["repeats"])):
-            for key, work in found.items():
-                began = time.perf_counter()
-                work()
-                least[key] = min(least.get(key, 1e9), time.perf_counter() - began)
-    bound = least.pop(("sum", 0))
-    names = list(dict.fromkeys(name for name, _ in least))
-    rows = [["rows", *(f"{name}, GB/s" for name in names)]]
-    rows += [[str(r), *(f"{size / least[name, r] / 1e9:.1f}" for name in names)] for r in ROWS]
+        found = layers()
+        least, bandwidth = speeds(found, int(own["repeats"]))
+        off = errors()
+    weights = sum(outputs * inputs * count for outputs, inputs, count in SHAPES)
+    table = [["rows", *(f"{name}" for name in found), "8 bit over bf16, ours"]]
+    for rows in ROWS:
+        over = least[OURS, rows] / least[OURS_8, rows]
+        table.append([str(rows), *(f"{1000 * least[name, rows]:.1f}" for name in found), f"{over:.2f}x"])
+    bounds = [f"{1000 * weights * width / bandwidth:.1f}" for width in (2, 1)]
     text = "\n".join(
         [
             "# A linear layer's speed over the memory's", "",
-            *surroundings({"model": f"cpu, {own['threads']} threads, bf16"}),
-            f"{size / 1e6:.0f} MB of weights, {own['repeats']} turns. "
-            f"Summing them: {size / bound / 1e9:.1f} GB/s.",
-            "", "```", *aligned(rows, 0), "```", "",
+            *surroundings({"model": f"cpu, {own['threads']} threads"}),
+            f"{weights / 1e6:.0f} million weights, {own['repeats']} turns. Summing reads "
+            f"{bandwidth / 1e9:.1f} GB/s: so the bound of a pass is {bounds[0]} ms in bf16, and "
+            f"{bounds[1]} ms in 8 bit.",
+            "", "Milliseconds of a pass:", "", "```", *aligned(table, 0), "```", "",
+            "Relative errors:", "", "```", *aligned(off, 2), "```", "",
         ]
     )  # fmt: skip
     print(text)

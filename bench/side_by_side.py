@@ -1,6 +1,7 @@
 """Regular and speculative sampling beside transformers' own generate, in one interleaved run.
 
     python bench/side_by_side.py [the overrides of launch/run.py] [repeats=5] [ks=2,4,8] [write=FILE.md]
+    python bench/side_by_side.py temperatures=0,0.5,1 ks=2,4,6,8,12     # the best K of each, and its speed-up
 
 What task=measure cannot say: how our regular sampling stands beside another program's. Every repeat runs
 each contender once, in turn, on the same prompts; ratios are taken within a repeat and their median is
@@ -40,6 +41,8 @@ from llama_ssp.tasks.pair import Pair, engine_for, open_pair  # noqa: E402
 from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
 from llama_ssp.tasks.timed import TimedRun  # noqa: E402
 
+REGULAR = "regular (K = 0)"
+Turn = Callable[[int], tuple[float, Counts]]
 PROMPTS = [
     "def hello(name):",
     "The capital of France is",
@@ -49,7 +52,7 @@ PROMPTS = [
 
 
 def main() -> None:
-    own = {"repeats": "5", "ks": "2,4,8", "write": "", "new": "96"}
+    own = {"repeats": "5", "ks": "2,4,8", "write": "", "new": "96", "temperatures": ""}
     overrides = []
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
@@ -65,43 +68,59 @@ def main() -> None:
     tokens = tokens_of(found)
     new = int(own["new"])
     pair = open_pair(found, run, 1, 256 + new)
-    contenders: dict[str, Callable[[int], tuple[float, Counts]]] = {
-        "transformers generate": lambda i: by_transformers(pair, run, tokens, new, i),
-        "regular (K = 0)": lambda i: by_us(pair, run, tokens, new, i, 0),
-    }
-    for k in map(int, own["ks"].split(",")):
-        contenders[f"speculative, K = {k}"] = lambda i, k=k: by_us(pair, run, tokens, new, i, k)
-    rows = measured(contenders, int(own["repeats"]))
-    text = table(rows, run, pair)
+    asked = [float(heat) for heat in own["temperatures"].split(",") if heat] or [run.sampling.temperature]
+    runs = {heat: replace(run, sampling=replace(run.sampling, temperature=heat)) for heat in asked}
+    ks = [int(k) for k in own["ks"].split(",")]
+    works = {heat: contenders(pair, own_run, tokens, new, ks) for heat, own_run in runs.items()}
+    found = measured(works, int(own["repeats"]))
+    text = table(found, run, pair, new)
     print(text)
+    rows = [{"temperature": heat, **row} for heat, own_rows in found.items() for row in own_rows]
     print(json.dumps({"rows": rows, "versions": versions()}))
     if own["write"]:
         write(own["write"], text)
 
 
-def measured(contenders: dict[str, Callable[[int], tuple[float, Counts]]], repeats: int) -> list[dict]:
+def contenders(pair: Pair, run: RunConf, tokens: Tokens, new: int, ks: list[int]) -> dict[str, Turn]:
+    """Everyone who takes turns at a temperature."""
+    found: dict[str, Turn] = {
+        "transformers generate": lambda i: by_transformers(pair, run, tokens, new, i),
+        REGULAR: lambda i: by_us(pair, run, tokens, new, i, 0),
+    }
+    for k in ks:
+        found[f"speculative, K = {k}"] = lambda i, k=k: by_us(pair, run, tokens, new, i, k)
+    return found
+
+
+def measured(works: dict[float, dict[str, Turn]], repeats: int) -> dict[float, list[dict]]:
     """Milliseconds a token and ratios to regular sampling, after one repeat that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    counts: dict[str, Counts] = {name: Counts() for name in contenders}
+    names = [(heat, name) for heat, own in works.items() for name in own]
+    times: dict[tuple[float, str], list[float]] = {name: [] for name in names}
+    counts = {name: Counts() for name in names}
     for repeat in range(repeats + 1):
-        for name, contender in contenders.items():
-            ms, seen = contender(repeat)
+        for heat, name in names:
+            ms, seen = works[heat][name](repeat)
             if repeat:
-                times[name].append(ms)
-                counts[name] = seen
-    regular = times["regular (K = 0)"]
-    return [
-        {
-            "name": name,
-            "ms_per_token": median(taken),
-            "faster_than_regular": median(r / t for r, t in zip(regular, taken, strict=True)),
-            "least": min(r / t for r, t in zip(regular, taken, strict=True)),
-            "most": max(r / t for r, t in zip(regular, taken, strict=True)),
-            "acceptance_rate": counts[name].summary()["acceptance_rate"],
-            "tokens_per_target_forward": counts[name].summary()["tokens_per_target_forward"],
-        }
-        for name, taken in times.items()
-    ]
+                times[heat, name].append(ms)
+                counts[heat, name].merge(seen)
+    return {
+        heat: [summed_up(name, times[heat, name], times[heat, REGULAR], counts[heat, name]) for name in own]
+        for heat, own in works.items()
+    }
+
+
+def summed_up(name: str, taken: list[float], regular: list[float], counts: Counts) -> dict:
+    """A contender's figures."""
+    ratios, counted = [r / t for r, t in zip(regular, taken, strict=True)], counts.summary()
+    return {
+        "name": name,
+        "ms_per_token": median(taken),
+        "faster_than_regular": median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "acceptance_rate": counted["acceptance_rate"],
+        "tokens_per_target_forward": counted["tokens_per_target_forward"],
+    }
 
 
 def by_us(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int, k: int) -> tuple[float, Counts]:
@@ -136,27 +155,45 @@ def by_transformers(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: in
     return 1000 * spent / (new * len(PROMPTS)), Counts()
 
 
-def table(rows: list[dict], run: RunConf, pair: Pair) -> str:
+def table(found: dict[float, list[dict]], run: RunConf, pair: Pair, new: int) -> str:
     """A results file that needs nothing beside it."""
     draft = run.draft.name if run.draft else "none"
     lines = [
         f"# {run.model.name} with {draft}: regular, speculative, transformers",
         "",
         *surroundings(pair.devices),
-        f"Batch 1, {len(PROMPTS)} prompts.",
+        f"Batch 1, {len(PROMPTS)} prompts, {new} new tokens.",
         "Ratios are medians over interleaved repeats, with the least and the most.",
         "",
-        "| contender | ms/token | faster than regular | least..most | accepted | tokens/forward |",
-        "|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        rate, per = row["acceptance_rate"], row["tokens_per_target_forward"]
-        lines.append(
-            f"| {row['name']} | {row['ms_per_token']:.2f} | {row['faster_than_regular']:.2f}x "
-            f"| {row['least']:.2f}..{row['most']:.2f} | {'' if rate is None else f'{rate:.2f}'} "
-            f"| {'' if per is None else f'{per:.2f}'} |"
-        )
+    if len(found) > 1:
+        lines += ["At the best K of each temperature, by the median of the same repeats:", "", *HEAD]
+        lines += [
+            line(heat, min(speculative(rows), key=lambda row: row["ms_per_token"]))
+            for heat, rows in found.items()
+        ]
+        lines += ["", "All of them:", ""]
+    lines += [*HEAD, *(line(heat, row) for heat, rows in found.items() for row in rows)]
     return "\n".join(lines) + "\n"
+
+
+HEAD = (
+    "| T | contender | ms/token | faster than regular | least..most | accepted | tokens/forward |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def speculative(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["name"].startswith("speculative")]
+
+
+def line(heat: float, row: dict) -> str:
+    rate, per = row["acceptance_rate"], row["tokens_per_target_forward"]
+    return (
+        f"| {heat:g} | {row['name']} | {row['ms_per_token']:.2f} | {row['faster_than_regular']:.2f}x "
+        f"| {row['least']:.2f}..{row['most']:.2f} | {'' if rate is None else f'{rate:.2f}'} "
+        f"| {'' if per is None else f'{per:.2f}'} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""What stands beside a benchmark's table: the same figures as JSON, and a picture of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.plot import save
+
+OURS, THEIRS, BOUND = "#1f77b4", "#8a8f98", "#d62728"
+
+
+def write_json(report: str, found: dict[str, Any]) -> None:
+    """Beside the report, under its name."""
+    place = Path(report).with_suffix(".json")
+    place.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def plot_contenders(report: str, rows: list[dict[str, Any]], title: str) -> None:
+    """A bar for each contender with its least and most; its bounds as marks, where there are any."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + 0.35 * len(rows)), layout="constrained")
+    axes, places = figure.subplots(), range(len(rows))
+    middle = [row["ms_per_token"] for row in rows]
+    below = [row["ms_per_token"] - min(row["turns_ms_per_token"]) for row in rows]
+    above = [max(row["turns_ms_per_token"]) - row["ms_per_token"] for row in rows]
+    colours = [OURS if row["contender"].startswith("ours") else THEIRS for row in rows]
+    axes.barh(places, middle, 0.7, xerr=[below, above], color=colours, capsize=3, ecolor="black")
+    for key, mark, label in (
+        ("bytes_bound_ms_per_token", "|", "its passes' bytes over the bandwidth"),
+        ("steps_bound_ms_per_token", "x", "its steps alone"),
+    ):
+        known = [(place, row[key]) for place, row in enumerate(rows) if row[key] is not None]
+        axes.plot(
+            [ms for _, ms in known], [place for place, _ in known], mark, color=BOUND, ms=9, label=label
+        )
+    axes.set_yticks(places, [row["contender"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms/token")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize="small")
+    save(figure, Path(report).with_suffix(".svg"))
+
+
+def plot_growth(report: str, axes_of: dict[str, dict[str, list[tuple[int, float]]]], title: str) -> None:
+    """A panel for each quantity, both scales in powers, a line for each engine."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * len(axes_of), 3.4), layout="constrained")
+    for axes, (name, lines) in zip(figure.subplots(1, len(axes_of)), axes_of.items(), strict=True):
+        for engine, points in lines.items():
+            axes.plot([x for x, _ in points], [ms for _, ms in points], marker="o", label=engine)
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        axes.set_xscale("symlog" if 0 in ticks else "log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) if tick < 2**13 else f"{tick // 2**10}k" for tick in ticks])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.set_xlabel(name)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.supylabel("ms/token")
+    figure.suptitle(title, fontsize="small")
+    save(figure, Path(report).with_suffix(".svg"))

@@ -1,0 +1,67 @@
+"""Benchmarks that take long, or a GPU, on little models: their code runs, and says what it has to say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def bench(name: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """The exit code, the text, and the document of its last line."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / name), *arguments],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout, done.stderr[-800:]
+    *lines, last = done.stdout.splitlines()
+    return done.returncode, "\n".join(lines), json.loads(last)
+
+
+def test_growth_is_measured_at_every_point(tmp_path: Path):
+    report = tmp_path / "growth.md"
+    points = ("context=16,256", "rows=1,3", "K=0,2,4", "vocabulary=8192")
+    code, text, found = bench(
+        "growth.py", "engines=eager", "repeats=1", "threads=1", *points, f"write={report}"
+    )
+    assert code == 0 and "`growth`" in text
+    assert {name: len(times["eager"]) for name, times in found["round_ms"].items()} == {
+        "context": 2, "rows": 2, "K": 3, "vocabulary": 1,
+    }  # fmt: skip
+    assert found["round_ms"]["K"]["eager"][2] == found["round_ms"]["rows"]["eager"][0]  # one point, one time
+    value, ms = found["ms_per_token"]["rows"]["eager"][1]
+    assert value == 3 and ms == pytest.approx(
+        found["round_ms"]["rows"]["eager"][1] / 3 / sum(0.8**i for i in range(5))
+    )
+    assert json.loads(report.with_suffix(".json").read_text())["points"]["rows"] == [1, 3]
+    assert report.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("part", ["regular", "syncs", "small"])
+def test_the_parts_for_a_gpu(part: str):
+    """int8 compiles; it is left to whoever has the time."""
+    code, _, found = bench("gpu.py", f"part={part}", "small=true", "engine=eager", "new=4", "repeats=1")
+    rows = found["parts"][part]
+    assert rows and all(row["found"] >= 0 for row in rows)
+    assert code == int(any(row["asked"] is not None and row["found"] < row["asked"] for row in rows))
+
+
+def test_a_call_without_time_says_what_is_left_and_one_without_work_what_was_found(tmp_path: Path):
+    report = tmp_path / "gpu.md"
+    code, text, found = bench("gpu.py", "small=true", "minutes=0", f"write={report}")
+    assert code == 1 and not found["parts"]
+    assert "Left for another call: regular, int8, syncs, small, large." in text
+    row = {"what": "something", "asked": 1.0, "found": 2.0}
+    parts = {part: [row] for part in ("regular", "int8", "syncs", "small", "large")}
+    report.with_suffix(".json").write_text(json.dumps({"parts": parts}))
+    code, text, found = bench("gpu.py", "small=true", "minutes=0", f"write={report}")
+    assert code == 0 and found["parts"] == parts and "Left" not in text
