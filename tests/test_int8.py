@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.kernels.int8 import ROWS, Int8Linear, operators
+from llama_ssp.kernels import int8
+from llama_ssp.kernels.int8 import OPERATOR, ROWS, Int8Linear, operators, usable
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.compiled import CompiledModel
 from llama_ssp.load.models import load
@@ -150,6 +151,8 @@ def require_kernel_for_gpus() -> None:
     """
     from llama_ssp.kernels import int8_triton
 
+    operators("cuda")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, "CUDA")
     int8_triton.FACTORS = int8_triton.tl.float32
     for shape, bias, dtype in itertools.product(SHAPES, (True, False), (torch.float32, torch.bfloat16)):
         layer, weight = held(*shape, bias, dtype)
@@ -172,3 +175,12 @@ def test_causal_models_know_their_bytes():
     before = causal.weights_bytes
     causal.module.model.layers[0].mlp.up_proj = Int8Linear(layer, next(scales_of(layer)))
     assert causal.weights_bytes == before
+
+
+@pytest.mark.parametrize(("capability", "triton", "expected"), [
+    ((9, 0), True, True), ((8, 0), True, True), ((7, 5), True, False), ((9, 0), False, False),
+])  # fmt: skip
+def test_where_there_is_a_kernel(monkeypatch, capability: tuple[int, int], triton: bool, expected: bool):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(int8, "find_spec", lambda _: object() if triton else None)
+    assert usable(torch.device("cuda:0")) is expected and usable(CPU)

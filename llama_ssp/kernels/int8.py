@@ -8,6 +8,7 @@ no outliers among them.
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,13 @@ class Int8Linear(nn.Module):
             return product
         several: Tensor = self.plain(x)
         return several
+
+
+def usable(device: torch.device) -> bool:
+    """Whether there is a kernel for it: a GPU needs triton, and products of 16 bits with a wide exponent."""
+    if device.type == "cpu":
+        return True
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache

@@ -81,9 +81,10 @@ def choose_kernels(module: nn.Module) -> None:
 
 
 def quicken(module: nn.Module) -> None:
-    """Has 8-bit layers multiply a few rows by our own kernels, with the weights that they hold."""
+    """Has 8-bit layers multiply a few rows by our own kernel, if there is one, with the weights they hold."""
     for name, layer in list(module.named_modules()):
-        if isinstance(layer, nn.Linear) and layer.weight.dtype is torch.int8:
+        eight = isinstance(layer, nn.Linear) and layer.weight.dtype is torch.int8
+        if eight and int8.usable(layer.weight.device):
             int8.operators(layer.weight.device.type)
             module.set_submodule(name, int8.Int8Linear(layer, next(scales_of(layer))))
 
