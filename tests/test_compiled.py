@@ -20,7 +20,7 @@ from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.compiled import CompiledModel, traced
 from llama_ssp.load.graphs import GraphedModel
 from llama_ssp.sampling import Laws
-from llama_ssp.tasks.steps import compiles, impossible, unproven
+from llama_ssp.tasks.steps import compiles, impossible, quickens, unproven
 from llama_ssp.verify import RULES
 from tests.families import VOCAB, build
 from tests.rig import GREEDY, drive_refilled, perturbed, speculate
@@ -176,6 +176,15 @@ def test_why_steps_are_eager():
     assert "spread" in str(impossible(CPU, Dtype.bf16, Splitting.tensor, 2))
     assert "spread" in str(impossible(CPU, Dtype.bf16, Splitting.layers, 1))
     assert "nf4" in str(impossible(CPU, Dtype.nf4, Splitting.tensor, 1))
+
+
+def test_where_8_bit_layers_are_ours():
+    run = RunConf(model=_model(2), engine=Steps.compiled)
+    assert quickens(run, Dtype.int8, Splitting.tensor)
+    assert not quickens(run, Dtype.bf16, Splitting.tensor) and not quickens(run, Dtype.int8, Splitting.layers)
+    assert not any(
+        quickens(replace(run, engine=how), Dtype.int8, Splitting.tensor) for how in (Steps.auto, Steps.eager)
+    )
 
 
 def test_without_a_compiler_steps_are_eager(monkeypatch, caplog):

@@ -58,8 +58,24 @@ class StepCache:
 
 def compiled(causal: CausalModel) -> CausalModel:
     """The model with packed layers and compiled steps; as it is, with a line in the log, if it cannot be."""
+    return _with_kernels(causal, CompiledModel)
+
+
+def quickened(causal: CausalModel) -> CausalModel:
+    """The model, eager, with our kernel in its 8-bit layers; else as it is, with a line in the log."""
+
+    def quick(model: CausalModel) -> CausalModel:
+        quicken(model.module)
+        log.info("engine: %s has 8-bit layers of our own", model.name)
+        return model
+
+    return _with_kernels(causal, quick)
+
+
+def _with_kernels(causal: CausalModel, made: Callable[[CausalModel], CausalModel]) -> CausalModel:
+    """What needs kernels, which may be still to be built."""
     try:
-        return CompiledModel(causal)
+        return made(causal)
     except (OSError, subprocess.CalledProcessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
         log.warning("engine: %s runs eagerly: its kernel was not built: %s", causal.name, said[0][:200])

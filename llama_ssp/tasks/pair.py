@@ -31,7 +31,7 @@ from llama_ssp.folder import fingerprint
 from llama_ssp.inputs import drafts
 from llama_ssp.load.autotp import load_deepspeed
 from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.compiled import CompiledModel, Kind, compiled
+from llama_ssp.load.compiled import CompiledModel, Kind, compiled, quickened
 from llama_ssp.load.devices import TORCH_DTYPES, describe
 from llama_ssp.load.graphs import GraphedModel
 from llama_ssp.load.layers import load_layers
@@ -167,7 +167,8 @@ def _loaded(seat: Seat, group: Ranks) -> CausalModel:
         return GraphedModel(causal) if seat.device.type == "cuda" else compiled(causal)
     if seat.splitting is Splitting.deepspeed:
         return load_deepspeed(*what, seat.device, seat.role, group)
-    return load_part(*what, seat.device, seat.role, group)
+    part = load_part(*what, seat.device, seat.role, group)
+    return quickened(part) if seat.quickened else part
 
 
 def engine_for(

@@ -20,7 +20,7 @@ from llama_ssp.plan.actual import Prediction, asked_of_run, predict, require_fit
 from llama_ssp.plan.asked import Role, Workload
 from llama_ssp.plan.machine import CPU
 from llama_ssp.ranges import is_planned
-from llama_ssp.tasks.steps import compiles
+from llama_ssp.tasks.steps import compiles, quickens
 from llama_ssp.vocab import Paired, Pairing
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Seat:
     offload: str | None
     pairing: Pairing
     compiled: bool = False
+    quickened: bool = False
 
     @property
     def degree(self) -> int:
@@ -73,7 +74,8 @@ def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
     splitting, _, ranks, copies = how
     compiled = compiles(entry.run, role, model, device, dtype, splitting, 1 if copies else len(ranks))
     memory = dict(asked.max_memory), asked.offload_folder
-    return Seat(role, model, path, device, dtype, *how, *memory, Pairing.of(entry.run), compiled)
+    quickened = not compiled and quickens(entry.run, dtype, splitting)
+    return Seat(role, model, path, device, dtype, *how, *memory, Pairing.of(entry.run), compiled, quickened)
 
 
 def tokens_of(found: list[Seat]) -> Tokens:

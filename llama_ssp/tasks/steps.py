@@ -40,6 +40,11 @@ def compiles(
     return reason is None
 
 
+def quickens(run: RunConf, dtype: Dtype, splitting: Splitting) -> bool:
+    """Whether 8-bit layers have our kernel, also where steps cannot be compiled: over ranks."""
+    return run.engine is Steps.compiled and dtype is Dtype.int8 and splitting is Splitting.tensor
+
+
 def impossible(device: torch.device, dtype: Dtype, splitting: Splitting, degree: int) -> str | None:
     """What keeps steps from being compiled; None where nothing is known to."""
     if degree > 1 or splitting is not Splitting.tensor:

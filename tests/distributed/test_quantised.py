@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, ModelError
+from llama_ssp.kernels.int8 import Int8Linear
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.compiled import quickened
 from llama_ssp.load.cuts import ROWS, Sizes, cuts_of
 from llama_ssp.load.models import load, load_part
 from llama_ssp.load.parallel import RowParallel
@@ -113,6 +115,20 @@ def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
     parts = [load_part(MADE, None, dtype, CPU, "model", rank) for rank in ranks]
     for logits in together([lambda part=part: walked(part) for part in parts], ranks):
         assert off(logits, exact) < 0.02
+
+
+def test_parts_multiply_with_our_kernel_and_lose_no_accuracy(folders: dict[str, Path]):
+    """Cut outputs and cut inputs, with biases and without; every rank has the same logits."""
+    for name in ("replicated-kv", "opt"):
+        folder, ranks = folders[name], ranks_of(2)
+        plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, Dtype.int8))
+        parts = [quickened(load_part(MODEL, folder, Dtype.int8, CPU, "model", rank)) for rank in ranks]
+        inner = [layer.inner for layer in parts[0].module.modules() if isinstance(layer, RowParallel)]
+        assert inner and all(isinstance(layer, Int8Linear) for layer in inner)
+        exact = walked(plain)
+        found = together([lambda part=part: walked(part) for part in parts], ranks)
+        assert off(found[0], exact) <= NO_WORSE * off(walked(whole), exact)
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_parts_of_blocks_are_refused_before_anything_is_read():
