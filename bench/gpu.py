@@ -267,14 +267,16 @@ PARTS: dict[str, Callable[[Asked], list[Row]]] = {
 
 
 def of_its_own(part: str, limit_s: float) -> list[Row] | None:
-    """A part in a process, which gives the GPU's memory back; None where time ran out."""
+    """A part in a process, which gives the GPU's memory back; None where time ran out, or it failed."""
     command = [sys.executable, __file__, *sys.argv[1:], f"part={part}", "write="]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
+        log.info("%s: not done in the time that was left", part)
         return None
     if not done.stdout.strip():
-        sys.exit(f"part={part} failed")
+        log.info("%s: failed, exit code %d", part, done.returncode)
+        return None
     return [Row(**row) for row in json.loads(done.stdout.splitlines()[-1])["parts"][part]]
 
 
@@ -296,6 +298,8 @@ def main() -> None:
                 left.append(part)
                 continue
             report.parts[part] = rows
+            if asked.write:
+                write_json(asked.write, report.summary())
             log.info("%s: done, %.0f s since the beginning", part, now() - began)
     sizes = "little models, for their code alone" if asked.small else "bf16, batch 1"
     name = torch.cuda.get_device_name() if asked.device.type == "cuda" else "cpu"

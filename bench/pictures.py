@@ -14,6 +14,7 @@ OURS, THEIRS, BOUND = "#1f77b4", "#8a8f98", "#d62728"
 def write_json(report: str, found: dict[str, Any]) -> None:
     """Beside the report, under its name."""
     place = Path(report).with_suffix(".json")
+    place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
