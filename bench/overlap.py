@@ -241,9 +241,10 @@ def main() -> None:
     text = "\n".join(
         [
             "# A draft that runs ahead beside one that waits", "",
-            *surroundings({"model": "cpu, bf16, rank 0", "draft": "cpu, bf16, rank 1, on a core of its own"}),
-            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, target of "
-            f"{asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, eager, {asked.repeats} repeats.",
+            *surroundings({"model": "cpu, rank 0", "draft": "cpu, rank 1, on a core of its own"}),
+            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1; "
+            f"{asked.repeats} repeats. Target of {asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, "
+            "eager steps.",
             "", "```", *table(found), "```", "",
         ]
     )  # fmt: skip

@@ -78,9 +78,9 @@ class CounterDraws:
         return inverse_cdf(law_BV, self._uniforms(slot, 1, law_BV.device))
 
     def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
-        """Exponential variables."""
+        """Exponential variables; of 52 bits, so that none is 0."""
         rows = [self._row(key, base, count, RACES) for key, base in zip(slot.keys, slot.bases, strict=True)]
-        return torch.from_numpy(-np.log((np.stack(rows) + 0.5) * 2.0**-53)).to(device)
+        return torch.from_numpy(-np.log(((np.stack(rows) >> np.uint64(1)) + 0.5) * 2.0**-52)).to(device)
 
     def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """One number for each row and offset, (B, count)."""
@@ -130,11 +130,16 @@ def race(law_BV: Tensor, clock_BN: Tensor) -> Tensor:
     if whole < vocab:
         rest_B1 = law_BV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
         mass_BH = torch.cat([mass_BH, rest_B1], 1)
-    heat_B1 = (clock_BN[:, : mass_BH.shape[1]] / mass_BH).argmin(-1, keepdim=True)
+    heat_B1 = _first(clock_BN[:, : mass_BH.shape[1]], mass_BH)
     token_BC = heat_B1 * size + torch.arange(size, device=law_BV.device)
     law_BC = law_BV.gather(1, token_BC.clamp(max=vocab - 1)).double()
-    time_BC = clock_BN[:, size:] / law_BC.masked_fill_(token_BC >= vocab, 0)
-    return token_BC.gather(1, time_BC.argmin(-1, keepdim=True))[:, 0]
+    won_B1 = _first(clock_BN[:, size:], law_BC.masked_fill_(token_BC >= vocab, 0))
+    return token_BC.gather(1, won_B1)[:, 0]
+
+
+def _first(clock_BN: Tensor, rate_BN: Tensor) -> Tensor:
+    """Which clock rings first; none at a rate of 0, which may be -0.0, or at one that is no number."""
+    return (clock_BN / rate_BN).masked_fill_(~(rate_BN > 0), torch.inf).argmin(-1, keepdim=True)
 
 
 def inverse_cdf(law_BV: Tensor, uniform_B1: Tensor) -> Tensor:

@@ -51,11 +51,17 @@ class Laws:
         if rest:
             own = t(rows, FP64, t.same(law, rows * rest, FP64, width < FP64))
             mass = t(rows * (heats + 1), FP64, mass, own)
-        heat = t(rows, INT, t(rows * (heats + bool(rest)), FP64, mass))
+        heat = self._first(mass, heats + bool(rest))
         token = t(rows * size, INT, heat)
         inside = t.same(t(rows * size, width, t(rows * size, INT)), rows * size, FP64, width < FP64)
-        time = t(rows * size, FP64, inside, t(rows * size, 1))
-        return t(rows, INT, t(rows, INT, time), token)
+        outside = t(rows * size, 1)
+        del outside
+        return t(rows, INT, self._first(inside, size), token)
+
+    def _first(self, _rate: Block, count: int) -> Block:
+        """draws._first"""
+        n = self.rows * count
+        return self.tape(self.rows, INT, self.tape(n, FP64), self.tape(n, 1, self.tape(n, 1)))
 
     def in_double(self, law: Block, columns: int, wide: int) -> Block:
         """engine.engine._in_double"""
