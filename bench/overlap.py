@@ -242,9 +242,8 @@ def main() -> None:
         [
             "# A draft that runs ahead beside one that waits", "",
             *surroundings({"model": "cpu, rank 0", "draft": "cpu, rank 1, on a core of its own"}),
-            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1; "
-            f"{asked.repeats} repeats. Target of {asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, "
-            "eager steps.",
+            f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, {asked.repeats} repeats.",
+            f"Target of {asked.layers} layers of width {WIDTH}, vocabulary {VOCAB}, eager steps.",
             "", "```", *table(found), "```", "",
         ]
     )  # fmt: skip
