@@ -15,13 +15,13 @@ from typing import Any
 
 from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
 from llama_ssp.errors import ModelError, UsageError
-from llama_ssp.folder import header, read_json, require_plain, weight_files
+from llama_ssp.folder import header, read_json, require_no_code, require_plain, weight_files
 
 log = logging.getLogger(__name__)
 
 SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parent / "shipped"  # models that come with us
 REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # as the hub names them
-CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
@@ -101,14 +101,7 @@ def inspect(path: Path) -> Checkpoint:
     """Reads and checks the folder."""
     config = read_json(path / "config.json")
     require_plain(path)
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        content = read_json(path / name) if (path / name).exists() else {}
-        wants = [key for key in CODE_KEYS if content.get(key)]
-        if wants:
-            raise ModelError(
-                "the model wants to run code of its own", where=str(path / name), found=", ".join(wants),
-                fix=f"use a model of a built-in architecture, or a copy whose {name} has no {wants[0]}",
-            )  # fmt: skip
+    require_no_code(path)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(
             "config.json names no model_type",
@@ -187,7 +180,9 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
             found=f"{heads} and {shape['n_kv_heads']}", allowed="a whole number of query heads per KV head",
             fix="fetch the model again",
         )  # fmt: skip
+    given(0, "sliding_window")
     _compare_embedding(checkpoint, shape["vocab"], dim)
+    _compare_layers(checkpoint, shape["n_layers"])
     return shape
 
 
@@ -198,6 +193,16 @@ def _has_one_kv_head(config: dict[str, Any]) -> bool:
         and config.get("multi_query", True)
         and not config.get("new_decoder_architecture")
     )
+
+
+def _compare_layers(checkpoint: Checkpoint, claimed: int) -> None:
+    """Before a module of so many layers is made."""
+    numbers = [int(found[1]) for name in checkpoint.shapes if (found := LAYER.search(name))]
+    if numbers and 1 + max(numbers) != claimed:
+        raise ModelError(
+            "the number of layers contradicts config.json", where=str(checkpoint.path),
+            found=f"{1 + max(numbers)} in the weights, {claimed} in config.json", fix="fetch the model again",
+        )  # fmt: skip
 
 
 def _compare_embedding(checkpoint: Checkpoint, vocab: int, dim: int) -> None:

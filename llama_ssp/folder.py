@@ -1,4 +1,4 @@
-"""The files of a model folder, opened with suspicion: plain, inside it, whole, no pickle. No torch."""
+"""The files of a model folder, opened with suspicion: plain, inside, whole, no pickle, no code. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from typing import Any
 from llama_ssp.errors import ModelError
 
 MAX_JSON_BYTES = 64 * 2**20
-MAX_HEADER_BYTES = 100 * 2**20
+MAX_HEADER_BYTES = 10 * 2**20  # of 100 000 tensors; a shard of a large model has a hundredth of it
+MAX_NAME = 255  # characters of a file's or a tensor's name
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 INDEX = "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 32, 512  # of a weight file, for its fingerprint
+TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
+CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
+CODE_FILES = (
+    "config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json",
+    "preprocessor_config.json",
+)  # fmt: skip
+ADAPTER = "adapter_config.json"
 READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 
 # Bits of an element of each number format that can be loaded here.
@@ -71,6 +79,9 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
         text = stream.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_no_twins)
+        unfit = next((k for k in header if len(k) > MAX_NAME or not k.isprintable()), None)
+        if unfit is not None:
+            raise _damaged(file, f"a tensor by the name of {unfit[:MAX_NAME]!r}")
         entries = {k: v for k, v in header.items() if k != "__metadata__"}
         shapes = {k: tuple(int(n) for n in v["shape"]) for k, v in entries.items()}
         spans = sorted((int(v["data_offsets"][0]), int(v["data_offsets"][1])) for v in entries.values())
@@ -125,6 +136,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ModelError("not a regular file", where=str(file), fix="use a Hugging Face model folder")
+        require_inside(file)
         if file.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(
                 "the file is too large",
@@ -152,21 +164,64 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def require_plain(path: Path) -> None:
-    """What libraries open must be files: opening a pipe would wait for ever."""
-    for entry in sorted(path.iterdir()):
-        if entry.suffix in READ_BY_LIBRARIES and entry.exists() and not entry.is_file():
+    """What libraries open must be files of the folder: opening a pipe would wait for ever."""
+    for entry in sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]):
+        if entry.suffix in READ_BY_LIBRARIES and entry.exists():
+            if not entry.is_file():
+                raise ModelError(
+                    "not a regular file", where=str(entry), found="a folder, a pipe or a device",
+                    fix="copy the model's files into the folder",
+                )  # fmt: skip
+            require_inside(entry, path)
+
+
+def require_no_code(path: Path) -> None:
+    """Refuses what would have code run that is not ours, or weights changed by what lies beside them."""
+    for name in CODE_FILES:
+        content = read_json(path / name) if (path / name).exists() else {}
+        wants = [key for key in CODE_KEYS if content.get(key)] + _kernels_of_others(content)
+        if wants:
             raise ModelError(
-                "not a regular file", where=str(entry), found="a folder, a pipe or a device",
-                fix="copy the model's files into the folder",
+                "the model wants to run code of its own", where=str(path / name), found=", ".join(wants),
+                fix=f"use a model of a built-in architecture, or a copy whose {name} has no {wants[0]}",
             )  # fmt: skip
+    if (path / ADAPTER).exists():  # whether libraries apply it hangs on what else is installed
+        raise ModelError(
+            "an adapter lies beside the weights", where=str(path / ADAPTER),
+            fix="merge it into the weights where you trust it, or use a copy of the model without it",
+        )  # fmt: skip
 
 
-def _inside(path: Path, name: object, source: str) -> Path:
-    """The file a checkpoint names, if it is a plain file of that folder.
+def _kernels_of_others(content: dict[str, Any]) -> list[str]:
+    """Attention and the like that would be fetched from a hub repository, as code."""
+    return [
+        f"{key} {value}"
+        for key, value in content.items()
+        if key.endswith("_implementation") and isinstance(value, str) and "/" in value
+    ]
+
+
+def require_inside(file: Path, folder: Path | None = None) -> None:
+    """Refuses a link that leaves the model's folder, by default that of the file.
 
     Hub copies keep links to a `blobs` folder two levels up; those count as inside.
     """
-    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+    real, home = file.resolve(), (folder or file.parent).resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+        raise ModelError(
+            "a file leaves the folder", where=str(file), found=str(real), fix="copy it into the folder"
+        )
+
+
+def _inside(path: Path, name: object, source: str) -> Path:
+    """The file a checkpoint names, if it is a plain file of that folder."""
+    if (
+        not isinstance(name, str)
+        or name != Path(name).name
+        or name in ("", ".", "..")
+        or len(name) > MAX_NAME
+    ):
         raise ModelError(
             "a shard's name leaves the folder", where=source, found=repr(name), allowed="a plain file name",
             fix="do not use this model: its index points outside",
@@ -181,13 +236,12 @@ def _inside(path: Path, name: object, source: str) -> Path:
             found="no such file",
             fix=f"put it into {path}",
         ) from None
-    real, home = file.resolve(), path.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if not stat.S_ISREG(mode) or not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+    if not stat.S_ISREG(mode):
         raise ModelError(
-            "a shard is not a plain file of the folder", where=str(file), found=str(real),
+            "a shard is not a plain file of the folder", where=str(file), found=str(file.resolve()),
             fix="copy the weights into the folder",
         )  # fmt: skip
+    require_inside(file)
     return file
 
 

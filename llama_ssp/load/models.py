@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
@@ -103,7 +102,9 @@ def _refusing(path: Path) -> Iterator[None]:
     """What libraries say of a checkpoint that they do not take, in one line."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except (ModelError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # a config makes constructors fail in any way
         raise ModelError(
             "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200],
             fix="fetch the model again, or another dtype",

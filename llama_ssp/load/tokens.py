@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
+from llama_ssp.load.templates import Renderer, TemplateError
 from llama_ssp.vocab import Paired, Pairing, Vocabulary, end_ids_of, notation_guessed, pair, vocabulary_of
 
 PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
@@ -59,6 +60,7 @@ class HubTokens:
             raise _unreadable(path, str(error)) from None
         if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
+        self._renderer = Renderer(self._by_template)
         own = self._tokenizer.eos_token_id
         self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
         self.bos_id: int | None = self._tokenizer.bos_token_id
@@ -116,17 +118,20 @@ class HubTokens:
         )
         return ids
 
+    def _by_template(self, messages: list[Message]) -> str:
+        """In transformers' sandbox."""
+        text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
     def _rendered(self, messages: list[Message]) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
                 "the model has no chat template", where="task.chat=true",
                 fix="use an instruct model, or task.chat=false",
             )  # fmt: skip
-        try:  # transformers renders in a sandbox
-            rendered: str = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # a template is the model's own program and may raise anything
+        try:
+            rendered = self._renderer(messages)
+        except TemplateError as error:
             raise DataError(
                 "the model's chat template refuses the prompt", where="task.chat=true",
                 found=str(error)[:200], fix="leave out task.system, or use task.chat=false",

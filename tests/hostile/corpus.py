@@ -1,0 +1,361 @@
+"""The corpus: hostile and damaged model folders by what is wrong with them, and what must be said of each.
+
+A row that may run (code 0) brings something that is never touched: it must be as if it were not there.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests import checkpoints
+from tests.checkpoints import INDEX, join
+from tests.hostile.damage import (
+    WEIGHTS,
+    Damage,
+    as_json,
+    both,
+    bytes_of,
+    code,
+    config_sets,
+    foldered,
+    header,
+    linked_outside,
+    linked_to,
+    many_tensors,
+    maps_to,
+    nested,
+    nothing,
+    pickled,
+    pipe,
+    removed,
+    renamed,
+    replaced,
+    reworked,
+    sets,
+    socketed,
+    sparse,
+    templated,
+    tokenizer_says,
+    torch_pickled,
+    with_tokenizer,
+)
+
+CONFIG, FILES, LOADED = "config", "files", "loaded"
+"""How far a case may come: no torch is needed, no weights are read, weights are read."""
+
+CHAT = ("task.chat=true",)
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """One folder: `row` is that of the table of bad inputs in the reliability research, 0 if it lacks it."""
+
+    row: int
+    name: str
+    damage: Damage
+    says: tuple[str, ...]
+    reach: str = CONFIG
+    sharded: bool = False
+    code: int = 4
+    extra: tuple[str, ...] = ()
+    answers: bool = False  # what was written before it showed is given out
+
+    def __str__(self) -> str:
+        return f"{self.row}-{self.name}"
+
+
+def hostile(
+    row: int, name: str, damage: Damage, *says: str, reach: str = CONFIG, sharded: bool = False, code: int = 4,
+    extra: tuple[str, ...] = (), answers: bool = False,
+) -> Hostile:  # fmt: skip
+    return Hostile(row, name, damage, says, reach, sharded, code, extra, answers)
+
+
+def harmless(row: int, name: str, damage: Damage, extra: tuple[str, ...] = ()) -> Hostile:
+    """What is never touched."""
+    return Hostile(row, name, damage, (), LOADED, code=0, extra=extra)
+
+
+def first_tensor(**values: object) -> Damage:
+    return header(lambda content: content[NORM].update(values))
+
+
+def overlapping(content: dict) -> None:
+    """Two tensors in the same bytes, as many bytes left over."""
+    names = sorted((n for n in content if n != "__metadata__"), key=lambda n: content[n]["data_offsets"])
+    one, other = next(
+        (a, b) for a in names for b in names if a < b and content[a]["shape"] == content[b]["shape"]
+    )
+    content[other]["data_offsets"] = content[one]["data_offsets"]
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].t().contiguous()
+
+
+def shard_of_pickles(path: Path) -> None:
+    """The index says that a shard is a pickled file."""
+    shard = "model-00002-of-00005.safetensors"
+    (path / shard).unlink()
+    torch_pickled("pytorch_model.bin")(path)
+    (path / INDEX).write_text((path / INDEX).read_text().replace(shard, "pytorch_model.bin"))
+
+
+def index_of_pickles(path: Path) -> None:
+    (path / WEIGHTS).unlink()
+    torch_pickled("pytorch_model-00001-of-00001.bin")(path)
+    places = {NORM: "pytorch_model-00001-of-00001.bin"}
+    (path / "pytorch_model.bin.index.json").write_text(as_json({"weight_map": places}))
+
+
+PICKLES = [
+    hostile(25, "bin", renamed(WEIGHTS, "pytorch_model.bin"), "pickled", "pytorch_model", "save_pretrained"),
+    hostile(25, "pth", renamed(WEIGHTS, "consolidated.00.pth"), "pickled", "consolidated.00.pth"),
+    hostile(25, "armed-bin", both(removed(WEIGHTS), torch_pickled("pytorch_model.bin")), "pickled"),
+    hostile(25, "armed-pkl", both(removed(WEIGHTS), pickled("model.pkl")), "pickled", "model.pkl"),
+    hostile(25, "index-of-bins", index_of_pickles, "pickled", "00001.bin"),
+    hostile(25, "named-safetensors", pickled(WEIGHTS), "damaged or cut short"),
+    hostile(25, "zipped-safetensors", torch_pickled(WEIGHTS), "damaged or cut short"),
+    hostile(25, "shard-is-bin", shard_of_pickles, "damaged or cut short", "pytorch_model.bin", sharded=True),
+    harmless(25, "armed-beside", both(torch_pickled("pytorch_model.bin"), torch_pickled("training_args.bin"))),
+]  # fmt: skip
+
+POINTERS = [
+    hostile(19, "lfs-pointer", replaced(WEIGHTS, POINTER), "git lfs pull"),
+    hostile(19, "lfs-shard", replaced("model-00002-of-00005.safetensors", POINTER), "git lfs", sharded=True),
+    hostile(19, "lfs-config", replaced("config.json", POINTER), "config.json is not JSON"),
+    hostile(19, "lfs-index", replaced(INDEX, POINTER), "not JSON", sharded=True),
+    hostile(19, "lfs-tokenizer", replaced("tokenizer.json", POINTER), "tokenizer", reach=FILES),
+]
+
+SAFETENSORS = [
+    hostile(19, "truncated", bytes_of(lambda b: b[:-7]), "damaged or cut short", "bytes where"),
+    hostile(20, "empty", replaced(WEIGHTS, b""), "damaged or cut short", "a file of 0"),
+    hostile(20, "cut-header", bytes_of(lambda b: b[:100]), "damaged or cut short"),
+    hostile(20, "huge-header", bytes_of(lambda b: struct.pack("<Q", 2**63) + b[8:]), "9223372036854775808"),
+    hostile(20, "sparse-header", sparse(WEIGHTS, struct.pack("<Q", 2**31), 2**33), "damaged", "2147483648"),
+    hostile(20, "header-of-spaces", lambda p: join(p / WEIGHTS, b"{}" + b" " * 90_000_000, b""), "damaged"),
+    hostile(20, "million-tensors", many_tensors(1_000_000), "damaged"),
+    hostile(20, "trailing", bytes_of(lambda b: b + b"x"), "damaged or cut short"),
+    hostile(20, "no-json", lambda p: join(p / WEIGHTS, b"{]", b""), "not a table of tensors"),
+    hostile(20, "deep-json", lambda p: join(p / WEIGHTS, b"[" * 10**5, b""), "not a table of tensors"),
+    hostile(20, "deep-table", lambda p: join(p / WEIGHTS, nested(5000).encode(), b""), "not a table"),
+    hostile(20, "not-utf8", lambda p: join(p / WEIGHTS, b'{"\xff": {}}', b""), "not a table of tensors"),
+    hostile(20, "overlapping", header(overlapping), "overlap or leave a gap"),
+    hostile(20, "negative-shape", first_tensor(shape=[-64]), "(-64,)"),
+    hostile(20, "endless-shape", first_tensor(shape=[2**62, 2**62]), "damaged or cut short"),
+    hostile(20, "wrong-bytes", first_tensor(dtype="F16"), "in F16"),
+    hostile(20, "unknown-dtype", first_tensor(dtype="F4"), "found F4"),
+    hostile(20, "backwards", first_tensor(data_offsets=[4, 0]), "damaged or cut short"),
+    hostile(20, "fraction-offsets", first_tensor(data_offsets=[0.5, 256.5]), "damaged or cut short"),
+    hostile(20, "metadata", header(lambda h: h.update(__metadata__=[1])), "metadata", reach=LOADED),
+    hostile(20, "metadata-number", header(lambda h: h.update(__metadata__={"format": 5})), "metadata", reach=LOADED),
+    hostile(20, "no-metadata", header(lambda h: h.pop("__metadata__")), code=0, reach=LOADED),
+    harmless(20, "other-framework", header(lambda h: h.update(__metadata__={"format": "tf"}))),
+    hostile(21, "twice", lambda p: join(p / WEIGHTS, b'{"a": {}, "a": {}}', b""), "'a' stands twice"),
+    hostile(
+        20, "name-with-escapes",
+        reworked(lambda t: t.update({"\x1b[2J\nerror: all is well" + "x" * 10**5: torch.ones(1)})),
+        "a tensor by the name of",
+    ),
+]  # fmt: skip
+
+NAMES = [
+    hostile(18, "missing-shard", removed("model-00002-of-00005.safetensors"),
+            "a shard is missing", "model-00002-of-00005", INDEX, sharded=True),
+    hostile(18, "no-weights", removed(WEIGHTS), "holds no weights", "model.safetensors"),
+    hostile(18, "no-config", removed("config.json"), "there is no config.json"),
+    hostile(24, "parent", maps_to("../x.safetensors"), "leaves the folder", "../x", sharded=True),
+    hostile(24, "absolute", maps_to("/etc/passwd"), "leaves the folder", "/etc/passwd", sharded=True),
+    hostile(24, "below", maps_to("a/b.safetensors"), "leaves the folder", "a/b", sharded=True),
+    hostile(24, "number", maps_to(7), "leaves the folder", sharded=True),
+    hostile(24, "list", maps_to(["a"]), "leaves the folder", sharded=True),
+    hostile(24, "dots", maps_to(".."), "leaves the folder", sharded=True),
+    hostile(24, "empty-name", maps_to(""), "leaves the folder", sharded=True),
+    hostile(24, "nul", maps_to("a\0b"), "a shard is missing", sharded=True),
+    hostile(24, "long-name", maps_to("a" * 5000), "leaves the folder", sharded=True),
+    hostile(24, "escapes", maps_to("\x1b[2J\nerror: all is well"), "a shard is missing", sharded=True),
+    hostile(21, "no-map", replaced(INDEX, "{}"), "no weight_map", sharded=True),
+    hostile(21, "map-is-list", replaced(INDEX, '{"weight_map": ["a"]}'), "no weight_map", sharded=True),
+    hostile(21, "deep-index", replaced(INDEX, nested(10**5)), "not JSON", sharded=True),
+]  # fmt: skip
+
+LINKS = [
+    hostile(24, "link", linked_outside(WEIGHTS), "leaves the folder", "outside"),
+    hostile(24, "link-config", linked_outside("config.json"), "leaves the folder", "config.json"),
+    hostile(24, "link-tokenizer", linked_outside("tokenizer.json"), "leaves the folder", "tokenizer.json"),
+    hostile(
+        24, "link-generation", linked_outside("generation_config.json"), "leaves the folder", "generation"
+    ),
+    hostile(24, "link-index", linked_outside(INDEX), "leaves the folder", "index", sharded=True),
+    hostile(
+        24, "link-template", both(replaced("chat_template.jinja", "x"), linked_outside("chat_template.jinja")),
+        "leaves the folder", "chat_template", extra=CHAT,
+    ),
+    hostile(24, "link-loop", linked_to(WEIGHTS, WEIGHTS), WEIGHTS),
+    hostile(24, "link-zero", linked_to(WEIGHTS, "/dev/zero"), "not a regular file"),
+    hostile(24, "link-environ", linked_to("tokenizer_config.json", "/proc/self/environ"), "tokenizer_config"),
+    hostile(24, "link-random", linked_to("config.json", "/dev/urandom"), "not a regular file"),
+    hostile(24, "pipe", pipe(WEIGHTS), "not a regular file", WEIGHTS),
+    hostile(24, "config-pipe", pipe("config.json"), "not a regular file", "config.json"),
+    hostile(24, "index-pipe", pipe(INDEX), "not a regular file", INDEX),
+    hostile(24, "shard-pipe", pipe("model-00002-of-00005.safetensors"), "not a regular", sharded=True),
+    hostile(24, "tokenizer-pipe", pipe("tokenizer.json"), "not a regular file", "tokenizer.json"),
+    hostile(24, "generation-pipe", pipe("generation_config.json"), "not a regular file", "generation_config"),
+    hostile(24, "template-pipe", pipe("chat_template.jinja"), "not a regular file", extra=CHAT),
+    hostile(24, "template-folder-pipe", pipe("additional_chat_templates/a.jinja"), "not a regular file"),
+    hostile(24, "processor-pipe", pipe("processor_config.json"), "not a regular file"),
+    hostile(24, "socket", socketed(WEIGHTS), "not a regular file", WEIGHTS),
+    hostile(24, "folder", foldered(WEIGHTS), "not a regular file", WEIGHTS),
+    hostile(24, "config-folder", foldered("config.json"), "not a regular file", "config.json"),
+]  # fmt: skip
+
+CODE = [
+    hostile(26, "auto-map", both(code("evil.py"), config_sets(auto_map={"AutoConfig": "evil.C"})),
+            "code of its own", "auto_map"),
+    hostile(26, "auto-map-model", both(code("evil.py"), config_sets(auto_map={"AutoModelForCausalLM": "evil.C"})),
+            "code of its own", "auto_map"),
+    hostile(26, "auto-map-elsewhere", config_sets(auto_map={"AutoModelForCausalLM": "a/b--evil.C"}),
+            "code of its own", "auto_map"),
+    hostile(26, "trusts", config_sets(trust_remote_code=True), "code of its own", "trust_remote_code"),
+    hostile(26, "generates", both(code("custom_generate/generate.py"), config_sets(custom_generate="a/b")),
+            "code of its own", "custom_generate"),
+    hostile(26, "tokenizer-auto-map",
+            both(code("e.py"), with_tokenizer(checkpoints.tokenizer, auto_map={"AutoTokenizer": ["e.C", "e.C"]})),
+            "code of its own", "tokenizer_config.json"),
+    hostile(26, "processor-auto-map",
+            both(code("e.py"), replaced("processor_config.json", as_json({"auto_map": {"AutoProcessor": "e.C"}}))),
+            "code of its own", "processor_config.json"),
+    hostile(26, "kernel", config_sets(attn_implementation="evil/kernel"), "code of its own", "evil/kernel"),
+    hostile(26, "old-kernel", config_sets(_attn_implementation="evil/kernel"), "code of its own", "evil/kernel"),
+    hostile(26, "adapter", replaced("adapter_config.json", as_json({"base_model_name_or_path": "../outside"})),
+            "adapter"),
+    hostile(27, "unknown", config_sets(model_type="nonesuch"), "nonesuch", "llama", reach=FILES),
+    hostile(27, "type-is-path", config_sets(model_type="../../evil"), "evil", "llama", reach=FILES),
+    hostile(27, "no-type", config_sets(model_type=None), "no model_type"),
+    hostile(27, "type-is-list", config_sets(model_type=["llama"]), "no model_type"),
+    hostile(27, "encoder", config_sets(model_type="clip_text_model"), "clip_text_model", "llama", reach=FILES),
+    hostile(26, "dtype-is-code", config_sets(dtype="load"), "cannot be read", reach=FILES),
+    hostile(26, "tokenizer-class", tokenizer_says(tokenizer_class="os.system"), code=0, reach=LOADED),
+    harmless(26, "modules-beside", both(code("modeling_llama.py"), code("__init__.py"), code("torch.py"))),
+    harmless(26, "generate-beside", code("custom_generate/generate.py")),
+    harmless(26, "other-architecture", config_sets(architectures=["os.system", "../../evil"])),
+    harmless(26, "other-home", config_sets(_name_or_path="../outside")),
+]  # fmt: skip
+
+TEMPLATES = [
+    hostile(17, "no-chat-template", nothing, "no chat template", reach=FILES, code=3, extra=CHAT),
+    hostile(17, "broken-chat-template", templated("{{ raise_exception('no') }}"), "chat template", "no",
+            reach=FILES, code=3, extra=CHAT),
+    hostile(17, "escape", templated(ESCAPE), "chat template", reach=FILES, code=3, extra=CHAT),
+    hostile(17, "escape-by-format", templated("{{ '{0.__class__.__mro__}'.format(messages) }}"),
+            "chat template", reach=FILES, code=3, extra=CHAT),
+    harmless(17, "escape-by-filter", templated("{{ messages|attr('__class__')|attr('__mro__') }} x"), CHAT),
+    hostile(17, "escape-by-globals", templated("{{ cycler.__init__.__globals__.os.mkdir('executed') }}"),
+            "chat template", reach=FILES, code=3, extra=CHAT),
+    hostile(17, "include", templated("{% include '/etc/passwd' %}"), "chat template", reach=FILES, code=3,
+            extra=CHAT),
+    hostile(17, "changes-messages", templated("{{ messages.append(1) }}"), "chat template", reach=FILES, code=3,
+            extra=CHAT),
+    hostile(17, "unfinished", templated("{% for m in messages %}"), "chat template", reach=FILES, code=3,
+            extra=CHAT),
+    hostile(17, "endless", templated("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+            "chat template", "seconds", reach=FILES, code=3, extra=CHAT),
+    hostile(17, "endless-power", templated("{{ 9 ** (9 ** (9 ** 2)) }}"), "chat template", reach=FILES, code=3,
+            extra=CHAT),
+    hostile(17, "huge", templated("{% set x = 'a' * 10 ** 11 %}{{ x }}"), "chat template", reach=FILES, code=3,
+            extra=CHAT),
+    hostile(17, "huge-in-steps",
+            templated("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"),
+            "chat template", reach=FILES, code=3, extra=CHAT),
+    hostile(17, "deep", templated("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "chat template", reach=FILES,
+            code=3, extra=CHAT),
+    hostile(17, "template-is-number", templated(5), "chat template", reach=FILES, code=3, extra=CHAT),  # type: ignore[arg-type]
+]  # fmt: skip
+
+VALUES = [
+    hostile(23, "nan", reworked(lambda t: t[NORM].fill_(torch.nan)), "not a finite number", NORM, reach=LOADED,
+            extra=("model.scan=true",)),
+    hostile(23, "infinite", reworked(lambda t: t[EMBEDDING].fill_(torch.inf)), "not a finite number", EMBEDDING,
+            reach=LOADED, extra=("model.scan=true",)),
+    hostile(23, "nan-unscanned", reworked(lambda t: t[NORM].fill_(torch.nan)), "not numbers", reach=LOADED, answers=True),
+    hostile(23, "nan-by-epsilon", config_sets(rms_norm_eps=float("nan")), "not numbers", reach=LOADED, answers=True),
+]  # fmt: skip
+
+TENSORS = [
+    hostile(21, "lacks", maps_to("model-00001-of-00005.safetensors"), "model-00001-of-00005.safetensors lacks",
+            NORM, sharded=True),
+    hostile(21, "extra", lambda p: checkpoints.edit(p / INDEX, lambda c: c["weight_map"].pop(NORM)),
+            "holds unlisted", NORM, sharded=True),
+    hostile(21, "missing-tensor", reworked(lambda t: t.pop(NORM)), "missing keys", NORM, reach=LOADED),
+    hostile(21, "no-tensors", lambda p: join(p / WEIGHTS, b"{}", b""), "keys", reach=LOADED),
+    hostile(21, "unexpected", reworked(lambda t: t.update({"other.weight": torch.zeros(2)})), "unexpected keys",
+            "other.weight", reach=LOADED),
+    hostile(22, "vocabulary", config_sets(vocab_size=299), "embed_tokens", "(300, 64)", "(299, 64)"),
+    hostile(22, "shape", reworked(lambda t: t.update({NORM: torch.ones(32)})), "mismatched keys", NORM,
+            reach=LOADED),
+    hostile(22, "transposed", reworked(transposed), "mismatched keys", "up_proj", reach=LOADED),
+    hostile(22, "scalar", reworked(lambda t: t.update({NORM: torch.ones(())})), "mismatched keys", NORM,
+            reach=LOADED),
+    hostile(22, "extra-layer", config_sets(num_hidden_layers=3), "number of layers", "3"),
+    hostile(22, "fewer-layers", config_sets(num_hidden_layers=1), "number of layers", "1"),
+]  # fmt: skip
+
+NUMBERS = [
+    hostile(22, "text-size", config_sets(num_key_value_heads="two"), "num_key_value_heads", "'two'"),
+    hostile(22, "list-size", config_sets(intermediate_size=[96]), "intermediate_size", "[96]"),
+    hostile(22, "negative-size", config_sets(num_hidden_layers=-2), "num_hidden_layers", "-2"),
+    hostile(22, "true-size", config_sets(num_hidden_layers=True), "num_hidden_layers", "True"),
+    hostile(22, "fraction-size", config_sets(hidden_size=64.5), "hidden_size", "64.5"),
+    hostile(22, "endless-size", config_sets(hidden_size=10**400), "hidden_size"),
+    hostile(22, "head-groups", config_sets(num_key_value_heads=3), "KV heads", "4 and 3"),
+    hostile(22, "million-layers", config_sets(num_hidden_layers=10**6), "number of layers", "1000000"),
+    hostile(22, "endless-layers", config_sets(num_hidden_layers=2**31 - 1), "number of layers", "2147483647"),
+    hostile(22, "endless-width", config_sets(hidden_size=2**31 - 1), "embed_tokens"),
+    hostile(22, "endless-ffn", config_sets(intermediate_size=2**31 - 1), "do not fit", code=5, reach=FILES),
+    hostile(22, "endless-heads", config_sets(num_attention_heads=2**30, num_key_value_heads=2**30), "", reach=LOADED),
+    hostile(22, "endless-head", config_sets(head_dim=2**31 - 1), "", reach=LOADED),
+    hostile(22, "endless-context", config_sets(max_position_embeddings=2**31 - 1), code=0, reach=LOADED),
+    hostile(22, "no-context", config_sets(max_position_embeddings=0), "max_position_embeddings"),
+    hostile(22, "endless-vocabulary", config_sets(vocab_size=2**31 - 1), "embed_tokens"),
+    hostile(22, "epsilon-text", config_sets(rms_norm_eps="x"), "config.json", reach=FILES),
+    hostile(22, "theta-text", config_sets(rope_parameters={"rope_type": "default", "rope_theta": "x"}), "", reach=LOADED),
+    hostile(22, "rope-kind", config_sets(rope_scaling={"rope_type": "evil", "factor": 2}), "", reach=LOADED),
+    hostile(22, "rope-list", config_sets(rope_scaling=[1]), "", reach=FILES),
+    hostile(22, "activation", config_sets(hidden_act="__import__('os')"), "", reach=LOADED),
+    hostile(22, "padding-id", config_sets(pad_token_id=10**9), "", reach=LOADED),
+    harmless(22, "end-ids", sets("generation_config.json", eos_token_id=["a"])),
+    hostile(22, "generation-list", replaced("generation_config.json", "[]"), "not a JSON object"),
+    harmless(22, "quantised", config_sets(quantization_config={"quant_method": "evil"})),
+    hostile(22, "quantised-list", config_sets(quantization_config=[1]), "", reach=LOADED),
+    hostile(22, "window", config_sets(sliding_window=-1, model_type="mistral"), "sliding_window", "-1"),
+    hostile(22, "not-json", replaced("config.json", "{"), "config.json is not JSON"),
+    hostile(22, "deep-config", replaced("config.json", "[" * 10**5), "config.json is not JSON"),
+    hostile(22, "deep-object", replaced("config.json", nested(10**5)), "config.json is not JSON"),
+    hostile(22, "not-utf8", replaced("config.json", b"\xff\xfe"), "config.json is not JSON"),
+    hostile(22, "array", replaced("config.json", "[]"), "not a JSON object"),
+    hostile(22, "huge-config", sparse("config.json", b"{", 2**33), "too large"),
+    hostile(22, "preset", nothing, "not a tiny", "n_layers", extra=("model=tiny", "model.weights=checkpoint")),
+]  # fmt: skip
+
+GROUPS: dict[str, list[Hostile]] = {
+    "pickled weights": PICKLES,
+    "LFS pointers": POINTERS,
+    "safetensors files": SAFETENSORS,
+    "names of files": NAMES,
+    "links, pipes, folders": LINKS,
+    "code": CODE,
+    "chat templates": TEMPLATES,
+    "weights' values": VALUES,
+    "tensors": TENSORS,
+    "config.json": NUMBERS,
+}
+CORPUS = [row for rows in GROUPS.values() for row in rows]

@@ -1,0 +1,114 @@
+"""Bad settings of task=eval, compare and measure, walked as a table: one line and an exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bad_inputs import (
+    LARGE,
+    PROMPT,
+    Case,
+    Making,
+    require_one_line,
+)
+from tests.conftest import Command, Saved
+from tests.hostile.corpus import FILES
+
+
+def scored(name: str, *overrides: str, holds: tuple[str, ...], **more: Any) -> Case:
+    """A case of task=eval, whose settings have no row of their own in the table."""
+    return Case(0, f"eval-{name}", ("task=eval", *overrides), more.pop("code", 2), holds, **more)
+
+
+def broken_preset(making: Making) -> list[str]:
+    making.write("conf/model/mine.yaml", "defaults: [tiny]\nname: mine\nn_heads: 6\n")
+    return ["--config-dir", str(making.folder / "conf"), "task=eval", "task.pairs=[mine]"]
+
+
+EVALUATIONS = [
+    scored("no-target", "task.pairs=[llama2-7B]", holds=("no model=llama2-7B", "mean model=llama2-7b?")),
+    scored("no-draft", "task.pairs=[tiny,tiny/tiny_drafts]", holds=("no draft=tiny_drafts", "=tiny_draft?")),
+    scored("no-model", "task.pairs=[tiny,none]", holds=("there is no model=none",)),
+    scored("three", "task.pairs=[a/b/c]", holds=("task.pairs", "'a/b/c'", "TARGET/DRAFT")),
+    scored("half", "task.pairs=[tiny/]", holds=("task.pairs", "'tiny/'", "TARGET/DRAFT")),
+    scored("outside", "task.pairs=['../x']", holds=("task.pairs", "'../x'")),
+    scored("injected", "task.pairs=['tiny,7B']", holds=("task.pairs", "'tiny,7B'")),
+    scored("empty-pair", 'task.pairs=[""]', holds=("task.pairs", "''")),
+    scored("number-pair", "task.pairs=[tiny,[7]]", holds=("task.pairs",)),
+    scored("twice", "task.pairs=[tiny,tiny]", holds=("task.pairs holds a pair twice",)),
+    scored("word-as-pairs", "task.pairs=tiny", holds=("task.pairs is not a list",)),
+    scored(
+        "idle-draft", "task.pairs=[tiny/tiny_draft]", "speculation=none", holds=("none drafts", "alone")
+    ),
+    scored(
+        "ngram-draft", "task.pairs=[tiny/tiny_draft]", "speculation=ngram", holds=("none drafts", "ngram")
+    ),
+    scored("no-files", "task.pairs=[tiny,30B/7B]", holds=("30B is not at hand", "huggyllama"), code=4),
+    scored("no-path", "task.pairs=[local]", holds=("local has no files of its own", "model.path=FOLDER")),
+    Case(0, "eval-private-preset", broken_preset, 2, ("model.n_heads", "6 and 4")),
+    scored("no-seeds", "task.seeds=[]", holds=("task.seeds is an empty list",)),
+    scored("negative-seed", "task.seeds=[0,-1]", holds=("task.seeds entry", "found -1")),
+    scored("seed-twice", "task.seeds=[1,1]", holds=("task.seeds holds a number twice",)),
+    scored("word-as-seed", "task.seeds=[a]", holds=("task.seeds", "'a'", "a whole number")),
+    scored("no-sizes", "task.sizes=[]", holds=("task.sizes is an empty list",)),
+    scored("size-zero", "task.sizes=[0]", holds=("task.sizes entry", "found 0")),
+    scored("size-huge", "task.sizes=[10000000]", holds=("task.sizes entry", "1000000")),
+    scored("size-number", "task.sizes=100", holds=("task.sizes is not a list",)),
+    scored("shots", "task.shots=-1", holds=("task.shots", "[0, 100]")),
+    scored("batch", "task.batch_size=0", holds=("task.batch_size", "found 0")),
+    scored("tokens", "task.max_new_tokens=0", holds=("task.max_new_tokens", "found 0")),
+    scored("past-context", "task.max_new_tokens=1024", holds=("1024", "1023", "context of 1024")),
+    scored("quick", "task.quick=soon", holds=("task.quick", "'soon'", "true or false")),
+    scored("min-above-max", "sampling.min_new_tokens=7", holds=("min_new_tokens", "found 7")),
+    scored("generate-key", "task.trace=true", holds=("task.trace",)),
+    scored("no-key", "task.prompt=5", holds=("unknown key task.prompt",)),
+    scored("banned", "task.pairs=[tiny]", "sampling.bad_tokens=[512]", holds=("bad_tokens", "[0, 511]")),
+    scored("plot-kind", "task.plot=scores.doc", holds=("task.plot", "'scores.doc'", ".png")),
+    scored("plot-empty", "task.plot=", holds=("task.plot is empty",)),
+    Case(
+        0, "eval-short-context",
+        lambda m: [
+            "task=eval", "task.quick=true", "task.shots=30", "model=local", f"model.path={m.saved.whole}",
+            "draft=none",
+        ], 3, ("fills the model's context", "task.shots"), FILES,
+    ),
+    scored("no-room", *LARGE, "cluster.gib=1", holds=("do not fit", "GiB needed"), code=5, reach=FILES),
+]  # fmt: skip
+
+COMPARED, MEASURED = ("task=compare", PROMPT), ("task=measure", PROMPT)
+SIDE_BY_SIDE = [
+    Case(0, "compare-no-draft", (*COMPARED, "draft=none"), 2, ("nobody drafts", "speculation=ngram")),
+    Case(0, "compare-none", (*COMPARED, "speculation=none"), 2, ("nobody drafts", "drafter none")),
+    Case(0, "compare-k-0", (*COMPARED, "speculation.k=0"), 2, ("nobody drafts", "k 0")),
+    Case(0, "record-kind", (*COMPARED, "task.record=a.gif"), 2, ("task.record", "'a.gif'", ".cast")),
+    Case(0, "record-empty", (*COMPARED, "task.record="), 2, ("task.record is empty",)),
+    Case(0, "record-nowhere", (*COMPARED, "task.record=no/a.svg"), 2, ("task.record is in no folder",)),
+    Case(0, "compare-stop", (*COMPARED, 'task.stop=[""]'), 2, ("task.stop holds an empty string",)),
+    Case(0, "compare-past-context", (*COMPARED, "task.max_new_tokens=1024"), 2, ("1023", "context of 1024")),
+    Case(0, "compare-nothing", ("task=compare",), 2, ("there is no prompt", "standard input"), stdin=b"\n"),
+    Case(0, "compare-bytes", ("task=compare",), 3, ("standard input line 1", "0xff"), stdin=b"\xff\n"),
+    Case(0, "measure-k", (*MEASURED, "task.ks=[1,0]"), 2, ("task.ks entry", "found 0", "[1, 64]")),
+    Case(0, "measure-k-twice", (*MEASURED, "task.ks=[2,2]"), 2, ("task.ks holds a number twice",)),
+    Case(0, "measure-length", ("task=measure", "task.lengths=[0]"), 2, ("task.lengths entry", "found 0")),
+    Case(0, "measure-both", (*MEASURED, "task.lengths=[8]"), 2, ("both task.lengths and prompts",)),
+    Case(0, "measure-repeats", (*MEASURED, "task.repeats=0"), 2, ("task.repeats", "found 0")),
+    Case(0, "measure-plot", (*MEASURED, "task.plot=a.doc"), 2, ("task.plot", "'a.doc'", ".png")),
+    Case(0, "measure-batch", (*MEASURED, "task.batch_size=0"), 2, ("task.batch_size", "found 0")),
+    Case(
+        0, "measure-long", ("task=measure", "task.lengths=[1024]"), 3,
+        ("fills the model's context", "task.lengths, 1024"), FILES,
+    ),
+]  # fmt: skip
+
+
+TABLE = [*EVALUATIONS, *SIDE_BY_SIDE]
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_one_line_and_its_code(
+    case: Case, command: Command, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_one_line(case, command, saved, tmp_path, monkeypatch)
