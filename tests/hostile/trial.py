@@ -89,7 +89,7 @@ def _child(arguments: Sequence[str], folder: Path, rank: int, world: int, port: 
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{name}{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(file, number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
     sys.stdin = io.StringIO()
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES, held + MEMORY_BYTES))
