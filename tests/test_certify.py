@@ -207,14 +207,14 @@ SAMPLINGS = {
 }
 
 
-def law_check(rule: str = "block", **settings: Any) -> Check:
+def law_check(rule: str = "block", plan: Plan = PLAN, **settings: Any) -> Check:
     sampling = settings.setdefault("sampling", SamplingConf())
     found = check_laws(
         watched(rule, **settings),
         toy(VOCAB, 0, sharpness=0.8),
         Laws(sampling, (), VOCAB),
         PROMPTS,
-        PLAN,
+        plan,
         True,
     )
     assert found is not None
@@ -237,7 +237,7 @@ def test_the_laws_are_the_targets_own(rule: str, controls: str) -> None:
 )  # fmt: skip
 def test_faults_of_coupled_rounds_show(fault: mutants.Mutant) -> None:
     with patch.object(fault.place, fault.attribute, fault.fault):
-        found = law_check("coupled")
+        found = law_check("coupled", replace(PLAN, law_rounds=24, law_positions=120))
     assert found.outcome is Outcome.failed
     assert found.figures["positions_rule_wrong"] > 3
 
