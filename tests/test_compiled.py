@@ -16,9 +16,11 @@ from llama_ssp.kernels import build as building
 from llama_ssp.kernels.linear import PackedLinear, operators, packable
 from llama_ssp.load import compiled as compiling
 from llama_ssp.load import graphs
+from llama_ssp.load import kept as keeping
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.compiled import CompiledModel, traced
 from llama_ssp.load.graphs import GraphedModel
+from llama_ssp.load.kept import Kept
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.steps import compiles, impossible, quickens, unproven
 from llama_ssp.verify import RULES
@@ -133,6 +135,26 @@ def test_in_bf16_logits_differ_by_rounding():
     exact, eager, quick = found
     assert (quick - exact).abs().max() <= 1.5 * (eager - exact).abs().max()
     assert (quick - eager).abs().max() > 0  # else nothing was compiled
+
+
+@needs_compiler
+def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
+    """Found by all that they are made of; another's weights are read, not those they were made with."""
+    monkeypatch.setattr(keeping, "cache_dir", lambda: str(tmp_path))
+    first = CompiledModel(CausalModel(build("llama-gqa"), "first"))
+    texts = speculate(first, prompts(1), "ngram", k=3).texts
+    assert len(list(tmp_path.rglob("step-*.bin"))) == 1
+    monkeypatch.setattr(CompiledModel, "_compiled", lambda self, kind: pytest.fail("it was compiled again"))
+    again = CompiledModel(CausalModel(build("llama-gqa"), "again"))
+    assert speculate(again, prompts(1), "ngram", k=3).texts == texts
+    other, plain = CompiledModel(CausalModel(_noisy("llama-gqa"), "other")), _noisy("llama-gqa")
+    found = speculate(other, prompts(1), "ngram", k=3).texts
+    assert found == speculate(CausalModel(plain, "plain"), prompts(1), "ngram", k=3).texts != texts
+    assert Kept(again, (True, True)).load() is None
+    assert Kept(CompiledModel(CausalModel(build("gpt_neox"), "alien")), (False, True)).load() is None
+    kept = Kept(again, (False, True))
+    kept.path.write_bytes(kept.path.read_bytes()[:1000])
+    assert kept.load() is None
 
 
 class Replayed(GraphedModel):

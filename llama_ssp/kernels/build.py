@@ -61,11 +61,11 @@ def _compile(command: str, source: Path, place: Path) -> None:
 def _print_of(source: Path, command: str) -> str:
     """A hash of everything the library depends on."""
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
-    known = [source.read_text(encoding="utf-8"), torch.__version__, version, *FLAGS, _processor()]
+    known = [source.read_text(encoding="utf-8"), torch.__version__, version, *FLAGS, processor()]
     return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What of the processor decides which instructions it has."""
     table = Path("/proc/cpuinfo")
     if not table.exists():

@@ -12,6 +12,7 @@ import subprocess
 import time
 import types
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.kernels.linear import pack
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.kept import Kept
 from llama_ssp.load.quantised import quicken
 
 log = logging.getLogger(__name__)
@@ -142,10 +144,16 @@ class CompiledModel(CausalModel):
 
     def _first(self, kind: Kind, arguments: Arguments) -> Tensor | None:
         """The first step of its kind, which compiles it; None where the model is not one to be compiled."""
+        began, kept = time.perf_counter(), Kept(self, kind) if self.device.type == "cpu" else None
+        loaded = kept.load() if kept else None
+        if loaded is not None:
+            log.info("engine: loaded %s for %s", self.name, _in_words(kind))
+            self._steps[kind] = loaded
+            return self._steps[kind](*arguments)
         log.info("engine: compiling %s for %s", self.name, _in_words(kind))
-        began, step = time.perf_counter(), self._compiled(kind)
         try:
-            logits_BWV = step(*_sizes_that_vary(arguments, kind))
+            step = self._made(kind, _sizes_that_vary(arguments, kind), kept)
+            logits_BWV = step(*arguments)
         except Exception as error:  # whatever the compiler meets in a module it does not know
             said = str(error).strip().splitlines() or [type(error).__name__]
             log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
@@ -154,6 +162,16 @@ class CompiledModel(CausalModel):
         log.info("engine: compiled %s in %.1f s", self.name, time.perf_counter() - began)
         self._steps[kind] = step
         return logits_BWV
+
+    def _made(self, kind: Kind, arguments: Arguments, kept: Kept | None) -> Step:
+        """The step's program; what is to be kept is compiled for such arguments before it is called."""
+        step: Any = self._compiled(kind)
+        if kept is None or not hasattr(step, "aot_compile"):
+            return cast(Step, step)
+        made = step.aot_compile((arguments, {}))
+        made.disable_guard_check()
+        kept.save(made)
+        return cast(Step, made)
 
     def _compiled(self, kind: Kind) -> Step:
         """The step's program. Its own copy of the code: torch keeps programs by the code they are made of.
