@@ -168,7 +168,11 @@ class CompiledModel(CausalModel):
         step: Any = self._compiled(kind)
         if kept is None or not hasattr(step, "aot_compile"):
             return cast(Step, step)
-        made = step.aot_compile((arguments, {}))
+        try:
+            made = step.aot_compile((arguments, {}))
+        except Exception as error:  # such as a restart of the analysis, which an ordinary call makes
+            log.debug("engine: a step of %s is not kept: %s", self.name, type(error).__name__)
+            return cast(Step, step)
         made.disable_guard_check()
         kept.save(made)
         return cast(Step, made)
