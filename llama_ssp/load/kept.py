@@ -66,6 +66,7 @@ class Kept:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             step.save_compiled_function(str(part), external_data={"model": self._model})
+            part.chmod(0o600)
             part.replace(self.path)
         except Exception as error:  # whatever torch finds in a module that it cannot write
             part.unlink(missing_ok=True)
