@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.errors import ModelError
+from llama_ssp.errors import ModelError, RunError
 from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, kernels_of, windows_of
 from llama_ssp.load.devices import TORCH_DTYPES
 from llama_ssp.load.probe import require_faithful
@@ -102,7 +102,7 @@ def _refusing(path: Path) -> Iterator[None]:
     """What libraries say of a checkpoint that they do not take, in one line."""
     try:
         yield
-    except (ModelError, torch.OutOfMemoryError, MemoryError):
+    except (RunError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # a config makes constructors fail in any way
         raise ModelError(
