@@ -118,7 +118,7 @@ def rows_of(heat: float, ks: list[int], repeats: int, new: int, scratch: Path) -
         for k in ks:
             name = f"{one.name}, K = {k}"
             contenders[name], ceilings[name] = partial(contender, one, k, name), most
-    rows = measured(contenders, repeats)
+    rows = measured({heat: contenders}, repeats)[heat]
     for row in rows:
         summary = kept[row["name"]].summary()
         row["temperature"], row["ceiling"] = heat, ceilings[row["name"]]
