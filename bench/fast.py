@@ -142,17 +142,18 @@ def contenders(asked: Asked, pair: tuple[Pair, Any, RunConf], eager: Any) -> tup
     return found, Meter(target, draft)
 
 
-def measure(found: dict[str, Taken], meter: Meter, asked: Asked) -> None:
-    """Everyone in turn; the first repeat does not count."""
-    for repeat in range(asked.repeats + 1):
+def measure(found: dict[str, Taken], repeats: int, read: Callable[[], Both] | None = None) -> None:
+    """Everyone in turn; the first repeat does not count. `read` tells the passes of who counts none."""
+    for repeat in range(repeats + 1):
         for name, taken in found.items():
             ms, counts = taken.turn(repeat)
-            theirs = meter.read(asked.new)
+            theirs = read() if read else None
             log.info("repeat %d: %s: %.2f ms/token", repeat, name, ms)
             if repeat:
                 taken.ms.append(ms)
                 taken.counts.merge(counts)
-                taken.passes.append(passes_of(counts) if counts.row_rounds else theirs)
+                own = passes_of(counts) if counts.row_rounds else theirs
+                taken.passes += [] if own is None else [own]
 
 
 def read_per_s(turns: int = 9) -> float:
@@ -263,7 +264,7 @@ def main() -> None:
     start_s = time.perf_counter() - began
     eager = opened(replace(run, engine=Steps.eager), slots)
     found, meter = contenders(asked, pair, eager)
-    measure(found, meter, asked)
+    measure(found, asked.repeats, lambda: meter.read(asked.new))
     bandwidth = read_per_s()
     clock, said = (time.process_time, "CPU time") if asked.threads == 1 else (time.perf_counter, "time")
     parts = rounds(pair, [int(k) for k in asked.ks.split(",")], clock)
