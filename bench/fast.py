@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from contenders import PROMPTS, alone, by_transformers, by_us, opened, rounds  # noqa: E402
 from pictures import plot_contenders, write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
+from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.load.models import DRAFT, load  # noqa: E402
@@ -46,7 +47,7 @@ VOCAB = 8192
 
 
 @dataclass
-class Asked:
+class Asked(Words):
     """The command line."""
 
     repeats: int = 5
@@ -56,16 +57,6 @@ class Asked:
     threads: int = 2
     peers: str = "4,8,12,heuristic,dynamic"
     write: str = ""
-
-    @classmethod
-    def of(cls, arguments: list[str]) -> Self:
-        asked = cls()
-        for argument in arguments:
-            key, _, value = argument.partition("=")
-            if not hasattr(asked, key):
-                sys.exit(f"unknown: {argument}; known: {', '.join(vars(asked))}")
-            setattr(asked, key, type(getattr(asked, key))(value))
-        return asked
 
 
 @dataclass(frozen=True)

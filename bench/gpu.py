@@ -35,6 +35,7 @@ from contenders import PROMPTS, alone, by_transformers, by_us, one_round, opened
 from pictures import write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.engine import Prompt  # noqa: E402
@@ -60,7 +61,7 @@ STREAMED = {False: 2**32, True: 2**26}  # numbers, of which no cache holds many
 
 
 @dataclass
-class Asked:
+class Asked(Words):
     """The command line."""
 
     part: str = ""
@@ -70,19 +71,6 @@ class Asked:
     small: bool = False
     engine: str = "compiled"
     write: str = ""
-
-    @staticmethod
-    def of(arguments: list[str]) -> Asked:
-        asked = Asked()
-        for argument in arguments:
-            key, _, value = argument.partition("=")
-            if not hasattr(asked, key):
-                sys.exit(f"unknown: {argument}; known: {', '.join(vars(asked))}")
-            kind = type(getattr(asked, key))
-            setattr(asked, key, value == "true" if kind is bool else kind(value))
-        if asked.part and asked.part not in PARTS:
-            sys.exit(f"part={asked.part}; allowed: {', '.join(PARTS)}")
-        return asked
 
     @property
     def device(self) -> torch.device:

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from contenders import PROMPTS, alone  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
+from words import Words  # noqa: E402
 
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf, RunConf, Steps  # noqa: E402
 from llama_ssp.engine import Engine, Prompt, RemoteDrafter  # noqa: E402
@@ -54,7 +55,7 @@ ROUNDS_SHOWN, TURNS = 8, 20
 
 
 @dataclass
-class Asked:
+class Asked(Words):
     """The command line."""
 
     repeats: int = 5
@@ -65,16 +66,6 @@ class Asked:
     k: int = 0
     picture: str = ""
     write: str = ""
-
-    @staticmethod
-    def of(arguments: list[str]) -> Asked:
-        asked = Asked()
-        for argument in arguments:
-            key, _, value = argument.partition("=")
-            if not hasattr(asked, key):
-                sys.exit(f"unknown: {argument}; known: {', '.join(vars(asked))}")
-            setattr(asked, key, type(getattr(asked, key))(value))
-        return asked
 
 
 @dataclass
