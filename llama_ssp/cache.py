@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from llama_ssp.sending import sent
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -38,12 +40,12 @@ class Feed:
 
     def real(self) -> Tensor:
         """Which of the (B, W) columns are real."""
-        count_B1 = torch.tensor(self.count, device=self.device)[:, None]
+        count_B1 = sent(self.count, self.device)[:, None]
         return torch.arange(self.width, device=self.device) < count_B1
 
     def positions(self) -> Tensor:
         """The position of each column; 0 for padding, whose result nobody reads."""
-        start_B1 = torch.tensor(self.start, device=self.device)[:, None]
+        start_B1 = sent(self.start, self.device)[:, None]
         position_BW = start_B1 + torch.arange(self.width, device=self.device)
         return torch.where(self.real(), position_BW, 0)
 

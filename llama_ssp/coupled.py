@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.draws import POSITIONS, CounterDraws, Slot
+from llama_ssp.sending import sent
 from llama_ssp.verify import CoupledRule, Rule
 
 HELD_NUMBERS = 2**24  # of the noise kept for the next law that asks for it: 128 MiB
@@ -38,7 +39,7 @@ class CoupledDraws(CounterDraws):
             self._exponentials(key, base + slot.offset, law_BV.shape[1])
             for key, base in zip(slot.keys, slot.bases, strict=True)
         ]
-        return winner(law_BV, torch.from_numpy(np.stack(noise)).to(law_BV.device))
+        return winner(law_BV, sent(torch.from_numpy(np.stack(noise)), law_BV.device))
 
     def _exponentials(self, key: int, position: int, count: int) -> np.ndarray:
         """A longer noise starts with the shorter one, so that a padded vocabulary changes nothing."""

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama_ssp.sending import sent
+
 
 class Purpose(IntEnum):
     """What a draw decides."""
@@ -80,7 +82,8 @@ class CounterDraws:
     def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """Exponential variables; of 52 bits, so that none is 0."""
         rows = [self._row(key, base, count, RACES) for key, base in zip(slot.keys, slot.bases, strict=True)]
-        return torch.from_numpy(-np.log(((np.stack(rows) >> np.uint64(1)) + 0.5) * 2.0**-52)).to(device)
+        clock_BN = -np.log(((np.stack(rows) >> np.uint64(1)) + 0.5) * 2.0**-52)
+        return sent(torch.from_numpy(clock_BN), device)
 
     def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """One number for each row and offset, (B, count)."""
@@ -100,7 +103,7 @@ class CounterDraws:
             rows = [
                 self._row(key, base, max(PREPARED, 2 * width)) for key, base in zip(keys, bases, strict=True)
             ]
-            table = torch.from_numpy(np.stack(rows) * 2.0**-53).to(device)
+            table = sent(torch.from_numpy(np.stack(rows) * 2.0**-53), device)
             self._latest = (keys, bases, device), table
         return table
 

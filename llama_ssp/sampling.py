@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llama_ssp.arrays import Array, greatest, largest, total, where
 from llama_ssp.config import SamplingConf
+from llama_ssp.sending import sent
 
 FEW = (256, 4096)  # of the likeliest tokens, among which a nucleus is sought before all are sorted
 
@@ -76,19 +77,19 @@ class Laws:
     def _biased(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls, width = self.controls, logit_BWV.shape[-1]
         if controls.logit_bias or controls.bad_tokens:
-            shift_V = logit_BWV.new_zeros(width)
+            shift_V = torch.zeros(width, dtype=logit_BWV.dtype)
             for token, bias in controls.logit_bias.items():
                 if token < width:
                     shift_V[token] = bias
             for token in controls.bad_tokens:
                 if token < width:
                     shift_V[token] = -torch.inf
-            logit_BWV = logit_BWV + shift_V
+            logit_BWV = logit_BWV + sent(shift_V, logit_BWV.device)
         if controls.min_new_tokens and self.end_ids:
-            ends = torch.zeros(width, dtype=torch.bool, device=logit_BWV.device)
+            ends = torch.zeros(width, dtype=torch.bool)
             ends[[i for i in self.end_ids if i < width]] = True
             early_BW = prefix.length_BW - prefix.prompt_B[:, None] < controls.min_new_tokens
-            logit_BWV = logit_BWV.masked_fill(early_BW[..., None] & ends, -torch.inf)
+            logit_BWV = logit_BWV.masked_fill(early_BW[..., None] & sent(ends, logit_BWV.device), -torch.inf)
         return logit_BWV
 
     def _penalised(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
@@ -132,12 +133,12 @@ class RowLaws(Laws):
             groups.setdefault(self._by_row.get(row, self._usual), []).append(row)
         parts = []
         for laws, rows in groups.items():
-            chosen = torch.tensor(rows, device=logit_BWV.device)
+            chosen = sent(rows, logit_BWV.device)
             own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
             parts.append(laws(logit_BWV[chosen], own))
         order = [row for rows in groups.values() for row in rows]
         back = sorted(range(len(order)), key=order.__getitem__)
-        return torch.cat(parts)[torch.tensor(back, device=logit_BWV.device)]
+        return torch.cat(parts)[sent(back, logit_BWV.device)]
 
 
 def filtered(law: Array, top_k: int, top_p: float, min_p: float) -> Array:

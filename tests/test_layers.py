@@ -24,6 +24,7 @@ LAYERS = [
     {"track", "speeds"},
     {"screen", "plot_speeds"},
     {"recording"},
+    {"sending"},
     {"sampling", "verify", "draws", "coupled", "ranks"},
     {"kernels"},
     {"cache", "load"},

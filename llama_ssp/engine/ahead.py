@@ -29,6 +29,7 @@ from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.ranks import Ranks
 from llama_ssp.sampling import Laws
+from llama_ssp.sending import sent
 
 
 @dataclass
@@ -159,7 +160,7 @@ class AheadDrafter(ModelDrafter):
         missing = tuple(0 if offset < h else n for n, h in zip(count, held, strict=True))
         if offset >= max(missing):
             return remembered
-        held_B = torch.tensor([offset < h for h in held], device=state.device)
+        held_B = sent([offset < h for h in held], state.device)
         return merged(held_B, remembered, super()._step(state, offset, missing))
 
     def _ahead(self, state: State, proposal: Proposal) -> Iterator[Drawn]:

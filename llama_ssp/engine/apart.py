@@ -23,6 +23,7 @@ from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.ranks import Answerer, Asker, Ranks
 from llama_ssp.sampling import Laws
+from llama_ssp.sending import sent
 
 WHOLE, SPARSE = 0, 1  # how laws are written
 SPARE = 4  # a law is written whole, unless fewer than one entry in so many is not 0
@@ -124,9 +125,9 @@ class RemoteDrafter:
         self._tally = Tally(*tally)
         rest = reply.values[len(own) + TOLD :]
         self._keep(asked_us, rest[:times])
-        drafts = torch.tensor(rest[times:], device=state.device)
+        drafts = sent(rest[times:], state.device)
         drafted_BK = drafts[rows:].view(rows, k)
-        draft_BKV = read(how, reply.load, (rows, k, self._vocab), self._dtype).to(state.device)
+        draft_BKV = sent(read(how, reply.load, (rows, k, self._vocab), self._dtype), state.device)
         for offset in range(k):
             state.place(drafted_BK[:, offset], offset, count)
         return Proposal(drafted_BK, draft_BKV, count, drafts[:rows].bool())

@@ -17,6 +17,7 @@ from llama_ssp.engine.drafters import certain_where, nothing, reach
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.sampling import Laws, one_hot
+from llama_ssp.sending import sent
 from llama_ssp.vocab import NONE, Intersection, Text
 
 # Slots for a text that takes more of the draft's tokens than a sample did; one that takes still more goes
@@ -87,7 +88,7 @@ class _Mirror:
             len(text) + offset if active else self.slots
             for text, active in zip(self.texts, drafting, strict=True)
         ]
-        index_B1 = torch.tensor(places, device=self.token_BS.device)[:, None]
+        index_B1 = sent(places, self.token_BS.device)[:, None]
         self.token_BS.scatter_(1, index_B1, token_B.to(self.token_BS.device)[:, None])
 
     def logits(self, offset: int, drafting: list[bool]) -> Tensor:
@@ -116,7 +117,7 @@ class _Mirror:
         lengths = [cached + 1 for cached in self.runner.cached]
         lengths[row] = max(1, min(same + 1, len(fits)))
         self.runner.roll_back(lengths)
-        self.token_BS[row, : len(fits)] = torch.tensor(fits, dtype=torch.int64, device=self.token_BS.device)
+        self.token_BS[row, : len(fits)] = sent(fits, self.token_BS.device)
         self.texts[row] = text
 
 
@@ -184,7 +185,7 @@ class IntersectionDrafter(_BridgedDrafter):
             drafting = [offset < n for n in count]
             logit_BV = self._in_target(self._mirror.logits(offset, drafting).to(state.device))
             law_BV, damaged_B = self._law(logit_BV, state, offset)
-            idle_B = ~torch.tensor(drafting, device=state.device)
+            idle_B = ~sent(drafting, state.device)
             token_B = self._draws.categorical(
                 certain_where(idle_B, law_BV), state.slot(Purpose.DRAFT, offset)
             )
@@ -240,7 +241,7 @@ class TextDrafter(_BridgedDrafter):
         if not max(drafted):
             return nothing(state)
         padded = [ids + [0] * (max(drafted) - len(ids)) for ids in found]
-        drafted_BK = torch.tensor(padded, device=state.device)
+        drafted_BK = sent(padded, state.device)
         for offset in range(max(drafted)):
             state.place(drafted_BK[:, offset], offset, drafted)
         like = torch.empty(*drafted_BK.shape, self._vocab, dtype=self._dtype, device=state.device)
@@ -259,7 +260,7 @@ class TextDrafter(_BridgedDrafter):
             logit_BD = self._mirror.logits(offset, drafting)
             token_B = self._likeliest(logit_BD)
             broken_B = (logit_BD.isnan() | logit_BD.isposinf()).any(-1).to(state.device)
-            damaged_B |= broken_B & torch.tensor(drafting, device=state.device)
+            damaged_B |= broken_B & sent(drafting, state.device)
             self._mirror.place(token_B, offset, drafting)
             offset += 1
             for row, token in enumerate(token_B.tolist()):

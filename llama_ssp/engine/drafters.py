@@ -16,6 +16,7 @@ from llama_ssp.draws import Draws, Purpose, Slot
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.sampling import Laws, lawless, one_hot
+from llama_ssp.sending import sent
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class NgramDrafter:
         if not max(drafted):
             return nothing(state)
         padded = [tokens + [0] * (max(drafted) - len(tokens)) for tokens in found]
-        drafted_BK = torch.tensor(padded, device=state.device)
+        drafted_BK = sent(padded, state.device)
         for offset in range(max(drafted)):
             state.place(drafted_BK[:, offset], offset, drafted)
         like = torch.empty(*drafted_BK.shape, self._vocab, dtype=self._dtype, device=state.device)
@@ -237,12 +238,12 @@ def within(count: tuple[int, ...], flag_BW: Tensor) -> Tensor:
     if min(count) >= flag_BW.shape[1]:
         return flag_BW
     column_W = torch.arange(flag_BW.shape[1], device=flag_BW.device)
-    return flag_BW & (column_W < torch.tensor(count, device=flag_BW.device)[:, None])
+    return flag_BW & (column_W < sent(count, flag_BW.device)[:, None])
 
 
 def resting(law_BV: Tensor, idle: list[bool]) -> Tensor:
     """The laws to draw from: in rows that are idle nothing random happens."""
-    return certain_where(torch.tensor(idle, device=law_BV.device), law_BV) if any(idle) else law_BV
+    return certain_where(sent(idle, law_BV.device), law_BV) if any(idle) else law_BV
 
 
 def certain_where(condition: Tensor, law: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
 from llama_ssp.ranks import SOLE, Crew
 from llama_ssp.sampling import Laws, lawless, one_hot
+from llama_ssp.sending import sent
 from llama_ssp.verify import Block, CoupledRule, Rule, overlap
 
 
@@ -148,7 +149,7 @@ class Engine:
 
         What it drew behind the drafts that stand is certain then.
         """
-        chosen, idle_B = [], torch.tensor(_idle(state), device=state.device)
+        chosen, idle_B = [], sent(_idle(state), state.device)
         for position in range(block.k + 1):
             law_BV = certain_where(idle_B | (block.count_B < position), block.target_BWV[:, position])
             chosen.append(self._draws.categorical(law_BV, state.slot(Purpose.CORRECT, position)))
@@ -164,7 +165,7 @@ class Engine:
             _in_double(law_BWV),
             _in_double(proposal.draft_BKV),
             proposal.drafted_BK,
-            torch.tensor(proposal.count, device=state.device),
+            sent(proposal.count, state.device),
         )
 
 
@@ -202,7 +203,7 @@ def _on_host(
 ) -> Verdict:
     """Everything decided, in one transfer."""
     columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
-    whole = torch.cat([*columns, overlap_BK.double()], 1).tolist()
+    whole = torch.cat([*columns, overlap_BK.double()], 1).cpu().tolist()
     k = proposal.k
     return Verdict(
         drafted=[[int(t) for t in row[3 : 3 + n]] for row, n in zip(whole, proposal.count, strict=True)],

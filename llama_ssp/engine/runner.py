@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.sending import sent
 
 
 class Model(Protocol):
@@ -79,7 +80,7 @@ class Runner:
         if not any(first) and feed.width == max(wanted):
             return logit_BWV
         column_BW = torch.tensor(first)[:, None] + torch.arange(max(wanted))
-        column_BW = column_BW.clamp(max=feed.width - 1).to(logit_BWV.device)
+        column_BW = sent(column_BW.clamp(max=feed.width - 1), logit_BWV.device)
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
 
     def roll_back(self, lengths: list[int]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llama_ssp.draws import Purpose, Slot, prompt_key
 from llama_ssp.sampling import Prefix
+from llama_ssp.sending import sent
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class State:
         self.capacity = room
         self._read = [0] * len(prompts)  # of a waiting prompt
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
-        self.token_BS = torch.tensor(padded, dtype=torch.int64, device=device)
+        self.token_BS = sent(padded, device)
         self._moved()
 
     def _moved(self) -> None:
@@ -101,7 +102,7 @@ class State:
         self.texts[row], self.finished[row] = list(prompt.token_ids), WAITING
         self._read[row] = 0
         padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
-        self.token_BS[row] = torch.tensor(padded, device=self.device)
+        self.token_BS[row] = sent(padded, self.device)
         self._moved()
 
     def generated(self, row: int) -> list[int]:
@@ -115,7 +116,7 @@ class State:
         """The prefixes of `width` positions a row, the first of them `first` drafts past its length."""
         end = first + width
         if self._prefix is None or self._prefix.length_BW.shape[1] < end:
-            lengths = torch.tensor([self.lengths, self.prompt_lengths], device=self.device)
+            lengths = sent([self.lengths, self.prompt_lengths], self.device)
             length_BW = lengths[0][:, None] + torch.arange(max(end, AT_ONCE), device=self.device)
             self._prefix = Prefix(self.token_BS, length_BW.clamp_(max=self.capacity), lengths[1])
         return Prefix(self.token_BS, self._prefix.length_BW[:, first:end], self._prefix.prompt_B)
@@ -129,7 +130,7 @@ class State:
                 [length + i if i < drafted else self.capacity for i in range(max(count))]
                 for length, drafted in zip(self.lengths, count, strict=True)
             ]
-            self._places = count, torch.tensor(places, device=self.device)
+            self._places = count, sent(places, self.device)
         self.token_BS.scatter_(1, self._places[1][:, offset, None], token_B[:, None])
 
     def beyond(self, blocks: list[list[int]]) -> State:
@@ -144,5 +145,5 @@ class State:
         """Commits tokens to a row."""
         start = len(self.texts[row])
         self.texts[row] += tokens
-        self.token_BS[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.device)
+        self.token_BS[row, start : start + len(tokens)] = sent(tokens, self.device)
         self._moved()

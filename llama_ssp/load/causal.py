@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llama_ssp.cache import Feed, RaggedCache, Tally
 from llama_ssp.errors import ModelError
 from llama_ssp.load.quantised import scales_of
+from llama_ssp.sending import sent
 
 # Families whose every attention variant is tested against transformers' own generate.
 TESTED_FAMILIES = (
@@ -86,7 +87,7 @@ class CausalModel:
         cache.expect(feed, masks)
         # As an index, because a slice of several rows' last columns is no plain matrix: the head's product
         # is then batched, on a copy of its weights for every row (bf16 on a CPU).
-        last = torch.tensor([feed.width - 1], device=self.device) if last_only else 0
+        last = sent([feed.width - 1], self.device) if last_only else 0
         logits: Tensor = self.module(
             input_ids=token_BW,
             position_ids=feed.positions(),

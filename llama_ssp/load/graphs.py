@@ -20,6 +20,7 @@ from torch import Tensor
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.load.compiled import Arguments, CompiledModel, Kind, Step
 from llama_ssp.load.quantised import quicken
+from llama_ssp.sending import sent
 
 BUCKET = 256  # slots: a step reads the cache up to the next multiple of it
 WARM_UPS = 3  # what is made at first use (handles, workspaces) must be there before a capture
@@ -40,14 +41,16 @@ class GraphedModel(CompiledModel):
         slots = min(-(-feed.span // BUCKET) * BUCKET, feed.capacity + 1)
         token_BW, start_B1, count_B1, column_W, _, keys, values = super()._arguments(token_BW, feed, layers)
         slot_S = torch.arange(max(slots, 2), device=self.device)
-        column_W = column_W.to(self.device)
-        return token_BW, self._placed(start_B1), self._placed(count_B1), column_W, slot_S, keys, values
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        """On the device, without waiting for it: torch keeps pinned memory until it has been read."""
-        if self.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        column_W = torch.arange(len(column_W), device=self.device)
+        return (
+            token_BW,
+            sent(start_B1, self.device),
+            sent(count_B1, self.device),
+            column_W,
+            slot_S,
+            keys,
+            values,
+        )
 
     def _run(self, kind: Kind, arguments: Arguments, cache: RaggedCache) -> Tensor:
         programs = self._programs.setdefault(cache, {})

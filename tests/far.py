@@ -1,0 +1,185 @@
+"""A device of our own, for want of a GPU: it counts the copies between it and the host.
+
+Its tensors hold ordinary ones and compute with them, so what runs there gives what it gives on the host,
+by the branches that are not a CPU's. What would have the host wait for a GPU is counted: a copy that is not
+queued, a number read. torch lets one backend a process be written in Python, so this module is a program:
+
+    python -m tests.far        # pairs there and on the host: are texts the same, and what was copied
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+torch.inference_mode = torch.no_grad  # of which views of tensors like these cannot be made
+
+from llama_ssp.config import SamplingConf  # noqa: E402
+from llama_ssp.engine import Prompt  # noqa: E402
+from llama_ssp.load.causal import CausalModel  # noqa: E402
+from llama_ssp.load.compiled import traced  # noqa: E402
+from llama_ssp.load.graphs import GraphedModel  # noqa: E402
+from tests.families import build  # noqa: E402
+from tests.rig import perturbed, speculate  # noqa: E402
+
+_setup_privateuseone_for_python_backend("far")
+FAR = torch.device("far:0")
+ATEN = torch.ops.aten
+# What looks like a change of the host's tensors, but is how torch makes one of numbers.
+HARMLESS = {ATEN.lift_fresh.default, torch.ops.prim.device.default}
+
+
+class FarTensor(Tensor):
+    """Stands for a tensor on the device; `held` is what it holds."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> FarTensor:
+        made: FarTensor = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=held.dtype, device=FAR,
+            storage_offset=held.storage_offset(),
+        )  # fmt: skip
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("tensors of this device live under Watch")
+
+
+class Watch(TorchDispatchMode):
+    """Runs the device's operations, and counts what the host does between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __enter__(self) -> Watch:
+        torch._C._set_only_lift_cpu_tensors(True)  # numbers become a host tensor, which is copied
+        super().__enter__()
+        return self
+
+    def __exit__(self, *how: Any) -> None:
+        super().__exit__(*how)
+        torch._C._set_only_lift_cpu_tensors(False)
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        wants_far = device is not None and torch.device(device).type == FAR.type
+        if not wants_far and not any(isinstance(leaf, FarTensor) for leaf in tree_leaves((args, kwargs))):
+            return op(*args, **kwargs)
+        self._count(op, args, kwargs, wants_far)
+        if device is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        made = op(*tree_map(_held, args), **tree_map(_held, kwargs))
+        if op is ATEN._to_copy.default and device is not None and not wants_far:
+            return made
+        known = {id(leaf.held): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FarTensor)}
+        return tree_map(lambda one: _far(one, known), made)
+
+    def _count(self, op: Any, args: Any, kwargs: Any, wants_far: bool) -> None:
+        if op in HARMLESS:
+            return
+        if op is ATEN._to_copy.default:
+            if kwargs.get("device") is not None and wants_far != isinstance(args[0], FarTensor):
+                self.seen[_name("sent" if wants_far else "read", kwargs.get("non_blocking"))] += 1
+        elif op is ATEN.copy_.default:
+            to, source = (isinstance(one, FarTensor) for one in args[:2])
+            if to != source:
+                queued = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+                self.seen[_name("sent" if to else "read", queued)] += 1
+        elif op in (ATEN._local_scalar_dense.default, ATEN.nonzero.default, ATEN.equal.default):
+            self.seen["read, waiting"] += 1
+        elif any(
+            isinstance(one, Tensor) and not isinstance(one, FarTensor) and one.dim()
+            for one in tree_leaves((args, kwargs))
+        ):
+            self.seen[f"host and device meet in {op}"] += 1
+
+
+def _name(what: str, queued: object) -> str:
+    return f"{what}, {'queued' if queued else 'waiting'}"
+
+
+def _held(one: Any) -> Any:
+    return one.held if isinstance(one, FarTensor) else one
+
+
+def _far(one: Any, known: dict[int, FarTensor]) -> Any:
+    if not isinstance(one, Tensor):
+        return one
+    return known[id(one)] if id(one) in known else FarTensor(one)
+
+
+def brought(module: nn.Module) -> Any:
+    """The module on the device, its weights copied before anything is counted."""
+    module = deepcopy(module)
+    for layer in module.modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                layer._parameters[name] = nn.Parameter(FarTensor(parameter.data), requires_grad=False)
+        for name, buffer in layer._buffers.items():
+            if buffer is not None:
+                layer._buffers[name] = FarTensor(buffer)
+    return module
+
+
+class Replayed(GraphedModel):
+    """Graphs without their capture: the step itself, each time."""
+
+    def _compiled(self, kind: Any) -> Any:
+        return traced(self)
+
+    def _captured(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return call
+
+
+CONTROLS = {
+    "plain": SamplingConf(),
+    "greedy": SamplingConf(temperature=0.0),
+    "filtered": SamplingConf(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+    "penalised": SamplingConf(
+        repetition_penalty=1.2, frequency_penalty=0.1, presence_penalty=0.1, logit_bias={5: 1.0},
+        bad_tokens=[7], min_new_tokens=3,
+    ),
+}  # fmt: skip
+
+
+# rows, rule, controls, steps: every one of each at least once
+CASES = (
+    (1, "block", "plain", "eager"), (2, "block", "penalised", "eager"), (1, "coupled", "greedy", "graphs"),
+    (2, "coupled", "filtered", "graphs"), (1, "token", "penalised", "graphs"),
+    (2, "token", "greedy", "eager"),
+)  # fmt: skip
+
+
+def main() -> None:
+    """One line a case: what it was, whether texts are the same as on the host, and what was seen."""
+    target, draft = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
+    for case in CASES:
+        rows, rule, controls, steps = case
+        prompts = [Prompt(str(row), tuple(range(3, 9 - 2 * row))) for row in range(rows)]
+        how: Any = {"k": 3, "rule": rule, "max_new": 8, "sampling": CONTROLS[controls]}
+        near = speculate(CausalModel(target, "target"), prompts, CausalModel(draft, "draft"), **how)
+        with Watch() as watch:
+            pair = [CausalModel(brought(one), "far", device=FAR) for one in (target, draft)]
+            pair = [Replayed(one) for one in pair] if steps == "graphs" else pair
+            far = speculate(pair[0], prompts, pair[1], **how)
+        said = {"same": far.texts == near.texts, "rounds": far.rounds, "seen": watch.seen}
+        print(json.dumps({"case": case, **said}))
+
+
+if __name__ == "__main__":
+    main()
