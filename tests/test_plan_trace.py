@@ -8,10 +8,10 @@ import pytest
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.plan import TARGET, Role
-from llama_ssp.plan.attention import TRACED
 from llama_ssp.plan.bill import share_of
 from llama_ssp.plan.forward import CACHE, Passes
 from llama_ssp.plan.tape import Tape
+from llama_ssp.plan.walk import TRACED
 from llama_ssp.plan.weights import Part, held
 from llama_ssp.trace import Pass, Traced, trace
 

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from llama_ssp.plan.tape import Block
+from llama_ssp.plan.walk import FP32, Walk
 from llama_ssp.plan.weights import LAYER_NORM
-
-if TYPE_CHECKING:
-    from llama_ssp.plan.layers import Walk
 
 EAGER = ("gemma2", "gpt_neo")  # attention by plain products (load.causal.attention_of)
 FUSED = ("gpt_neox", "phi3")  # queries, keys and values of one product
-INT, FP32 = 8, 4
 # torch's FlashAttentionKernel.cpp: from this many queries on, so many queries and keys are taken at a time.
 CPU_TILES = ((768, 256, 512), (192, 64, 512), (0, 32, 512))
 
 GPU_ALIGNMENT = 16  # of a mask's rows in torch's memory-efficient attention
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Whose kernels compute: a GPU's, or a CPU's with so many threads' scratch (0: as a trace sees it)."""
-
-    cpu: bool
-    threads: int = 0
-
-
-GPU, TRACED = Kernels(cpu=False), Kernels(cpu=True)
 
 
 def attend(walk: Walk, x: Block, last: bool) -> tuple[Block, Block | None]:

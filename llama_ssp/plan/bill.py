@@ -10,12 +10,12 @@ from llama_ssp.config import Dtype
 from llama_ssp.placement import Placement
 from llama_ssp.plan.allocator import UNIT, Allocator
 from llama_ssp.plan.asked import DRAFT, TARGET, Kind, Line, Role, Workload
-from llama_ssp.plan.attention import GPU, Kernels
 from llama_ssp.plan.forward import CACHE, Passes
 from llama_ssp.plan.laws import Laws
 from llama_ssp.plan.room import Bill
 from llama_ssp.plan.rounds import Batch, Duties
 from llama_ssp.plan.tape import Tape
+from llama_ssp.plan.walk import GPU, Kernels
 from llama_ssp.plan.weights import BYTES, Part, Weight, held, tensors, weights, width
 
 WINDOWED = {"gemma2": (False, True), "gpt_neo": (False, True), "mistral": (True,)}

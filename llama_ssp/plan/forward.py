@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from llama_ssp.config import Dtype
-from llama_ssp.plan.attention import EAGER, GPU, INT, Kernels
-from llama_ssp.plan.layers import Walk
+from llama_ssp.plan.attention import EAGER
+from llama_ssp.plan.layers import Layers
 from llama_ssp.plan.tape import Block, Tape
+from llama_ssp.plan.walk import GPU, INT, Kernels
 from llama_ssp.plan.weights import Part, width
 
 CACHE, MASKS, HIDDEN, LOGITS = "cache", "masks", "activations", "logits"
@@ -56,7 +57,7 @@ class Passes:
             last = t(1, INT) if last_only else None
             position = self._positions(columns)
         with t.labelled(HIDDEN):
-            walk = Walk(self, columns, span)
+            walk = Layers(self, columns, span)
             whole = walk.backbone(token)
             hidden = whole if last is None else t(self.rows * part.dim, self.width, whole)
         with t.labelled(LOGITS):

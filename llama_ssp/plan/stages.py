@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from llama_ssp.config import Dtype, ModelConf, Splitting
 from llama_ssp.placement import LEADER, Placement
 from llama_ssp.plan.asked import TARGET, Line, Role, Workload
-from llama_ssp.plan.attention import Kernels
 from llama_ssp.plan.bill import Peak, phases, segments, tensor_lines, worst_lines
 from llama_ssp.plan.forward import CACHE, LOGITS
 from llama_ssp.plan.rounds import LAWS
+from llama_ssp.plan.walk import Kernels
 from llama_ssp.plan.weights import (
     EMBEDDING,
     HEAD,
