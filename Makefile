@@ -1,6 +1,6 @@
 # make demo     the main job on a small pair, set up from nothing
 # make test     everything a change must pass; make test-fast takes under two minutes
-.PHONY: demo test test-fast lint bench mutants soak clean
+.PHONY: demo test test-fast lint bench mutants soak fuzz coverage clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
@@ -39,6 +39,18 @@ bench: .venv/.installed
 # Ten minutes of random runs, struck at random: is the law right, is anything left behind, does memory grow?
 soak: .venv/.installed
 	$(PY) -m tests.soak
+
+# A hundred thousand inputs made at random: overrides, files of prompts, prompts. On other seeds: seed=N.
+fuzz: .venv/.installed
+	$(PY) -m tests.fuzz workers=2
+
+# What the quick tier leaves untried, by lines and branches; PICK= for all tests (an hour).
+PICK ?= -m "not slow and not gpu"
+coverage: .venv/.installed
+	$(PY) -m coverage erase
+	-$(PY) -m coverage run -m pytest -n auto --maxprocesses 4 $(PICK)
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report --skip-covered --sort=cover
 
 clean:
 	rm -rf .venv outputs .mypy_cache .ruff_cache .pytest_cache

@@ -46,7 +46,7 @@ from llama_ssp.errors import (
 from llama_ssp.guard import GUARD, end_with_launcher, leave
 from llama_ssp.inputs import Inputs
 from llama_ssp.job import held_seed, job_of
-from llama_ssp.overrides import CONF, check_arguments, ranks, translated
+from llama_ssp.overrides import CONF, arranged, check_arguments, ranks, translated
 from llama_ssp.plot import check_plot, check_record
 from llama_ssp.prompts import Reading, read_prompts
 from llama_ssp.retries import leave_code
@@ -106,6 +106,7 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
     None when Hydra only printed something.
     """
     check_arguments(sys.argv[1:])
+    sys.argv[1:] = arranged(sys.argv[1:])
     config.register()
     GlobalHydra.instance().clear()
     found: list[tuple[DictConfig, list[Path]]] = []
@@ -118,7 +119,7 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             if {"--multirun", "-m"} & set(sys.argv):  # Hydra keeps a record of a sweep, the user none
-                sys.argv.append(f"hydra.sweep.dir={scratch}")
+                sys.argv.insert(1, f"hydra.sweep.dir={scratch}")
             keep()
     except RecursionError:
         raise

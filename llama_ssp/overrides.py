@@ -69,6 +69,20 @@ def check_arguments(arguments: list[str]) -> None:
                 raise UsageError(f"{name} is set, but draft=none leaves no draft", fix="drop one of the two")
 
 
+def arranged(arguments: list[str]) -> list[str]:
+    """Checked arguments, overrides first: Hydra's parser wants them in one piece, wherever flags stand."""
+    words, flags = list[str](), list[str]()
+    waiting = iter(arguments)
+    for argument in waiting:
+        if not argument.startswith("-"):
+            words.append(argument)
+            continue
+        flags.append(argument)
+        if FLAGS[argument.partition("=")[0]] != () and "=" not in argument:
+            flags += [value for value in [next(waiting, None)] if value is not None]
+    return words + flags
+
+
 def check_config_folder(folder: Path) -> None:
     """A private config folder may hold models and settings, nothing that Hydra would run."""
     if not folder.is_dir():

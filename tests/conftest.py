@@ -66,9 +66,7 @@ class Command:
 
     def __call__(self, *overrides: str, stdin: bytes = b"") -> Answer:
         small = [name for group, name in SMALL.items() if not any(o.startswith(group) for o in overrides)]
-        first = next((i for i, o in enumerate(overrides) if "=" in o and o[0] != "-"), len(overrides))
-        arguments = [*overrides[:first], *small, *overrides[first:]]  # Hydra wants overrides in one piece
-        self._monkeypatch.setattr(sys, "argv", ["llama-ssp", *arguments])
+        self._monkeypatch.setattr(sys, "argv", ["llama-ssp", *small, *overrides])
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         self._capfd.readouterr()
         with pytest.raises(SystemExit) as left:

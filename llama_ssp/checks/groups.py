@@ -82,6 +82,8 @@ def check_model(role: str, model: ModelConf) -> None:
     least = 1 if model.weights is Weights.synthetic else 0
     for name in SIZES:
         between(f"{role}.{name}", getattr(model, name), least, 2**31 - 1)
+    if model.sliding_window is not None:
+        between(f"{role}.sliding_window", model.sliding_window, 1, 2**31 - 1, "null is none")
     if model.n_kv_heads and model.n_heads % model.n_kv_heads:
         raise UsageError(
             f"{role}.n_heads is not a multiple of {role}.n_kv_heads",

@@ -10,7 +10,7 @@ from llama_ssp.errors import UsageError
 
 NEVER_EMPTY = (
     "name", "repo", "revision", "path", "prompt_file", "out", "plot", "record", "image", "offload_folder",
-    "gpu", "folder", "input", "work", "python",
+    "gpu", "folder", "input", "output", "work", "python",
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def check_types(node: Any, prefix: str) -> None:
                 f"{key} is of the wrong type", found=repr(value), allowed=_in_words(hints[entry.name]),
                 fix="write it as --help shows",
             )  # fmt: skip
-        elif entry.name in NEVER_EMPTY and value is not None and (not value or "\0" in value):
+        elif entry.name in NEVER_EMPTY and isinstance(value, str) and (not value or "\0" in value):
             raise UsageError(f"{key} is empty", found=repr(value), fix="give it a value, or leave it out")
 
 

@@ -1,0 +1,273 @@
+"""Files of prompts, JSONL and text: lines whose worth is known, and the same with bytes of it changed.
+
+Where every line is known, the prompts that come out must be those of the good lines; where bytes were changed,
+what holds for any file must hold: no line is lost, the policies agree, and what is taken can be used.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf
+from llama_ssp.errors import RunError
+from llama_ssp.prompts import Reading, read_prompts
+from llama_ssp.records import Refused, Request, read_source
+from tests.fuzz.nasty import LETTERS, NASTY, noise
+from tests.fuzz.overrides import misdeeds
+from tests.fuzz.trial import LONGEST_LINE, Trial
+
+T = TypeVar("T")
+SKIP, FAIL = OnBadRow.skip, OnBadRow.fail
+VOCAB = 512
+BAD_LINES: tuple[str | bytes, ...] = (
+    "{", "[]", "null", "1", '"text"', "{}", '{"prompt": 1}', '{"prompt": null}', '{"prompt": ["a"]}', '{"prompts": "a"}',
+    '{"prompt": "a", "id": null}', '{"prompt": "a", "id": 1.5}', '{"prompt": "a", "id": true}', '{"prompt": "a", "id": {}}',
+    '{"prompt": "a", "prompt": "b"}', '{"prompt": "a", "x": NaN}', '{"prompt": "a", "x": -Infinity}', '{"prompt": "a"} {}',
+    '{"prompt": "a\\u0000"}', '{"prompt": "\\ud800"}', '{"prompt": "a", "id": "\\udc00"}', '{"prompt": "a", "id": ""}',
+    '{"prompt": "a", "id": "a\\nb"}', '{"prompt": "a", "id": "\\u202e"}', '{"prompt": "a", "id": "' + "x" * 257 + '"}',
+    '{"prompt": "a", "id": 1' + "0" * 300 + "}", '{"prompt": "a", "x": ' + "9" * 5000 + "}", '{"prompt": ' + "[" * 5000, "'",
+    '{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"prompt": "a",}', "{'prompt': 'a'}", '{"prompt": "a\tb"}',
+    b'{"prompt": "\xff"}', b'{"prompt": "\xc3"}', b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\xf4\x90\x80\x80"}', b"a\xfe\xff", b"\x00",
+    b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "a"}', b'{"prompt": "a\x00"}',
+)  # fmt: skip
+HUGE = b'{"prompt": "' + b"a" * (16 * 2**20) + b'"}'
+GOOD_SETTINGS: tuple[dict[str, object], ...] = (
+    {}, {}, {"temperature": 0}, {"top_p": 0.5, "top_k": 3}, {"max_new_tokens": 1}, {"max_tokens": 9}, {"seed": 0}, {"stop": "x"},
+    {"stop": ["a", "\n"]}, {"logit_bias": {"5": -1.5}}, {"bad_tokens": [1, 2]}, {"note": {"any": [None]}}, {"seed": None},
+)  # fmt: skip
+BAD_SETTINGS: tuple[dict[str, object], ...] = (
+    {"temperature": -1}, {"temperature": "0"}, {"temperature": None}, {"temperature": True}, {"top_p": 0}, {"top_k": 1.5},
+    {"max_new_tokens": 0}, {"max_new_tokens": 10**9}, {"max_new_tokens": "5"}, {"max_tokens": True}, {"seed": -1}, {"seed": 2**63},
+    {"seed": 1.5}, {"stop": ""}, {"stop": [""]}, {"stop": [1]}, {"stop": {"a": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": "a"}},
+    {"logit_bias": {"5": 1e30}}, {"logit_bias": [5]}, {"logit_bias": {str(VOCAB): 1}}, {"bad_tokens": 5}, {"bad_tokens": [-1]},
+    {"bad_tokens": [VOCAB]}, {"bad_tokens": ["a"]}, {"temprature": 1}, {"min_new_tokens": 10**6}, {"messages": []}, {"top_p": [1]},
+    {"temperature": {"a": 1}}, {"logit_bias": {"\u00b2": 1}}, {"logit_bias": {"1" + "0" * 30: 1}}, {"seed": "1"},
+    {"bad_tokens": list(range(VOCAB))},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file. `good` are the ids of the lines that make prompts, None where that is not known."""
+
+    name: str
+    content: bytes
+    lines: int
+    good: tuple[str, ...] | None
+    policy: OnBadRow
+    batch: bool
+
+
+def made(random: Random) -> Text:
+    batch, policy = random.random() < 0.5, random.choice((FAIL, SKIP, SKIP))
+    name = random.choice(("a.jsonl", "a.jsonl", "a.jsonl", "a.json", "a.txt"))
+    count = random.choice((0, 1, 1, 2, 3, 5, 8))
+    few_bad = random.random() < 0.5
+    lines, good, seen, blank = list[bytes](), list[str](), set[str](), 0
+    for number in range(1, count + 1):
+        if random.random() < 0.1:
+            lines.append(random.choice((b"", b"  ", b"\t", b"\r")))
+            blank += 1
+            continue
+        if name == "a.txt":
+            line, fits = _of_text(random)
+            named = f"line-{number}"
+        elif random.random() < (0.05 if few_bad else 0.5):
+            line, named, fits = _bad(random, batch), "", False
+        else:
+            line, named, fits = _good(random, batch, number)
+        if fits and named not in seen:
+            good.append(named)
+            seen.add(named)
+        lines.append(line)
+    end = random.choice((b"\n", b"\n", b"\r\n"))
+    content = end.join(lines) + random.choice((b"", end))
+    if random.random() < 0.05 and count:
+        content = b"\xef\xbb\xbf" + content
+    sure = True
+    if random.random() < 0.4:
+        content, sure = _changed(random, content), False
+    return Text(name, content, count - blank, tuple(good) if sure else None, policy, batch)
+
+
+def _of_text(random: Random) -> tuple[bytes, bool]:
+    text = (
+        "".join(random.choice(LETTERS) for _ in range(random.randrange(1, 20)))
+        .replace("\n", "")
+        .replace("\r", "")
+    )
+    text = "a" + text
+    return text.encode("utf-8", "surrogatepass"), "\0" not in text and "\ud83d" not in text
+
+
+def _good(random: Random, batch: bool, number: int) -> tuple[bytes, str, bool]:
+    """A line that makes a prompt, by the name it gets."""
+    record: dict[str, object] = {"prompt": "a" + _clean(noise(random, 12))}
+    if random.random() < 0.5:
+        record["topic"] = random.choice((1, None, [1, {"a": "b"}], "x" * 50))
+    named = f"line-{number}"
+    if random.random() < 0.6:
+        value = random.choice((number, f"n{number}", "twin", "é" * 256, -number, "../../x", "a b"))
+        record["id"], named = value, str(value)
+    if batch:
+        record |= random.choice(GOOD_SETTINGS)
+        if random.random() < 0.3:
+            return _enveloped(random, record, named)
+        if random.random() < 0.2:
+            record["messages"] = [{"role": "user", "content": record.pop("prompt")}]
+    line = json.dumps(record, ensure_ascii=random.random() < 0.5)
+    return line.encode(), named, True
+
+
+def _enveloped(random: Random, record: dict[str, object], named: str) -> tuple[bytes, str, bool]:
+    """As OpenAI's batches have it."""
+    body = {key: value for key, value in record.items() if key not in ("id", "topic", "note")}
+    url = "/v1/completions"
+    if random.random() < 0.5:
+        url, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": body.pop("prompt")}]
+    whole = {"custom_id": named, "method": "POST", "url": url, "body": {**body, "n": 1, "model": "any"}}
+    fits = random.random() < 0.8
+    if not fits:
+        change = random.choice(
+            ({"url": "/v1/embeddings"}, {"method": "GET"}, {"body": None}, {"body": {**body, "n": 2}}, {"custom_id": 1.5},
+             {"body": {**body, "tools": []}}, {"body": {**body, "stream": True}}, {"url": None}, {"url": {"a": 1}}, {"body": []})
+        )  # fmt: skip
+        whole |= change
+    return json.dumps(whole).encode(), named, fits
+
+
+def _bad(random: Random, batch: bool) -> bytes:
+    if batch and random.random() < 0.5:
+        return json.dumps({"prompt": "a", "id": str(random.random()), **random.choice(BAD_SETTINGS)}).encode()
+    if random.random() < 0.002:
+        return HUGE
+    line = random.choice(BAD_LINES)
+    return line.encode() if isinstance(line, str) else line
+
+
+def _clean(text: str) -> str:
+    return "".join(c for c in text if c not in "\0\ud83d")
+
+
+def _changed(random: Random, content: bytes) -> bytes:
+    """Bytes of it changed, lost, doubled, put in."""
+    changed = bytearray(content)
+    for _ in range(random.randrange(1, 8)):
+        at = random.randrange(len(changed) + 1)
+        match random.randrange(5):
+            case 0:
+                changed[at : at + 1] = bytes([random.randrange(256)])
+            case 1:
+                del changed[at : at + random.randrange(10)]
+            case 2:
+                changed[at:at] = changed[at : at + 30]
+            case 3:
+                changed[at:at] = random.randbytes(random.randrange(6))
+            case _:
+                changed[at:at] = random.choice(NASTY)[:200].encode("utf-8", "surrogatepass")
+    return bytes(changed)
+
+
+def tried(folder: Path, made: Text) -> Trial:
+    file = folder / made.name
+    file.write_bytes(made.content)
+    outcome, wrong = (_as_batch if made.batch else _as_prompts)(str(file), made)
+    shown = f"{made.name} {made.policy.value} {'batch' if made.batch else 'prompts'} {made.content[:600]!r}"
+    return Trial(outcome, tuple(wrong), shown if wrong else "")
+
+
+def _as_prompts(name: str, made: Text) -> tuple[str, list[str]]:
+    def read(policy: OnBadRow) -> Reading | RunError:
+        return _or_error(
+            lambda: read_prompts(GenerateConf(name="generate", prompt_file=name, on_bad_row=policy))
+        )
+
+    skipping, strict = read(SKIP), read(FAIL)
+    wrong = _one_line(skipping) + _one_line(strict)
+    if isinstance(skipping, RunError):
+        if not isinstance(strict, RunError):
+            wrong.append("refused whole when bad lines are skipped, read when they are not")
+        if made.good:
+            wrong.append(f"good lines, but refused: {skipping}")
+        return f"refused, {skipping.code}", wrong
+    ids = [prompt.id for prompt in skipping.prompts]
+    if isinstance(strict, RunError) != bool(skipping.skipped):
+        wrong.append(f"strict: {strict}; skipping: {skipping.skipped[:3]}")
+    if isinstance(strict, RunError) and str(strict) != skipping.skipped[0]:
+        wrong.append("the two policies do not tell the same")
+    if made.good is not None and tuple(ids) != made.good:
+        wrong.append(f"prompts {ids}, not {made.good}")
+    if made.good is not None and len(ids) + len(skipping.skipped) != made.lines:
+        wrong.append(f"{made.lines} lines, {len(ids)} prompts, {len(skipping.skipped)} skipped")
+    wrong += _unusable([(prompt.id, prompt.text) for prompt in skipping.prompts])
+    return "all taken" if not skipping.skipped else "some skipped", wrong
+
+
+def _as_batch(name: str, made: Text) -> tuple[str, list[str]]:
+    task = BatchConf(name="batch", input=name, output=name + ".out", on_bad_row=made.policy)
+    model = ModelConf(name="m", vocab=VOCAB, context=1024)
+    run = RunConf(model=model, task=task)
+    source = _or_error(lambda: read_source(run))
+    if isinstance(source, RunError):
+        wrong = _one_line(source)
+        if made.good is not None and (len(made.good) == made.lines or made.policy is SKIP):
+            wrong.append(f"refused: {source}")
+        return f"refused, {source.code}", wrong
+    taken = [record for record in source.records if isinstance(record, Request)]
+    bad = [record for record in source.records if isinstance(record, Refused)]
+    wrong = [] if made.policy is SKIP or not bad else ["taken with bad lines"]
+    if made.good is not None and tuple(record.id for record in taken) != made.good:
+        wrong.append(f"requests {[record.id for record in taken]}, not {made.good}: {[r.error for r in bad]}")
+    if made.good is not None and len(source.records) != made.lines:
+        wrong.append(f"{made.lines} lines, {len(source.records)} records")
+    wrong += _unusable([(record.id, record.said) for record in taken])
+    for record in taken:
+        asked = RunConf(model=model, sampling=record.sampling, task=task)
+        wrong += misdeeds(asked)
+        if not 1 <= record.max_new_tokens < 1024 or any(not stop for stop in record.stop):
+            wrong.append(f"settings {record.max_new_tokens} {record.stop}")
+    wrong += [f"an error of two lines: {r.error!r}" for r in bad if len(r.error.splitlines()) > 1]
+    return "all taken" if not bad else "some refused", wrong
+
+
+def _or_error(read: Callable[[], T]) -> T | RunError:
+    before = sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(b""))
+    try:
+        return read()
+    except RunError as error:
+        return error
+    finally:
+        sys.stdin = before
+
+
+def _one_line(found: object) -> list[str]:
+    if not isinstance(found, RunError):
+        return []
+    wrong = [] if found.code in (2, 3) else [f"exit code {found.code}"]
+    text = str(found)
+    return wrong + (
+        [f"not one line: {text[:200]!r}"] if text.splitlines() != [text] or len(text) > LONGEST_LINE else []
+    )
+
+
+def _unusable(prompts: list[tuple[str, str]]) -> list[str]:
+    ids = [name for name, _ in prompts]
+    wrong = ["an id stands twice"] if len(set(ids)) < len(ids) else []
+    wrong += [f"id {name!r:.50}" for name in ids if not (0 < len(name) <= 256 and name.isprintable())]
+    return wrong + [f"text {text!r:.50}" for _, text in prompts if "\0" in text or not _encodes(text)]
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
