@@ -50,7 +50,8 @@ coverage: .venv/.installed
 	$(PY) -m coverage erase
 	-$(PY) -m coverage run -m pytest -n auto --maxprocesses 4 $(PICK)
 	$(PY) -m coverage combine -q
-	$(PY) -m coverage report --skip-covered --sort=cover
+	$(PY) -m coverage json -q -o .coverage.json
+	$(PY) -m tests.covered .coverage.json
 
 clean:
 	rm -rf .venv outputs .mypy_cache .ruff_cache .pytest_cache

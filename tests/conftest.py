@@ -18,6 +18,12 @@ import pytest
 import torch
 from hydra._internal.hydra import Hydra
 
+# Their assertions are pytest's, too: under `python -O` Python's own are none.
+pytest.register_assert_rewrite(
+    "tests.bad_inputs", "tests.choices", "tests.distributed.threads", "tests.interleaved", "tests.rational",
+    "tests.slurm.jobs", "tests.slurm.lab",
+)  # fmt: skip
+
 from llama_ssp import cli
 from tests import checkpoints
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.fuzz.found import FOUND
 from tests.fuzz.overrides import MAY_BE_NEGATIVE, Words, leaves
 from tests.fuzz.trial import Said, Trial, ill_said, judged
 
+ROOT = Path(__file__).resolve().parents[1]
 ABSURD = {int: (-5, 10**30), float: (-5.0, 1e30, -1e30, math.nan, math.inf)}
 
 
@@ -43,6 +46,15 @@ def test_inputs(kind: str, count: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "count"), [("overrides", 60), ("commands", 6)])
 def test_more_inputs(kind: str, count: int, tmp_path: Path) -> None:
     assert faults(kind, range(100, 100 + count), tmp_path) == []
+
+
+@pytest.mark.slow
+def test_without_assertions() -> None:
+    """What refuses is no `assert`, and what judges neither."""
+    asked = [sys.executable, "-O", "-m", "tests.fuzz", "inputs=60", "seed=3"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "`python -O -m tests.fuzz" in done.stdout and "no faults" in done.stdout
 
 
 @pytest.mark.parametrize("found", FOUND, ids=lambda words: " ".join(words.words)[:40])

@@ -53,16 +53,8 @@ FORBIDDEN_OF = {
     ("marshal", "loads"), ("random", "seed"), ("os", "system"), ("yaml", "load"),
     ("importlib", "import_module"),
 }  # fmt: skip
-# What comes from outside is judged here: `python -O` must not take a check away.
-JUDGES = (
-    "folder.py",
-    "checkpoint.py",
-    "checks",
-    "overrides.py",
-    "prompts.py",
-    "records",
-    "load/templates.py",
-)
+# Assertions of our own order, not of anything that comes from outside: all that may be one, beside narrowing.
+OWN_ORDER = {"cache.py": "self._slots", "kernels/linear.py": "inputs % word == 0"}
 
 
 @cache
@@ -156,16 +148,15 @@ def _narrows(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and [type(sign) for sign in test.ops] == [ast.IsNot]
 
 
-def test_no_check_of_what_comes_from_outside_is_an_assertion():
-    seen = set()
-    for _, tree, path in modules():
-        place = path.relative_to(PACKAGE).as_posix()
-        judges = [name for name in JUDGES if place == name or place.startswith(f"{name}/")]
-        seen.update(judges)
-        if judges:
-            found = [node.test for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-            assert all(map(_narrows, found)), path
-    assert seen == set(JUDGES)
+def test_nothing_is_refused_by_an_assertion():
+    """`python -O` takes assertions away: they tell the type checker something, and refuse nothing."""
+    found = {
+        path.relative_to(PACKAGE).as_posix(): ast.unparse(node.test)
+        for _, tree, path in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert) and not _narrows(node.test)
+    }
+    assert found == OWN_ORDER
 
 
 def test_the_command_line_does_not_import_torch():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,15 +18,98 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
 
 
-def test_the_wheel_holds_the_configuration(tmp_path):
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+# What only extras and developers need.
+OPTIONAL = (
+    "blobfile", "deepspeed", "hypothesis", "matplotlib", "pytest", "scipy", "sentencepiece", "tiktoken",
+    "triton",
+)  # fmt: skip
+BLOCKED = """
+import sys
+from importlib.machinery import PathFinder
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {names!r} else super().find_spec(name, path, target)
+sys.meta_path = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+from llama_ssp.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel."""
+    folder = tmp_path_factory.mktemp("built")
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    return folder
+
+
+def ran(command: list[str], folder: Path, **more: str) -> str:
+    """Standard output of a command in a folder of its own, away from the tree."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_wheel_holds_the_configuration(built: Path) -> None:
+    names = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
     shipped = {f"llama_ssp/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     shipped |= {str(path.relative_to(ROOT)) for path in (ROOT / "llama_ssp/shipped").rglob("*.*")}
     assert shipped <= set(names)
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "llama_ssp").rglob("*.py")} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "launch", "bench"))]
+
+
+def test_the_sdist_holds_the_tree_and_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
+    left_out = {
+        name for name in tracked if name and not (unpacked / name).exists() and (ROOT / name).exists()
+    }
+    assert {name for name in left_out if not name.startswith(".")} == set()
+    ran([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "again"], unpacked)
+    wheels = (next(built.glob("*.whl")), next((unpacked / "again").glob("*.whl")))
+    names = [sorted(zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
+    assert names[0] == names[1]
+
+
+def test_the_installed_wheel_runs_in_an_empty_folder(built: Path, tmp_path: Path) -> None:
+    """In an environment of its own, which has what it depends on from this one."""
+    place, empty = tmp_path / "venv", tmp_path / "empty"
+    empty.mkdir()
+    ran([sys.executable, "-m", "venv", "--without-pip", str(place)], tmp_path)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    install = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--no-deps"]
+    ran([*install, "--no-index", "--quiet", str(next(built.glob("*.whl")))], tmp_path)
+    program = str(place / "bin/llama-ssp")
+    assert "fits" in ran([program, "task=plan", "model=65B", "draft=7B", "cluster=p4d"], empty)
+    asked = ['task.prompts=["def hello"]', "task.max_new_tokens=4", "seed=1", "output=json"]
+    summary = json.loads(ran([program, *asked], empty).splitlines()[-1])
+    assert summary["outputs"][0]["output_tokens"] == 4 and summary["tokens_drafted"] > 0
+    assert (empty / summary["run_folder"] / "summary.json").is_file()
+    where = [str(place / "bin/python"), "-c", "import llama_ssp; print(llama_ssp.__file__)"]
+    assert ran(where, empty).startswith(str(site))
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (("torch", "transformers", "accelerate", "bitsandbytes", "safetensors", *OPTIONAL),
+         ["task=plan", "model=65B", "draft=7B", "cluster=p4d"]),
+        (("torch", "transformers", "accelerate", "bitsandbytes", "safetensors", *OPTIONAL), ["--help"]),
+        (("bitsandbytes", *OPTIONAL), ["task.max_new_tokens=2", 'task.prompts=["a"]', "seed=1"]),
+    ],
+    ids=["plan", "help", "generate"],
+)  # fmt: skip
+def test_it_imports_no_more_than_it_needs(missing: tuple[str, ...], words: list[str], tmp_path: Path) -> None:
+    """A plan needs no torch; a run none of the extras."""
+    program = BLOCKED.format(names=missing)
+    assert ran([sys.executable, "-c", program, *words], tmp_path, PYTHONPATH=str(ROOT))
 
 
 def readme_commands() -> list[str]:

@@ -19,9 +19,10 @@ def check_types(node: Any, prefix: str) -> None:
     hints = get_type_hints(type(node))
     for entry in fields(node):
         key, value = prefix + entry.name, getattr(node, entry.name)
-        if is_dataclass(value):
+        fits = _fits(value, hints[entry.name])
+        if fits and is_dataclass(value):
             check_types(value, key + ".")
-        elif not _fits(value, hints[entry.name]):
+        elif not fits:
             raise UsageError(
                 f"{key} is of the wrong type", found=repr(value), allowed=_in_words(hints[entry.name]),
                 fix="write it as --help shows",
