@@ -17,6 +17,7 @@ from llama_ssp.config import (
 from llama_ssp.errors import UsageError
 
 MAX_K = 64
+MAX_BRANCHES = 16
 
 MAX_SEED = 2**63 - 1
 
@@ -49,6 +50,7 @@ def check_speculation(run: RunConf) -> None:
     between("speculation.k_max", spec.k_max, 1, MAX_K)
     if spec.cost_ratio is not None:
         between("speculation.cost_ratio", spec.cost_ratio, 0.0, 10.0, "null measures it")
+    between("speculation.branches", spec.branches, 0, MAX_BRANCHES, "0 drafts for the one guess alone")
     between("speculation.ngram_min", spec.ngram_min, 1, 32)
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
 

@@ -51,6 +51,7 @@ class Overlap(Enum):
 
     auto = "auto"
     ahead = "ahead"
+    branches = "branches"
     off = "off"
 
 
@@ -285,7 +286,8 @@ class SpeculationConf:
 
     `adaptive` chooses K for each row, up to `k_max`, by its acceptance and by what steps cost: as measured
     when the run begins, so that another run may choose otherwise; or by `cost_ratio`, a draft step's share
-    of a target step's time, which makes the run repeatable. `overlap` is for a draft on ranks of its own.
+    of a target step's time, which makes the run repeatable. `overlap` is for a draft on ranks of its own;
+    for so many other texts than the one it guesses it drafts in spare time (`branches`).
     """
 
     k: int = 4
@@ -298,3 +300,4 @@ class SpeculationConf:
     ngram_max: int = 4
     bridge: Bridging = Bridging.auto
     overlap: Overlap = Overlap.auto
+    branches: int = 3

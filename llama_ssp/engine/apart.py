@@ -15,10 +15,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from llama_ssp.config import Overlap
+from llama_ssp.config import SpeculationConf
 from llama_ssp.draws import Draws
-from llama_ssp.engine.ahead import AheadDrafter, Span, Tally, now_us
+from llama_ssp.engine.ahead import AheadDrafter, Span, now_us
 from llama_ssp.engine.drafters import nothing, reach
+from llama_ssp.engine.memos import Tally
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.ranks import Answerer, Asker, Ranks
@@ -47,9 +48,9 @@ class SendingDrafter(AheadDrafter):
     """The draft's side: proposes, and sends it; drafts ahead until the leader's next message has come."""
 
     def __init__(
-        self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, line: Answerer, overlap: Overlap
+        self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, line: Answerer, how: SpeculationConf
     ) -> None:
-        super().__init__(runner, laws, draws, group, overlap)
+        super().__init__(runner, laws, draws, group, how)
         self._line, self._waited_s = line, line.waited_s
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
@@ -90,6 +91,8 @@ class RemoteDrafter:
             "ready_share": tally.rows_ready / tally.rows if tally.rows else None,
             "tokens_drafted_ahead": tally.drafted,
             "tokens_drafted_ahead_wasted": tally.drafted - tally.used,
+            "tokens_drafted_on_branches": tally.branched,
+            "tokens_used_of_branches": tally.branches_used,
             "leader_waited_ms": self._waited_us / 1000,
             "draft_waited_ms": self._drafts_waited_us / 1000,
             "replies_discarded": self._line.discarded,

@@ -21,10 +21,11 @@ from llama_ssp.sending import sent
 
 @dataclass(frozen=True)
 class Drawn:
-    """One draft of each row, and the law it was drawn from."""
+    """One draft of each row, and the law it was drawn from; where wanted, that law before it was cut."""
 
     token_B: Tensor
     law_BV: Tensor
+    wide_BV: Tensor | None = None
 
 
 class Drafter(Protocol):

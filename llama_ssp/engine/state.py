@@ -141,6 +141,11 @@ class State:
         later._moved()
         return later
 
+    def lay(self, row: int, start: int) -> None:
+        """Puts a text that is looked at into the buffer, from there on, where another's may stand."""
+        tail = sent(self.texts[row][start:], self.device)
+        self.token_BS[row, start : start + len(tail)] = tail
+
     def append(self, row: int, tokens: list[int]) -> None:
         """Commits tokens to a row."""
         start = len(self.texts[row])

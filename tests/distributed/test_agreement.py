@@ -163,7 +163,7 @@ def test_a_round_has_one_message(name: str, k: int, models: Models):
             assert asked.counts["sums"] == asked.counts["gathers"] == 0
 
 
-@pytest.mark.parametrize("overlap", [Overlap.off, Overlap.ahead])
+@pytest.mark.parametrize("overlap", [Overlap.off, Overlap.branches])
 def test_a_split_draft_apart_computes_in_step(overlap: Overlap, models: Models):
     """Its first rank passes on what the leader says, and tells the others each pass, and the last."""
     runs = on_placement(models, "2+2 own", Case(4, overlap=overlap))
@@ -171,7 +171,7 @@ def test_a_split_draft_apart_computes_in_step(overlap: Overlap, models: Models):
     drafting = [pair.crew.draft for pair, _ in held if isinstance(pair.crew.draft, ThreadRank)]
     passes = [run.draft_forwards for run, (pair, _) in zip(runs, held, strict=True) if pair.draft]
     assert len(drafting) == 2 and passes[0] == passes[1]
-    ends = runs[0].rounds * (2 if overlap is Overlap.ahead else 1)
+    ends = runs[0].rounds * (1 if overlap is Overlap.off else 2)
     for rank in drafting:
         assert rank.counts["sums"] == passes[0] * (1 + 2 * LAYERS)
         assert rank.counts["messages"] <= passes[0] + ends + runs[0].rounds + 1
@@ -182,7 +182,7 @@ def test_a_draft_that_runs_ahead_writes_the_same(name: str, models: Models):
     """With one row drafts are ready now and then; with several, rows of either kind are in one pass."""
     for case in (Case(3, 1), Case(4, 4, SAMPLED), Case(6, 4, SAMPLED, adaptive=True)):
         expected = models.expected(case)
-        for overlap in (Overlap.off, Overlap.ahead):
+        for overlap in (Overlap.off, Overlap.ahead, Overlap.branches):
             for run in on_placement(models, name, replace(case, overlap=overlap)):
                 assert same(run, expected), (case, overlap)
 
