@@ -102,6 +102,7 @@ def asked_of(run: RunConf) -> Asked:
         acceptance=task.acceptance,
         k_max=spec.k_max,
         text_drafts=speculates and spec.drafter is Drafting.ngram,
+        overlap=spec.overlap,
     )
 
 

@@ -33,7 +33,7 @@ def cluster_with(**known) -> ClusterConf:
 def made(times: dict[str, float], world: int, **known) -> list[float]:
     """What the cases take on a machine of these constants."""
     true = cluster_with(bandwidth_share=0.8, rows_cost={1: 1.0, FAR: 1.6}, **times, **known)
-    return [predicted(case, machine_of(true), Dtype.bf16, world).round_s(case.k) for case in cases()]
+    return [predicted(case, machine_of(true), Dtype.bf16, world).round_s(case.k, 1.0) for case in cases()]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -126,7 +126,7 @@ def test_adaptive_ways_are_predicted_at_their_best_k_and_counted_rounds_as_they_
     k, ms = Way("adaptive", prediction, 2, None, 1.0, 0.9).predicted(prediction)
     assert (k, ms) == (pace.best_k(0.9), pace.ms_per_token(0.9, pace.best_k(0.9)))
     _, by_round = Way("agreeing", prediction, 2, 8, 1.0, None, tokens_per_round=5.0).predicted(prediction)
-    assert by_round == pytest.approx(1000 * pace.round_s(8) / 5)
+    assert by_round == pytest.approx(1000 * pace.round_s(8, 0.7) / 5)
 
 
 def test_of_several_pairs_the_one_that_needs_most_counts():

@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from llama_ssp.config import Dtype, TimesConf
+from llama_ssp.config import Dtype, Overlap, TimesConf
 from llama_ssp.lookahead import best_k, tokens_per_round
 from llama_ssp.plan.asked import Role
 from llama_ssp.plan.room import parameters
@@ -142,6 +142,23 @@ def test_break_even():
     assert break_even(paper(0.3, 1.05), 1000.0) == pytest.approx(0.35, abs=2e-3)
     assert break_even(paper(20.0, 1.0), 1000.0) is None
     assert break_even(Pace(0.0, (1.0,), 1), 1000.0) is None
+
+
+def test_a_draft_that_runs_ahead():
+    """A guess that holds takes a round the longer of both; one that does not costs the drafts once more."""
+    waiting = paper(0.1, 1.0)
+    ahead = replace(waiting, overlap=Overlap.ahead)
+    right = 0.8**4 * 0.8 / 1.2
+    assert ahead.guessed(4, 0.8) == pytest.approx(right)
+    assert ahead.round_s(4, 0.8) == pytest.approx(right * 1.0 + (1 - right) * 1.4)
+    assert ahead.round_s(12, 1.0) == pytest.approx(1.3)  # drafting takes longer than verifying
+    assert ahead.round_s(12, 0.0) == pytest.approx(2.2 + 0.05)  # and the ask waits for half a pass
+    assert ahead.round_s(0, 0.8) == waiting.round_s(0, 0.8) == 1.0 and not ahead.goes_ahead(0, 0.8)
+    auto = replace(waiting, overlap=Overlap.auto)
+    assert auto.goes_ahead(12, 0.9) and not auto.goes_ahead(12, 0.1)
+    assert auto.round_s(12, 0.1) == waiting.round_s(12, 0.1) < ahead.round_s(12, 0.1)
+    many = replace(ahead, rows=8)
+    assert many.guessed(4, 0.8) == pytest.approx(right**8)
 
 
 def test_rows_share_a_round():

@@ -56,7 +56,9 @@ def asked_of_run(
     spec = run.speculation
     looks_up = spec.drafter is Drafting.ngram and (spec.k > 0 or spec.adaptive)
     most = max(spec.k_max, spec.k)
-    return Asked(machine, *roles, work, run.plan.acceptance, k_max=most, text_drafts=looks_up)
+    return Asked(
+        machine, *roles, work, run.plan.acceptance, k_max=most, text_drafts=looks_up, overlap=spec.overlap
+    )
 
 
 def placed(conf: PlacementConf, asked: Asked | None, world: int, drafts: bool) -> Placement:

@@ -51,7 +51,7 @@ class Way:
         acceptance = prediction.asked.acceptance if self.acceptance is None else self.acceptance
         k = pace.best_k(acceptance) if self.k is None else min(self.k, len(pace.verify) - 1)
         if self.tokens_per_round is not None:
-            return k, 1000 * pace.round_s(k) / self.tokens_per_round
+            return k, 1000 * pace.round_s(k, acceptance) / self.tokens_per_round
         return k, pace.ms_per_token(acceptance, k)
 
 

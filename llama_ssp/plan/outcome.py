@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llama_ssp.config import Splitting
+from llama_ssp.config import Overlap, Splitting
 from llama_ssp.placement import Placement
 from llama_ssp.plan.advice import Largest, advice, largest, overrides
 from llama_ssp.plan.asked import DRAFT, TARGET, Line, Role
@@ -98,7 +98,7 @@ class Outcome:
                 "ranks": chosen.placement.world, "k": chosen.k, "ms_per_token": chosen.ms_per_token,
                 "ms_per_token_regular": self.regular_ms, "speedup": self.speedup,
                 "draft_step_ms": 1000 * chosen.pace.draft, "verify_ms": 1000 * chosen.pace.verify[chosen.k],
-                "prefill_ms": self.prefill_ms, "band": self.asked.band,
+                "prefill_ms": self.prefill_ms, "band": self.asked.band, "overlap": self.overlap(),
             },
             "by_acceptance": [asdict(one) for one in self.chances],
             "break_even_acceptance": self.pays_from,
@@ -107,6 +107,19 @@ class Outcome:
             },
             "advice": self.advice,
         }  # fmt: skip
+
+    def overlap(self) -> dict[str, Any] | None:
+        """What is taken for granted of a draft that has ranks of its own; None where it has not."""
+        chosen, acceptance = self.chosen, self.asked.acceptance
+        if chosen.pace.overlap is Overlap.off:
+            return None
+        waiting = replace(chosen.pace, overlap=Overlap.off)
+        return {
+            "asked": chosen.pace.overlap.value,
+            "goes_ahead": chosen.pace.goes_ahead(chosen.k, acceptance),
+            "guess_holds_share": chosen.pace.guessed(chosen.k, acceptance),
+            "ms_per_token_waiting": waiting.ms_per_token(acceptance, chosen.k),
+        }
 
     def bars(self) -> list[dict[str, Any]]:
         """Every GPU's bill in few parts, in GiB, for a picture."""

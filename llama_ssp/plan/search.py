@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from llama_ssp.config import DraftSeat, PlacementConf, Splitting
+from llama_ssp.config import DraftSeat, Overlap, PlacementConf, Splitting
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import Placement, resolve
 from llama_ssp.plan.asked import Role, Workload
@@ -33,6 +33,7 @@ class Asked:
     acceptance: float
     k_max: int = 16
     text_drafts: bool = False
+    overlap: Overlap = Overlap.auto
 
     @property
     def roles(self) -> list[Role]:
@@ -152,7 +153,7 @@ def pace_of(asked: Asked, placement: Placement) -> Pace:
     drafts = (draft is not None and bool(placement.draft)) or asked.text_drafts
     most = asked.k_max if drafts else 0
     verify = tuple(_verify_s(asked, target, k, slots) + messages for k in range(most + 1))
-    return Pace(step, verify, work.rows)
+    return Pace(step, verify, work.rows, asked.overlap if placement.draft_apart else Overlap.off)
 
 
 def regular_ms(asked: Asked, options: list[Option], worlds: list[int]) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from llama_ssp.config import Dtype, TimesConf
+from llama_ssp.config import Dtype, Overlap, TimesConf
 from llama_ssp.lookahead import tokens_per_round
 from llama_ssp.plan.asked import Role
 from llama_ssp.plan.weights import BUFFERS, BYTES, EMBEDDING, POSITIONS, Part, held, weights, width
@@ -150,21 +150,54 @@ def between(points: tuple[tuple[int, float], ...], at: int) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of the parts of a round, for every K there is: `verify[k]` checks k drafts."""
+    """Seconds of the parts of a round, for every K there is: `verify[k]` checks k drafts.
+
+    `overlap` is what the draft does while the target verifies; `off` unless it sits on ranks of its own.
+    """
 
     draft: float
     verify: tuple[float, ...]
     rows: int
+    overlap: Overlap = Overlap.off
 
-    def round_s(self, k: int) -> float:
-        return k * self.draft + self.verify[k]
+    def round_s(self, k: int, acceptance: float) -> float:
+        """One after the other, or both at the same time."""
+        return self._ahead_s(k, acceptance) if self.goes_ahead(k, acceptance) else self._waiting_s(k)
+
+    def goes_ahead(self, k: int, acceptance: float) -> bool:
+        """Whether the draft works while the target verifies; with `auto` it does where that is sooner."""
+        if self.overlap is Overlap.auto:
+            return self._ahead_s(k, acceptance) < self._waiting_s(k)
+        return self.overlap is not Overlap.off and k > 0
+
+    def guessed(self, k: int, acceptance: float) -> float:
+        """In which share of the rounds every row's text is the one that was drafted for.
+
+        All drafts stand, and the token behind them is the guess: two laws that have `a` in common race to
+        the same token with chance a / (2 - a) at least (draws.race). Branches, for spare time, are left out.
+        """
+        return float((acceptance**k * acceptance / (2 - acceptance)) ** self.rows)
 
     def ms_per_token(self, acceptance: float, k: int) -> float:
         """Of the batch: every row gets its tokens in the same round."""
-        return 1000 * self.round_s(k) / (self.rows * tokens_per_round(acceptance, k))
+        return 1000 * self.round_s(k, acceptance) / (self.rows * tokens_per_round(acceptance, k))
 
     def best_k(self, acceptance: float) -> int:
         return min(range(len(self.verify)), key=lambda k: self.ms_per_token(acceptance, k))
+
+    def _waiting_s(self, k: int) -> float:
+        return k * self.draft + self.verify[k]
+
+    def _ahead_s(self, k: int, acceptance: float) -> float:
+        """The guess and K drafts while the target verifies; where it was wrong, K drafts more.
+
+        An ask that comes before they are made waits for the end of a pass first, half of one.
+        """
+        if k == 0:
+            return self._waiting_s(k)
+        ahead, verify, right = (k + 1) * self.draft, self.verify[k], self.guessed(k, acceptance)
+        interrupted = self.draft / 2 if ahead > verify else 0.0
+        return right * max(verify, ahead) + (1 - right) * (self._waiting_s(k) + interrupted)
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,11 @@ def _words(plan: Outcome) -> Iterator[str]:
         checked = 1000 * pace.verify[plan.chosen.k]
         steps += f", a draft step {1000 * pace.draft:.2f} ms, verifying {checked:.2f} ms"
     yield steps
+    if (overlap := plan.overlap()) is not None and overlap["goes_ahead"]:
+        yield (
+            f"the draft runs ahead, and its guess holds in {overlap['guess_holds_share']:.0%} of rounds; "
+            f"waiting instead takes {overlap['ms_per_token_waiting']:.2f} ms/token"
+        )
     source = plan.asked.machine.times.source
     yield f"times within {plan.asked.band:.0%}, constants of {source}"
     machine = plan.asked.machine

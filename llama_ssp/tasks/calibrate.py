@@ -179,7 +179,7 @@ def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -
 
     def rounds(times: TimesConf, **changes: Any) -> Any:
         machine = machine_of(replace(cluster, times=times, **changes))
-        return np.array([predicted(case, machine, dtype, world).round_s(case.k) for case in cases()])
+        return np.array([predicted(case, machine, dtype, world).round_s(case.k, 1.0) for case in cases()])
 
     known = rounds(nothing, gb_s=FREE, tflops=FREE)  # sums and messages, which were measured
     whole = rounds(nothing)
