@@ -16,6 +16,7 @@ from llama_ssp.metrics import Counts, ratio
 from llama_ssp.statistics import Estimate, median_coverage, median_of, percentiles
 
 PERCENTILES = (50, 90, 99)
+SHARES = ("ready_share", "draft_lost")  # of the figures of a draft apart, those that do not add up
 DEFINITIONS = {
     "ms_per_token": "decoding time over committed tokens of all rows; prefill left out",
     "tokens_per_s": "committed tokens of all rows over decoding time; prefill left out",
@@ -43,6 +44,9 @@ class Sample:
     delivery_ms: list[float] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     by_length: dict[int, tuple[float, int]] = field(default_factory=dict)
+    overlaps: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of a draft on ranks of its own, a batch each
 
     @property
     def tokens(self) -> int:
@@ -102,6 +106,7 @@ class Record:
             **self._percentiles("delivery_ms", lambda sample: sample.delivery_ms),
             "by_prompt_length": self._by_length(),
             "time_split_ms_per_token": self.split,
+            "overlap": overlap_of([one for sample in self.samples for one in sample.overlaps]),
             "repeats": len(self.samples),
             **counts.summary(),
         }
@@ -185,6 +190,15 @@ def interval(name: str, values: list[float]) -> dict[str, float | None]:
         f"{name}_low": found.low if found else None,
         f"{name}_high": found.high if found else None,
     }
+
+
+def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What came of a draft on ranks of its own, all batches taken together; None without one."""
+    if not batches:
+        return None
+    found = {name: sum(one[name] for one in batches) for name in batches[0] if name not in SHARES}
+    lost = next((one["draft_lost"] for one in batches if one["draft_lost"]), None)
+    return {**found, "ready_share": ratio(found["rows_ready"], found["rows_asked"]), "draft_lost": lost}
 
 
 def predicted(alpha: float | None, cost_ratio: float | None, k: int | None) -> float | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llama_ssp.draws import Draws, Purpose
 from llama_ssp.engine.agreement import Leading, Verdict
-from llama_ssp.engine.apart import RemoteDrafter
+from llama_ssp.engine.apart import Exchange, RemoteDrafter
 from llama_ssp.engine.drafters import Drafter, certain_where, resting, within
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
@@ -53,6 +53,11 @@ class Engine:
     def overlap(self) -> dict[str, Any] | None:
         """What came of a draft on ranks of its own; None without one."""
         return self.drafter.figures() if isinstance(self.drafter, RemoteDrafter) else None
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """With a draft on ranks of its own, the latest ones; for pictures."""
+        return list(self.drafter.history) if isinstance(self.drafter, RemoteDrafter) else []
 
     def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
         """The batch's state, with every cache holding all but each prompt's last token.

@@ -15,14 +15,19 @@ WORDS = 1
 MIB = 2**20
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """Speeds, then where the time goes, acceptance by position, and what it all rests on."""
+def table(found: dict[str, Any], timelines: dict[str, list[str]]) -> list[str]:
+    """Speeds, then where the time goes, acceptance by position, what came of a draft on ranks of its own (of
+    its last rounds there are `timelines`), and what it all rests on.
+    """
     rows = [("target alone", found["target_alone"]), ("draft alone", found["draft_alone"] or {})]
     rows += [(f"pair, K = {'adaptive' if one['k'] is None else one['k']}", one) for one in found["pair"]]
     rows = [(name, row) for name, row in rows if row.get("ms_per_token") is not None]
     lines = aligned([HEAD, *([name, *_speed(row)] for name, row in rows)], WORDS)
     lines += ["", "where the time goes, ms/token", *_split(rows)]
     lines += ["", "accepted of the drafts at each position", *_positions(rows)]
+    for name, row in rows:
+        if (apart := row["overlap"]) is not None:
+            lines += ["", f"{name}: {_apart(apart, row['tokens_committed'])}", *timelines.get(name, [])]
     return [*lines, "", *_notes(found)]
 
 
@@ -78,6 +83,17 @@ def _positions(rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
     head = ["", *(str(position) for position in range(1, most + 1))]
     padded = [[name, *map(figure, [*rates, *[None] * (most - len(rates))])] for name, rates in drafted]
     return aligned([head, *padded], WORDS)
+
+
+def _apart(apart: dict[str, Any], tokens: int) -> str:
+    """What came of a draft on ranks of its own."""
+    ahead, wasted = apart["tokens_drafted_ahead"], apart["tokens_drafted_ahead_wasted"]
+    ready = "-" if apart["ready_share"] is None else f"{apart['ready_share']:.0%}"
+    return (
+        f"drafts were ready in {ready} of rounds; of {ahead} drafted ahead {wasted} "
+        f"in vain; the target waited {apart['leader_waited_ms'] / tokens:.2f} ms/token, "
+        f"the draft {apart['draft_waited_ms'] / tokens:.2f}"
+    )
 
 
 def _notes(found: dict[str, Any]) -> list[str]:
