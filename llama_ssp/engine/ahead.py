@@ -28,7 +28,7 @@ from llama_ssp.coupled import CoupledDraws
 from llama_ssp.draws import Draws, Purpose, Slot
 from llama_ssp.engine.branches import Hopes, Rivals, likeliest, parting
 from llama_ssp.engine.drafters import DraftModel, Drawn, ModelDrafter, nothing, resting
-from llama_ssp.engine.memos import Memo, Pays, Tally, merged
+from llama_ssp.engine.memos import SELDOM, USUAL, Memo, Pays, Tally, merged
 from llama_ssp.engine.runner import LAG, Runner
 from llama_ssp.engine.state import Proposal, State
 from llama_ssp.ranks import Ranks
@@ -54,7 +54,7 @@ class AheadDrafter(ModelDrafter):
     def __init__(self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, how: SpeculationConf) -> None:
         super().__init__(runner, laws, draws)
         self._group, self._how, self._hopes = group, how, Hopes()
-        self._pays, self._branches_pay = Pays(), Pays()
+        self._pays, self._branches_pay = Pays(USUAL), Pays(SELDOM)
         self._went: dict[Pays, bool] = {}  # what it did before this round, and whether the ask broke it off
         self.tally = Tally()
         self.spans: list[Span] = []

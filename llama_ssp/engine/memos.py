@@ -41,7 +41,7 @@ class Tally:
     branches_used: int = 0
 
 
-USUAL, MEMORY, TRY_EVERY = 1.0, 0.95, 16
+USUAL, SELDOM, MEMORY, TRY_EVERY = 1.0, 0.25, 0.95, 16  # what is hoped of a guess, and of branches
 
 
 class Pays:
@@ -50,8 +50,8 @@ class Pays:
     A draft that is used saves one; some are lost by waiting. Where it does not pay it is tried now and then.
     """
 
-    def __init__(self) -> None:
-        self._gain, self._rests = USUAL, 0
+    def __init__(self, hoped: float) -> None:
+        self._gain, self._rests = hoped, 0
 
     def __bool__(self) -> bool:
         self._rests = 0 if self._gain > 0 or self._rests == TRY_EVERY else self._rests + 1

@@ -281,8 +281,13 @@ def test_texts_of_different_lengths_are_found_within_a_round(models: Models):
 
 
 DEEPSPEED = PlacementConf(splitting=Splitting.deepspeed)
-REAL = ["2 deepspeed", "2 leader", "2 copies", "2 split", "1+1 own", "2+2 listed"]
-REAL_CASES = [Case(4), Case(4, overlap=Overlap.off), Case(4, 4, SAMPLED), Case(0), Case(4, 1, SAMPLED)]
+REAL = ["2 deepspeed", "2 leader", "2 copies", "2 split", "2+1 own", "2+2 listed"]
+REAL_CASES = [
+    *(Case(4, rows, sampling, overlap=overlap)
+      for rows, sampling in ((4, Case(0).sampling), (4, SAMPLED), (1, SAMPLED))
+      for overlap in (Overlap.off, Overlap.ahead, Overlap.branches)),
+    Case(0), Case(4),
+]  # fmt: skip
 
 
 def written_on_real(

@@ -1,4 +1,4 @@
-"""Coupled texts in fp32: one seed, one text: three drafts and none, K of 0, 1, 4 and 8, one rank and two."""
+"""Coupled texts in fp32: one seed, one text: three draft models, n-grams, none; K 0, 1, 4, 8; 1-2 ranks."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def written(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
     target = tmp_path_factory.mktemp("target")
-    drafts = {name: tmp_path_factory.mktemp(name) for name in ("near", "far")}
+    drafts = {name: tmp_path_factory.mktemp(name) for name in ("near", "far", "foreign")}
     build("llama-mha").save_pretrained(target)
     perturbed(build("llama-mha"), 0.05).save_pretrained(drafts["near"])
     build("llama-mha", 3).save_pretrained(drafts["far"])
+    build("qwen2", 5).save_pretrained(drafts["foreign"])
     return target, drafts
 
 
@@ -61,7 +62,7 @@ def alone(folders: tuple[Path, dict[str, Path]]) -> Texts:
 @pytest.mark.parametrize("seat", [DraftSeat.leader, DraftSeat.sharded, DraftSeat.own])
 def test_one_text(folders: tuple[Path, dict[str, Path]], alone: Texts, seat: DraftSeat) -> None:
     assert len({str(texts) for texts in alone.values()}) == 1
-    assert {name for name, _ in alone} == {"near", "far", "n-gram", "none"}
+    assert {name for name, _ in alone} == {"near", "far", "foreign", "n-gram", "none"}
     for rank, texts in on_ranks(2, written, *folders, PlacementConf(draft=seat), "coupled").items():
         assert texts == alone, rank
 

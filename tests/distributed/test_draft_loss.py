@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,16 @@ import pytest
 
 from tests.distributed.faults import Answer, Started, fail, kill, strike_at
 
-# Greedy and in fp32: whoever drafts, or nobody, the text is the same.
+# In fp32: whoever drafts, or nobody, the text is the same.
 RUN = (
     "model=tiny", "draft=tiny_draft", "model.dtype=fp32", "draft.dtype=fp32", "placement=own",
     'task.prompts=["hello","a b c"]', "task.max_new_tokens=48", "task.batch_size=2", "task.ignore_eos=true",
-    "sampling.temperature=0", "seed=1", "output=json", "placement.draft_timeout_s=3",
+    "seed=1", "output=json", "placement.draft_timeout_s=3",
 )  # fmt: skip
+GREEDY, COUPLED = "sampling.temperature=0", "speculation=coupled"  # two ways in which that holds
+WAYS = {2: GREEDY, 3: COUPLED}  # by how many ranks there are
+MIDDLE = 20  # passes of the draft, after which it is slowed
+SLOWED = "from now on ten times as slow"
 LOST = "the draft is lost"
 
 
@@ -57,53 +62,66 @@ def texts(answer: Answer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    found = answers(tmp_path_factory.mktemp("whole") / "run", 2)
-    assert [answer.code for answer in found] == [0, 0] and LOST not in found[0].err
-    assert summary(found[0])["overlap"]["draft_lost"] is None
-    return texts(found[0])
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[int]]]:
+    whole = {}
+    for world, way in WAYS.items():
+        found = answers(tmp_path_factory.mktemp("whole") / "run", world, way)
+        assert [answer.code for answer in found] == [0] * world and LOST not in found[0].err
+        assert summary(found[0])["overlap"]["draft_lost"] is None
+        whole[world] = texts(found[0])
+    assert whole[2] != whole[3]
+    return whole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", WAYS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_target_goes_on_alone(name: str, world: int, tmp_path: Path, undisturbed: list[list[int]]):
+def test_the_target_goes_on_alone(
+    name: str, world: int, tmp_path: Path, undisturbed: dict[int, list[list[int]]]
+):
     loss = LOSSES[name]
     strike = partial(strike_at, world - 1, loss.phase, loss.strike)
-    found = answers(tmp_path / "run", world, fault=strike)
+    found = answers(tmp_path / "run", world, WAYS[world], fault=strike)
     assert [answer.code for answer in found] == [0] * (world - 1) + [loss.code], found
-    assert texts(found[0]) == undisturbed
+    assert texts(found[0]) == undisturbed[world]
     assert found[0].err.count(LOST) == 1 and loss.said in found[0].err
     told = summary(found[0])
     assert told["status"] == "done" and loss.said in told["overlap"]["draft_lost"]
     assert told["tokens_committed"] == 96 and not any(a.errors for a in found[:-1])
 
 
-def slowly(rank: int, seconds: float) -> None:
-    """The draft's passes take so much longer."""
-    if rank == 0:
+def slowly(victim: int, rank: int) -> None:
+    """In mid-run that rank's passes begin to take ten times as long."""
+    if rank != victim:
         return
     from llama_ssp.engine.drafters import DraftModel
 
-    swift = DraftModel._pass
+    swift, passes = DraftModel._pass, iter(range(10**9))
 
     def slow(*args: Any) -> Any:
-        time.sleep(seconds)
-        return swift(*args)
+        began, number = time.perf_counter(), next(passes)
+        made = swift(*args)
+        if number == MIDDLE:
+            print(SLOWED, file=sys.stderr, flush=True)
+        if number >= MIDDLE:
+            time.sleep(9 * (time.perf_counter() - began))
+        return made
 
     DraftModel._pass = slow  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
-def test_a_slow_draft_is_waited_for(tmp_path: Path, undisturbed: list[list[int]]):
-    found = answers(tmp_path / "run", 2, fault=partial(slowly, seconds=0.05))
-    assert [answer.code for answer in found] == [0, 0] and texts(found[0]) == undisturbed
-    assert LOST not in found[0].err and summary(found[0])["overlap"]["leader_waited_ms"] > 500
+@pytest.mark.parametrize("world", WAYS)
+def test_a_slow_draft_is_waited_for(world: int, tmp_path: Path, undisturbed: dict[int, list[list[int]]]):
+    found = answers(tmp_path / "run", world, WAYS[world], fault=partial(slowly, world - 1))
+    assert [answer.code for answer in found] == [0] * world and texts(found[0]) == undisturbed[world]
+    assert LOST not in found[0].err and SLOWED in found[-1].err
+    assert summary(found[0])["overlap"]["draft_lost"] is None
 
 
 @pytest.mark.slow
 def test_who_wants_it_stops_with_the_draft(tmp_path: Path):
     strike = partial(strike_at, 1, "draft", partial(os._exit, 7))
-    found = answers(tmp_path / "run", 2, "placement.on_draft_loss=stop", fault=strike)
+    found = answers(tmp_path / "run", 2, GREEDY, "placement.on_draft_loss=stop", fault=strike)
     assert [answer.code for answer in found] == [5, 7]
     assert len(found[0].errors) == 1 and "rank 1 is gone" in found[0].errors[0]
