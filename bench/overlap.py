@@ -9,8 +9,8 @@ asked share of a target step over K drafts, which is measured and shown. K is wh
 without overlap (Leviathan et al.), or `k`. Every repeat gives each mode one turn on every prompt; ratios are
 taken within a repeat, and their median is reported with the least and the most. Shown are also the rows whose
 drafts were all there when asked for, and drafts made ahead in vain. Beside what was measured stands what the
-plan's model (llama_ssp/plan/speed.py) makes of the acceptance that there was, and of what a draft and verifying
-took in the waiting turns of the same repeat. Exit code 1: a bar was missed, or a prediction.
+plan's model (llama_ssp/plan/speed.py) makes of the acceptance that there was, and of what a draft and
+verifying took in the waiting turns of the same repeat. Exit code 1: a bar was missed, or a prediction.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def turn(pair: Pair, run: RunConf, tokens: Any, found: Found, mode: Overlap, rep
 
 
 def pace_of(runs: list[list[Exchange]], k: int, mode: Overlap) -> Pace:
-    """What a draft and verifying took where nobody worked at the same time; of K drafts, as the rounds had."""
+    """What a draft and verifying took where nobody worked at the same time."""
     drafts = [(one.replied_us - one.asked_us) / len(one.spans) for run in runs for one in run]
     verifying = [after.asked_us - one.replied_us for run in runs for one, after in pairwise(run)]
     return Pace(median(drafts) / 1e6, (median(verifying) / 1e6,) * (k + 1), 1, mode)
