@@ -6,6 +6,7 @@ output law stays exact: the choice is made before anything of the round is drawn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,10 @@ class Observed(Protocol):
     @property
     def overlap(self) -> list[float]:
         """What both laws have in common at each drafted position."""
+
+    @property
+    def standing(self) -> list[tuple[float, float]]:
+        """Of each draft, how likely it was that those before it stand, and that it stands with them."""
 
 
 class Lookahead(Protocol):
@@ -66,9 +71,17 @@ class Costs:
     def round(self, k: int) -> float:
         return k * self.draft + self.verify[k]
 
-    def best_k(self, rate: float) -> int:
-        """The K with the most expected tokens over time, where each draft stands with this chance."""
-        return max(range(len(self.verify)), key=lambda k: tokens_per_round(rate, k) / self.round(k))
+    def best_k(self, first: float, later: float) -> int:
+        """The K with the most expected tokens over time.
+
+        The first draft stands with the chance `first`, each later one, if all before it do, with `later`.
+        """
+        best, most, tokens, standing = 0, 0.0, 1.0, first
+        for k in range(len(self.verify)):
+            if tokens > most * self.round(k):
+                best, most = k, tokens / self.round(k)
+            tokens, standing = tokens + standing, standing * later
+        return best
 
     @staticmethod
     def of_ratio(cost_ratio: float, k_max: int) -> Costs:
@@ -88,43 +101,84 @@ class Costs:
         return Costs(draft, tuple(steps))
 
 
-PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0  # what is thought of a row of which nothing has been seen
-MEMORY = 0.99  # of what was seen before, for each draft seen since
-PROBE_FIRST, PROBE_LAST = 16, 64  # rounds without drafts between tries; they double
+PRIOR = 0.7  # what the laws of a row have in common, of which nothing has been seen
+MEMORY = 0.97  # of what was seen before, for each round of drafts seen since
+PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they double
+
+
+@dataclass
+class Mean:
+    """A weighted mean of what was seen lately; where little was, of that and a guess that counts as one."""
+
+    weight: float = 0.0
+    total: float = 0.0
+
+    def fade(self) -> None:
+        self.weight, self.total = MEMORY * self.weight, MEMORY * self.total
+
+    def see(self, total: float, weight: float) -> None:
+        self.weight, self.total = self.weight + weight, self.total + total
+
+    def beside(self, guess: float) -> float:
+        return (self.total + guess) / (self.weight + 1)
+
+
+@dataclass
+class Agreement:
+    """How likely a row's drafts stand: the first of a round, and each later one where those before it do.
+
+    These two differ. A first draft follows a token that the draft model may just have missed; a later one
+    follows tokens that both models like, and the block rule makes good there what it lost before. Both are
+    read off the laws, of every draft, kept or not, so that a few rounds tell what outcomes alone would tell
+    after many. What is not known yet is guessed from what is: the first draft's chance from all overlaps, and
+    the later ones' from the first one's.
+    """
+
+    overlap: Mean = field(default_factory=Mean)
+    at_first: Mean = field(default_factory=Mean)
+    behind: Mean = field(default_factory=Mean)
+
+    @property
+    def first(self) -> float:
+        return self.at_first.beside(self.overlap.beside(PRIOR))
+
+    @property
+    def later(self) -> float:
+        return self.behind.beside(math.sqrt(self.first))
+
+    def observe(self, overlap: list[float], standing: list[tuple[float, float]]) -> None:
+        """What a round of drafts has shown."""
+        for mean in (self.overlap, self.at_first, self.behind):
+            mean.fade()
+        self.overlap.see(sum(overlap), len(overlap))
+        self.at_first.see(overlap[0], 1)
+        before, with_it = (sum(chances) for chances in zip((0.0, 0.0), *standing[1:], strict=True))
+        self.behind.see(with_it, before)
 
 
 @dataclass
 class AdaptiveLookahead:
     """The K with the most tokens per unit of time, at the agreement the row has shown lately.
 
-    Agreement is read off the laws themselves, of which every draft shows a pair, kept or not: the overlap is
-    the chance to be kept. So a few rounds tell what outcomes alone would tell after many. A row whose best K
-    is 0 tries one token now and then, to notice when drafting pays again.
+    A row whose best K is 0 tries one token now and then, to notice when drafting pays again.
     """
 
     costs: Costs
     rows: int
-    _tried: list[float] = field(init=False)
-    _stood: list[float] = field(init=False)
+    agreement: list[Agreement] = field(init=False)
     _idle: list[int] = field(init=False)
     _pause: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tried, self._stood = [0.0] * self.rows, [0.0] * self.rows
-        self._idle, self._pause = [0] * self.rows, [0] * self.rows
-        for row in range(self.rows):
-            self.restart(row)
+        self.agreement = [Agreement() for _ in range(self.rows)]
+        self._idle, self._pause = [0] * self.rows, [PROBE_FIRST] * self.rows
 
     def restart(self, row: int) -> None:
-        self._tried[row], self._stood[row] = PRIOR_WEIGHT, PRIOR_RATE * PRIOR_WEIGHT
+        self.agreement[row] = Agreement()
         self._idle[row], self._pause[row] = 0, PROBE_FIRST
 
-    def rate(self, row: int) -> float:
-        """The chance of a draft to be kept, lately; it begins at the prior, which fades as drafts come in."""
-        return self._stood[row] / self._tried[row]
-
     def choose(self) -> list[int]:
-        wanted = [self.costs.best_k(self.rate(row)) for row in range(self.rows)]
+        wanted = [self.costs.best_k(known.first, known.later) for known in self.agreement]
         for row, k in enumerate(wanted):
             if k:
                 self._idle[row], self._pause[row] = 0, PROBE_FIRST
@@ -137,9 +191,8 @@ class AdaptiveLookahead:
 
     def observe(self, rows: Sequence[Observed]) -> None:
         for step in rows:
-            for share in step.overlap:
-                self._tried[step.row] = MEMORY * self._tried[step.row] + 1
-                self._stood[step.row] = MEMORY * self._stood[step.row] + share
+            if step.overlap:
+                self.agreement[step.row].observe(step.overlap, step.standing)
 
 
 def tokens_per_round(rate: float, k: int) -> float:
@@ -149,4 +202,4 @@ def tokens_per_round(rate: float, k: int) -> float:
 
 def best_k(rate: float, cost_ratio: float, k_max: int) -> int:
     """The K that maximises expected tokens over expected time (Leviathan et al., section 3)."""
-    return Costs.of_ratio(cost_ratio, k_max).best_k(rate)
+    return Costs.of_ratio(cost_ratio, k_max).best_k(rate, rate)

@@ -86,6 +86,7 @@ class RowStep:
     finish: str | None
     cut: int = 0
     withheld: int = 0
+    standing: list[tuple[float, float]] = field(default_factory=list)
 
     def origin(self, position: int) -> str:
         """Where the token at this position of the block came from."""
@@ -171,6 +172,7 @@ def commit(
                 finish=finish,
                 cut=len(block) - kept,
                 withheld=withheld[row],
+                standing=verdict.standing[row][: len(looked_at)],
             )
         )
     return step

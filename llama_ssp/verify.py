@@ -59,6 +59,12 @@ class Block:
         """What the block rule carries from draft to draft."""
         return _carried(self)
 
+    @cached_property
+    def spare_BJ(self) -> Array:
+        """What of the chance that the block rule carries the next draft does not take up."""
+        carried_BJ1 = self.carried_BW[:, 1:-1, None]
+        return excess(carried_BJ1, self.target_BWV[:, 1:-1], self.draft_BKV[:, 1:]).sum(-1)
+
 
 class TokenRule:
     """Each drafted token stands by its own ratio; the first that falls ends the block."""
@@ -78,6 +84,15 @@ class TokenRule:
         """The law of the one token that follows the accepted ones."""
         return _remaining_law(block, accepted_B, accepted_B * 0 + 1)
 
+    def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
+        """The chances that those before each draft stand, and that it does with them, before it is drawn.
+
+        The coupled rule, which accepts a few fewer, takes this for its own.
+        """
+        ratio_BK = _ratios(block)
+        before_BK = shifted(where(ratio_BK < 1, ratio_BK, 1).cumprod(-1), 1)
+        return before_BK, before_BK * overlap_BK
+
 
 class BlockRule:
     """The block stands up to the last position whose draw passes, whatever happened before it."""
@@ -87,9 +102,8 @@ class BlockRule:
     def accept_chances(self, block: Block) -> Array:
         """The probability of each drafted position's independent draw; 0 beyond a row's count."""
         carried_BK, inner_BJ = block.carried_BW[:, 1:], block.carried_BW[:, 1:-1]
-        spare_BJ = excess(inner_BJ[..., None], block.target_BWV[:, 1:-1], block.draft_BKV[:, 1:]).sum(-1)
-        whole_BJ = spare_BJ + 1 - inner_BJ
-        chance_BJ = spare_BJ / where(whole_BJ > 0, whole_BJ, 1)
+        whole_BJ = block.spare_BJ + 1 - inner_BJ
+        chance_BJ = block.spare_BJ / where(whole_BJ > 0, whole_BJ, 1)
         last_BK = block.count_B[:, None] == order(carried_BK) + 1
         chance_BK = where(last_BK, carried_BK, joined(chance_BJ, carried_BK[:, -1:]))
         return _within_count(block, chance_BK)
@@ -102,6 +116,11 @@ class BlockRule:
         """The law of the one token that follows the accepted ones."""
         carried_B = row_by_row(block.carried_BW, accepted_B)
         return _remaining_law(block, accepted_B, carried_B)
+
+    def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
+        """The chances that those before each draft stand, and that it does with them, before it is drawn."""
+        before_BK = block.carried_BW[:, :-1]
+        return before_BK, joined(overlap_BK[:, :1], before_BK[:, 1:] - block.spare_BJ)
 
 
 class CoupledRule(TokenRule):

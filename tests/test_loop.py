@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40
 
 
 def verdict(drafted: list[int], accepted: int, token: int) -> Verdict:
-    return Verdict([drafted], [accepted], [token], [[0.5] * len(drafted)], [False])
+    return Verdict([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
 
 
 def one_row(prompt: tuple[int, ...] = (1, 2), room: int = 50) -> State:
@@ -139,27 +141,50 @@ def test_best_k_follows_acceptance_and_cost():
     assert best_k(0.99, 0.01, 16) == 16
 
 
+@dataclass
+class Seen:
+    """A round whose drafts had these overlaps, and stand under the token rule."""
+
+    overlap: list[float]
+    row: int = 0
+
+    @property
+    def standing(self) -> list[tuple[float, float]]:
+        before = [1.0, *accumulate(self.overlap, mul)]
+        return list(pairwise(before))
+
+
 def test_adaptive_k_grows_shrinks_and_tries_again():
-    class Seen:
-        row = 0
-
-        def __init__(self, share: float) -> None:
-            self.overlap = [share] * 4
-
     lookahead = AdaptiveLookahead(Costs.of_ratio(0.2, 16), 1)
     start = lookahead.choose()[0]
     for _ in range(30):
-        lookahead.observe([Seen(1.0)])
+        lookahead.observe([Seen([1.0] * 4)])
     grown = lookahead.choose()[0]
     for _ in range(200):
-        lookahead.observe([Seen(0.0)])
+        lookahead.observe([Seen([0.0] * 4)])
     chosen = [lookahead.choose()[0] for _ in range(300)]
     tries = [number for number, k in enumerate(chosen) if k]
     assert grown > start > 0
-    assert [later - sooner for sooner, later in pairwise(tries)] == [32, 64, 64, 64]
-    assert tries[0] == 15 and {chosen[number] for number in tries} == {1}
-    lookahead.observe([Seen(1.0)] * 200)
+    assert [later - sooner for sooner, later in pairwise(tries)] == [64] * 4
+    assert tries[0] == 31 and {chosen[number] for number in tries} == {1}
+    for _ in range(200):
+        lookahead.observe([Seen([1.0] * 4)])
     assert lookahead.choose()[0] == grown
+
+
+def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
+    """Two rows whose first drafts stand alike; behind them one's draft is sure, the other's useless."""
+    lookahead = AdaptiveLookahead(Costs.of_ratio(0.1, 8), 2)
+    for _ in range(30):
+        sure = Seen([0.5, 1.0, 1.0, 1.0], row=0)
+        useless = Seen([0.5, 0.0, 0.0, 0.0], row=1)
+        lookahead.observe([sure, useless])
+    assert lookahead.choose() == [8, 1]
+    first, second = lookahead.agreement
+    assert first.first == pytest.approx(second.first, abs=0.05)
+    assert first.later > 0.95 and second.later < 0.1
+    lookahead.restart(0)
+    assert lookahead.choose()[0] == AdaptiveLookahead(Costs.of_ratio(0.1, 8), 1).choose()[0]
 
 
 def test_a_draft_token_costs_one_draft_forward():
@@ -179,18 +204,12 @@ def test_costs_between_measured_ones():
     costs = Costs.between(0.5, {0: 10.0, 2: 12.0, 4: 20.0}, 6)
     assert costs.verify == (10.0, 11.0, 12.0, 16.0, 20.0, 20.0, 20.0)
     assert costs.round(4) == 22.0
-    assert costs.best_k(0.0) == 0 and costs.best_k(1.0) == 6
+    assert costs.best_k(0.0, 0.0) == 0 and costs.best_k(1.0, 1.0) == 6
+    assert costs.best_k(0.5, 0.0) == 1
 
 
 def emulated(alpha: float, costs: Costs, tokens: int, seed: int) -> float:
     """Time of one text by the clock of `costs`, K adaptive; drafts stand with chance alpha on average."""
-
-    class Seen:
-        row = 0
-
-        def __init__(self, overlap: list[float]) -> None:
-            self.overlap = overlap
-
     generator, lookahead = random.Random(seed), AdaptiveLookahead(costs, 1)
     spent, made = 0.0, 0
     while made < tokens:

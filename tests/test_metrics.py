@@ -32,7 +32,7 @@ TRACE = [
 def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
     for number, (drafted, accepted, token, withheld) in enumerate(TRACE):
-        verdict = Verdict([drafted], [accepted], [token], [[0.5] * len(drafted)], [False])
+        verdict = Verdict([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
         step = commit(state, verdict, Limits(40, frozenset({EOS})), 50, number, [withheld])
         counts.add(step.rows[0])
     assert state.generated(0) == [1, 2, 3, 4, 5, 1, 6, 7, 1, EOS] and state.finished == ["eos"]
@@ -63,14 +63,14 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
 
 def test_an_end_that_cuts_nothing_cuts_no_block() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    verdict = Verdict([[1, 2]], [1], [EOS], [[0.5, 0.5]], [False])
+    verdict = Verdict([[1, 2]], [1], [EOS], [[0.5, 0.5]], [False], [[]])
     counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0, [0]).rows[0])
     assert counts.summary()["blocks_cut_by"] == {} and counts.summary()["finish_reasons"] == {"eos": 1}
 
 
 def test_a_bonus_behind_eos_is_cut_though_no_draft_is() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    verdict = Verdict([[1, EOS]], [2], [7], [[0.5, 0.5]], [False])
+    verdict = Verdict([[1, EOS]], [2], [7], [[0.5, 0.5]], [False], [[]])
     counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0, [0]).rows[0])
     summary = counts.summary()
     assert (summary["tokens_cut_after_end"], summary["tokens_discarded_after_end"]) == (1, 0)

@@ -72,6 +72,19 @@ def _mean_accepted(rule, block, paths):
     return mean
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_what_is_said_of_drafts_that_stand_is_how_many_do(rule):
+    """Which is what K is chosen by. On average over drafts: the chances say nothing of single ones."""
+    for case in cases(40, 9):
+        paths = drafts(case)
+        block = as_block(case, paths)
+        before_BK, standing_BK = RULES[rule].standing(block, overlap(block))
+        weight_B = np.array([weight for _, weight in paths])
+        stand_K = (weight_B[:, None] * standing_BK).sum(0)
+        assert ((weight_B[:, None] * before_BK).sum(0) == [1, *stand_K[:-1]]).all()
+        assert stand_K.sum() == _mean_accepted(RULES[rule], block, paths)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_torch_runs_the_same_functions(rule):
     """The tensors that ship give what the fractions give, row by row."""
@@ -85,6 +98,8 @@ def test_torch_runs_the_same_functions(rule):
         )
         mine, chances = RULES[rule].accept_chances(block), RULES[rule].accept_chances(exact)
         assert np.allclose(mine.numpy(), chances.astype(float), atol=1e-15)
+        said = zip(*(RULES[rule].standing(one, overlap(one)) for one in (block, exact)), strict=True)
+        assert all(np.allclose(one.numpy(), other.astype(float), atol=1e-15) for one, other in said)
         for accepted in range(case.k + 1):
             reached = np.minimum(exact.count_B, accepted)
             mine = RULES[rule].correction_law(block, torch.tensor(reached))

@@ -26,19 +26,24 @@ DECIDED, ALONE = 1, 2  # what a message says beside numbers: there is a decision
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was decided, on the host. Row b commits its first `accepted[b]` drafts and `token[b]`."""
+    """What was decided, on the host. Row b commits its first `accepted[b]` drafts and `token[b]`.
+
+    Of each draft, whether it stood or not, `overlap` is what both laws had in common, and `standing` how
+    likely it was that those before it stand, and that it stands with them, before it was drawn.
+    """
 
     drafted: list[list[int]]
     accepted: list[int]
     token: list[int]
     overlap: list[list[float]]
     damaged: list[bool]
+    standing: list[list[tuple[float, float]]]
 
     def tokens(self, row: int) -> list[int]:
         return [*self.drafted[row][: self.accepted[row]], self.token[row]]
 
     def told(self) -> list[int]:
-        """As integers. Overlaps, which steer only the leader's drafting, stay behind."""
+        """As integers. What was seen of drafts, which steers only the leader's drafting, stays behind."""
         values = []
         for row, drafted in enumerate(self.drafted):
             values += [self.accepted[row], self.token[row], int(self.damaged[row]), len(drafted), *drafted]
@@ -46,13 +51,14 @@ class Verdict:
 
     @staticmethod
     def heard(values: Iterator[int], rows: int) -> Verdict:
-        verdict = Verdict([], [], [], [], [])
+        verdict = Verdict([], [], [], [], [], [])
         for _ in range(rows):
             verdict.accepted.append(next(values))
             verdict.token.append(next(values))
             verdict.damaged.append(bool(next(values)))
             verdict.drafted.append([next(values) for _ in range(next(values))])
             verdict.overlap.append([0.0] * len(verdict.drafted[-1]))
+            verdict.standing.append([(0.0, 0.0)] * len(verdict.drafted[-1]))
         return verdict
 
 

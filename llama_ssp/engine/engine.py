@@ -130,15 +130,16 @@ class Engine:
         if proposal.damaged is not None:
             damaged_B |= proposal.damaged
         if proposal.k:
-            accepted_B, law_BV, overlap_BK = self._decide(state, proposal, law_BWV)
+            accepted_B, law_BV, seen_BN = self._decide(state, proposal, law_BWV)
         else:
             accepted_B = torch.zeros_like(damaged_B, dtype=torch.int64)
-            law_BV, overlap_BK = law_BWV[:, 0], law_BWV[:, 0, :0]
+            law_BV, seen_BN = law_BWV[:, 0], law_BWV[:, 0, :0]
         law_BV = resting(law_BV, _idle(state))
         token_B = self._draws.categorical(law_BV, state.slot(Purpose.CORRECT))
-        return _on_host(proposal, accepted_B, token_B, overlap_BK, damaged_B)
+        return _on_host(proposal, accepted_B, token_B, seen_BN, damaged_B)
 
     def _decide(self, state: State, proposal: Proposal, law_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """How many drafts stand, the law of what follows, and what was seen of each: see `Verdict`."""
         block = self._block(state, proposal, law_BWV)
         if isinstance(self._rule, CoupledRule):
             accepted_B, law_BV = self._coupled(self._rule, state, block)
@@ -147,7 +148,8 @@ class Engine:
             passed_BK = self._draws.bernoulli(chance_BK, state.slot(Purpose.ACCEPT))
             accepted_B = self._rule.accepted(passed_BK)
             law_BV = self._rule.correction_law(block, accepted_B)
-        return accepted_B, law_BV, overlap(block)
+        overlap_BK = overlap(block)
+        return accepted_B, law_BV, torch.cat([overlap_BK, *self._rule.standing(block, overlap_BK)], 1)
 
     def _coupled(self, rule: CoupledRule, state: State, block: Block) -> tuple[Tensor, Tensor]:
         """The target draws first, at every position, with the noise its draft was drawn with (coupled.py).
@@ -204,16 +206,23 @@ def _in_double(law: Tensor) -> Tensor:
 
 
 def _on_host(
-    proposal: Proposal, accepted_B: Tensor, token_B: Tensor, overlap_BK: Tensor, damaged_B: Tensor
+    proposal: Proposal, accepted_B: Tensor, token_B: Tensor, seen_BN: Tensor, damaged_B: Tensor
 ) -> Verdict:
     """Everything decided, in one transfer."""
     columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
-    whole = torch.cat([*columns, overlap_BK.double()], 1).cpu().tolist()
-    k = proposal.k
+    whole = torch.cat([*columns, seen_BN.double()], 1).cpu().tolist()
+
+    def of(part: int) -> list[list[float]]:
+        """Each row's share of a part that has a column for each draft."""
+        first = 3 + part * proposal.k
+        return [row[first : first + n] for row, n in zip(whole, proposal.count, strict=True)]
+
+    drafted, overlap_, before, standing = (of(part) for part in range(4))
     return Verdict(
-        drafted=[[int(t) for t in row[3 : 3 + n]] for row, n in zip(whole, proposal.count, strict=True)],
+        drafted=[[int(token) for token in row] for row in drafted],
         accepted=[int(row[0]) for row in whole],
         token=[int(row[1]) for row in whole],
-        overlap=[row[3 + k : 3 + k + n] for row, n in zip(whole, proposal.count, strict=True)],
+        overlap=overlap_,
         damaged=[bool(row[2]) for row in whole],
+        standing=[list(zip(*both, strict=True)) for both in zip(before, standing, strict=True)],
     )

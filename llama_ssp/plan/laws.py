@@ -76,22 +76,24 @@ class Laws:
         target, draft = self.in_double(law, k + 1, wide), self.in_double(drafted, k, wide)
         count = t(rows, INT)
         carried = t(rows * (k + 1), FP64)
-        chances = self._chances(k)
+        spare, chances = self._chances(k)
         passed = t(rows * k, 1, chances)
         accepted = t(rows, INT)
         law = self._remaining()
         overlap = self._overlap(k)
-        del target, draft, count, carried, passed
-        return law, accepted, overlap
+        standing = t(rows * k, FP64, t(rows * (k - 1), FP64))
+        seen = t(3 * rows * k, FP64, overlap, standing)
+        del target, draft, count, carried, passed, spare
+        return law, accepted, seen
 
     def _one(self, *inputs: Block) -> Block:
         """A law of one position, in double"""
         return self.tape(self.rows * self.vocab, FP64, *inputs)
 
-    def _chances(self, k: int) -> Block:
-        """verify.BlockRule.accept_chances"""
-        _spare = self.tape(self.rows * (k - 1), FP64, self.tape(self.rows * (k - 1) * self.vocab, FP64))
-        return self.tape(self.rows * k, FP64)
+    def _chances(self, k: int) -> tuple[Block, Block]:
+        """verify.BlockRule.accept_chances, and what of it the block keeps"""
+        spare = self.tape(self.rows * (k - 1), FP64, self.tape(self.rows * (k - 1) * self.vocab, FP64))
+        return spare, self.tape(self.rows * k, FP64)
 
     def _remaining(self) -> Block:
         """verify.BlockRule.correction_law, verify._remaining_law"""
