@@ -24,8 +24,8 @@ def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, s
     """Seconds of whole rounds, laws and draws included; None where texts are too short to tell.
 
     On texts of no meaning, half as long as texts may get: the least of a few turns, which is what the machine
-    takes when nothing disturbs it. Nor does a round over more drafts ever take less. On a CPU costs climb in
-    steps, as kernels read the weights anew for so many rows, so there each K is measured, if rounds are short.
+    takes when nothing disturbs it. Nor does a round over more drafts ever take less. On a CPU costs climb by
+    steps, as kernels read weights anew for so many rows: there each K is measured, if rounds are short.
     """
     half = min(slots, draft.context) // 2
     k_max = min(run.speculation.k_max, half - 1)
