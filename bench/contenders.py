@@ -18,7 +18,7 @@ from llama_ssp.cache import Feed
 from llama_ssp.config import Drafting, RunConf
 from llama_ssp.engine import Prompt
 from llama_ssp.inputs import Entry
-from llama_ssp.loop import Limits
+from llama_ssp.loop import Limits, RowStep
 from llama_ssp.metrics import Counts
 from llama_ssp.placement import resolve
 from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair
@@ -41,8 +41,14 @@ def opened(run: RunConf, slots: int) -> tuple[Pair, Any, RunConf]:
     return open_pair(found, run, 1, slots), tokens_of(found), run
 
 
-def by_us(opened: tuple[Pair, Any, RunConf], new: int, seed: int, k: int | None) -> tuple[float, Counts]:
-    """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling."""
+def by_us(
+    opened: tuple[Pair, Any, RunConf], new: int, seed: int, k: int | None,
+    seen: Callable[[RowStep, float], None] = lambda step, spent: None,
+) -> tuple[float, Counts]:  # fmt: skip
+    """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling.
+
+    Every round and its seconds are shown to `seen`.
+    """
     pair, tokens, run = opened
     drafting = Drafting.none if k == 0 else Drafting.model
     spec = replace(run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
@@ -50,8 +56,8 @@ def by_us(opened: tuple[Pair, Any, RunConf], new: int, seed: int, k: int | None)
     for number, ids in enumerate(PROMPTS):
         engine = engine_for(pair, run, tokens, frozenset(), seed, 512)
         timed = TimedRun(engine, [Prompt(str(number), ids)], new)
-        for _ in timed.rounds(Limits(new), lookahead_for(run, 1, pair.costs)):
-            pass
+        for step, round_s in timed.rounds(Limits(new), lookahead_for(run, 1, pair.costs)):
+            seen(step.rows[0], round_s)
         counts.merge(timed.counts)
         spent += timed.decode_s
     return 1000 * spent / (new * len(PROMPTS)), counts
