@@ -106,7 +106,7 @@ def rounds(
     for k in ks:
         run_k = replace(run, speculation=replace(run.speculation, k=k))
         engine = engine_for(pair, run_k, tokens, frozenset(), 0, 512)
-        state = engine.prefill([Prompt("round", tuple(range(100, 100 + length)))], 4 * k)
+        state = engine.prefill([Prompt("round", tuple(range(100, 100 + length)))], 2 * turns + 2 * k)
         draft, target = (
             alone(model, length, width) for model, width in ((pair.draft, 1), (pair.target, k + 1))
         )
@@ -136,6 +136,7 @@ def alone(model: Any, length: int, width: int) -> Callable[[], object]:
 
 
 def one_round(engine: Any, state: Any, k: int) -> None:
-    """Drafts, verifies, and forgets it."""
-    engine.verify(state, engine.draft(state, [k]))
+    """Drafts, verifies, and goes on by a token: what a round needs of its own is made anew."""
+    verdict = engine.verify(state, engine.draft(state, [k]))
+    state.append(0, verdict.token)
     engine.roll_back(state)

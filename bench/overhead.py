@@ -74,7 +74,7 @@ def round_ms(vocab: int, k: int, sampling: SamplingConf, turns: int) -> float:
     laws, draws, model = Laws(sampling, (), vocab), CounterDraws(0), Instant(vocab, k + 1)
     drafter = ModelDrafter(Runner(model, k + 1), laws, draws)
     engine = Engine(Runner(model, k + 1), drafter, laws, RULES["block"], draws)
-    state = engine.prefill([Prompt("0", tuple(range(64)))], 4 * (k + 1))
+    state = engine.prefill([Prompt("0", tuple(range(64)))], turns + 2 * (k + 1))
     return least_ms(lambda: one_round(engine, state, k), turns)
 
 

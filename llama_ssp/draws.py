@@ -68,22 +68,34 @@ class CounterDraws:
     seed: int
     own: dict[int, int] = field(default_factory=dict)  # seeds of prompts that have one, by prompt key
     _latest: tuple[object, Tensor] = field(default=(None, torch.empty(0, 0)), repr=False)
+    _wound: tuple[object, Tensor] = field(default=(None, torch.empty(0, 0)), repr=False)
 
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
         uniform_BN = self._uniforms(slot, chance_BN.shape[1], chance_BN.device)
         return uniform_BN < chance_BN  # strictly: a chance of 0 never passes, of 1 always does
 
     def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
-        """Corrections by a race, so that a draft that runs ahead guesses them best (engine.ahead)."""
+        """Corrections by a race, so that a draft that runs ahead guesses them best (engine.ahead).
+
+        The race's clocks are made when the round's first draft is drawn: a target's pass leaves nothing in a
+        CPU's caches of what makes numbers, and behind it they take many times as long.
+        """
+        clock_BN = self._clocks(slot, 2 * heat(law_BV.shape[1]), law_BV.device)
         if slot.purpose is Purpose.CORRECT:
-            return race(law_BV, self._clocks(slot, 2 * heat(law_BV.shape[1]), law_BV.device))
+            return race(law_BV, clock_BN)
         return inverse_cdf(law_BV, self._uniforms(slot, 1, law_BV.device))
 
     def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
-        """Exponential variables; of 52 bits, so that none is 0."""
-        rows = [self._row(key, base, count, RACES) for key, base in zip(slot.keys, slot.bases, strict=True)]
-        clock_BN = -np.log(((np.stack(rows) >> np.uint64(1)) + 0.5) * 2.0**-52)
-        return sent(torch.from_numpy(clock_BN), device)
+        """Exponential variables; of 52 bits, so that none is 0. A round's are made once."""
+        known, clock_BN = self._wound
+        if known != (slot.keys, slot.bases, device) or clock_BN.shape[1] < count:
+            rows = [
+                self._row(key, base, count, RACES) for key, base in zip(slot.keys, slot.bases, strict=True)
+            ]
+            numbers = (np.stack(rows) >> np.uint64(1)) + 0.5
+            clock_BN = sent(torch.from_numpy(-np.log(numbers * 2.0**-52)), device)
+            self._wound = (slot.keys, slot.bases, device), clock_BN
+        return clock_BN[:, :count]
 
     def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """One number for each row and offset, (B, count)."""
