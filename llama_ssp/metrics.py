@@ -104,6 +104,7 @@ class Counts:
             "acceptance_by_position": _rates(self.accepted, self.drafted),
             "acceptance_by_position_decided": _rates(self.accepted, self.reached),
             "acceptance_rate": ratio(accepted, drafted),
+            "tokens_decided": self.decided,
             "acceptance_rate_decided": ratio(accepted, self.decided),
             "acceptance_expected": ratio(self.expected, self.decided),
             "accepted_over_expected": ratio(accepted, self.expected),

@@ -28,7 +28,10 @@ REFUSED_FLAGS = {
     "-cn": "it would replace the project's configuration",
     "--experimental-rerun": "it reads pickled files",
 }
-ADDED_TO = "sampling.logit_bias"
+ADDED_TO = {  # Hydra adds to maps, by a sign of its own
+    "sampling.logit_bias": "{5: -2.0}', token: bias",
+    "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
+}
 HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
 UNSAFE_KEYS = re.compile(r"hydra|_target_|_partial_|_recursive_|\(\)|class")
 RUN_ON_NODES = {"setup", "options", "torchrun", "python"}  # of cluster.slurm: they end in a shell script
@@ -182,8 +185,9 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
             f"{bare}={value} names no option", allowed=", ".join(_options(bare)),
             fix="write draft=none" if bare == "draft" else "choose one",
         )  # fmt: skip
-    if bare.startswith(f"{ADDED_TO}.") or key == ADDED_TO:  # Hydra adds to maps, and takes keys for text
-        raise UsageError(f"{key} cannot be set so", fix=f"write '+{ADDED_TO}={{5: -2.0}}', token: bias")
+    for name, example in ADDED_TO.items():
+        if bare.startswith(f"{name}.") or key == name:  # keys behind a point Hydra takes for text
+            raise UsageError(f"{key} cannot be set so", fix=f"write '+{name}={example}")
     if bare in known or bare in GROUPS:
         return
     leaf = bare.rpartition(".")[2]

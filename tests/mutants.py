@@ -62,8 +62,9 @@ def by_tree(scenario: str, rule: str = "block") -> Catch:
     """The total variation of a walked tree."""
 
     def catch() -> str | None:
+        asked = trees.SCENARIOS[scenario, rule]
         try:
-            error, _ = trees.walk(trees.SCENARIOS[scenario, rule])
+            error, _ = trees.walk(asked)
         except Exception as crash:
             return f"tree, {scenario}: {type(crash).__name__}: {str(crash)[:60]}"
         return f"tree, {scenario}: TV {error:.1e}" if error > 1e-12 else None

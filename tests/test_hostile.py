@@ -12,11 +12,13 @@ from tests.hostile.__main__ import ENGINES, tried, wrong
 from tests.hostile.corpus import CORPUS, TEMPLATES, Hostile, harmless
 from tests.hostile.damage import OUTSIDE, both, code, linked_outside, replaced
 from tests.hostile.trial import Result, access_times_tell
+from tests.test_bad_models import APART
 
 pytestmark = pytest.mark.slow
 
 THERE = [name for name in ENGINES if name != "deepspeed" or importlib.util.find_spec("deepspeed")]
 EACH = [row for row in CORPUS if row.name in ("armed-beside", "auto-map", "link", "missing-tensor", "pipe")]
+RUNS = [row for row in CORPUS if not row.code and row not in (*EACH, *TEMPLATES)]  # with what must not be run
 
 
 def by(row: Hostile, engine: str, saved: Saved, folder: Path) -> Result:
@@ -27,6 +29,16 @@ def by(row: Hostile, engine: str, saved: Saved, folder: Path) -> Result:
 @pytest.mark.parametrize("row", EACH, ids=str)
 def test_each_engine(row: Hostile, engine: str, saved: Saved, tmp_path: Path) -> None:
     assert wrong(row, by(row, engine, saved, tmp_path)) == []
+
+
+@pytest.mark.parametrize("row", RUNS, ids=str)
+def test_what_runs_after_all(row: Hostile, saved: Saved, tmp_path: Path) -> None:
+    assert wrong(row, by(row, "own", saved, tmp_path)) == []
+
+
+def test_every_row_is_tried() -> None:
+    """Here in a process of its own, or by tests/test_bad_models.py in this one."""
+    assert {*APART} <= {*EACH, *RUNS, *TEMPLATES}
 
 
 @pytest.mark.parametrize("row", TEMPLATES, ids=str)

@@ -53,6 +53,7 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
         "acceptance_by_position": [1, 2 / 3, 1 / 2, 1 / 2],
         "acceptance_by_position_decided": [1, 2 / 3, 1, 1],
         "acceptance_rate": 7 / 10,
+        "tokens_decided": 8,
         "acceptance_rate_decided": 7 / 8,
         "acceptance_expected": 0.5,
         "accepted_over_expected": 7 / 4,

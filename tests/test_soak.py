@@ -78,10 +78,13 @@ def test_growth_is_seen() -> None:
 def test_a_wrong_law_is_seen() -> None:
     law, wrong = Law(), Law()
     for _ in range(100):
-        law.add(CALM, {"acceptance_rate_decided": 0.7, "tokens_accepted": 70, "acceptance_expected": 0.695})
-        wrong.add(CALM, {"acceptance_rate_decided": 0.7, "tokens_accepted": 70, "acceptance_expected": 0.66})
+        law.add(CALM, {"tokens_decided": 100, "tokens_accepted": 70, "acceptance_expected": 0.695})
+        wrong.add(CALM, {"tokens_decided": 100, "tokens_accepted": 70, "acceptance_expected": 0.66})
     assert law.decided == 10_000 and law.wrong == []
     assert "+8.4 standard deviations off" in wrong.wrong[0]
+    never = Law()
+    never.add(CALM, {"tokens_decided": 100, "tokens_accepted": 0, "acceptance_expected": 0.6})
+    assert never.wrong
 
 
 def test_other_answers_are_seen(tmp_path: Path) -> None:
@@ -113,4 +116,4 @@ def test_a_short_soak_passes(tmp_path: Path) -> None:
     soak = Soak(seed=11)
     endure(soak, 0.75, tmp_path, records=120)
     report = soak.report("the test")
-    assert soak.held and not soak.found, report
+    assert soak.held and soak.trials and not soak.found, report

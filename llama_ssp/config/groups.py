@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -166,7 +167,7 @@ class PlacementConf:
     draft_ranks: list[int] | None = None
     target_device: str = "auto"
     draft_device: str = "auto"
-    max_memory: dict[str, str] = field(default_factory=dict)
+    max_memory: dict[Any, str] = field(default_factory=dict)
     offload_folder: str | None = None
     timeout_s: float = 120.0
     on_draft_loss: OnDraftLoss = OnDraftLoss["continue"]

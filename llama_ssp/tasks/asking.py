@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 
 from llama_ssp.errors import RunError
@@ -90,7 +89,7 @@ class Terminal:
     def __init__(self) -> None:
         # Python's input() edits lines once this is loaded, where both streams are a terminal.
         if sys.stdout.isatty() and find_spec("readline"):
-            import_module("readline")
+            import readline  # noqa: F401
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
 

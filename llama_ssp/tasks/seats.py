@@ -73,7 +73,7 @@ def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
         how = placement.splitting, placement.world, placement.target, False
     splitting, _, ranks, copies = how
     compiled = compiles(entry.run, role, model, device, dtype, splitting, 1 if copies else len(ranks))
-    memory = dict(asked.max_memory), asked.offload_folder
+    memory = {str(key): size for key, size in asked.max_memory.items()}, asked.offload_folder
     quickened = not compiled and quickens(entry.run, dtype, splitting)
     return Seat(role, model, path, device, dtype, *how, *memory, Pairing.of(entry.run), compiled, quickened)
 

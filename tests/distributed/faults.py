@@ -251,7 +251,7 @@ def main() -> None:
 
 def table(rows: list[str], bad: int) -> str:
     """A results file that needs nothing beside it."""
-    from bench.side_by_side import processor
+    from bench.surroundings import processor
     from llama_ssp.report import versions
 
     commit = subprocess.run(

@@ -111,7 +111,7 @@ class Bench:
     def _finish(self, trial: Trial, last: Ended, folder: Path) -> None:
         """The job is started again until it is done; then it must be as if nothing had happened."""
         calm = replace(trial.scenario, fault=NOTHING)
-        if trial.struck and not (folder / "out.jsonl").exists():
+        if trial.struck and last.code != 0:
             last = self._run(trial, calm, folder)
         if last.code != 0:
             return

@@ -36,11 +36,10 @@ class Law:
     variance: float = 0.0
 
     def add(self, scenario: Scenario, summary: dict[str, Any]) -> None:
-        rate = summary.get("acceptance_rate_decided")
-        if scenario.drafting not in ONE_DRAW_EACH or not rate:
+        decided = summary.get("tokens_decided")
+        if scenario.drafting not in ONE_DRAW_EACH or not decided:
             return
         accepted, mean = summary["tokens_accepted"], summary["acceptance_expected"]
-        decided = round(accepted / rate)
         self.decided += decided
         self.accepted += accepted
         self.expected += decided * mean
