@@ -118,6 +118,12 @@ class RaggedCache:
         """One row as a cache of its own, in the same memory: to fill it while the others rest."""
         return _Row(1, self.capacity, whole=self, index=index)
 
+    def clear(self, row: int) -> None:
+        """Nothing of the row's text stays."""
+        for layer in self._layers.values():
+            for tensor in layer:
+                tensor[row].zero_()
+
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of every layer, once a pass has made them."""
         return [self._layers[index] for index in sorted(self._layers)]

@@ -114,10 +114,11 @@ class Guard:
         if self._warned:
             leave(128 + number)
         self._warned, self.signalled = True, self.signalled or number
-        for call in self.on_signal:
-            call()
         if self._grace_s is not None:
             self.arm("signal", self._grace_s, 128 + number)
+        for call in self.on_signal:
+            with contextlib.suppress(Exception):  # a full disk, say: whoever is signalled ends all the same
+                call()
 
     def _postpone(self, seconds: float) -> None:
         with self._lock:

@@ -135,11 +135,12 @@ def generate(
 
 def _refilled(engine: AnyEngine, state: State, lookahead: Lookahead, refill: Refill) -> None:
     """Rows that ended get new prompts, of which each reads a chunk a round, while any row still writes."""
-    for row in refill.admit(engine, state):
-        lookahead.restart(row)
+    refill.admit(engine, state)
     while state.waiting:
         for row in state.waiting:
             engine.read(state, row, refill.chunk)
+            if state.finished[row] is None:  # read: rounds that it waited for are none of its own
+                lookahead.restart(row)
         if not all(state.finished):
             return
 

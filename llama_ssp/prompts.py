@@ -261,6 +261,11 @@ def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], pol
     return reading
 
 
+def is_usable(own_id: str) -> bool:
+    """Whether an id can be written down and told from others."""
+    return 0 < len(own_id) <= MAX_ID_LENGTH and own_id.isprintable()
+
+
 def problem_of(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
     """What is wrong with a prompt among those whose ids have been seen, and where."""
     if prompt.id in seen:
@@ -268,7 +273,7 @@ def problem_of(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
             "an id stands twice", where=f"{seen[prompt.id]} and {prompt.where}",
             found=repr(prompt.id), fix="give every prompt an id of its own",
         )  # fmt: skip
-    if len(prompt.id) > MAX_ID_LENGTH or not prompt.id or not prompt.id.isprintable():
+    if not is_usable(prompt.id):
         return DataError(
             "an id is unusable", where=prompt.where, found=repr(prompt.id[:40]),
             allowed=f"1 to {MAX_ID_LENGTH} printable characters", fix="shorten or clean it",

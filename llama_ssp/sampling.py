@@ -64,11 +64,17 @@ class Laws:
         moved = c.logit_bias or c.bad_tokens or c.min_new_tokens or c.frequency_penalty or c.presence_penalty
         return bool(moved) or c.repetition_penalty != 1 or c.temperature == 0
 
+    @property
+    def _forbids(self) -> bool:
+        return bool(self.controls.bad_tokens or self.controls.logit_bias or self.controls.min_new_tokens)
+
     def _law(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls = self.controls
         logit_BWV = self._penalised(self._biased(logit_BWV, prefix), prefix)
         if controls.temperature == 0:
-            return one_hot(logit_BWV.argmax(-1), logit_BWV)
+            chosen_BWV = one_hot(logit_BWV.argmax(-1), logit_BWV)
+            nothing_BW1 = logit_BWV.amax(-1, keepdim=True) == -torch.inf  # every token is forbidden
+            return chosen_BWV.masked_fill(nothing_BW1, torch.nan) if self._forbids else chosen_BWV
         warm_BWV = logit_BWV if controls.temperature == 1 else logit_BWV / controls.temperature
         law_BWV = torch.softmax(warm_BWV, -1)
         kept_BWV: Tensor = filtered(law_BWV, controls.top_k, controls.top_p, controls.min_p)

@@ -16,7 +16,7 @@ import torch
 
 from llama_ssp import verify
 from llama_ssp.certify.calculus import MOST_TRIED, node
-from llama_ssp.certify.examine import Plan, check_greedy_texts, check_laws, check_samples
+from llama_ssp.certify.examine import Plan, check_greedy_texts, check_laws, check_samples, spread
 from llama_ssp.certify.findings import Check, Outcome, page, sentence, verdict
 from llama_ssp.certify.reference import Noise, Reference
 from llama_ssp.certify.samplers import EngineSampler, WatchedEngineSampler
@@ -423,9 +423,18 @@ def test_a_run_that_was_stopped_gives_no_verdict(command: Command, monkeypatch: 
         ("speculation=none", "nobody drafts"),
         ("task.samples=3", "task.samples"),
         ("task.false_alarm=1e-9", "task.false_alarm"),
+        ("speculation.k=32", "up to 32 drafts a round"),
     ],
 )
 def test_what_cannot_be_certified_is_refused(command: Command, override: str, said: str) -> None:
     answer = command("task=certify", override)
     assert answer.code == 2
     assert said in answer.errors[0]
+
+
+def test_positions_are_spread_over_rounds_of_one_length():
+    """The last of a round, with the bonus, is among them, whatever K is."""
+    for k in (1, 3, 5, 7, 15):
+        places = [(number, at) for number in range(64) for at in range(k + 1)]
+        chosen = spread(places, 128)
+        assert len(set(chosen)) == min(128, len(places)) and {at for _, at in chosen} == set(range(k + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConf, Splitting,
 from llama_ssp.draws import CounterDraws
 from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
 from llama_ssp.kernels import build as building
+from llama_ssp.kernels.build import is_ours
 from llama_ssp.kernels.linear import PackedLinear, operators, packable
 from llama_ssp.load import compiled as compiling
 from llama_ssp.load import graphs
@@ -165,6 +167,43 @@ class Replayed(GraphedModel):
 
     def _captured(self, call):
         return call
+
+
+def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
+    place = tmp_path / "kept" / "linear.so"
+    place.parent.mkdir(mode=0o700)
+    place.touch(mode=0o600)
+    assert is_ours(place)
+    place.parent.chmod(0o770)
+    assert not is_ours(place)
+    place.parent.chmod(0o700)
+    place.chmod(0o602)
+    assert not is_ours(place)
+
+
+def test_what_a_graph_reads_stays_where_it_was(monkeypatch):
+    """A replay knows addresses only: whoever made the graph has to hold all that it was captured with."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class Captured(Replayed):
+        def _arguments(self, token_BW, feed, layers):
+            arguments = super()._arguments(token_BW, feed, layers)
+            seen.extend(map(weakref.ref, arguments[3:5]))
+            return arguments
+
+        def _captured(self, call):
+            made = call()
+            del call
+            return lambda: made
+
+    runner = Runner(Captured(CausalModel(build("llama-gqa"), "target")))
+    runner.start(1, 40)
+    token_BS = torch.arange(3, 44).view(1, 41)
+    runner.warm(token_BS, [4])
+    runner.logits(token_BS, [6], [2])  # compiles
+    seen.clear()
+    runner.logits(token_BS, [8], [2])  # captures
+    assert len(seen) == 2 and all(tensor() is not None for tensor in seen)
 
 
 def test_graphs_have_buffers_for_each_shape_and_bucket(monkeypatch):

@@ -159,3 +159,5 @@ def test_a_device_has_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
         device_of("cuda", "x") == device_of("auto", "x") == device_of("cuda:0", "x") == torch.device("cuda:0")
     )
     assert device_of("cuda:1", "x") == torch.device("cuda:1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_of("cuda", "x") == device_of("auto", "x") == torch.device("cuda:1")

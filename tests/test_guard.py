@@ -48,6 +48,12 @@ def test_a_signal_is_obeyed_after_a_while(number: int):
     assert ended(process) == (128 + number, "")
 
 
+def test_what_fails_upon_a_signal_does_not_keep_the_process():
+    process = deaf(0.1, "GUARD.on_signal.append(lambda: 1 / 0)")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process) == (143, "")
+
+
 def test_the_second_signal_acts_at_once():
     process = deaf(grace=None)
     process.send_signal(signal.SIGTERM)

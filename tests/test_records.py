@@ -13,6 +13,7 @@ import pytest
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConf
 from llama_ssp.errors import DataError
 from llama_ssp.journal import shards_of
+from llama_ssp.journal.parts import sealed
 from llama_ssp.records import (
     Form,
     Refused,
@@ -189,6 +190,14 @@ def test_answers_follow_the_form_of_the_question(tmp_path: Path):
     assert said["choices"][0]["message"] == {"role": "assistant", "content": "text"}
     assert answer(completion, REPLY, "m") == line
     assert not any(is_refusal(answer(r, REPLY, "m")) for r in (plain, completion, conversation))
+
+
+@pytest.mark.parametrize("key", ["id", "custom_id"])
+@pytest.mark.parametrize("own", ["\\ud800", "x" * 257, ""])
+def test_a_refused_line_whose_id_cannot_be_written_goes_by_its_number(key: str, own: str, tmp_path: Path):
+    (found,) = read(tmp_path, f'{{"{key}": "{own}", "prompt": "x"}}', on_bad_row=OnBadRow.skip)
+    assert (found.id == "line-1" and "an id is unusable" in found.error) or key == "custom_id"
+    sealed(refusal(found, found.error))
 
 
 def test_refusals_follow_it_too(tmp_path: Path):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from llama_ssp.config import SamplingConf
 from llama_ssp.draws import CounterDraws
 from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
 from llama_ssp.load.causal import CausalModel
+from llama_ssp.lookahead import FixedLookahead
+from llama_ssp.loop import Limits, generate
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES
 from tests.families import VOCAB, build
-from tests.rig import GREEDY, drive_refilled, perturbed, speculate
+from tests.rig import GREEDY, Queue, drive_refilled, perturbed, speculate
 
 SAMPLED = SamplingConf(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
 LENGTHS = (9, 4, 1, 6, 2, 13, 1, 5, 3, 7)
@@ -58,6 +61,45 @@ def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sam
     found = drive_refilled(engine, prompts(), rows, longest=max(LENGTHS) + 20, ends=ends, **how)
     assert found == alone
     assert len({len(text) for text in found.values()}) > 1  # rows ended at different times
+
+
+def test_nothing_of_a_damaged_text_stays_in_its_row(models):
+    """0 times NaN is NaN: what a mask hides must be numbers."""
+    target, _ = models
+    token_BS = torch.arange(3, 33).view(2, 15)
+    runner, fresh = Runner(target), Runner(target)
+    for one in (runner, fresh):
+        one.start(2, 14)
+        one.warm(token_BS, [12, 12])
+    with torch.inference_mode():
+        for keys, values in runner._cache.layers():
+            keys[0], values[0] = torch.nan, torch.inf
+    for one in (runner, fresh):
+        one.forget(0)
+        one.read(token_BS, 0, 3)
+    found, wanted = (one.logits(token_BS, [5, 13], [1, 1]) for one in (runner, fresh))
+    assert torch.equal(found, wanted) and found.isfinite().all()
+
+
+def test_a_rows_lookahead_begins_with_its_text(models):
+    """Rounds in which its prompt is read are others' own."""
+    target, _ = models
+    long = Prompt("long", tuple(range(3, 43)))
+    engine = Engine(
+        Runner(target, 512), NoDrafter(), Laws(GREEDY, (), target.vocab), RULES["block"], CounterDraws(0)
+    )
+    told: list[tuple[int, int | None]] = []
+
+    class Noted(FixedLookahead):
+        def restart(self, row):
+            told.append((row, len(state.texts[row]) if state.finished[row] is None else None))
+
+    queue = Queue([long], 3)
+    state = engine.prefill(prompts()[:2], 12, 60)
+    limits = Limits(12, by_row={0: 2})
+    for _ in generate(engine, state, limits, Noted(0, 2), queue):
+        pass
+    assert told == [(0, 40)]
 
 
 def test_a_long_prompt_is_read_between_the_rounds_of_others(models):

@@ -117,6 +117,13 @@ def test_temperature_zero_is_exactly_argmax():
     assert torch.equal(laws, torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_every_token_is_forbidden_there_is_no_law(temperature: float):
+    logits, prefix = batch(1)
+    banned = SamplingConf(temperature=temperature, bad_tokens=list(range(VOCAB)))
+    assert Laws(banned, (), VOCAB)(logits, prefix).isnan().all()
+
+
 def test_a_vanishing_top_p_keeps_the_likeliest_token():
     logits, prefix = batch(2)
     laws = Laws(SamplingConf(top_p=1e-12), (), VOCAB)(logits, prefix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def test_one_process_answers_many_times() -> None:
     assert process != os.getpid()
     seen.close()
     assert not Path(f"/proc/{process}").exists()
+
+
+def test_it_ends_by_itself_when_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent may have been killed while it rendered."""
+    monkeypatch.setattr(templates, "SECONDS", 0.0)
+    process, ear, mouth = templates._begun(never_ends)
+    templates._write(ear, b"[]")
+    _, status = os.waitpid(process, 0)
+    assert os.WTERMSIG(status) == signal.SIGALRM
+    os.close(ear)
+    os.close(mouth)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 
 from llama_ssp.certify.calculus import Node, node
 from llama_ssp.certify.findings import Check, Outcome
@@ -76,11 +77,16 @@ def check_laws(
     noise = reference.noise(laws)
     places = [(index, at) for index, seen in enumerate(witness.rounds) for at in range(seen.count + 1)]
     departures = [reference.departure(laws, noise, index, at) for index, at in places]
-    step = -(-len(places) // plan.law_positions)
     coupled = isinstance(sampler.rule, CoupledRule)
     judge = partial(raced, sampler.draws) if coupled else partial(node, sampler.rule)
-    nodes = [judge(witness.rounds[index], at) for index, at in places[::step]]
+    nodes = [judge(witness.rounds[index], at) for index, at in spread(places, plan.law_positions)]
     return _law_finding(noise, departures, [one for one in nodes if one is not None])
+
+
+def spread(places: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """So many of them, not every so-manieth: of rounds of one length that would be the same few positions."""
+    chosen = Random(len(places)).sample(range(len(places)), min(len(places), most))
+    return [places[number] for number in sorted(chosen)]
 
 
 def _law_finding(noise: Noise, departures: list[Departure], nodes: list[Node]) -> Check:

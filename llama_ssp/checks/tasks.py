@@ -28,6 +28,7 @@ PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 PLOTS = (".png", ".svg", ".pdf")
 
 RECORDS = (".svg", ".html", ".cast")
+MOST_CERTIFIED = 16  # drafts a round: what becomes of so many has 2^16 ways
 
 
 def check_task(run: RunConf) -> None:
@@ -50,7 +51,7 @@ def check_task(run: RunConf) -> None:
         _check_eval(run.task)
         _check_drafts(run.task, run.speculation)
     if isinstance(run.task, CertifyConf):
-        _check_certify(run.task)
+        _check_certify(run.task, run.speculation)
     if isinstance(run.task, AgreeConf):
         _check_agree(run.task)
 
@@ -161,7 +162,15 @@ def _check_eval(task: EvalConf) -> None:
     _check_picture("task.plot", task.plot)
 
 
-def _check_certify(task: CertifyConf) -> None:
+def _check_certify(task: CertifyConf, spec: SpeculationConf) -> None:
+    most = spec.k_max if spec.adaptive else spec.k
+    if most > MOST_CERTIFIED:
+        raise UsageError(
+            "task=certify looks at every way in which a round may be decided", where="speculation",
+            found=f"up to {most} drafts a round", allowed=f"up to {MOST_CERTIFIED}",
+            fix=f"certify with speculation.{'k_max' if spec.adaptive else 'k'}={MOST_CERTIFIED}: "
+            "the rule is the same for any number",
+        )  # fmt: skip
     between("task.samples", task.samples, 8, 10**6, "fewer texts tell nothing")
     for key in ("law_tokens", "greedy_tokens"):
         between(f"task.{key}", getattr(task, key), 1, 2**31 - 1)

@@ -64,9 +64,12 @@ class Runner:
             self.cached[row] = end
             self.forwards += 1
 
+    @torch.inference_mode()
     def forget(self, row: int) -> None:
-        """Another text comes into this row."""
+        """Another text comes into this row; of a damaged one nothing may stay, as 0 times NaN is NaN."""
+        assert self._cache is not None, "start() comes first"
         self.cached[row] = 0
+        self._cache.clear(row)
 
     def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).

@@ -19,6 +19,7 @@ from torch.utils.cpp_extension import include_paths
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared")
+OTHERS_WRITE = 0o022
 COMPILERS = ("g++", "clang++")
 
 
@@ -38,8 +39,16 @@ def load_library(name: str) -> None:
     place = Path(cache_dir()) / "llama_ssp" / f"{name}-{_print_of(source, command)}.so"
     if not place.exists():
         _compile(command, source, place)
+    if not is_ours(place):
+        raise PermissionError(f"others may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
     torch_operators: Any = torch.ops
     torch_operators.load_library(place)
+
+
+def is_ours(file: Path) -> bool:
+    """Whether the file and its folder are this user's own, and nobody else's to write: what is in it runs."""
+    found = [path.stat() for path in (file, file.parent)]
+    return all(one.st_uid == os.getuid() and not one.st_mode & OTHERS_WRITE for one in found)
 
 
 def _compile(command: str, source: Path, place: Path) -> None:
@@ -47,7 +56,7 @@ def _compile(command: str, source: Path, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     log.info("engine: compiling %s for this processor", source.name)
     began = time.perf_counter()
-    part = place.with_suffix(f".{os.getpid()}.part")
+    part = place.with_suffix(f".{platform.node()}-{os.getpid()}.part")
     includes = [f"-I{path}" for path in include_paths()]
     library = Path(torch.__file__).parent / "lib"
     subprocess.run(

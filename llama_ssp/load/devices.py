@@ -18,8 +18,8 @@ TORCH_DTYPES = {
 
 def device_of(asked: str, key: str) -> torch.device:
     """The device a config value names; `auto` is the first GPU (the rank's own), else the CPU."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))  # each rank of a machine takes the next GPU
     if asked == "auto":
-        rank = int(os.environ.get("LOCAL_RANK", "0"))  # each rank of a machine takes the next GPU
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return torch.device(f"cuda:{rank % count}" if count else "cpu")
     try:
@@ -36,7 +36,8 @@ def device_of(asked: str, key: str) -> torch.device:
         )
     count = torch.cuda.device_count()
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda:0")  # one name a device, or two roles would each count it as theirs
+        # By its number: one name a device, or two roles would each count it as theirs.
+        device = torch.device(f"cuda:{rank % max(count, 1)}")
     if device.type == "cuda" and device.index >= count:
         raise DistributedError(
             f"{key} names a GPU that is not there", found=asked,

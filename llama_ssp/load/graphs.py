@@ -71,7 +71,8 @@ class GraphedModel(CompiledModel):
                 call()
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # On this model's device: torch's own stream for captures is one of the device that is current first.
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool, stream=side):
             made = call()
 
         def replay() -> Tensor:
@@ -91,6 +92,7 @@ class Program:
         capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
     ) -> None:
         token_BW, start_B1, count_B1, *rest = arguments
+        self._rest = rest  # a replay reads it where it was when it was captured
         self._buffers = [tensor.clone() for tensor in (token_BW, start_B1, count_B1)]
         self._replay = capture(lambda: step(*self._buffers, *rest))
 

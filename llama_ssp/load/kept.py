@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from llama_ssp.kernels.build import processor
+from llama_ssp.kernels.build import is_ours, processor
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ TRACED = (
     "cache.py", "kernels/linear.cpp", "kernels/linear.py", "kernels/int8.cpp", "kernels/int8.py",
     "load/causal.py", "load/compiled.py", "load/quantised.py",
 )  # fmt: skip
-OTHERS_WRITE = 0o022
 
 
 class Kept:
@@ -48,10 +47,8 @@ class Kept:
         What is in the file runs: it and its folder have to be this user's own, and nobody else's to write.
         """
         try:
-            for path in (self.path, self.path.parent):
-                found = path.stat()
-                if found.st_uid != os.getuid() or found.st_mode & OTHERS_WRITE:
-                    return None
+            if not is_ours(self.path):
+                return None
             with self.path.open("rb") as file:
                 step: Any = torch.compiler.load_compiled_function(file, external_data={"model": self._model})
             step.disable_guard_check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import select
@@ -85,6 +86,7 @@ def _begun(render: Render) -> tuple[int, int, int]:
 def _serve(render: Render, hears: int, says: int) -> NoReturn:
     """The child's life: until nobody asks any more."""
     try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # it ends with its parent
         signal.set_wakeup_fd(-1)
@@ -97,6 +99,7 @@ def _serve(render: Render, hears: int, says: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         while True:
             messages = json.loads(_read(hears, None))
+            signal.alarm(math.ceil(SECONDS) + 1)  # should nobody be there to end it
             try:
                 text = render(messages)
                 answer = {"text": text} if len(text) <= MOST_BYTES else {"error": "a text without end"}
@@ -104,6 +107,7 @@ def _serve(render: Render, hears: int, says: int) -> NoReturn:
                 answer = {"error": f"more than {MEMORY_BYTES >> 20} MiB"}
             except Exception as error:  # a template may raise anything
                 answer = {"error": str(error)[:200] or type(error).__name__}
+            signal.alarm(0)
             _write(says, json.dumps(answer).encode())
     finally:
         os._exit(0)

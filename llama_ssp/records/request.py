@@ -11,7 +11,7 @@ from llama_ssp.checks import check, check_context
 from llama_ssp.checks.groups import MAX_SEED
 from llama_ssp.config import BatchConf, RunConf, SamplingConf
 from llama_ssp.errors import DataError, RunError
-from llama_ssp.prompts import Line, TextPrompt, name_of, parsed_object, problem_of
+from llama_ssp.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
 
 Message = dict[str, str]
 
@@ -91,7 +91,8 @@ class Reader:
         try:
             record = {} if self.is_text else parsed_object(line)
             form = Form.completions if "custom_id" in record else form
-            found = name_of(record.get("custom_id", record.get("id", found)), line.where)
+            own = name_of(record.get("custom_id", record.get("id", found)), line.where)
+            found = own if is_usable(own) else found
         except DataError:
             pass
         return Refused(index, found, form, str(error))
