@@ -52,7 +52,7 @@ def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, s
         if target.device.type == "cpu" and max(map(min, rounds.values())) < SHORT_S:
             tried = list(range(k_max + 1))
     draft_s = max(min(drafting[k_max]) - min(drafting[0]), 0.0) / k_max
-    least = {k: min(min(rounds[more]) for more in tried if more >= k) for k in tried}
+    least = {k: min(min(taken) for more, taken in rounds.items() if more >= k) for k in rounds}
     verify_s = {k: max(spent - k * draft_s, least[0]) for k, spent in least.items()}
     costs = Costs.between(draft_s, verify_s, run.speculation.k_max)
     log.info(
