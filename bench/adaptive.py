@@ -166,7 +166,7 @@ def main() -> None:
     print(text)
     if asked.write:
         write(asked.write, text)
-    sys.exit(int(bool(missed[EVENED])))
+    sys.exit(int(bool(missed[CLOCK])))
 
 
 if __name__ == "__main__":
