@@ -221,6 +221,7 @@ def emulated(alpha: float, costs: Costs, tokens: int, seed: int) -> float:
     return spent / made
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("alpha", [0.05, 0.3, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("draft", [0.05, 0.3])
 def test_adaptive_k_is_near_the_best_fixed_k_and_no_slower_than_none(alpha, draft):

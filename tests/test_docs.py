@@ -1,0 +1,53 @@
+"""Every command of the README and the guides, as far as the door: its words are keys, options and values.
+
+tests/test_packaging.py and tests/slurm/test_readme.py run those that need no files of the reader's.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.door import Door
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = re.compile(
+    r"\s*(?:cat \S+ \| |\[?torchrun [^]]*?|python )?(?:launch/run\.py|llama-ssp)(?= \S)(?P<words>.*)"
+)
+OTHERS = re.compile(r"\.\.\.|--config-dir")  # what is to be filled in, folders of the reader's
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each with the file it stands in; a line that ends in \\ goes on in the next."""
+    found = []
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = re.sub(r" \\\n\s*", " ", file.read_text(encoding="utf-8"))
+        for line in text.splitlines():
+            said = COMMAND.fullmatch(re.split(r"\s+#|\s+> | \| (?!python)", line)[0])
+            if said and not OTHERS.search(said["words"]):
+                found.append((file.name, said["words"].strip()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Door]:
+    with Door().open() as opened:
+        yield opened
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize(("file", "words"), commands())
+def test_a_command_is_taken_as_it_stands(file: str, words: str, door: Door) -> None:
+    if "placement.max_memory={0" in words:
+        pytest.xfail("a device's index cannot be given on the command line: Hydra takes it for a number")
+    said, _ = door(tuple(shlex.split(words)))
+    assert said.code == 0, said.err
+
+
+def test_there_are_commands_in_each_guide() -> None:
+    files = [file for file, _ in commands()]
+    assert len(files) > 45 and {"README.md", "ranks.md", "plan.md", "compare.md", "batch.md"} <= set(files)
