@@ -11,7 +11,7 @@ agreement 0.05 at least 0.97 times as fast as regular sampling.
 A thousand tokens have more luck than that: what two ways' draws bring differs by 3 % and more, and the best
 of many has the most luck. So each figure is given twice: by the clock; and evened, every round at the median
 time of all rounds of its K (apart where the draft has to catch up), and for the tokens its drafts bring on
-average over the draws of acceptance (`Verdict.standing`). Leaves with 1 where an evened figure misses.
+average over the draws of acceptance (`Verdict.standing`). Leaves with 1 where a figure by the clock misses.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Command
-
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
 
@@ -149,24 +147,3 @@ def test_the_benchmark_of_make_demo_runs(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-800:]
     assert "| speculative, K = 2 |" in done.stdout
-
-
-def docs_commands() -> list[str]:
-    """Every run.py line of docs/ that can be read as it stands."""
-    lines = [line.split("  #")[0].strip() for path in (ROOT / "docs").glob("*.md") for line in path.open()]
-    commands = [line for line in lines if re.match(r"(torchrun .*|python )launch/run\.py ", line)]
-    others = r"\.\.\.|[^\w]<|\\$|&|\||--config-dir "
-    return sorted({line for line in commands if not re.search(others, line)})
-
-
-@pytest.mark.slow
-def test_docs_commands_are_understood(command: Command) -> None:
-    """Each is a configuration; none is run."""
-    commands = docs_commands()
-    assert len(commands) > 30
-    wrong = []
-    for line in commands:
-        words = shlex.split(re.split(r" [<>] ?", line.partition("launch/run.py ")[2])[0])
-        answer = command("--cfg", "job", *words)
-        wrong += [(line, answer.err[-300:])] if answer.code else []
-    assert not wrong
