@@ -1,0 +1,81 @@
+"""What only a GPU can show: captured graphs, the kernel for 8 bit, how often a round waits. Never run yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.graphs import GraphedModel
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+from tests.families import build
+from tests.rig import perturbed, speculate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LAST = max(torch.cuda.device_count() - 1, 0)  # not the current one, where there are several
+SAMPLED = SamplingConf(temperature=0.9, top_k=20)
+PROMPTS = [Prompt(str(row), tuple(range(3, 9 - 2 * row))) for row in range(2)]
+
+
+def on_gpu(graphs: bool, noise: float = 0.0) -> CausalModel:
+    """A small Llama in fp32, the draft's with noise; as it is, or in graphs."""
+    module = perturbed(build("llama-gqa"), noise) if noise else build("llama-gqa")
+    model = CausalModel(module.to(f"cuda:{LAST}"), "model")
+    return GraphedModel(model) if graphs else model
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("k", [0, 4])
+def test_graphs_write_the_text_of_eager_steps(rule: str, rows: int, k: int) -> None:
+    """Long enough for graphs to be replayed, and for a second bucket of the cache."""
+    how: Any = {"k": k, "rule": rule, "max_new": 300, "sampling": SAMPLED}
+    plain, graphed = (
+        speculate(on_gpu(graphs), PROMPTS[:rows], on_gpu(graphs, 0.3) if k else None, **how)
+        for graphs in (False, True)
+    )
+    assert graphed.texts == plain.texts
+
+
+def test_a_round_waits_once() -> None:
+    laws, draws = Laws(SAMPLED, (), on_gpu(False).vocab), CounterDraws(0)
+    drafter = ModelDrafter(Runner(on_gpu(True, 0.3)), laws, draws)
+    engine = Engine(Runner(on_gpu(True)), drafter, laws, RULES["block"], draws)
+    state = engine.prefill(PROMPTS[:1], 64)
+
+    def one_round() -> None:
+        verdict = engine.verify(state, engine.draft(state, [4]))
+        state.append(0, verdict.tokens(0))
+        engine.roll_back(state)
+
+    for _ in range(4):  # captures
+        one_round()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        one_round()
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+    assert sum(event.count for event in seen.key_averages() if event.key in waits) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_the_kernel_for_8_bit(rows: int) -> None:
+    """Beside the exact product, and row by row the same."""
+    from llama_ssp.kernels.int8_triton import linear_int8
+
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-127, 128, (96, 320), generator=generator, dtype=torch.int8).to(f"cuda:{LAST}")
+    scales = torch.rand(96, generator=generator).to(f"cuda:{LAST}")
+    x = torch.randn(rows, 320, generator=generator).to(f"cuda:{LAST}", torch.bfloat16)
+    found = linear_int8(x, codes, scales, None)
+    exact = x.double() @ (codes.double() * scales.double()[:, None] / 127).T
+    assert (found.double() - exact).norm() / exact.norm() < 2**-8
+    assert torch.equal(linear_int8(x[:1], codes, scales, None)[0], found[0])
