@@ -73,7 +73,7 @@ def check_placement(placement: PlacementConf) -> None:
             found=f"placement.splitting={placement.splitting.value}", fix="use placement=layers",
         )  # fmt: skip
     for device, size in placement.max_memory.items():
-        if not re.fullmatch(r"cpu|disk|\d{1,4}", device) or not MEMORY.fullmatch(size):
+        if not re.fullmatch(r"cpu|disk|\d{1,4}", str(device)) or not MEMORY.fullmatch(str(size)):
             raise UsageError(
                 "a placement.max_memory entry cannot be read", found=f"{device}: {size}",
                 allowed='a device index or cpu, and a size such as "20GiB"', fix="correct it",

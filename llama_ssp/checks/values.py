@@ -44,7 +44,7 @@ def _fits(value: object, hint: Any) -> bool:
     if hint in (int, float):
         whole = isinstance(value, int) and not isinstance(value, bool)
         return whole or (hint is float and isinstance(value, float))
-    return isinstance(value, hint)
+    return hint is Any or isinstance(value, hint)
 
 
 def _in_words(hint: Any) -> str:
