@@ -104,6 +104,7 @@ class Report:
         self._keep(error, cause)
         if self._keeps_store:
             self._linger(cause)
+        self._watch.rest(BEAT_S)
         return JointError(cause.line, cause.code, speaks)
 
     def _cause(self, error: BaseException) -> Cause:
@@ -125,6 +126,7 @@ class Report:
         GUARD.arm("cause", LEAVE_S, OK)
         self._keep(error, cause)
         self.leave()
+        self.part()
         return JointError(cause.line, OK, speaks)
 
     def _own(self, error: BaseException) -> Cause:

@@ -67,7 +67,13 @@ class Watch(threading.Thread):
     def part(self) -> None:
         """The run is over, and ranks may go."""
         self._parted.set()
+        self.rest(LEAVE_S)
         GUARD.disarm("store")
+
+    def rest(self, seconds: float) -> None:
+        """Until the thread has ended: were it inside the store's C++ when Python ends, it would abort all."""
+        self._peers.call()
+        self.join(seconds)
 
     def dismiss(self, ranks: tuple[int, ...]) -> None:
         """Wakes those of this machine, and ends those that do not go."""

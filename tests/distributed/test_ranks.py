@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -69,3 +71,13 @@ def test_two_real_ranks():
         assert said["summed"] == [3.0] * 3 and said["in place"]
         assert "the ranks differ in the configuration" in said["refused"]
     assert "out of step" in results[1]["astray"] and "allowed number" in results[1]["astray"]
+
+
+def threads_left(ranks: Ranks) -> list[str]:
+    ranks.close()
+    return [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.slow
+def test_no_thread_is_left_that_python_would_end_inside_the_store():
+    assert all("watch" not in names for names in on_ranks(2, threads_left).values())
