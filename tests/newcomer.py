@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 3600
+TYPED = "def hello\n"  # where a command asks for a prompt
 PLACEHOLDERS = re.compile(r"/models/|<.*>|model=\.\.\.|(^|\s)\.\.\.(\s|$)")
 
 
@@ -56,7 +57,7 @@ def needs(command: str, folder: Path) -> str:
         return "a place of the reader's"
     if ".download=true" in command:
         return "a network"
-    if "task.submit=true" in command and shutil.which("sbatch") is None:
+    if "task.submit=true" in command and not _has_scheduler():
         return "a scheduler"
     files = re.findall(r"(?:task\.input|prompt_file)=(\S+)", command)
     absent = [name for name in files if not (folder / name).exists()]
@@ -67,6 +68,11 @@ def needs(command: str, folder: Path) -> str:
     return ""
 
 
+def _has_scheduler() -> bool:
+    """One that answers."""
+    return bool(shutil.which("sbatch")) and not subprocess.run(["sinfo"], capture_output=True).returncode
+
+
 def run(command: str, folder: Path) -> Told:
     """In a shell as a newcomer has one."""
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -75,7 +81,7 @@ def run(command: str, folder: Path) -> Told:
     try:
         done = subprocess.run(
             ["bash", "-c", active + command], cwd=folder, env=env, capture_output=True, text=True,
-            errors="replace", stdin=subprocess.DEVNULL, timeout=LONGEST_S,
+            errors="replace", input=TYPED, timeout=LONGEST_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Told(command, -1, LONGEST_S, "still running")
