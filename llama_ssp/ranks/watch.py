@@ -99,7 +99,10 @@ class Watch(threading.Thread):
             return self.view.cause
         staying = {rank for rank in range(self._world) if self.view.places[rank].phase != END}
         limit = QUIET_S if self.lost.is_set() else self._patience_s
-        late = {rank for rank in staying if now - self._changed[rank] > limit} - {self._rank}
+        late = {rank for rank in staying if now - self._changed[rank] > limit}
+        leaving = set(range(self._world)) - staying - gone  # for whom this rank waits; one may be stopped
+        late |= {rank for rank in leaving if now - self._changed[rank] > self._patience_s}
+        late -= {self._rank}
         missing = sorted(((gone & staying) | late) - self.spare)
         if not missing:  # only now: torchrun stops the others when one has gone
             own = GUARD.signalled and stopped(self._rank, GUARD.signalled, self.place)

@@ -1,0 +1,58 @@
+"""What a rank makes of the others' signs of life."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from llama_ssp.guard import GUARD
+from llama_ssp.ranks.board import END, Cause, Place, View
+from llama_ssp.ranks.watch import Watch
+
+PATIENCE_S = 0.05
+
+
+class Board:
+    """Rank 1 beats no more."""
+
+    def __init__(self, phase: str) -> None:
+        self._phase = phase
+
+    def beat(self, number: int) -> None: ...
+
+    def read(self) -> View:
+        return View([Place(END), Place(self._phase)], [str(time.monotonic()), "1"], None)
+
+    def blame(self, cause: Cause) -> Cause:
+        return cause
+
+
+class Peers:
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+
+    def call(self) -> None: ...
+
+    def kill(self, rank: int) -> None:
+        self.killed.append(rank)
+
+
+@pytest.mark.parametrize("phase", ["verify", END])
+@pytest.mark.parametrize("gone", [set(), {1}], ids=["stopped", "gone"])
+def test_who_stands_still_on_its_way_out_is_ended_too(
+    phase: str, gone: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While this rank still waits for it; one that has gone in good order is no fault."""
+    monkeypatch.setattr(GUARD, "on_signal", [])
+    board, peers = Board(phase), Peers()
+    watch = Watch(board, peers, 0, 2, PATIENCE_S, True)  # type: ignore[arg-type]
+    watch._look(1, set())
+    time.sleep(2 * PATIENCE_S)
+    cause: Any = watch._look(2, gone)
+    if phase == END and gone:
+        assert cause is None
+    else:
+        assert cause.silent == (1,) and f"during {phase}" in cause.line
+    assert peers.killed == ([] if gone else [1])
