@@ -77,8 +77,8 @@ class CounterDraws:
     def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
         """Corrections by a race, so that a draft that runs ahead guesses them best (engine.ahead).
 
-        The race's clocks are made when the round's first draft is drawn: a target's pass leaves nothing in a
-        CPU's caches of what makes numbers, and behind it they take many times as long.
+        The race's clocks are made when the round's first draft is drawn: behind a target's pass they were
+        seen to take many times as long on a CPU, whose caches it has probably filled.
         """
         clock_BN = self._clocks(slot, 2 * heat(law_BV.shape[1]), law_BV.device)
         if slot.purpose is Purpose.CORRECT:
