@@ -83,17 +83,16 @@ class CounterDraws:
         clock_BN = self._clocks(slot, 2 * heat(law_BV.shape[1]), law_BV.device)
         if slot.purpose is Purpose.CORRECT:
             return race(law_BV, clock_BN)
-        return inverse_cdf(law_BV, self._uniforms(slot, 1, law_BV.device))
+        return self._by_cdf(law_BV, self._uniforms(slot, 1, law_BV.device))
+
+    def _by_cdf(self, law_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+        return inverse_cdf(law_BV, uniform_B1)
 
     def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
-        """Exponential variables; of 52 bits, so that none is 0. A round's are made once."""
+        """Exponential variables. A round's are made once."""
         known, clock_BN = self._wound
         if known != (slot.keys, slot.bases, device) or clock_BN.shape[1] < count:
-            rows = [
-                self._row(key, base, count, RACES) for key, base in zip(slot.keys, slot.bases, strict=True)
-            ]
-            numbers = (np.stack(rows) >> np.uint64(1)) + 0.5
-            clock_BN = sent(torch.from_numpy(-np.log(numbers * 2.0**-52)), device)
+            clock_BN = sent(self._of_races(slot.keys, slot.bases, count), device)
             self._wound = (slot.keys, slot.bases, device), clock_BN
         return clock_BN[:, :count]
 
@@ -112,14 +111,23 @@ class CounterDraws:
         """
         known, table = self._latest
         if known != (keys, bases, device) or table.shape[1] < width:
-            rows = [
-                self._row(key, base, max(PREPARED, 2 * width)) for key, base in zip(keys, bases, strict=True)
-            ]
-            table = sent(torch.from_numpy(np.stack(rows) * 2.0**-53), device)
+            table = sent(self._of_round(keys, bases, max(PREPARED, 2 * width)), device)
             self._latest = (keys, bases, device), table
         return table
 
-    def _row(self, key: int, base: int, width: int, stream: int = ROUNDS) -> np.ndarray:
+    def _of_round(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int) -> Tensor:
+        """Uniforms of 53 bits."""
+        return torch.from_numpy(self._rows(keys, bases, width, ROUNDS) * 2.0**-53)
+
+    def _of_races(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int) -> Tensor:
+        """Exponentials of 52 bits, so that none is 0."""
+        halves = (self._rows(keys, bases, width, RACES) >> np.uint64(1)) + 0.5
+        return torch.from_numpy(-np.log(halves * 2.0**-52))
+
+    def _rows(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int, stream: int) -> np.ndarray:
+        return np.stack([self._row(key, base, width, stream) for key, base in zip(keys, bases, strict=True)])
+
+    def _row(self, key: int, base: int, width: int, stream: int) -> np.ndarray:
         """Numbers of 53 bits."""
         # As an array: of a list with a number beyond 2**63 numpy makes floats, which cut both keys.
         keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)

@@ -15,6 +15,7 @@ from llama_ssp.arrays import Array
 from llama_ssp.draws import Draws
 from llama_ssp.engine import AnyEngine, Engine, Follower, Proposal, State, Verdict
 from llama_ssp.errors import DistributedError
+from llama_ssp.kernels.deciding import HostDraws
 from llama_ssp.verify import Block, BlockRule, CoupledRule, Rule, TokenRule, meeting
 
 CERTAIN = 1 - 1e-9  # a law this sure of a token says nothing about how it was drawn
@@ -172,6 +173,11 @@ class WatchedEngine(RuledEngine):
     def _block(self, state: State, proposal: Proposal, law_BWV: Tensor) -> Block:
         self._seen = super()._block(state, proposal, law_BWV)
         return self._seen
+
+    def _by_kernel(self, draws: HostDraws, state: State, proposal: Proposal, law_BWV: Tensor) -> Tensor:
+        if proposal.k:
+            self._block(state, proposal, law_BWV)
+        return super()._by_kernel(draws, state, proposal, law_BWV)
 
 
 class WatchedFollower(Follower):

@@ -13,6 +13,7 @@ from llama_ssp.engine.apart import Exchange, RemoteDrafter
 from llama_ssp.engine.drafters import Drafter, certain_where, resting, within
 from llama_ssp.engine.runner import Runner
 from llama_ssp.engine.state import Prompt, Proposal, State
+from llama_ssp.kernels.deciding import HostDraws, can_decide
 from llama_ssp.ranks import SOLE, Crew
 from llama_ssp.sampling import Laws, lawless, one_hot
 from llama_ssp.sending import sent
@@ -126,6 +127,8 @@ class Engine:
 
     def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
         law_BWV = self._laws(logit_BWV, state.prefix(0, proposal.k + 1))
+        if isinstance(self._draws, HostDraws) and can_decide(self._rule):
+            return _on_host(proposal, self._by_kernel(self._draws, state, proposal, law_BWV))
         damaged_B = within(tuple(n + 1 for n in proposal.count), lawless(law_BWV)).any(1)
         if proposal.damaged is not None:
             damaged_B |= proposal.damaged
@@ -136,7 +139,18 @@ class Engine:
             law_BV, seen_BN = law_BWV[:, 0], law_BWV[:, 0, :0]
         law_BV = resting(law_BV, _idle(state))
         token_B = self._draws.categorical(law_BV, state.slot(Purpose.CORRECT))
-        return _on_host(proposal, accepted_B, token_B, seen_BN, damaged_B)
+        columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
+        return _on_host(proposal, torch.cat([*columns, seen_BN.double()], 1))
+
+    def _by_kernel(self, draws: HostDraws, state: State, proposal: Proposal, law_BWV: Tensor) -> Tensor:
+        """All that follows here, for laws on the host, in one call."""
+        decided = draws.decided(
+            self._rule, law_BWV, proposal.draft_BKV, proposal.drafted_BK, proposal.count, _idle(state),
+            state.slot(Purpose.ACCEPT), state.slot(Purpose.CORRECT),
+        )  # fmt: skip
+        if proposal.damaged is not None:
+            decided[:, 2] += proposal.damaged
+        return decided
 
     def _decide(self, state: State, proposal: Proposal, law_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """How many drafts stand, the law of what follows, and what was seen of each: see `Verdict`."""
@@ -205,12 +219,9 @@ def _in_double(law: Tensor) -> Tensor:
     return wide / mass if wide is law else wide.div_(mass)
 
 
-def _on_host(
-    proposal: Proposal, accepted_B: Tensor, token_B: Tensor, seen_BN: Tensor, damaged_B: Tensor
-) -> Verdict:
-    """Everything decided, in one transfer."""
-    columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
-    whole = torch.cat([*columns, seen_BN.double()], 1).cpu().tolist()
+def _on_host(proposal: Proposal, decided_BN: Tensor) -> Verdict:
+    """Everything decided, in one transfer: accepted, token, damaged, then what there is of each draft."""
+    whole = decided_BN.cpu().tolist()
 
     def of(part: int) -> list[list[float]]:
         """Each row's share of a part that has a column for each draft."""

@@ -32,17 +32,27 @@ def compiler() -> str | None:
 
 def load_library(name: str) -> None:
     """Makes the operators of NAME.cpp known to torch; an OSError or CalledProcessError where it cannot."""
-    source = Path(__file__).with_name(f"{name}.cpp")
-    command = compiler()
+    torch_operators: Any = torch.ops
+    torch_operators.load_library(library(name, *_of_torch()))
+
+
+def library(name: str, *flags: str) -> Path:
+    """NAME.cpp as a library: compiled, with `flags` beside those of all, if it has not been."""
+    source, command = Path(__file__).with_name(f"{name}.cpp"), compiler()
     if command is None:
         raise FileNotFoundError("no C++ compiler")
-    place = Path(cache_dir()) / "llama_ssp" / f"{name}-{_print_of(source, command)}.so"
+    place = Path(cache_dir()) / "llama_ssp" / f"{name}-{_print_of(source, command, flags)}.so"
     if not place.exists():
-        _compile(command, source, place)
+        _compile(command, source, place, flags)
     if not is_ours(place):
         raise PermissionError(f"others may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
-    torch_operators: Any = torch.ops
-    torch_operators.load_library(place)
+    return place
+
+
+def complaint(error: OSError | subprocess.CalledProcessError) -> str:
+    """Why there is no library, in a line."""
+    said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+    return said[0][:200]
 
 
 def is_ours(file: Path) -> bool:
@@ -51,26 +61,29 @@ def is_ours(file: Path) -> bool:
     return all(one.st_uid == os.getuid() and not one.st_mode & OTHERS_WRITE for one in found)
 
 
-def _compile(command: str, source: Path, place: Path) -> None:
+def _of_torch() -> tuple[str, ...]:
+    """Where torch's headers and its libraries are."""
+    folder = Path(torch.__file__).parent / "lib"
+    return *(f"-I{path}" for path in include_paths()), f"-L{folder}", "-lc10", "-ltorch_cpu"
+
+
+def _compile(command: str, source: Path, place: Path, flags: tuple[str, ...]) -> None:
     """Another process may be doing the same: each writes a file of its own, and the last one stands."""
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     log.info("engine: compiling %s for this processor", source.name)
     began = time.perf_counter()
     part = place.with_suffix(f".{platform.node()}-{os.getpid()}.part")
-    includes = [f"-I{path}" for path in include_paths()]
-    library = Path(torch.__file__).parent / "lib"
     subprocess.run(
-        [command, *FLAGS, *includes, str(source), "-o", str(part), f"-L{library}", "-lc10", "-ltorch_cpu"],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        [command, *FLAGS, str(source), "-o", str(part), *flags], check=True, capture_output=True, text=True
+    )
     part.replace(place)
     log.info("engine: compiled in %.0f s, kept in %s", time.perf_counter() - began, place.parent)
 
 
-def _print_of(source: Path, command: str) -> str:
+def _print_of(source: Path, command: str, flags: tuple[str, ...]) -> str:
     """A hash of everything the library depends on."""
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
-    known = [source.read_text(encoding="utf-8"), torch.__version__, version, *FLAGS, processor()]
+    known = [source.read_text(encoding="utf-8"), torch.__version__, version, *FLAGS, *flags, processor()]
     return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
 
 

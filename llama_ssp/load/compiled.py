@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp.kernels.build import complaint
 from llama_ssp.kernels.linear import pack
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.kept import Kept
@@ -79,8 +80,7 @@ def _with_kernels(causal: CausalModel, made: Callable[[CausalModel], CausalModel
     try:
         return made(causal)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        log.warning("engine: %s runs eagerly: its kernel was not built: %s", causal.name, said[0][:200])
+        log.warning("engine: %s runs eagerly: its kernel was not built: %s", causal.name, complaint(error))
         return causal
 
 

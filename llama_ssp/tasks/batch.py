@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from llama_ssp.config import BatchConf
-from llama_ssp.coupled import source
 from llama_ssp.engine import Prompt
 from llama_ssp.errors import StorageError
 from llama_ssp.guard import GUARD
@@ -32,6 +31,7 @@ from llama_ssp.tasks.begin import begin, token_ids
 from llama_ssp.tasks.pair import Pair, engine_with, lookahead_for, open_pair, rule_of
 from llama_ssp.tasks.rows import Rows, Work, Written
 from llama_ssp.tasks.seats import seats, tokens_of
+from llama_ssp.tasks.steps import draws_for
 from llama_ssp.tasks.ways import way
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class BatchTask:
     def _writer(self, pair: Pair, tokens: Tokens) -> Rows:
         run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
         laws = RowLaws(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
-        draws = source(rule_of(run), self._inputs.seed)
+        draws = draws_for(pair.target, rule_of(run), self._inputs.seed)
         engine = engine_with(pair, run, tokens, laws, draws, self._task.prefill_chunk)
         return Rows(
             engine, laws, draws, tokens.decode, partial(lookahead_for, run), ends, self._task.prefill_chunk

@@ -7,11 +7,11 @@ import time
 from collections import defaultdict
 
 from llama_ssp.config import RunConf
-from llama_ssp.coupled import source
 from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import Costs
 from llama_ssp.sampling import Laws
+from llama_ssp.tasks.steps import draws_for
 from llama_ssp.verify import RULES
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, s
     if k_max < 1:
         return None
     laws, rule = Laws(run.sampling, (), target.vocab), RULES[run.speculation.verification.value]
-    draws = source(rule, 0)
+    draws = draws_for(target, rule, 0)
     engine = Engine(Runner(target), ModelDrafter(Runner(draft), laws, draws), laws, rule, draws)
     state = engine.prefill([Prompt(str(row), (0,) * half) for row in range(rows)], half)
     drafting: dict[int, list[float]] = defaultdict(list)

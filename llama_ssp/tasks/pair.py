@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from llama_ssp.config import Drafting, OnDraftLoss, RunConf, Splitting, home_expanded
-from llama_ssp.coupled import source
 from llama_ssp.draws import Draws
 from llama_ssp.engine import (
     AheadAssistant,
@@ -44,6 +43,7 @@ from llama_ssp.report import Progress
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks.costs import measured
 from llama_ssp.tasks.seats import Seat, may_draft, require_loadable
+from llama_ssp.tasks.steps import draws_for
 from llama_ssp.verify import RULES, Rule
 from llama_ssp.vocab import Bridge, Intersection
 
@@ -176,7 +176,7 @@ def engine_for(
 ) -> AnyEngine:
     """One engine with caches and draws of its own; only real tokens are ever drawn."""
     laws = Laws(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
-    return engine_with(pair, run, tokens, laws, source(rule_of(run), seed), chunk)
+    return engine_with(pair, run, tokens, laws, draws_for(pair.target, rule_of(run), seed), chunk)
 
 
 def rule_of(run: RunConf) -> Rule:

@@ -1,4 +1,4 @@
-"""Which models run with compiled steps (engine=auto|eager|compiled), and why the others do not.
+"""Which models run with compiled steps (engine=auto|eager|compiled), why others do not, and what draws then.
 
 What is decided rests on the configuration and the machine alone, never on a clock: compiled and eager steps
 round differently in 16 bit, and a text should not hang on how busy the machine was.
@@ -11,8 +11,14 @@ import logging
 import torch
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.coupled import source
+from llama_ssp.draws import CounterDraws
 from llama_ssp.kernels.build import compiler
+from llama_ssp.kernels.deciding import by_kernel
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.compiled import CompiledModel
 from llama_ssp.plan import parameters
+from llama_ssp.verify import Rule
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +76,13 @@ def unprofitable(run: RunConf, model: ModelConf, dtype: Dtype) -> str | None:
     if tokens * saved < cost:
         return f"{tokens} tokens save less than compiling takes"
     return None
+
+
+def draws_for(target: CausalModel | None, rule: Rule, seed: int) -> CounterDraws:
+    """What this rank draws from: beside steps that are compiled for a CPU, by a kernel as well."""
+    draws = source(rule, seed)
+    beside = isinstance(target, CompiledModel) and target.device.type == "cpu"
+    return by_kernel(draws) if beside else draws
 
 
 def tokens_at_once(run: RunConf) -> int:

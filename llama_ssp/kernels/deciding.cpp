@@ -1,0 +1,239 @@
+// One round's draws and its decision on a CPU: what verify.py and draws.py define, each in one call.
+//
+// Behind a target's pass nothing of a program is left in the caches, so what a round does beside its passes costs
+// by how much code it touches and not by how much it computes. This is little code, in plain C++: it is compiled
+// within seconds, and called by address. Sums are taken in double precision, some in another order than
+// in the definitions: all agree up to rounding (tests/test_deciding.py).
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace {
+
+// A law as it is given, in single or double precision, read as numbers that sum to one.
+template <class Number>
+struct Law {
+  const Number* chance;
+  double scale = 1;
+  double operator[](int64_t token) const { return static_cast<double>(chance[token]) * scale; }
+};
+
+template <class Of>
+double sum(int64_t count, Of of) {
+  double total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < count; i++) total += of(i);
+  return total;
+}
+
+double positive(double x) { return x > 0 ? x : 0; }
+
+template <class Number>
+Law<Number> normalised(const Number* chance, int64_t vocab) {
+  return {chance, 1 / sum(vocab, [=](int64_t i) { return static_cast<double>(chance[i]); })};
+}
+
+// Which clock rings first; none at a rate of 0, or at one that is no number.
+template <class Rate>
+int64_t first(const double* clock, int64_t count, Rate rate) {
+  int64_t found = 0;
+  double soonest = std::numeric_limits<double>::infinity();
+  for (int64_t i = 0; i < count; i++) {
+    const double r = rate(i), rings = clock[i] / r;
+    if (r > 0 && rings < soonest) soonest = rings, found = i;
+  }
+  return found;
+}
+
+// draws.race: heats of `heat` tokens race by their sums, then the tokens of the one that won.
+template <class Rate>
+int64_t race(const double* clock, int64_t heat, int64_t vocab, Rate rate) {
+  const int64_t heats = (vocab + heat - 1) / heat;
+  const int64_t won = first(clock, heats, [=](int64_t h) {
+    return sum(std::min(heat, vocab - h * heat), [=](int64_t i) { return rate(h * heat + i); });
+  });
+  const int64_t inside = std::min(heat, vocab - won * heat);
+  return won * heat + first(clock + heat, inside, [=](int64_t i) { return rate(won * heat + i); });
+}
+
+// draws.inverse_cdf: the token at which the cumulated law first exceeds the uniform; never one of probability 0.
+template <class Number>
+int64_t inverse_cdf(const Number* law, int64_t vocab, double uniform) {
+  constexpr int64_t SOME = 256;  // tokens that are summed at once
+  const Law<Number> chance{law};
+  const auto of_some = [=](int64_t from) {
+    return sum(std::min(SOME, vocab - from), [=](int64_t i) { return chance[from + i]; });
+  };
+  double total = 0;
+  for (int64_t from = 0; from < vocab; from += SOME) total += of_some(from);
+  const double mark = uniform * total;
+  int64_t last = vocab - 1;  // with a chance, of those passed
+  double before = 0;
+  for (int64_t from = 0; from < vocab; from += SOME) {
+    const double behind = before + of_some(from);
+    const bool here = behind > mark;
+    if (here || from + SOME >= vocab) {
+      double rising = before;
+      for (int64_t i = from; i < std::min(from + SOME, vocab); i++) {
+        rising += chance[i];
+        if (chance[i] > 0) last = i;
+        if (rising > mark) return i;
+      }
+      if (here) return last;  // rounding: one after the other they sum to a little less
+    }
+    before = behind;
+  }
+  return last;
+}
+
+struct Rows {
+  int64_t rows, k, vocab, heat;
+  const int64_t *drafted, *count, *idle;
+  const double *coin, *clock;
+  int64_t coin_row, coin_step, clock_row;
+};
+
+// One row's decision: accepted, token, damaged, then of each draft itself, the laws' overlap, and the chances that
+// those before it stand, and that it does with them (engine.Verdict).
+template <class Target, class Draft>
+void decide_row(const Rows& given, int64_t row, bool block, const Target* targets, const Draft* drafts,
+                double* decided) {
+  const int64_t k = given.k, vocab = given.vocab, count = given.count[row];
+  const int64_t* drafted = given.drafted + row * k;
+  const double* coin = given.coin + row * given.coin_row;
+  double *overlap = decided + 3 + k, *before = overlap + k, *standing = before + k;
+
+  bool damaged = std::isnan(targets[count * vocab]);
+  for (int64_t i = 0; i < count; i++) damaged |= std::isnan(targets[i * vocab]) || std::isnan(drafts[i * vocab]);
+
+  std::vector<Law<Target>> target;
+  std::vector<Law<Draft>> draft;
+  for (int64_t i = 0; i <= count; i++) target.push_back(normalised(targets + i * vocab, vocab));
+  for (int64_t i = 0; i < count; i++) draft.push_back(normalised(drafts + i * vocab, vocab));
+
+  int64_t accepted = 0;
+  double weight = 1, carried = 1, alive = 1;
+  for (int64_t i = 0; i < count; i++) {
+    const Law<Target> p = target[i];
+    const Law<Draft> q = draft[i];
+    const double ratio = q[drafted[i]] > 0 ? p[drafted[i]] / q[drafted[i]] : 0;
+    overlap[i] = sum(vocab, [=](int64_t z) { return std::min(p[z], q[z]); });
+    if (block) {
+      before[i] = carried;
+      carried = std::min(carried * ratio, 1.0);
+      double chance = carried;  // of the whole block
+      if (i + 1 < count) {
+        const Law<Target> next = target[i + 1];
+        const Law<Draft> other = draft[i + 1];
+        const double spare = sum(vocab, [=](int64_t z) { return positive(carried * next[z] - other[z]); });
+        const double whole = spare + 1 - carried;
+        chance = spare / (whole > 0 ? whole : 1);
+        standing[i + 1] = carried - spare;
+      }
+      if (i == 0) standing[0] = overlap[0];
+      if (coin[i * given.coin_step] < chance) accepted = i + 1, weight = carried;
+    } else {
+      const double chance = ratio < 1 ? ratio : 1;
+      before[i] = alive;
+      standing[i] = alive * overlap[i];
+      alive *= chance;
+      if (accepted == i && coin[i * given.coin_step] < chance) accepted = i + 1;
+    }
+  }
+
+  int64_t token = 0;
+  if (!given.idle[row]) {
+    const double* clock = given.clock + row * given.clock_row;
+    const Law<Target> p = target[accepted];
+    double rest = 0;  // of the target's law, what the draft did not cover
+    if (accepted < count) {
+      const Law<Draft> q = draft[accepted];
+      const auto left = [=](int64_t z) { return positive(weight * p[z] - q[z]); };
+      rest = sum(vocab, left);
+      if (rest > 0) token = race(clock, given.heat, vocab, left);
+    }
+    if (!(rest > 0)) token = race(clock, given.heat, vocab, [=](int64_t z) { return p[z]; });
+  }
+  decided[0] = static_cast<double>(accepted);
+  decided[1] = static_cast<double>(token);
+  decided[2] = damaged;
+  for (int64_t i = 0; i < k; i++) decided[3 + i] = static_cast<double>(drafted[i]);
+}
+
+template <class Target, class Draft>
+void decide_rows(const Rows& given, bool block, const void* targets, const void* drafts, double* decided) {
+  const auto* target = static_cast<const Target*>(targets);
+  const auto* draft = static_cast<const Draft*>(drafts);
+  for (int64_t row = 0; row < given.rows; row++)
+    decide_row(given, row, block, target + row * (given.k + 1) * given.vocab, draft + row * given.k * given.vocab,
+               decided + row * (3 + 4 * given.k));
+}
+
+template <class Number>
+void draw_rows(const void* laws, int64_t rows, int64_t vocab, const double* uniform, int64_t step, int64_t* token) {
+  const auto* law = static_cast<const Number*>(laws);
+  for (int64_t row = 0; row < rows; row++) token[row] = inverse_cdf(law + row * vocab, vocab, uniform[row * step]);
+}
+
+// Philox4x64-10 (Salmon et al. 2011), as numpy counts: the first block is that of counter 1.
+struct Philox {
+  std::array<uint64_t, 2> key;
+  std::array<uint64_t, 4> counter;
+
+  std::array<uint64_t, 4> next() {
+    counter[0]++;
+    auto [a, b, c, d] = counter;
+    auto [one, other] = key;
+    for (int round = 0; round < 10; round++, one += 0x9E3779B97F4A7C15, other += 0xBB67AE8584CAA73B) {
+      const auto left = static_cast<unsigned __int128>(0xD2E7470EE14C6C93) * a;
+      const auto right = static_cast<unsigned __int128>(0xCA5A826395121157) * c;
+      a = static_cast<uint64_t>(right >> 64) ^ b ^ one;
+      b = static_cast<uint64_t>(right);
+      c = static_cast<uint64_t>(left >> 64) ^ d ^ other;
+      d = static_cast<uint64_t>(left);
+    }
+    return {a, b, c, d};
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Rows of `count` numbers of a stream: uniforms of 53 bits or, for a race, exponentials of 52, none of them 0.
+void numbers(bool of_race, int64_t rows, const uint64_t* seed, const uint64_t* key, const uint64_t* base,
+             uint64_t stream, int64_t count, double* number) {
+  for (int64_t row = 0; row < rows; row++, number += count) {
+    Philox source{{seed[row], key[row]}, {0, 0, stream, base[row]}};
+    for (int64_t from = 0; from < count; from += 4) {
+      const auto drawn = source.next();
+      for (int64_t i = 0; i < std::min<int64_t>(4, count - from); i++) {
+        const double half = static_cast<double>(drawn[i] >> 12) + 0.5;
+        number[from + i] = of_race ? -std::log(half * 0x1p-52) : static_cast<double>(drawn[i] >> 11) * 0x1p-53;
+      }
+    }
+  }
+}
+
+// A token a row, from laws of (rows, vocab).
+void draw(bool wide, const void* laws, int64_t rows, int64_t vocab, const double* uniform, int64_t step,
+          int64_t* token) {
+  (wide ? draw_rows<double> : draw_rows<float>)(laws, rows, vocab, uniform, step, token);
+}
+
+// The target's laws are (rows, k + 1, vocab), the draft's (rows, k, vocab); `decided` is (rows, 3 + 4 k), of zeros.
+void decide(bool block, bool wide, const void* targets, bool draft_wide, const void* drafts, int64_t rows, int64_t k,
+            int64_t vocab, int64_t heat, const int64_t* drafted, const int64_t* count, const int64_t* idle,
+            const double* coin, int64_t coin_row, int64_t coin_step, const double* clock, int64_t clock_row,
+            double* decided) {
+  const Rows given{rows, k, vocab, heat, drafted, count, idle, coin, clock, coin_row, coin_step, clock_row};
+  if (wide)
+    (draft_wide ? decide_rows<double, double> : decide_rows<double, float>)(given, block, targets, drafts, decided);
+  else
+    (draft_wide ? decide_rows<float, double> : decide_rows<float, float>)(given, block, targets, drafts, decided);
+}
+}

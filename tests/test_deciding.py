@@ -1,0 +1,329 @@
+"""The kernel that draws and decides on a CPU does what draws.py and verify.py define."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.coupled import CoupledDraws
+from llama_ssp.draws import CounterDraws, Purpose, Slot, heat, inverse_cdf
+from llama_ssp.engine import Engine, ModelDrafter, NoDrafter, Prompt, Proposal, Runner, State
+from llama_ssp.kernels import build, deciding
+from llama_ssp.kernels.deciding import HostDraws, by_kernel
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES, BlockRule
+from tests.rig import drive
+from tests.toy import toy
+
+CPU = torch.device("cpu")
+LAST, NEVER = 1 - 2.0**-53, 2.0  # the largest uniform; more than any chance
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
+pytestmark = needs_compiler
+
+
+@dataclass
+class Case:
+    """Laws of a round: which they are follows from the seed."""
+
+    seed: int
+    vocab: int
+    rule: str = "block"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        random = torch.Generator().manual_seed(self.seed)
+
+        def below(most: int) -> int:
+            return int(torch.randint(0, most, (), generator=random))
+
+        rows, self.k = 1 + below(3), below(6)
+        shape = rows, self.k + 1, self.vocab
+        logit = 2 * torch.randn(shape, generator=random, dtype=self.dtype)
+        noise = torch.randn(shape, generator=random, dtype=self.dtype) * below(3) / 2
+        impossible = torch.rand(shape, generator=random) < 0.3 * below(2)
+        impossible[..., 0] = False
+        self.target = torch.softmax(logit.masked_fill(impossible, -torch.inf), -1)
+        self.draft = torch.softmax(logit + noise, -1)[:, : self.k].contiguous()
+        self.drafted = torch.multinomial(self.draft.flatten(0, 1), 1, generator=random) if self.k else 0
+        self.drafted = torch.as_tensor(self.drafted).expand(rows * self.k, -1).reshape(rows, self.k)
+        self.count = (self.k, *(below(self.k + 1) for _ in range(rows - 1)))
+        self.state = State([Prompt(str(row), (1, 2)) for row in range(rows)], 20, CPU)
+        if below(3) == 0 and rows > 1:
+            self.state.finished[-1], self.count = "stop", (*self.count[:-1], 0)
+
+    def proposal(self):
+        broken = torch.zeros(self.state.rows, dtype=torch.bool)
+        for row, count in enumerate(self.count):
+            broken[row] = self.draft[row, :count, 0].isnan().any()
+        return Proposal(self.drafted, self.draft if self.k else None, self.count, broken)
+
+    @torch.inference_mode()
+    def decided(self, draws):
+        """What an engine with these draws makes of it."""
+        engine = Engine(Runner(toy(self.vocab, 0), 8), NoDrafter(), self.laws, RULES[self.rule], draws)
+        return engine._judge(self.state, self.proposal(), self.target)
+
+    @staticmethod
+    def laws(law_BWV, _prefix):
+        return law_BWV
+
+
+class Told(HostDraws):
+    """Whose numbers are said."""
+
+    def __init__(self, coin_BK, clock_BN):
+        super().__init__(0)
+        self._coins, self._told = coin_BK, clock_BN
+
+    def _uniforms(self, slot, count, device):
+        return self._coins[:, slot.offset : slot.offset + count]
+
+    def _clocks(self, slot, count, device):
+        return self._told
+
+
+CASES = [
+    Case(seed, vocab, rule, dtype)
+    for vocab in (2, 3, 10, 50, 257)
+    for rule in ("token", "block")
+    for dtype in (torch.float32, torch.float64)
+    for seed in range(25)
+]
+
+
+def different(cases=CASES) -> int:
+    """In how many cases the kernel's decision is not that of the rules as they are defined."""
+    return sum(not alike(case.decided(CounterDraws(9)), case.decided(HostDraws(9))) for case in cases)
+
+
+def alike(one, other) -> bool:
+    """The same tokens, and the same chances up to rounding; NaN where the other has it."""
+
+    def numbers(verdict):
+        flat = [chance for row in verdict.overlap for chance in row]
+        flat += [chance for row in verdict.standing for both in row for chance in both]
+        return torch.tensor(flat, dtype=torch.float64)
+
+    same = (one.drafted, one.accepted, one.token, one.damaged) == (
+        other.drafted, other.accepted, other.token, other.damaged,
+    )  # fmt: skip
+    return same and torch.allclose(numbers(one), numbers(other), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_decisions_are_those_of_the_rules():
+    assert different() == 0
+    accepted = [n for case in CASES for n in case.decided(HostDraws(9)).accepted]
+    assert {0, 1, 2, 3} <= set(accepted)
+
+
+def test_broken_laws_are_told():
+    """NaN in a row's laws damages that row, and its padding does not."""
+    found = []
+    for case in (Case(seed, 40) for seed in range(60)):
+        case.target[-1, -1], case.draft[:1, -1:] = torch.nan, torch.nan
+        one, other = case.decided(CounterDraws(1)), case.decided(HostDraws(1))
+        assert one.damaged == other.damaged
+        assert all(0 <= token < 40 for token in other.token)
+        found += other.damaged
+    assert {False, True} == set(found)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_chances_are_exact(rule):
+    """A coin just below the chance that the rule defines passes, one just above it does not."""
+    tried = 0
+    for case in (case for case in CASES if case.rule == rule and case.k):
+        engine = Engine(Runner(toy(case.vocab, 0), 8), NoDrafter(), case.laws, RULES[rule], CounterDraws(0))
+        chance_BK = RULES[rule].accept_chances(engine._block(case.state, case.proposal(), case.target))
+        clock_BN = torch.ones(case.state.rows, 2 * heat(case.vocab), dtype=torch.float64)
+        for row, count in enumerate(case.count):
+            for place in range(count):
+                if rule == "token" and bool((chance_BK[row, :place] == 0).any()):
+                    continue  # nobody gets there
+                chance = float(chance_BK[row, place])
+                for coin, passes in ((chance - 1e-9, True), (chance + 1e-9, False)):
+                    if not 0 <= coin <= LAST:
+                        continue
+                    coin_BK = torch.full((case.state.rows, case.k), NEVER, dtype=torch.float64)
+                    coin_BK[row, :place] = NEVER if rule == "block" else 0.0
+                    coin_BK[row, place] = coin
+                    stood = case.decided(Told(coin_BK, clock_BN)).accepted[row]
+                    assert (stood == place + 1) == passes
+                    tried += 1
+    assert tried > 300
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_law_behind_the_drafts_is_exact(rule):
+    """Given clocks in the law's own proportions, the slightest favour decides the race."""
+    tried = 0
+    for case in (case for case in CASES if case.rule == rule and case.vocab in (3, 10, 50)):
+        coin_BK = CounterDraws(case.seed)._uniforms(case.state.slot(Purpose.ACCEPT), case.k, CPU)
+        ones_BN = torch.ones(case.state.rows, 2 * heat(case.vocab), dtype=torch.float64)
+        accepted = case.decided(Told(coin_BK, ones_BN)).accepted[0]
+        law_V = law_behind(case, accepted)
+        size = heat(case.vocab)
+        padded = torch.nn.functional.pad(law_V, (0, -case.vocab % size)).view(-1, size)
+        for token in law_V.nonzero().flatten().tolist():
+            clock_N = ones_BN[0].clone()
+            clock_N[: len(padded)] = padded.sum(-1)
+            clock_N[size:] = padded[token // size]
+            clock_N[[token // size, size + token % size]] *= 1 - 1e-7
+            verdict = case.decided(Told(coin_BK, clock_N.expand(case.state.rows, -1)))
+            assert (verdict.accepted[0], verdict.token[0]) == (accepted, token)
+            tried += 1
+    assert tried > 300
+
+
+def law_behind(case: Case, accepted: int):
+    """Of the first row."""
+    if case.k == 0:
+        return case.target[0, 0].double()
+    engine = Engine(Runner(toy(case.vocab, 0), 8), NoDrafter(), case.laws, RULES[case.rule], CounterDraws(0))
+    block = engine._block(case.state, case.proposal(), case.target)
+    rows = torch.full((case.state.rows,), accepted).minimum(torch.tensor(case.count))
+    return RULES[case.rule].correction_law(block, rows)[0]
+
+
+def test_of_equal_laws_every_draft_stands():
+    for rule in ("token", "block"):
+        for case in (Case(seed, 30, rule) for seed in range(20)):
+            case.target[:, : case.k] = case.draft
+            coin_BK = torch.full((case.state.rows, case.k), LAST, dtype=torch.float64)
+            clock_BN = torch.ones(case.state.rows, 12, dtype=torch.float64)
+            assert tuple(case.decided(Told(coin_BK, clock_BN)).accepted) == case.count
+
+
+COIN = "< chance) accepted = i + 1, weight"
+FAULTS = {
+    "a coin that equals the chance passes": (COIN, COIN.replace("<", "<=")),
+    "the residual forgets what is carried": ("accepted = i + 1, weight = carried", "accepted = i + 1"),
+    "no residual": ("if (accepted < count) {", "if (false) {"),
+    "the residual of the draft before": ("draft[accepted];", "draft[accepted ? accepted - 1 : 0];"),
+    "the token rule goes on behind a fall": ("if (accepted == i && coin", "if (coin"),
+    "the block rule stops at a fall": (COIN, COIN.replace(")", " && accepted == i)", 1)),
+    "no clip": ("std::min(carried * ratio, 1.0)", "carried * ratio"),
+    "every chance is what is carried": ("if (i + 1 < count) {", "if (false) {"),
+    "laws that do not sum to one": ("return {chance, 1 / sum(", "return {chance, 1 + 0 * sum("),
+    "everyone has the first row's coins": ("row * given.coin_row", "0 * row"),
+    "everyone has the first row's clocks": ("row * given.clock_row", "0 * row"),
+    "finished rows draw": ("if (!given.idle[row])", "if (true)"),
+    "a race of rates upside down": ("rings = clock[i] / r", "rings = clock[i] * r"),
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_show(fault, tmp_path, monkeypatch):
+    whole, faulty = FAULTS[fault]
+    source = Path(build.__file__).with_name("deciding.cpp").read_text(encoding="utf-8")
+    assert source.count(whole) == 1
+    (tmp_path / "deciding.cpp").write_text(source.replace(whole, faulty), encoding="utf-8")
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with patch.object(deciding, "operators", deciding.operators.__wrapped__):
+        if "equals" in fault:  # of dyadic laws: a chance of exactly a half
+            assert coin_on_the_edge() == 1
+        else:
+            assert different([replaced(case) for case in CASES])
+
+
+def coin_on_the_edge() -> int:
+    """How many of a half's drafts stand at a coin of a half."""
+    case = Case(0, 2)
+    case.state, case.k, case.count = State([Prompt("0", (1, 2))], 20, CPU), 1, (1,)
+    case.target = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
+    case.draft, case.drafted = torch.tensor([[[0.5, 0.5]]]), torch.tensor([[0]])
+    half, clock_BN = torch.full((1, 1), 0.5, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
+    return case.decided(Told(half, clock_BN)).accepted[0]
+
+
+def replaced(case: Case) -> Case:
+    """The same laws, not quite normalised, as those of 16 bits are."""
+    case = Case(case.seed, case.vocab, case.rule, case.dtype)
+    case.target, case.draft = case.target * 1.001, case.draft * 0.999
+    return case
+
+
+def test_a_coin_that_equals_the_chance_does_not_pass():
+    assert coin_on_the_edge() == 0
+
+
+def test_numbers_are_the_same():
+    keys, bases = (2**64 - 3, 7, 0), (0, 5, 2**40)
+    for seed in (0, 2**64 - 1):
+        one, other = CounterDraws(seed, {7: 5}), HostDraws(seed, {7: 5})
+        assert torch.equal(one._of_round(keys, bases, 97), other._of_round(keys, bases, 97))
+        torch.testing.assert_close(
+            one._of_races(keys, bases, 501), other._of_races(keys, bases, 501), rtol=1e-15, atol=1e-15
+        )
+
+
+@pytest.mark.parametrize("vocab", [2, 255, 256, 257, 3000])
+def test_tokens_are_the_same(vocab):
+    for dtype in (torch.float32, torch.float64):
+        logit_BV = 3 * torch.randn(40, vocab, dtype=dtype, generator=torch.Generator().manual_seed(vocab))
+        law_BV = torch.softmax(logit_BV.masked_fill(logit_BV < logit_BV[:, :1] - 1, -torch.inf), -1)
+        slot = Slot(tuple(range(40)), (5,) * 40, Purpose.DRAFT)
+        expected = CounterDraws(3).categorical(law_BV, slot)
+        assert torch.equal(HostDraws(3).categorical(law_BV, slot), expected)
+        for mark in (0.0, LAST):
+            uniform_B1 = torch.full((40, 1), mark, dtype=torch.float64)
+            found = HostDraws(0)._by_cdf(law_BV, uniform_B1)
+            assert (law_BV.gather(1, found[:, None]) > 0).all()
+            assert mark or torch.equal(found, inverse_cdf(law_BV, uniform_B1))
+
+
+def test_impossible_tokens_are_never_drawn():
+    """Also where a uniform falls on the very edge, and where a law is none."""
+    law_BV = torch.tensor([[0, 0.25, 0, 0.25, 0.5, 0]])
+    for uniform, token in ((0.0, 1), (0.25, 3), (0.5, 4), (LAST, 4)):
+        found = HostDraws(0)._by_cdf(law_BV, torch.full((1, 1), uniform, dtype=torch.float64))
+        assert found.tolist() == [token]
+    nothing = torch.full((1, 300), torch.nan)
+    assert 0 <= HostDraws(0)._by_cdf(nothing, torch.full((1, 1), 0.5, dtype=torch.float64)) < 300
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("sampling", [SamplingConf(), SamplingConf(top_p=0.8, temperature=0.7)])
+def test_texts_are_the_same(rule, sampling):
+    """Of a whole run, row by row; K = 0 too."""
+    target, draft = toy(40, 0), toy(40, 1)
+    for k in (0, 3):
+        texts = []
+        for draws in (CounterDraws(4), HostDraws(4)):
+            laws = Laws(sampling, (), 40)
+            drafter = ModelDrafter(Runner(draft, 8), laws, draws) if k else NoDrafter()
+            engine = Engine(Runner(target, 8), drafter, laws, RULES[rule], draws)
+            prompts = [Prompt(str(row), (1, 2, 3 + row)) for row in range(3)]
+            texts.append(drive(engine, prompts, k=k, max_new=30).texts)
+        assert texts[0] == texts[1]
+
+
+def test_other_draws_and_other_rules_are_left_alone():
+    coupled = CoupledDraws(0)
+    assert by_kernel(coupled) is coupled
+    assert isinstance(by_kernel(CounterDraws(3, {1: 2})), HostDraws)
+
+    class Other(BlockRule):
+        pass
+
+    assert not deciding.can_decide(Other()) and not deciding.can_decide(RULES["coupled"])
+
+
+def test_without_a_compiler_rounds_are_decided_as_before(monkeypatch, caplog):
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.delenv("CXX", raising=False)
+    draws = CounterDraws(0)
+    with (
+        patch.object(deciding, "operators", deciding.operators.__wrapped__),
+        caplog.at_level(logging.WARNING),
+    ):
+        assert by_kernel(draws) is draws
+    assert "no C++ compiler" in caplog.text
