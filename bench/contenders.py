@@ -97,7 +97,8 @@ def rounds(
 ) -> list[list[str]]:  # fmt: skip
     """A round beside its parts: K steps of the draft's module and one of the target's, timed in turn.
 
-    Parts are the models' steps alone: no laws, no draws, no tokens. The middle of the turns counts.
+    Parts are the models' steps alone, behind a text of the same length: no laws, no draws, no tokens. The
+    middle of the turns counts.
     """
     pair, tokens, run = opened
     assert pair.target is not None and pair.draft is not None
@@ -106,11 +107,16 @@ def rounds(
     for k in ks:
         run_k = replace(run, speculation=replace(run.speculation, k=k))
         engine = engine_for(pair, run_k, tokens, frozenset(), 0, 512)
-        state = engine.prefill([Prompt("round", tuple(range(100, 100 + length)))], 2 * turns + 2 * k)
+        room = 2 * turns + 2 * k
+        state = engine.prefill([Prompt("round", tuple(range(100, 100 + length)))], room)
         draft, target = (
-            alone(model, length, width) for model, width in ((pair.draft, 1), (pair.target, k + 1))
+            behind(model, length + room, width) for model, width in ((pair.draft, 1), (pair.target, k + 1))
         )
-        works = {"draft": draft, "target": target, "round": lambda e=engine, s=state, k=k: one_round(e, s, k)}
+        works = {
+            "draft": lambda step=draft, s=state: step(s.lengths[0]),
+            "target": lambda step=target, s=state: step(s.lengths[0]),
+            "round": lambda e=engine, s=state, k=k: one_round(e, s, k),
+        }
         taken: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(turns):
             for name, work in works.items():
@@ -128,11 +134,21 @@ def rounds(
 
 def alone(model: Any, length: int, width: int) -> Callable[[], object]:
     """A model's step over so many columns behind a text of this length."""
-    cache = model.new_cache(1, length + width)
-    text = torch.zeros(1, length, dtype=torch.int64, device=model.device)
-    model.logits(text, Feed((0,), (length,), length + width, model.device), cache, True)
-    feed, token_BW = Feed((length,), (width,), length + width, model.device), text[:, :width]
-    return lambda: model.logits(token_BW, feed, cache, False)
+    step = behind(model, length, width)
+    return lambda: step(length)
+
+
+def behind(model: Any, longest: int, width: int) -> Callable[[int], object]:
+    """The same behind a text of any length up to the longest."""
+    cache = model.new_cache(1, longest + width)
+    text = torch.zeros(1, longest, dtype=torch.int64, device=model.device)
+    model.logits(text, Feed((0,), (longest,), longest + width, model.device), cache, True)
+
+    def step(length: int) -> object:
+        feed = Feed((length,), (width,), longest + width, model.device)
+        return model.logits(text[:, :width], feed, cache, False)
+
+    return step
 
 
 def one_round(engine: Any, state: Any, k: int) -> None:

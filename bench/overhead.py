@@ -3,6 +3,7 @@
     python bench/overhead.py [ks=1,4,8,12] [vocabs=8192,32000,128256] [turns=60] [threads=1] [write=FILE.md]
 
 The passes of both models are replaced by logits that are there already, of a steep law as models have them.
+Rounds are drawn and decided as draws.py and verify.py define it, and by the kernel that a CPU has for it.
 Then, for five laws of each vocabulary, what top-k and top-p take beside sorting all tokens, as they are
 defined; of flat laws, too, whose nucleus is most of the vocabulary. The least time of all turns counts, as
 what disturbs a machine only ever adds.
@@ -27,6 +28,7 @@ from llama_ssp.cache import Feed, RaggedCache  # noqa: E402
 from llama_ssp.config import SamplingConf  # noqa: E402
 from llama_ssp.draws import CounterDraws  # noqa: E402
 from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner  # noqa: E402
+from llama_ssp.kernels.deciding import by_kernel  # noqa: E402
 from llama_ssp.sampling import Laws, filtered  # noqa: E402
 from llama_ssp.tabular import aligned  # noqa: E402
 from llama_ssp.verify import RULES  # noqa: E402
@@ -70,8 +72,8 @@ def least_ms(work: Callable[[], object], turns: int) -> float:
     return 1000 * min(taken)
 
 
-def round_ms(vocab: int, k: int, sampling: SamplingConf, turns: int) -> float:
-    laws, draws, model = Laws(sampling, (), vocab), CounterDraws(0), Instant(vocab, k + 1)
+def round_ms(vocab: int, k: int, sampling: SamplingConf, turns: int, draws: CounterDraws) -> float:
+    laws, model = Laws(sampling, (), vocab), Instant(vocab, k + 1)
     drafter = ModelDrafter(Runner(model, k + 1), laws, draws)
     engine = Engine(Runner(model, k + 1), drafter, laws, RULES["block"], draws)
     state = engine.prefill([Prompt("0", tuple(range(64)))], turns + 2 * (k + 1))
@@ -94,10 +96,15 @@ def main() -> None:
     torch.set_num_threads(int(own["threads"]))
     turns = int(own["turns"])
     ks, vocabs = ([int(n) for n in own[name].split(",")] for name in ("ks", "vocabs"))
-    rounds = [["vocabulary", "controls", *(f"K = {k}, ms" for k in ks)]]
+    rounds = [["vocabulary", "controls", "decided", *(f"K = {k}, ms" for k in ks)]]
     for vocab in vocabs:
         for name, sampling in CONTROLS.items():
-            rounds.append([str(vocab), name, *(f"{round_ms(vocab, k, sampling, turns):.2f}" for k in ks)])
+            for decided, draws in (
+                ("as defined", CounterDraws(0)),
+                ("by kernel", by_kernel(CounterDraws(0))),
+            ):
+                taken = (f"{round_ms(vocab, k, sampling, turns, draws):.2f}" for k in ks)
+                rounds.append([str(vocab), name, decided, *taken])
     filters = [["vocabulary", "laws", "cut", "sorting all, ms", "ours, ms"]]
     for vocab in vocabs:
         for kind, spread in SPREAD.items():
@@ -113,7 +120,7 @@ def main() -> None:
         [
             "# A round beside its passes", "", *surroundings({"laws": f"cpu, {own['threads']} threads"}),
             f"The least of {turns} turns, of {turns // 4} for filters alone.",
-            "", "A round without its passes:", "", "```", *aligned(rounds, 2), "```", "",
+            "", "A round without its passes:", "", "```", *aligned(rounds, 3), "```", "",
             "Filters of five laws:", "", "```", *aligned(filters, 3), "```", "",
         ]
     )  # fmt: skip
