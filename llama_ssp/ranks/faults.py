@@ -88,6 +88,10 @@ class Report:
         """Lost ranks of this machine that only stand still are woken, so that they leave; or else ended."""
         self._watch.dismiss(ranks)
 
+    def see_off(self) -> None:
+        """The first rank of a machine leaves last: nobody else ends one that is stopped on its way out."""
+        self._watch.see_off()
+
     def cause_of(self, error: BaseException) -> JointError:
         """What all ranks end with: the first cause on the board, which may be this error.
 

@@ -180,6 +180,7 @@ class Group:
         if self.is_leader:
             self._terms.report.dismiss(self._lost)
         dist.destroy_process_group()
+        self._terms.report.see_off()
 
     def _in_order(self, parts: list[Tensor]) -> list[Tensor]:
         """As the members are numbered here; torch goes by their numbers in the run."""

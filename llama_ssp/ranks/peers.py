@@ -64,6 +64,11 @@ class Peers:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._handles[rank], signal.SIGCONT)
 
+    @property
+    def here(self) -> set[int]:
+        """Those of this machine."""
+        return set(self._handles)
+
     def living(self) -> set[int]:
         """Those of this machine that have not ended."""
         poll = select.poll()

@@ -79,10 +79,20 @@ class Watch(threading.Thread):
         """Wakes those of this machine, and ends those that do not go."""
         for rank in ranks:
             self._peers.wake(rank)
-        until = time.monotonic() + LEAVE_S
-        while set(ranks) & self._peers.living() and time.monotonic() < until:
+        self._outlive(set(ranks), LEAVE_S)
+
+    def see_off(self) -> None:
+        """On the first rank of each machine: until the others have gone, or have had the time to."""
+        others = self._peers.here
+        if self._rank < min(others, default=0):
+            self._outlive(others, self._patience_s)
+
+    def _outlive(self, ranks: set[int], seconds: float) -> None:
+        """Waits until they have gone, and ends those that do not go."""
+        until = time.monotonic() + seconds
+        while ranks & self._peers.living() and time.monotonic() < until:
             time.sleep(SETTLE_S)
-        for rank in set(ranks) & self._peers.living():
+        for rank in ranks & self._peers.living():
             self._peers.kill(rank)
 
     def speaks(self, cause: Cause) -> bool:

@@ -30,10 +30,16 @@ class Board:
 
 
 class Peers:
-    def __init__(self) -> None:
+    """Rank 1 stands still; any other that is here goes when it is waited for."""
+
+    def __init__(self, here: set[int] | None = None) -> None:
+        self.here = here or set()
         self.killed: list[int] = []
 
     def call(self) -> None: ...
+
+    def living(self) -> set[int]:
+        return self.here & {1} - set(self.killed)
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
@@ -56,3 +62,16 @@ def test_who_stands_still_on_its_way_out_is_ended_too(
     else:
         assert cause.silent == (1,) and f"during {phase}" in cause.line
     assert peers.killed == ([] if gone else [1])
+
+
+@pytest.mark.parametrize(
+    ("rank", "here", "killed"), [(0, {1, 2}, [1]), (2, {0, 1}, []), (0, {2}, []), (0, set(), [])]
+)
+def test_the_first_of_a_machine_ends_who_does_not_leave(
+    rank: int, here: set[int], killed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When all is done, and nobody else looks any more."""
+    monkeypatch.setattr(GUARD, "on_signal", [])
+    peers = Peers(here)
+    Watch(Board(END), peers, rank, 3, PATIENCE_S, True).see_off()  # type: ignore[arg-type]
+    assert peers.killed == killed

@@ -88,7 +88,9 @@ def _child(arguments: Sequence[str], folder: Path, rank: int, world: int, port: 
 
     from llama_ssp import cli
 
-    torch.set_num_threads(1)  # makes torch's pool anew, as in a forked process two threads must not do at once
+    torch.set_num_threads(
+        1
+    )  # makes torch's pool anew, as in a forked process two threads must not do at once
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{name}{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(file, number)
