@@ -16,10 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def surroundings(devices: dict[str, str]) -> list[str]:
-    """Lines for the head of a results file. The commit is `-dirty` when it is not the whole truth."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    """Lines for the head of a results file. The commit is `-dirty` when it is not the whole truth.
+
+    Results that another benchmark has just written take nothing from it.
+    """
+    commit = _said_by_git("describe", "--always")
+    if _said_by_git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results"):
+        commit += "-dirty"
     found = versions()
     command = Path(sys.argv[0]).resolve().relative_to(ROOT)
     return [
@@ -28,6 +31,10 @@ def surroundings(devices: dict[str, str]) -> list[str]:
         f"Versions: python {found['python']}, torch {found['torch']}, transformers {found['transformers']}",
         f"Commit {commit}, {time.strftime('%Y-%m-%d')}.",
     ]
+
+
+def _said_by_git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def processor() -> str:
