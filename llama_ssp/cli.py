@@ -65,8 +65,7 @@ def main() -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as exceptions
     if os.environ.get("LLAMA_SSP_DEBUG") != "1":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the rest comes to us as exceptions, too
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    GUARD.start(None if alone else GRACE_S)
+    GUARD.start(None if os.environ.get("WORLD_SIZE", "1") == "1" else GRACE_S)
     try:
         code = _guarded()
     except JointError as error:  # the others may be waited for without end when a group is taken down
@@ -76,7 +75,7 @@ def main() -> NoReturn:
     finally:
         GUARD.stop()
     _forget_unwritable_output()
-    if not alone:  # a rank that is stopped between its last word and its end is waited for without end, too
+    if GUARD.parted:  # one that is stopped between its last word and its end is waited for without end, too
         leave(code)
     leave_code(code)
     sys.exit(code)

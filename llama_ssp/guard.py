@@ -47,6 +47,7 @@ class Guard:
         self.signalled = 0  # the first signal that came
         self._warned = False
         self.ending = False  # what ends the run is known: no signal interrupts that
+        self.parted = False  # the ranks look after each other no more
         self.on_signal: list[Callable[[], None]] = []  # called in the guard's thread
         self._grace_s: float | None = None
         self._alarms: dict[str, Alarm] = {}
@@ -54,7 +55,7 @@ class Guard:
 
     def start(self, grace_s: float | None) -> None:
         """From the main thread. `grace_s` is how long a signal may take to be obeyed; None is for ever."""
-        self.signalled, self.ending, self._warned = 0, False, False
+        self.signalled, self.ending, self.parted, self._warned = 0, False, False, False
         self.on_signal, self._grace_s, self._alarms = [], grace_s, {}
         self._hearing, self._calling = os.pipe()
         os.set_blocking(self._calling, False)

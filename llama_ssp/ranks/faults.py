@@ -91,6 +91,7 @@ class Report:
     def see_off(self) -> None:
         """The first rank of a machine leaves last: nobody else ends one that is stopped on its way out."""
         self._watch.see_off()
+        GUARD.parted = True
 
     def cause_of(self, error: BaseException) -> JointError:
         """What all ranks end with: the first cause on the board, which may be this error.
