@@ -45,7 +45,7 @@ def _completed(run: RunConf, world: int) -> Entry:
     if draft is not None and placement.draft_degree > 1:
         require_split(draft, placement.draft_degree, "draft")
     require_apart(whole, placement)
-    require_one_drafter(whole, placement)
+    require_one_drafter(whole, placement, target_path, draft_path)
     return Entry(whole, target_path, draft_path, placement)
 
 
@@ -60,7 +60,7 @@ def require_apart(run: RunConf, placement: Placement) -> None:
         )  # fmt: skip
 
 
-def require_one_drafter(run: RunConf, placement: Placement) -> None:
+def require_one_drafter(run: RunConf, placement: Placement, target: Path | None, draft: Path | None) -> None:
     """How much is drafted is settled while it is drafted: only one who drafts alone can do that."""
     spec = run.speculation
     if spec.stop_below == 0 or not (spec.k or spec.adaptive) or spec.drafter is Drafting.none:
@@ -69,22 +69,31 @@ def require_one_drafter(run: RunConf, placement: Placement) -> None:
         found, allowed = f"drafter {spec.drafter.value}", "a draft model"
     elif placement.draft != (LEADER,):
         found, allowed = placement.in_words(), "a draft that sits with the leader, whole"
+    elif is_bridged(run, target, draft):
+        found, allowed = "a draft of another tokenizer", "the target's own"
     else:
         return
     raise UsageError(
         "drafting is stopped by its own laws where one rank drafts", where="speculation.stop_below",
-        found=found, allowed=allowed, fix="use placement=leader with a draft, or speculation.stop_below=0",
+        found=found, allowed=allowed, fix="use placement=leader with such a draft, or stop_below=0",
     )  # fmt: skip
 
 
 def _seated(run: RunConf, target: Path | None, draft: Path | None, world: int) -> RunConf:
     """A draft of another tokenizer goes to the leader, which translates, where its place is left open."""
-    if world == 1 or target is None or draft is None or run.draft is None or not is_free(run.placement):
-        return run
-    mine, other = read_vocabularies(target, draft)
-    if mine is None or other is None or not diagnose(mine, other, (run.model.vocab, run.draft.vocab)).bridged:
+    if world == 1 or not is_free(run.placement) or not is_bridged(run, target, draft):
         return run
     return replace(run, placement=replace(run.placement, draft=DraftSeat.leader))
+
+
+def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:
+    """Whether the draft is known to have another tokenizer, so that what it says is translated."""
+    if target is None or draft is None or run.draft is None:
+        return False
+    mine, other = read_vocabularies(target, draft)
+    if mine is None or other is None:
+        return False
+    return diagnose(mine, other, (run.model.vocab, run.draft.vocab)).bridged
 
 
 def _placement(run: RunConf, world: int) -> Placement:

@@ -76,6 +76,7 @@ def _compile(command: str, source: Path, place: Path, flags: tuple[str, ...]) ->
     subprocess.run(
         [command, *FLAGS, str(source), "-o", str(part), *flags], check=True, capture_output=True, text=True
     )
+    part.chmod(0o700)  # whatever the umask: what others may write is not loaded
     part.replace(place)
     log.info("engine: compiled in %.0f s, kept in %s", time.perf_counter() - began, place.parent)
 

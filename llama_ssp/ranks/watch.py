@@ -85,15 +85,17 @@ class Watch(threading.Thread):
         """On the first rank of each machine: until the others have gone, or have had the time to."""
         others = self._peers.here
         if self._rank < min(others, default=0):
-            self._outlive(others, self._patience_s)
+            self._outlive(others, max(self._patience_s, 2 * LEAVE_S))
 
     def _outlive(self, ranks: set[int], seconds: float) -> None:
         """Waits until they have gone, and ends those that do not go."""
         until = time.monotonic() + seconds
-        while ranks & self._peers.living() and time.monotonic() < until:
-            time.sleep(SETTLE_S)
-        for rank in ranks & self._peers.living():
-            self._peers.kill(rank)
+        try:
+            while ranks & self._peers.living() and time.monotonic() < until:
+                time.sleep(SETTLE_S)
+        finally:  # also when a signal ends the wait
+            for rank in ranks & self._peers.living():
+                self._peers.kill(rank)
 
     def speaks(self, cause: Cause) -> bool:
         return cause.voice(self._world) == self._rank

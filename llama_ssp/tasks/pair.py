@@ -26,7 +26,6 @@ from llama_ssp.engine import (
     SendingDrafter,
     TextDrafter,
 )
-from llama_ssp.errors import UsageError
 from llama_ssp.folder import fingerprint
 from llama_ssp.inputs import drafts
 from llama_ssp.load.autotp import load_deepspeed
@@ -221,11 +220,6 @@ def _drafter(
         return AheadAssistant(runner, crew.draft, spec.overlap) if crew.drafts_apart else Assistant(runner)
     if isinstance(crew.line, Answerer) and crew.draft is not None:
         return SendingDrafter(runner, laws, draws, crew.draft, crew.line, spec)
-    if bridge is not None and spec.stop_below:
-        raise UsageError(
-            "drafting is stopped by laws over the target's own tokens", where="speculation.stop_below",
-            found="a draft of another tokenizer", fix="use speculation.stop_below=0",
-        )  # fmt: skip
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, laws, draws, bridge)
     if bridge is not None:
