@@ -156,6 +156,7 @@ def test_ctrl_c_while_modules_load_leaves_no_traceback(start: list[str], tmp_pat
     process = subprocess.Popen(
         [sys.executable, *start], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored behind a shell's &
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "loading\n"

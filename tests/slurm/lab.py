@@ -21,6 +21,7 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = 4
 PATIENCE_S = 150.0
+SAVED_S = 6.0  # the controller writes down what it knows every five seconds
 PORTS = range(21000, 32000, 10)  # below those that the system deals out
 
 CONF = """\
@@ -181,6 +182,7 @@ class Lab:
 
     def restart_controller(self) -> None:
         """It goes without a word, and comes back."""
+        time.sleep(SAVED_S)  # or else it would not know of the jobs that started last
         self._daemons["slurmctld"].kill()
         self._daemons["slurmctld"].wait()
         self._daemon("slurmctld", "slurmctld", "-D")

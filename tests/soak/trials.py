@@ -226,7 +226,7 @@ def judged(scenario: Scenario, ended: Ended) -> list[str]:
     if ended.struck:
         allowed += OF_LAUNCHER if scenario.ranks > 1 else CODES[scenario.fault]
     if ended.code not in allowed:
-        said = ended.errors or ended.err.splitlines()  # of a process that was taken down, the launcher's table
+        said = ended.errors or ended.err.splitlines()  # of one taken down, its launcher's
         wrong.append(f"exit code {ended.code}, expected one of {allowed}: {' / '.join(said[-3:])}")
     if ended.code == 0 and (ended.summary or {}).get("status") != "done":
         wrong.append(f"done, but reported as {(ended.summary or {}).get('status')}")
