@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from llama_ssp.plan import TARGET, Role
 from llama_ssp.plan.bill import share_of
 from llama_ssp.plan.forward import CACHE, Passes
 from llama_ssp.plan.tape import Tape
-from llama_ssp.plan.walk import TRACED
+from llama_ssp.plan.walk import TRACED, Kernels, packs_queries
 from llama_ssp.plan.weights import Part, held
 from llama_ssp.trace import Pass, Traced, trace
 
@@ -97,3 +98,25 @@ def test_depth_is_extrapolated_exactly() -> None:
     short = trace(role, PASSES, ROWS, CAPACITY)
     whole = trace(role, PASSES, ROWS, CAPACITY, depths=(5,))
     assert short == whole
+
+
+@pytest.mark.parametrize(
+    ("installed", "packs"), [("5.17.0", False), ("5.23.0", True), ("6.0.0.dev0", True), (None, False)]
+)
+def test_the_bill_is_that_of_the_modules_that_are_installed(
+    installed: str | None, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated keys of a single token's pass are billed where they are repeated, or nobody can tell."""
+
+    def version(_: str) -> str:
+        if installed is None:
+            raise metadata.PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(metadata, "version", version)
+    role = Role(TARGET, model("llama"), Dtype.bf16)
+    assert packs_queries() is packs
+    monkeypatch.setattr("tests.test_plan_trace.TRACED", Kernels(cpu=True))
+    last = closed(role, PASSES, ROWS, CAPACITY, 1, 0).peaks[-1]
+    monkeypatch.setattr("tests.test_plan_trace.TRACED", Kernels(cpu=True, packs=True))
+    assert (last > closed(role, PASSES, ROWS, CAPACITY, 1, 0).peaks[-1]) is not packs

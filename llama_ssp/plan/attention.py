@@ -71,9 +71,10 @@ def _fused(walk: Walk, query: Block) -> Block:
     t, w, part = walk.t, walk.w, walk.p
     repeated = walk.rows * part.query_width * walk.span
     grouped, one = part.queries > part.kvs, walk.columns == 1
+    packed = grouped and one and walk.kernels.packs
     # One key head for all queries is only looked at repeatedly.
-    copies = (t(repeated, w), t(repeated, w)) if grouped and part.kvs > 1 and not one else ()
-    out = _kernel(walk, query, packed=grouped and one)
+    copies = (t(repeated, w), t(repeated, w)) if grouped and part.kvs > 1 and not packed else ()
+    out = _kernel(walk, query, packed)
     if part.family in FUSED and not one:  # their queries, and so the output, lie head by head
         out = t(walk.tokens * part.query_width, w, out)
     del copies

@@ -5,7 +5,9 @@ Layers (layers.py) and attention (attention.py) are walked by these.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Protocol
 
 from llama_ssp.config import Dtype
@@ -19,12 +21,28 @@ NF4_TOKENS = 4  # up to here bitsandbytes multiplies by 4 bit directly
 ONEDNN_INPUTS, ONEDNN_ROWS, ONEDNN_OUTPUTS, ONEDNN_HEAD = 512, 256, 64, 1024
 
 
+PACKED_SINCE = 5, 23  # of transformers
+
+
+def packs_queries() -> bool:
+    """Whether, for a single token, the queries that share a key are packed; before, keys were repeated."""
+    try:
+        installed = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return False  # the dearer way
+    return tuple(map(int, re.findall(r"\d+", installed)[:2])) >= PACKED_SINCE
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """Whose kernels compute: a GPU's, or a CPU's with so many threads' scratch (0: as a trace sees it)."""
+    """Whose kernels compute: a GPU's, or a CPU's with so many threads' scratch (0: as a trace sees it).
+
+    `packs` is what the modules of transformers do that is installed here.
+    """
 
     cpu: bool
     threads: int = 0
+    packs: bool = field(default_factory=packs_queries)
 
 
 GPU, TRACED = Kernels(cpu=False), Kernels(cpu=True)
