@@ -115,7 +115,7 @@ def require_split(model: ModelConf, world: int, role: str = "model") -> None:
     """Refuses, alike on every rank and before anything is opened, a model that cannot be split so."""
     where = f"{role} {model.name}"
     if model.family not in SPLIT_FAMILIES:
-        raise DistributedError(
+        raise ModelError(
             "the architecture cannot be split over ranks", where=where, found=model.family,
             allowed=", ".join(SPLIT_FAMILIES), fix="run it in one process, a draft with placement=leader",
         )  # fmt: skip
@@ -149,7 +149,7 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
 def require_deepspeed(model: ModelConf, world: int) -> None:
     """Refuses, alike on every rank and before anything is opened, a model that DeepSpeed would not cut."""
     if model.family not in DEEPSPEED_FAMILIES:
-        raise DistributedError(
+        raise ModelError(
             "DeepSpeed does not cut the architecture", where=f"model {model.name}", found=model.family,
             allowed=", ".join(DEEPSPEED_FAMILIES), fix="use placement.splitting=tensor, or one process",
         )  # fmt: skip

@@ -70,6 +70,11 @@ def memory_of(device: torch.device) -> int:
     return memory_here()
 
 
+def every_device() -> list[torch.device]:
+    """The host, and the GPUs it has."""
+    return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+
+
 def describe(device: torch.device) -> str:
     """The device in words, for records."""
     return (

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from llama_ssp.config import DraftSeat, Overlap, PlacementConf, Splitting
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.placement import Placement, resolve
 from llama_ssp.plan.asked import Role, Workload
 from llama_ssp.plan.machine import Machine
@@ -120,12 +120,12 @@ def search(asked: Asked, worlds: list[int], every: bool = True) -> list[Option]:
     last is raised.
     """
     found: list[Option] = []
-    reason: DistributedError | None = None
+    reason: DistributedError | ModelError | None = None
     for world in worlds:
         for placement in placements(world, asked.draft is not None, every):
             try:
                 found.append(option(asked, placement))
-            except DistributedError as error:
+            except (DistributedError, ModelError) as error:
                 reason = error
     if not found and reason is not None:
         raise reason

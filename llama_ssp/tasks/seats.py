@@ -11,7 +11,7 @@ import torch
 from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting
 from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Entry
-from llama_ssp.load.devices import TORCH_DTYPES, device_of, dtype_of, memory_of
+from llama_ssp.load.devices import TORCH_DTYPES, device_of, dtype_of, every_device, memory_of
 from llama_ssp.load.models import DRAFT, require_supported
 from llama_ssp.load.tokens import Tokens, paired, read_tokens
 from llama_ssp.placement import LEADER, Placement
@@ -140,17 +140,21 @@ def _predicted(
 
 
 def _require_room(found: list[Seat], run: RunConf, rows: int, slots: int) -> None:
-    """Weights and caches alone, device by device; where accelerate spreads a model it refuses itself."""
-    by_device: dict[torch.device, list[Bill]] = {}
-    for seat in (seat for seat in found if seat.splitting is not Splitting.layers):
+    """Weights and caches alone, device by device; a model that accelerate spreads, over all there is."""
+    by_device: dict[torch.device | None, list[Bill]] = {}
+    for seat in found:
         if not is_planned(seat.model):
             log.info("%s: what %s takes is not known beforehand", seat.role, seat.model.family)
             continue
-        by_device.setdefault(seat.device, []).append(bill(seat.role, seat.model, seat.dtype, rows, slots))
+        spread = seat.splitting is Splitting.layers
+        if not (spread and seat.offload):  # what is offloaded has a disk's room
+            place = None if spread else seat.device
+            by_device.setdefault(place, []).append(bill(seat.role, seat.model, seat.dtype, rows, slots))
     for device, bills in by_device.items():
-        gib = run.cluster.gib
+        gib, name = run.cluster.gib, "all devices together" if device is None else str(device)
+        room = sum(map(memory_of, every_device())) if device is None else memory_of(device)
         require_room(
-            bills, str(device), memory_of(device) if gib is None else int(gib * 2**30), run.cluster.reserve
+            bills, name, room if gib is None or device is None else int(gib * 2**30), run.cluster.reserve
         )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from llama_ssp.checkpoint import complete
 from llama_ssp.config import Dtype, ModelConf, Weights
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.load import autotp
 from llama_ssp.load.autotp import load_deepspeed
 from llama_ssp.load.models import load
@@ -83,18 +83,20 @@ def test_real_ranks_give_the_whole_models_logits(
 
 
 @pytest.mark.parametrize(
-    ("changes", "world", "message"),
+    ("changes", "world", "kind", "message"),
     [
-        ({"family": "phi3"}, 2, "does not cut the architecture; model made; found phi3"),
-        ({"family": "gpt2"}, 2, "found gpt2"),
-        ({"dtype": Dtype.int8}, 2, "lose the scales.*int8"),
-        ({"dtype": Dtype.nf4}, 2, "lose the scales.*nf4"),
-        ({}, 8, "too little attention heads for the ranks; found 7 over 8 ranks"),
+        ({"family": "phi3"}, 2, ModelError, "does not cut the architecture; model made; found phi3"),
+        ({"family": "gpt2"}, 2, ModelError, "found gpt2"),
+        ({"dtype": Dtype.int8}, 2, DistributedError, "lose the scales.*int8"),
+        ({"dtype": Dtype.nf4}, 2, DistributedError, "lose the scales.*nf4"),
+        ({}, 8, DistributedError, "too little attention heads for the ranks; found 7 over 8 ranks"),
     ],
 )
-def test_refused_before_anything_is_read(changes: dict[str, Any], world: int, message: str):
+def test_refused_before_anything_is_read(
+    changes: dict[str, Any], world: int, kind: type[Exception], message: str
+):
     """Alike on every rank: nothing in it depends on one."""
-    with pytest.raises(DistributedError, match=message) as refused:
+    with pytest.raises(kind, match=message) as refused:
         require_deepspeed(replace(MADE, **changes), world)
     assert "\n" not in str(refused.value)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.ranges import WIDEST_UNIT, head_ranges, mlp_share, require_split, share, vocab_share
 
 
@@ -85,10 +85,10 @@ def test_a_model_is_refused_for_what_cannot_be_split():
     require_split(model(), 4)
     require_split(model(dtype=Dtype.int8), 4)
     require_split(model(dtype=Dtype.nf4, dim=64, head_dim=64, ffn=256), 4)
-    for changes, found in (
-        ({"family": "mixtral"}, "mixtral"),
-        ({"dtype": Dtype.nf4}, "nf4 wants layers whose inputs are whole blocks"),
-        ({"n_heads": 3, "n_kv_heads": 3}, "3 heads"),
+    for changes, kind, found in (
+        ({"family": "mixtral"}, ModelError, "mixtral"),
+        ({"dtype": Dtype.nf4}, DistributedError, "nf4 wants layers whose inputs are whole blocks"),
+        ({"n_heads": 3, "n_kv_heads": 3}, DistributedError, "3 heads"),
     ):
-        with pytest.raises(DistributedError, match=found):
+        with pytest.raises(kind, match=found):
             require_split(model(**changes), 4)
