@@ -25,6 +25,7 @@ from llama_ssp.retries import leave_code
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 TICK_S = 1.0
+AGAIN_S, REMINDER = 0.01, signal.SIGURG  # how a signal comes again that came into a destructor
 PAUSED_S = 3.0  # a tick this late: the process itself was stopped, and no alarm is due for that
 PR_SET_PDEATHSIG = 1
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -49,17 +50,19 @@ class Guard:
         self.ending = False  # what ends the run is known: no signal interrupts that
         self.parted = False  # the ranks look after each other no more
         self.on_signal: list[Callable[[], None]] = []  # called in the guard's thread
+        self._owed = 0  # a signal that has not interrupted yet
         self._grace_s: float | None = None
         self._alarms: dict[str, Alarm] = {}
         self._lock = threading.Lock()
 
     def start(self, grace_s: float | None) -> None:
         """From the main thread. `grace_s` is how long a signal may take to be obeyed; None is for ever."""
-        self.signalled, self.ending, self.parted, self._warned = 0, False, False, False
+        self.signalled, self.ending, self.parted, self._warned, self._owed = 0, False, False, False, 0
         self.on_signal, self._grace_s, self._alarms = [], grace_s, {}
         self._hearing, self._calling = os.pipe()
         os.set_blocking(self._calling, False)
         self._handlers = {number: signal.signal(number, self._interrupt) for number in STOPPING}
+        self._handlers[REMINDER] = signal.signal(REMINDER, self._remind)
         self._called = signal.set_wakeup_fd(self._calling, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._thread.start()
@@ -84,11 +87,19 @@ class Guard:
         with self._lock:
             self._alarms.pop(name, None)
 
-    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
-        """The first signal interrupts what the main thread does; later ones are the guard's business."""
-        if not self.ending:
-            self.ending, self.signalled = True, number
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """The first signal interrupts what the main thread does; later ones are the guard's business.
+
+        What a destructor raises Python prints and forgets: there the interruption waits until it is over.
+        """
+        self._owed = 0 if self.ending else number
+        if self._owed and not _in_destructor(frame):
+            self.ending, self.signalled, self._owed = True, number, 0
             raise KeyboardInterrupt(number)
+
+    def _remind(self, _: int, frame: FrameType | None) -> None:
+        if self._owed:
+            self._interrupt(self._owed, frame)
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -105,6 +116,9 @@ class Guard:
                 if number in STOPPING:
                     self._signal(number)
             self._leave_if_due(time.monotonic())
+            if self._owed:
+                time.sleep(AGAIN_S)
+                signal.pthread_kill(threading.main_thread().ident or 0, REMINDER)
 
     def _wait_s(self) -> float:
         with self._lock:
@@ -136,6 +150,12 @@ class Guard:
 
 
 GUARD = Guard()
+
+
+def _in_destructor(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def leave(code: int, line: str = "") -> NoReturn:

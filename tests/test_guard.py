@@ -54,6 +54,34 @@ def test_what_fails_upon_a_signal_does_not_keep_the_process():
     assert ended(process) == (143, "")
 
 
+DESTROYED = """
+import os, signal, time
+from llama_ssp.guard import GUARD
+GUARD.start(None)
+class Thing:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+        for _ in range(3):
+            time.sleep(0.05)
+try:
+    del (things := [Thing()])[0]
+    time.sleep(30)
+except KeyboardInterrupt as stop:
+    print(stop.args[0])
+GUARD.stop()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_into_a_destructor_is_not_lost(number: int):
+    """Python prints what a destructor raises, and goes on."""
+    done = subprocess.run(
+        [sys.executable, "-c", DESTROYED.format(number=int(number))],
+        cwd=ROOT, text=True, capture_output=True, timeout=20,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(number)}\n", "")
+
+
 def test_the_second_signal_acts_at_once():
     process = deaf(grace=None)
     process.send_signal(signal.SIGTERM)
