@@ -21,6 +21,7 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = 4
 PATIENCE_S = 150.0
+AGAIN_S = 2.0
 SAVED_S = 6.0  # the controller writes down what it knows every five seconds
 PORTS = range(21000, 32000, 10)  # below those that the system deals out
 
@@ -146,8 +147,11 @@ class Lab:
         )
 
     def wait_empty(self) -> None:
-        """No job waits or runs."""
-        wait_for(lambda: not self.queued(), lambda: f"{self.run('squeue', '-a')}; {self._logs()}")
+        """No job waits or runs, nor comes back at once: one of a dead node's has been seen to be missing."""
+        wait_for(
+            lambda: not self.queued() and not time.sleep(AGAIN_S) and not self.queued(),
+            lambda: f"{self.run('squeue', '-a')}; {self._logs()}",
+        )
 
     def empty(self) -> None:
         """Whatever is left of a test goes, and lost nodes come back."""
