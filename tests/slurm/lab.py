@@ -147,7 +147,7 @@ class Lab:
         )
 
     def wait_empty(self) -> None:
-        """No job waits or runs, nor comes back at once: one of a dead node's has been seen to be missing."""
+        """No job waits or runs, nor comes back at once: a dead node's was missing once, why is unknown."""
         wait_for(
             lambda: not self.queued() and not time.sleep(AGAIN_S) and not self.queued(),
             lambda: f"{self.run('squeue', '-a')}; {self._logs()}",
