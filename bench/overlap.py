@@ -1,4 +1,4 @@
-"""A draft that runs ahead, with branches or without, beside one that waits: one placement, turn by turn.
+"""A draft that runs ahead beside one that waits: one placement, turn by turn.
 
     python bench/overlap.py [repeats=5] [new=96] [agreements=0.8,0.9] [ratios=0.1,0.2,0.3] [layers=20]
                             [k=0] [picture=FILE.svg] [write=FILE.md]
@@ -61,8 +61,7 @@ ROUNDS_SHOWN, TURNS = 8, 20
 COLOURS = {
     Work.verifies: "#3b6fb6", Work.waits: "#d8d8d8", Work.ahead: "#e8a33d", Work.asked: "#c0504d",
 }  # fmt: skip
-PREDICTED = Overlap.off, Overlap.ahead
-MODES = (Overlap.off, Overlap.ahead, Overlap.branches)
+MODES = (Overlap.off, Overlap.ahead)
 
 
 @dataclass
@@ -87,13 +86,13 @@ class Found:
     ratio: float
     k: int
     ms: dict[str, list[float]] = field(default_factory=dict)
-    figures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # of turns that count
+    figures: list[dict[str, Any]] = field(default_factory=list)  # of turns ahead that count
     history: list[Exchange] = field(default_factory=list)
     waited: list[list[list[Exchange]]] = field(default_factory=list)  # the waiting turns, repeat by repeat
     counts: Counts = field(default_factory=Counts)
 
-    def gains(self, mode: Overlap) -> list[float]:
-        return [off / other for off, other in zip(self.ms["off"], self.ms[mode.value], strict=True)]
+    def gains(self) -> list[float]:
+        return [off / ahead for off, ahead in zip(self.ms["off"], self.ms["ahead"], strict=True)]
 
     def predicted(self, mode: Overlap) -> list[float]:
         """Milliseconds a token in each repeat, by the plan's model."""
@@ -105,19 +104,15 @@ class Found:
         pairs = zip(self.predicted(mode), self.ms[mode.value], strict=True)
         return median(predicted / measured - 1 for predicted, measured in pairs)
 
-    def summed(self, mode: Overlap) -> dict[str, Any]:
+    def summed(self) -> dict[str, Any]:
         """What came of drafting ahead, in all turns that count."""
-        found = overlap_of(self.figures[mode.value])
+        found = overlap_of(self.figures)
         assert found is not None
         return found
 
     @property
     def met(self) -> bool:
-        return (
-            median(self.gains(Overlap.ahead)) >= self.bar
-            and median(self.gains(Overlap.branches)) >= FLOOR
-            and all(abs(self.off_by(mode)) <= BAND for mode in PREDICTED)
-        )
+        return median(self.gains()) >= self.bar and all(abs(self.off_by(mode)) <= BAND for mode in MODES)
 
     @property
     def bar(self) -> float:
@@ -187,8 +182,8 @@ def turn(pair: Pair, run: RunConf, tokens: Any, found: Found, mode: Overlap, rep
             pass
         spent += timed.decode_s
         if isinstance(engine, Engine) and engine.overlap is not None and repeat:
-            found.figures.setdefault(mode.value, []).append(engine.overlap)
             if mode is Overlap.ahead:
+                found.figures.append(engine.overlap)
                 found.history = engine.exchanges
             if mode is Overlap.off:
                 found.waited += [[]] * (len(found.waited) < repeat)
@@ -213,21 +208,16 @@ def step_share(history: list[Exchange]) -> float:
 
 def table(found: list[Found]) -> list[str]:
     head = ["agreement", "asked ratio", "draft step / target's", "K", "waiting, ms/token", "ahead", "faster",
-            "least..most", "bar", "rows ready", "in vain", "branches", "faster", "least..most", "rows ready",
-            "of branches", "accepted", "met"]  # fmt: skip
+            "least..most", "bar", "rows ready", "in vain", "accepted", "met"]  # fmt: skip
     rows = [head]
     for one in found:
-        ahead, branches = one.summed(Overlap.ahead), one.summed(Overlap.branches)
-        gains, more = one.gains(Overlap.ahead), one.gains(Overlap.branches)
+        ahead, gains = one.summed(), one.gains()
         rows.append(
             [
                 str(one.agreement), str(one.ratio), f"{step_share(one.history):.2f}", str(one.k),
                 f"{median(one.ms['off']):.2f}", f"{median(one.ms['ahead']):.2f}", f"{median(gains):.2f}x",
                 f"{min(gains):.2f}..{max(gains):.2f}", f"{one.bar}x", f"{ahead['ready_share']:.0%}",
                 f"{ahead['tokens_drafted_ahead_wasted'] / max(1, ahead['tokens_drafted_ahead']):.0%}",
-                f"{median(one.ms['branches']):.2f}", f"{median(more):.2f}x",
-                f"{min(more):.2f}..{max(more):.2f}", f"{branches['ready_share']:.0%}",
-                f"{branches['tokens_used_of_branches']} of {branches['tokens_drafted_on_branches']}",
                 f"{one.counts.summary()['acceptance_rate_decided']:.2f}", "yes" if one.met else "NO",
             ]
         )  # fmt: skip
@@ -239,7 +229,7 @@ def prediction_table(found: list[Found]) -> list[str]:
              "ahead: predicted", "measured", "off by"]]  # fmt: skip
     for one in found:
         cells = [str(one.agreement), str(one.ratio), str(one.k)]
-        for mode in PREDICTED:
+        for mode in MODES:
             measured, predicted = median(one.ms[mode.value]), median(one.predicted(mode))
             cells += [f"{predicted:.2f}", f"{measured:.2f}", f"{one.off_by(mode):+.0%}"]
         rows.append(cells)

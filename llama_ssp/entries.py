@@ -51,11 +51,10 @@ def _completed(run: RunConf, world: int) -> Entry:
 
 def require_apart(run: RunConf, placement: Placement) -> None:
     """A draft runs ahead on ranks of its own; elsewhere it would take the target's time."""
-    asked = run.speculation.overlap
-    if asked in (Overlap.ahead, Overlap.branches) and drafts(run) and not placement.draft_apart:
+    if run.speculation.overlap is Overlap.ahead and drafts(run) and not placement.draft_apart:
         raise UsageError(
             "a draft runs ahead on ranks of its own only", where="speculation.overlap",
-            found=f"{asked.value}, with {placement.in_words()}", allowed="auto, off",
+            found=f"ahead, with {placement.in_words()}", allowed="auto, off",
             fix="use placement=own on two ranks or more, or speculation.overlap=auto",
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from llama_ssp.config import Overlap, SpeculationConf
+from llama_ssp.config import Overlap
 from llama_ssp.engine import Engine, Follower, Prompt, RemoteDrafter, Runner, SendingDrafter
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
@@ -162,8 +162,7 @@ class StagedLink:
 
 
 def overlapped(
-    s: Scenario, target: CausalModel, draft: CausalModel, draws: Any, schedule: Schedule, watch: Any = None,
-    branches: int = 0,
+    s: Scenario, target: CausalModel, draft: CausalModel, draws: Any, schedule: Schedule, watch: Any = None
 ) -> Outcome:  # fmt: skip
     """One run of the shipping loop on both sides."""
     stage = Stage(schedule)
@@ -173,8 +172,7 @@ def overlapped(
     remote = RemoteDrafter(asker, draft.context, laws.vocab, torch.float64)
     leads = Crew(ALONE, ALONE, None, asker, asker, apart=(1,))
     helps = Crew(ALONE, None, ALONE, answerer, answerer, apart=(1,))
-    how = SpeculationConf(overlap=Overlap.branches if branches else Overlap.ahead, branches=branches)
-    sender = SendingDrafter(Runner(draft, s.chunk), laws, draws, ALONE, answerer, how)
+    sender = SendingDrafter(Runner(draft, s.chunk), laws, draws, ALONE, answerer, Overlap.ahead)
     engine = Engine(Runner(target, s.chunk), remote, laws, RULES[s.rule], draws, leads)
     follower = Follower(None, sender, helps, target.context, torch.device("cpu"))
 
@@ -194,14 +192,9 @@ def overlapped(
     return outcome
 
 
-def passes(k: int, branches: int = 0) -> int:
-    """Of a round, ahead: one for the guess, then k for it and for each branch."""
-    return 1 + k * (1 + branches)
-
-
-def schedules(k: int, rounds: int, branches: int = 0) -> Iterator[Schedule]:
-    """Every one for so many rounds."""
-    for number, looks in enumerate(product(range(passes(k, branches) + 1), repeat=rounds)):
+def schedules(k: int, rounds: int) -> Iterator[Schedule]:
+    """Every one for so many rounds; a round has a pass for the guess, then k behind it."""
+    for number, looks in enumerate(product(range(k + 2), repeat=rounds)):
         yield Schedule(looks, deaf=bool(number % 2), twice=bool(number // 2 % 2))
 
 
@@ -213,24 +206,22 @@ class Seen:
     runs: int = 0
     drafted: int = 0
     used: int = 0
-    branches_used: int = 0
     discarded: int = 0
 
     def __call__(self, asker: Asker, tally: Any) -> None:
         self.runs += 1
         self.drafted, self.used = self.drafted + tally.drafted, self.used + tally.used
-        self.branches_used += tally.branches_used
         self.discarded += asker.discarded
 
 
-def walk(s: Scenario, which: Iterator[Schedule], branches: int = 0) -> tuple[float, Seen]:
+def walk(s: Scenario, which: Iterator[Schedule]) -> tuple[float, Seen]:
     """The greatest total variation of any schedule's joint law from the target's."""
     target, draft = models(s)
     assert draft is not None
     law, worst, seen = expected(s, target.module), 0.0, Seen()
     for schedule in which:
         found, _ = every_branch(
-            lambda draws, schedule=schedule: overlapped(s, target, draft, draws, schedule, seen, branches),
+            lambda draws, schedule=schedule: overlapped(s, target, draft, draws, schedule, seen),
             source=SharedDraws,
         )
         seen.schedules += 1

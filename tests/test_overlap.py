@@ -12,15 +12,14 @@ import torch
 
 from llama_ssp.config import SamplingConf
 from llama_ssp.draws import CounterDraws, Purpose, Slot
-from llama_ssp.engine import ahead, apart
+from llama_ssp.engine import apart
 from llama_ssp.engine.ahead import AheadDrafter
 from llama_ssp.engine.apart import read, written
-from llama_ssp.engine.branches import Place, likeliest
 from llama_ssp.engine.drafters import Drawn
 from llama_ssp.engine.memos import Memo
 from llama_ssp.engine.state import State
 from llama_ssp.ranks.post import Asker, Kind, Letter
-from tests.interleaved import Schedule, Seen, SharedDraws, overlapped, passes, schedules, walk
+from tests.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
 from tests.trees import Scenario, models, play
 
 CUT = SamplingConf(top_p=0.75)  # some laws are certain then, and trees smaller
@@ -46,20 +45,6 @@ WALKS: dict[str, tuple[Scenario, int]] = {
 }  # fmt: skip
 RARELY_READY = ("two rows, EOS", "a stop sequence", "the draft's context ends")  # ends come first
 
-# The same with drafts for other texts: how many, and for how many rounds all schedules are tried.
-BRANCHED: dict[str, tuple[Scenario, int, int]] = {
-    "one row, K = 1": (Scenario(vocab=2, k=1, new=4), 1, 2),
-    "one row, K = 2": (Scenario(vocab=2, k=2, new=4), 1, 1),
-    "one row, token rule": (Scenario(vocab=2, k=2, new=4, rule="token"), 1, 1),
-    "three tokens, many branches": (Scenario(k=1, new=3), 4, 1),
-    "two rows": (Scenario(prompts=TWO, vocab=2, k=1, new=3, sampling=CUT_LESS), 1, 1),
-    "two rows, EOS": (
-        Scenario(prompts=OTHER_TWO, vocab=2, k=1, new=4, ends=frozenset({1}), sampling=CUT), 2, 1,
-    ),
-    "greedy": (Scenario(prompts=TWO, vocab=3, k=2, new=8, sampling=SamplingConf(temperature=0.0)), 3, 1),
-    "the draft's context ends": (Scenario(draft_context=5, vocab=2, k=2, new=4, sampling=CUT_LESS), 1, 1),
-}  # fmt: skip
-
 
 def test_an_interleaving_has_the_targets_law():
     scenario, _ = WALKS["two rows, K = 2"]
@@ -75,22 +60,6 @@ def test_every_interleaving_has_the_targets_law(name: str):
     assert error < 1e-12
     assert seen.schedules == (scenario.k + 2) ** rounds
     assert seen.drafted > 0 and (seen.used > 0 or name in RARELY_READY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BRANCHED)
-def test_every_interleaving_with_branches_has_the_targets_law(name: str):
-    scenario, branches, rounds = BRANCHED[name]
-    error, seen = walk(scenario, schedules(scenario.k, rounds, branches), branches)
-    assert error < 1e-12
-    assert seen.schedules == (passes(scenario.k, branches) + 1) ** rounds
-    assert seen.branches_used > 0
-
-
-def test_the_likeliest_places_come_first():
-    assert likeliest(2, 0.9, 4) == [Place(0, 0), Place(1, 0), Place(2, 0), Place(0, 1)]
-    assert likeliest(2, 0.4, 3) == [Place(0, 0), Place(0, 1), Place(1, 0)]
-    assert likeliest(0, 0.5, 2) == [Place(0, 0), Place(0, 1)]
 
 
 def test_drafts_are_ready_when_there_is_time_and_the_guess_is_right():
@@ -112,10 +81,9 @@ def test_the_text_is_that_of_one_process():
         target, draft = models(scenario)
         assert draft is not None
         alone = play(scenario, target, draft, CounterDraws(seed))
-        for looks, branches in ((0, 0), (2, 0), (5, 0), (2, 2), (6, 2), (16, 4)):
+        for looks in (0, 2, 5):
             schedule = Schedule((looks,) * 20, deaf=seed % 2 > 0, twice=seed % 3 > 0)
-            found = overlapped(scenario, target, draft, CounterDraws(seed), schedule, branches=branches)
-            assert found == alone
+            assert overlapped(scenario, target, draft, CounterDraws(seed), schedule) == alone
 
 
 @pytest.mark.parametrize("zeros", [0, 5, 11, 12])
@@ -184,7 +152,7 @@ def _with_own_draws(state: State, blocks: list[list[int]]) -> State:
     return later
 
 
-def _law_of_another_branch(drafter: AheadDrafter, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
+def _law_of_another_text(drafter: AheadDrafter, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
     drawn = _step(drafter, state, offset, count)
     ready = offset < max(drafter._ready)
     return replace(drawn, law_BV=drawn.law_BV.flip(-1)) if ready else drawn
@@ -193,18 +161,6 @@ def _law_of_another_branch(drafter: AheadDrafter, state: State, offset: int, cou
 def _of_another_correction(memo: Memo, state: State, row: int) -> bool:
     """Looks how far the text has come, not which it is."""
     return len(state.texts[row]) == len(memo.state.texts[row])
-
-
-def _law_of_the_guess(drafter: AheadDrafter, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
-    """A branch's token, with the law that the guess's text has there."""
-    drawn, memos = _step(drafter, state, offset, count), drafter._memos
-    branched = offset < max(drafter._ready) and drafter._found[0] is not memos[0]
-    return replace(drawn, law_BV=memos[0].drawn[offset].law_BV) if branched else drawn
-
-
-def _never_cut(one: list[int], other: list[int], start: int = 0) -> int:
-    """The cache is taken to hold the text, whatever was fed to it last."""
-    return len(other) - 1
 
 
 PATIENT = Schedule((3,) * 6)  # all that can be drafted ahead is
@@ -217,7 +173,6 @@ class Fault:
     changes: tuple[tuple[Any, str, Any], ...]
     scenario: Scenario = WALKS["one row, K = 1"][0]
     schedule: Schedule = PATIENT
-    branches: int = 0
 
 
 WHIM, ALIKE = "whether it is used depends on a token that nobody committed", "every guess is right"
@@ -231,10 +186,7 @@ FAULTS = {
         ((Memo, "stands", _if_it_pleases), (State, "beyond", _with_own_draws)),
         WALKS["every guess is right"][0],
     ),
-    "the law is another branch's": Fault(((AheadDrafter, "_step", _law_of_another_branch),)),
-    "a branch's token comes with the law of the guess's text": Fault(
-        ((AheadDrafter, "_step", _law_of_the_guess),), schedule=Schedule((5,) * 6), branches=2
-    ),
+    "the law is another text's": Fault(((AheadDrafter, "_step", _law_of_another_text),)),
 }
 
 
@@ -244,7 +196,7 @@ def shows(fault: Fault) -> str | None:
         for place, name, instead in fault.changes:
             stack.enter_context(patch.object(place, name, instead))
         try:
-            error, _ = walk(fault.scenario, iter([fault.schedule]), fault.branches)
+            error, _ = walk(fault.scenario, iter([fault.schedule]))
         except Exception as crash:
             return f"{type(crash).__name__}: {crash}"
     return f"TV {error:.1e}" if error > 1e-12 else None
@@ -257,23 +209,20 @@ def test_a_planted_fault_shows(name: str):
 
 
 # Faults by which each draft still comes with its law: the law of the texts holds, but not a seed's text.
-ASIDE = {
-    "a branch for another correction is used": (Memo, "stands", _of_another_correction),
-    "a cache holds what a branch fed to it": (ahead, "parting", _never_cut),
-}
+ASIDE = {"a guess is used behind another correction": (Memo, "stands", _of_another_correction)}
 
 
 def alike_over_a_long_text(seed: int, *fault: Any) -> bool:
-    """Whether a text with branches, and perhaps a fault, is that of one process."""
+    """Whether a text, perhaps with a fault, is that of one process."""
     scenario = Scenario(vocab=5, k=3, new=40)
     target, draft = models(scenario)
     assert draft is not None
     with patch.object(*fault) if fault else nullcontext():
-        run = overlapped(scenario, target, draft, CounterDraws(seed), Schedule((16,) * 60), branches=4)
+        run = overlapped(scenario, target, draft, CounterDraws(seed), Schedule((16,) * 60))
     return run == play(scenario, target, draft, CounterDraws(seed))
 
 
-def test_a_long_text_with_branches_is_that_of_one_process():
+def test_a_long_text_drafted_ahead_is_that_of_one_process():
     assert alike_over_a_long_text(1) and alike_over_a_long_text(4)
 
 

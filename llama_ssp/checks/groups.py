@@ -17,7 +17,6 @@ from llama_ssp.config import (
 from llama_ssp.errors import UsageError
 
 MAX_K = 64
-MAX_BRANCHES = 16
 
 MAX_SEED = 2**63 - 1
 
@@ -51,7 +50,6 @@ def check_speculation(run: RunConf) -> None:
     if spec.cost_ratio is not None:
         between("speculation.cost_ratio", spec.cost_ratio, 0.0, 10.0, "null measures it")
     between("speculation.stop_below", spec.stop_below, 0.0, 1.0, "0 never stops")
-    between("speculation.branches", spec.branches, 0, MAX_BRANCHES, "0 drafts for the one guess alone")
     between("speculation.ngram_min", spec.ngram_min, 1, 32)
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
 

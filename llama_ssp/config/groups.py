@@ -52,7 +52,6 @@ class Overlap(Enum):
 
     auto = "auto"
     ahead = "ahead"
-    branches = "branches"
     off = "off"
 
 
@@ -288,8 +287,7 @@ class SpeculationConf:
     `adaptive` chooses K for each row, up to `k_max`, by its acceptance and by what steps cost: as measured
     when the run begins, so that another run may choose otherwise; or by `cost_ratio`, a draft step's share
     of a target step's time, which makes the run repeatable. With `stop_below` a row's drafting ends behind a
-    token that the draft itself gave a lesser chance. `overlap` is for a draft on ranks of its own;
-    for so many other texts than the one it guesses it drafts in spare time (`branches`).
+    token that the draft itself gave a lesser chance. `overlap` is for a draft on ranks of its own.
     """
 
     k: int = 4
@@ -303,4 +301,3 @@ class SpeculationConf:
     ngram_max: int = 4
     bridge: Bridging = Bridging.auto
     overlap: Overlap = Overlap.auto
-    branches: int = 3

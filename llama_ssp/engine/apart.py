@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from llama_ssp.config import SpeculationConf
+from llama_ssp.config import Overlap
 from llama_ssp.draws import Draws
 from llama_ssp.engine.ahead import AheadDrafter, Span, now_us
 from llama_ssp.engine.drafters import nothing, reach
@@ -48,9 +48,9 @@ class SendingDrafter(AheadDrafter):
     """The draft's side: proposes, and sends it; drafts ahead until the leader's next message has come."""
 
     def __init__(
-        self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, line: Answerer, how: SpeculationConf
+        self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, line: Answerer, overlap: Overlap
     ) -> None:
-        super().__init__(runner, laws, draws, group, how)
+        super().__init__(runner, laws, draws, group, overlap)
         self._line, self._waited_s = line, line.waited_s
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
@@ -91,8 +91,6 @@ class RemoteDrafter:
             "ready_share": tally.rows_ready / tally.rows if tally.rows else None,
             "tokens_drafted_ahead": tally.drafted,
             "tokens_drafted_ahead_wasted": tally.drafted - tally.used,
-            "tokens_drafted_on_branches": tally.branched,
-            "tokens_used_of_branches": tally.branches_used,
             "leader_waited_ms": self._waited_us / 1000,
             "draft_waited_ms": self._drafts_waited_us / 1000,
             "replies_discarded": self._line.discarded,

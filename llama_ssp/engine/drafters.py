@@ -21,11 +21,10 @@ from llama_ssp.sending import sent
 
 @dataclass(frozen=True)
 class Drawn:
-    """One draft of each row, and the law it was drawn from; where wanted, that law before it was cut."""
+    """One draft of each row, and the law it was drawn from."""
 
     token_B: Tensor
     law_BV: Tensor
-    wide_BV: Tensor | None = None
 
 
 class Drafter(Protocol):

@@ -1,4 +1,4 @@
-"""What was drafted for texts that may come, what came of it, and whether it pays."""
+"""What was drafted for a text that may come, what came of it, and whether it pays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Memo:
 
     state: State  # the batch as it will be if all was guessed right
     count: tuple[int, ...]  # how many drafts are worth drawing, row by row
-    is_branch: bool = False  # whether it is about other texts than the guess
     drawn: list[Drawn] = field(default_factory=list)
 
     def stands(self, state: State, row: int) -> bool:
@@ -37,11 +36,9 @@ class Tally:
     rows_ready: int = 0  # of which all drafts were there
     drafted: int = 0
     used: int = 0
-    branched: int = 0  # of those drafted: for other texts than the guess
-    branches_used: int = 0
 
 
-USUAL, SELDOM, MEMORY, TRY_EVERY = 1.0, 0.25, 0.95, 16  # what is hoped of a guess, and of branches
+HOPED, MEMORY, TRY_EVERY = 1.0, 0.95, 16
 
 
 class Pays:
@@ -50,8 +47,8 @@ class Pays:
     A draft that is used saves one; some are lost by waiting. Where it does not pay it is tried now and then.
     """
 
-    def __init__(self, hoped: float) -> None:
-        self._gain, self._rests = hoped, 0
+    def __init__(self) -> None:
+        self._gain, self._rests = HOPED, 0
 
     def __bool__(self) -> bool:
         self._rests = 0 if self._gain > 0 or self._rests == TRY_EVERY else self._rests + 1
@@ -65,11 +62,7 @@ class Pays:
 def merged(first: list[bool], one: Drawn, other: Drawn) -> Drawn:
     """Rows of the one where so marked, and of the other elsewhere."""
     first_B = sent(first, one.token_B.device)
-    wide_BV = one.wide_BV
-    if wide_BV is not None and other.wide_BV is not None:
-        wide_BV = torch.where(first_B[:, None], wide_BV, other.wide_BV)
     return Drawn(
         torch.where(first_B, one.token_B, other.token_B),
         torch.where(first_B[:, None], one.law_BV, other.law_BV),
-        wide_BV,
     )

@@ -219,7 +219,7 @@ def _drafter(
     if crew.draft is not None and not crew.draft.is_leader:
         return AheadAssistant(runner, crew.draft, spec.overlap) if crew.drafts_apart else Assistant(runner)
     if isinstance(crew.line, Answerer) and crew.draft is not None:
-        return SendingDrafter(runner, laws, draws, crew.draft, crew.line, spec)
+        return SendingDrafter(runner, laws, draws, crew.draft, crew.line, spec.overlap)
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, laws, draws, bridge)
     if bridge is not None:

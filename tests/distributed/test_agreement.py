@@ -163,7 +163,7 @@ def test_a_round_has_one_message(name: str, k: int, models: Models):
             assert asked.counts["sums"] == asked.counts["gathers"] == 0
 
 
-@pytest.mark.parametrize("overlap", [Overlap.off, Overlap.branches])
+@pytest.mark.parametrize("overlap", [Overlap.off, Overlap.ahead])
 def test_a_split_draft_apart_computes_in_step(overlap: Overlap, models: Models):
     """Its first rank passes on what the leader says, and tells the others each pass, and the last."""
     runs = on_placement(models, "2+2 own", Case(4, overlap=overlap))
@@ -182,7 +182,7 @@ def test_a_draft_that_runs_ahead_writes_the_same(name: str, models: Models):
     """With one row drafts are ready now and then; with several, rows of either kind are in one pass."""
     for case in (Case(3, 1), Case(4, 4, SAMPLED), Case(6, 4, SAMPLED, adaptive=True)):
         expected = models.expected(case)
-        for overlap in (Overlap.off, Overlap.ahead, Overlap.branches):
+        for overlap in (Overlap.off, Overlap.ahead):
             for run in on_placement(models, name, replace(case, overlap=overlap)):
                 assert same(run, expected), (case, overlap)
 
@@ -285,7 +285,7 @@ REAL = ["2 deepspeed", "2 leader", "2 copies", "2 split", "2+1 own", "2+2 listed
 REAL_CASES = [
     *(Case(4, rows, sampling, overlap=overlap)
       for rows, sampling in ((4, Case(0).sampling), (4, SAMPLED), (1, SAMPLED))
-      for overlap in (Overlap.off, Overlap.ahead, Overlap.branches)),
+      for overlap in (Overlap.off, Overlap.ahead)),
     Case(0), Case(4),
 ]  # fmt: skip
 
