@@ -15,7 +15,7 @@ from llama_ssp.config import Drafting, DraftSeat, EvalConf, Overlap, RunConf, Sp
 from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Entry, drafts
 from llama_ssp.overrides import CONF, translated
-from llama_ssp.placement import LEADER, Placement, resolve
+from llama_ssp.placement import Placement, resolve
 from llama_ssp.plan.actual import asked_of_run, is_free, placed
 from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
 from llama_ssp.plan.machine import CPU, machine_of
@@ -45,7 +45,6 @@ def _completed(run: RunConf, world: int) -> Entry:
     if draft is not None and placement.draft_degree > 1:
         require_split(draft, placement.draft_degree, "draft")
     require_apart(whole, placement)
-    require_one_drafter(whole, placement, target_path, draft_path)
     return Entry(whole, target_path, draft_path, placement)
 
 
@@ -57,25 +56,6 @@ def require_apart(run: RunConf, placement: Placement) -> None:
             found=f"ahead, with {placement.in_words()}", allowed="auto, off",
             fix="use placement=own on two ranks or more, or speculation.overlap=auto",
         )  # fmt: skip
-
-
-def require_one_drafter(run: RunConf, placement: Placement, target: Path | None, draft: Path | None) -> None:
-    """How much is drafted is settled while it is drafted: only one who drafts alone can do that."""
-    spec = run.speculation
-    if spec.stop_below == 0 or not (spec.k or spec.adaptive) or spec.drafter is Drafting.none:
-        return
-    if spec.drafter is not Drafting.model or run.draft is None:
-        found, allowed = f"drafter {spec.drafter.value}", "a draft model"
-    elif placement.draft != (LEADER,):
-        found, allowed = placement.in_words(), "a draft that sits with the leader, whole"
-    elif is_bridged(run, target, draft):
-        found, allowed = "a draft of another tokenizer", "the target's own"
-    else:
-        return
-    raise UsageError(
-        "drafting is stopped by its own laws where one rank drafts", where="speculation.stop_below",
-        found=found, allowed=allowed, fix="use placement=leader with such a draft, or stop_below=0",
-    )  # fmt: skip
 
 
 def _seated(run: RunConf, target: Path | None, draft: Path | None, world: int) -> RunConf:

@@ -250,12 +250,6 @@ def _drops_what_it_saw(self: Any, state: State, count: tuple[int, ...]) -> Propo
     return Proposal(proposal.drafted_BK[:, :k], proposal.draft_BKV[:, :k], kept)
 
 
-def _stops_before(self: Any, last: Any, drafted: int, count: tuple[int, ...]) -> tuple[int, ...]:
-    """Drops the unlikely draft behind which it stops, unless it is the first."""
-    left = going_on(self, last, drafted, count)
-    return tuple(m - (1 < m < n) for m, n in zip(left, count, strict=True))
-
-
 def _declares_uniform(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
     proposal = ngram_propose(self, state, count)
     if proposal.draft_BKV is None:
@@ -377,7 +371,6 @@ def _text_by_its_own_law(self: Any, state: State, count: tuple[int, ...]) -> Pro
 # The originals that faults build on, taken before anything is patched.
 verify_ratios, verify_remaining = verify._ratios, verify._remaining_law
 model_propose, ngram_propose = drafters.ModelDrafter.propose, drafters.NgramDrafter.propose
-going_on = drafters.ModelDrafter._going_on
 shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.TextDrafter.propose
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
@@ -414,7 +407,6 @@ MUTANTS = [
     Mutant("coupled: uniform noise", CoupledDraws, "_exponentials", _uniform_noise, by_race),
     Mutant("declared law is not the drawn law (5 % uniform)", drafters.ModelDrafter, "propose", _declares_mixture, by_tree("plain")),
     Mutant("drops an unlikely draft after looking", drafters.ModelDrafter, "propose", _drops_what_it_saw, by_tree("plain", "token")),
-    Mutant("stops before an unlikely draft, not behind it", drafters.ModelDrafter, "_going_on", _stops_before, by_tree("stops behind an unlikely draft", "token")),
     Mutant("K chosen after seeing the last draft", engine.Engine, "draft", _adapts_to_the_future, by_tree("plain", "token")),
     Mutant("looked-up draft declared uniform", drafters.NgramDrafter, "propose", _declares_uniform, by_tree("n-gram drafts")),
     Mutant("shared tokens scattered in the order of ids", bridged.IntersectionDrafter, "propose", _declares(_scattered_in_id_order), by_tree("Intersection, overlapping")),

@@ -122,22 +122,6 @@ SETTINGS = [
     usage(
         10, "overlap-beside", "speculation.overlap=ahead", holds=("on ranks of its own only", "placement=own")
     ),
-    usage(10, "stop-beyond", "speculation.stop_below=1.5", holds=("speculation.stop_below", "1.0]")),
-    usage(
-        10,
-        "stop-of-a-lookup",
-        "speculation=ngram",
-        "speculation.stop_below=0.3",
-        holds=("speculation.stop_below", "drafter ngram", "a draft model"),
-    ),
-    usage(
-        10,
-        "stop-of-another-tokenizer",
-        "model=demo",
-        "draft=demo_bytes",
-        "speculation.stop_below=0.3",
-        holds=("speculation.stop_below", "another tokenizer"),
-    ),
     usage(10, "overlap-word", "speculation.overlap=always", holds=("speculation.overlap", "ahead")),
     usage(10, "draft-patience", "placement.draft_timeout_s=0", holds=("placement.draft_timeout_s",)),
     usage(46, "hydra-added", "+hydra.job.chdir=true", holds=("Hydra's own settings",)),

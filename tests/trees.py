@@ -48,7 +48,6 @@ class Scenario:
     context: int = 64
     window: int | None = None
     adaptive: bool = False
-    stop_below: float = 0.0
     ends: frozenset[int] = frozenset()
     stop: tuple[int, ...] | None = None
     sampling: SamplingConf = field(default_factory=SamplingConf)
@@ -104,7 +103,7 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any
     if draft is not None and s.bridge is not None:
         drafter = bridged(s.bridge, Runner(draft, s.chunk), laws, draws)
     elif draft is not None:
-        drafter = ModelDrafter(Runner(draft, s.chunk), laws, draws, s.stop_below)
+        drafter = ModelDrafter(Runner(draft, s.chunk), laws, draws)
     elif s.draft == "ngram":
         drafter = NgramDrafter(1, 2, target.vocab, torch.float64)
     engine = Engine(Runner(target, s.chunk), drafter, laws, RULES[s.rule], draws)
@@ -177,10 +176,6 @@ BASE: dict[str, Scenario] = {
         prompts=((1, 1, 0), (0,)), vocab=2, k=1, new=3, ends=frozenset({1})
     ),
     "adaptive K": Scenario(adaptive=True, vocab=2, k=3, new=5),
-    "stops behind an unlikely draft": Scenario(vocab=2, k=3, new=5, stop_below=0.5),
-    "two rows, one stops behind an unlikely draft": Scenario(
-        prompts=((1, 0), (0,)), vocab=2, k=3, new=3, stop_below=0.5
-    ),
     "n-gram drafts": Scenario(draft="ngram", prompts=((0, 1, 0, 2, 0, 1),), k=3, new=3),
     "n-gram drafts, two rows": Scenario(draft="ngram", prompts=((0, 1, 0), (1, 1)), vocab=2, k=2, new=3),
     "draft equals target": Scenario(draft="same", vocab=2, k=3, new=5),

@@ -49,7 +49,6 @@ def check_speculation(run: RunConf) -> None:
     between("speculation.k_max", spec.k_max, 1, MAX_K)
     if spec.cost_ratio is not None:
         between("speculation.cost_ratio", spec.cost_ratio, 0.0, 10.0, "null measures it")
-    between("speculation.stop_below", spec.stop_below, 0.0, 1.0, "0 never stops")
     between("speculation.ngram_min", spec.ngram_min, 1, 32)
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
 

@@ -286,8 +286,7 @@ class SpeculationConf:
 
     `adaptive` chooses K for each row, up to `k_max`, by its acceptance and by what steps cost: as measured
     when the run begins, so that another run may choose otherwise; or by `cost_ratio`, a draft step's share
-    of a target step's time, which makes the run repeatable. With `stop_below` a row's drafting ends behind a
-    token that the draft itself gave a lesser chance. `overlap` is for a draft on ranks of its own.
+    of a target step's time, which makes the run repeatable. `overlap` is for a draft on ranks of its own.
     """
 
     k: int = 4
@@ -296,7 +295,6 @@ class SpeculationConf:
     adaptive: bool = False
     k_max: int = 16
     cost_ratio: float | None = None
-    stop_below: float = 0.0
     ngram_min: int = 1
     ngram_max: int = 4
     bridge: Bridging = Bridging.auto

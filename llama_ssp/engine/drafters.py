@@ -125,37 +125,20 @@ class DraftModel:
 
 
 class ModelDrafter(DraftModel):
-    """A small model that samples from its own law, under the same controls as the target.
+    """A small model that samples from its own law, under the same controls as the target."""
 
-    A row's drafting ends behind a token of a lesser chance than `stop_below`. That token is kept: dropped, it
-    would have been looked at, and the text's law would not be the target's.
-    """
-
-    def __init__(self, runner: Runner, laws: Laws, draws: Draws, stop_below: float = 0.0) -> None:
+    def __init__(self, runner: Runner, laws: Laws, draws: Draws) -> None:
         super().__init__(runner)
         self._laws = laws
         self._draws = draws
-        self._stop_below = stop_below
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
-        drawn: list[Drawn] = []
-        while len(drawn) < max(count):
-            drawn.append(self._step(state, len(drawn), count))
-            if self._stop_below and len(drawn) < max(count):
-                count = self._going_on(drawn[-1], len(drawn), count)
+        drawn = [self._step(state, offset, count) for offset in range(max(count))]
         law_BKV = torch.stack([step.law_BV for step in drawn], 1)
         damaged_B = within(count, lawless(law_BKV)).any(1)
         return Proposal(torch.stack([step.token_B for step in drawn], 1), law_BKV, count, damaged_B)
-
-    def _going_on(self, last: Drawn, drafted: int, count: tuple[int, ...]) -> tuple[int, ...]:
-        """How much each row drafts, now that so many are drawn."""
-        chances = last.law_BV.gather(1, last.token_B[:, None])[:, 0].tolist()
-        return tuple(
-            min(n, drafted) if chance < self._stop_below else n
-            for n, chance in zip(count, chances, strict=True)
-        )
 
     def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
         """Draft number `offset` of each row that wants one, put behind its text."""

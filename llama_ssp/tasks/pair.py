@@ -224,7 +224,7 @@ def _drafter(
         return IntersectionDrafter(runner, laws, draws, bridge)
     if bridge is not None:
         return TextDrafter(runner, bridge, laws.vocab, wide(pair.draft_dtype))
-    return ModelDrafter(runner, laws, draws, spec.stop_below)
+    return ModelDrafter(runner, laws, draws)
 
 
 def draft_alone(pair: Pair) -> Pair | None:
