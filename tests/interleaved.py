@@ -127,7 +127,6 @@ class StagedLink:
         stage = self._stage
         stage.mail[self._far].append(frame)
         letter = Letter.opened(frame)
-        assert letter is not None
         stage.waiting.discard(self._far)
         if letter.kind is Kind.REPLY:
             stage.looked = 0
@@ -166,7 +165,7 @@ def overlapped(
 ) -> Outcome:  # fmt: skip
     """One run of the shipping loop on both sides."""
     stage = Stage(schedule)
-    asker = Asker(StagedLink(stage, "leader"), PATIENCE_S, PATIENCE_S)
+    asker = Asker(StagedLink(stage, "leader"), PATIENCE_S)
     answerer = Answerer(StagedLink(stage, "draft"))
     laws = Laws(s.sampling, tuple(s.ends), target.vocab)
     remote = RemoteDrafter(asker, draft.context, laws.vocab, torch.float64)

@@ -119,10 +119,10 @@ def test_two_laws_alike_are_raced_to_the_same_token():
 def _any_reply(asker: Asker, seconds: float) -> bool:
     """Takes whatever reply comes for the one to this ask."""
     frame = asker.link.receive(seconds)
-    letter = Letter.opened(frame) if frame is not None else None
-    if letter is None:
+    if frame is None:
         return False
-    asker._unheard = [(number, values) for number, values in asker._unheard if number > letter.number]
+    letter = Letter.opened(frame)
+    asker._heard = letter.number
     if letter.kind is Kind.REPLY:
         asker._reply = letter
     return True

@@ -117,8 +117,10 @@ class RemoteDrafter:
         if not k:
             return nothing(state)
         asked_us = now_us()
-        while (reply := self._line.reply()) is not None and reply.values[: len(own)] != own:
-            self._line.refuse()
+        reply = self._line.reply()
+        if reply is not None and reply.values[: len(own)] != own:
+            self._line.give_up("what it drafted is about other texts")
+            reply = None
         if reply is None:
             return nothing(state)
         how, self.forwards, *told = reply.values[len(own) : len(own) + TOLD]
