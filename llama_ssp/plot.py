@@ -26,7 +26,7 @@ def check_plot(asked: str | None, key: str = "task.plot") -> None:
 
 
 def check_record(asked: str | None) -> None:
-    """So must a recording, which needs no more than a place."""
+    """So must the picture of a comparison, which needs no more than a place."""
     if asked is not None and not home_expanded(asked).parent.is_dir():
         raise UsageError(
             "task.record is in no folder", found=asked, fix="make the folder, or correct the path"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -13,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from llama_ssp.errors import StorageError
 from llama_ssp.text import visible
 from llama_ssp.track import Track, View, speedup
 
@@ -66,22 +69,18 @@ class Picture:
 
 @dataclass(frozen=True)
 class Scene:
-    """A prompt and its two tracks: the picture of any moment."""
+    """A prompt and its two tracks: the picture of how they stand."""
 
     prompt: str
     regular: Track
     speculative: Track
 
-    @property
-    def seconds(self) -> float:
-        return max(self.regular.seconds, self.speculative.seconds)
-
-    def at(self, now_s: float, note: str = "", whole: bool = False) -> Picture:
-        return Picture(self.prompt, self.regular.at(now_s), self.speculative.at(now_s), note, whole)
+    def now(self, note: str = "", whole: bool = False) -> Picture:
+        return Picture(self.prompt, self.regular.view(), self.speculative.view(), note, whole)
 
     def end(self, whole: bool) -> Picture:
         """How it ended, and what that says."""
-        last = self.at(self.seconds, whole=whole)
+        last = self.now(whole=whole)
         return Picture(self.prompt, last.regular, last.speculative, verdict(last), whole)
 
 
@@ -110,23 +109,31 @@ class Screen:
             finally:
                 self._live = None
 
-    def draw(self, scene: Scene, now_s: float, note: str) -> None:
-        """The moment, unless the last one was drawn just now."""
+    def draw(self, scene: Scene, note: str) -> None:
+        """How it stands, unless that was drawn just now."""
         if self._live is None or time.monotonic() - self._drawn < 1 / FRAMES_PER_S:
             return
-        self._live.update(scene.at(now_s, note), refresh=True)
+        self._live.update(scene.now(note), refresh=True)
         self._drawn = time.monotonic()
-
-    def replay(self, scene: Scene) -> None:
-        """Both from their beginnings, at the speed they had."""
-        began = time.monotonic()
-        while (now := time.monotonic() - began) < scene.seconds:
-            self.draw(scene, now, "replay, at the speed that was measured")
-            time.sleep(1 / FRAMES_PER_S)
 
     def keep(self, scene: Scene) -> None:
         """Prints how it ended, to stay."""
         self._console.print(scene.end(whole=True))
+
+
+def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
+    """Writes how the comparisons ended, as .svg or .html. Raises StorageError where it cannot."""
+    console = Console(
+        record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="256",
+        highlight=False, legacy_windows=False, _environ={},
+    )  # fmt: skip
+    for scene in scenes:
+        console.print(scene.end(whole=True))
+    content = console.export_svg(title=title) if path.suffix == ".svg" else console.export_html()
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write the picture: {error.strerror}", where=str(path)) from None
 
 
 def verdict(picture: Picture) -> str:

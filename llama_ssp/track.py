@@ -1,11 +1,10 @@
-"""One sampling of one prompt as it came: what arrived when, and how it stands at any moment. No torch."""
+"""One sampling of one prompt as it comes: what arrived when, and how it stands. No torch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from llama_ssp.metrics import ratio
 
@@ -26,7 +25,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class View:
-    """How a track stands at a moment. Rates are of decoding: prefill is left out."""
+    """How a track stands. Rates are of decoding: prefill is left out."""
 
     title: str
     pieces: list[Piece]
@@ -76,27 +75,27 @@ class Track:
         """When the last tokens came."""
         return self.arrivals[-1].at_s if self.arrivals else self.prefill_s
 
-    def at(self, now_s: float) -> View:
-        """The view `now_s` seconds after the prompt was given."""
-        seen = list(takewhile(lambda arrival: arrival.at_s <= now_s, self.arrivals))
+    def view(self) -> View:
+        """All that has come."""
+        seen = self.arrivals
         lengths = Counter(arrival.accepted for arrival in seen if arrival.drafted)
         return View(
             title=self.title,
-            pieces=list(self._pieces(seen)),
+            pieces=list(self._pieces()),
             tokens=sum(arrival.tokens for arrival in seen),
             rounds=len(seen),
             drafted=sum(arrival.drafted for arrival in seen),
             accepted=sum(arrival.accepted for arrival in seen),
             lengths=[lengths[n] for n in range(max((a.drafted for a in seen), default=-1) + 1)],
-            seconds=seen[-1].at_s if seen else self.prefill_s,
+            seconds=self.seconds,
             prefill_s=self.prefill_s,
-            finish=self.finish if len(seen) == len(self.arrivals) else None,
+            finish=self.finish,
         )
 
-    def _pieces(self, seen: list[Arrival]) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[Piece]:
         """The pieces up to the text's end; neighbours of one origin are one piece."""
         left, last = self.length, None
-        for text, origin in (piece for arrival in seen for piece in arrival.pieces):
+        for text, origin in (piece for arrival in self.arrivals for piece in arrival.pieces):
             kept = text if left is None else text[:left]
             left = None if left is None else left - len(kept)
             if last is not None and last[1] == origin:

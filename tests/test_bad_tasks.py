@@ -83,7 +83,7 @@ SIDE_BY_SIDE = [
     Case(0, "compare-no-draft", (*COMPARED, "draft=none"), 2, ("nobody drafts", "speculation=ngram")),
     Case(0, "compare-none", (*COMPARED, "speculation=none"), 2, ("nobody drafts", "drafter none")),
     Case(0, "compare-k-0", (*COMPARED, "speculation.k=0"), 2, ("nobody drafts", "k 0")),
-    Case(0, "record-kind", (*COMPARED, "task.record=a.gif"), 2, ("task.record", "'a.gif'", ".cast")),
+    Case(0, "record-kind", (*COMPARED, "task.record=a.gif"), 2, ("task.record", "'a.gif'", ".svg")),
     Case(0, "record-empty", (*COMPARED, "task.record="), 2, ("task.record is empty",)),
     Case(0, "record-nowhere", (*COMPARED, "task.record=no/a.svg"), 2, ("task.record is in no folder",)),
     Case(0, "compare-stop", (*COMPARED, 'task.stop=[""]'), 2, ("task.stop holds an empty string",)),

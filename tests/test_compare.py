@@ -64,46 +64,11 @@ def test_the_speed_up_is_that_of_all_prompts_together(command: Command) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("race", ["false", "true"])
-def test_greedy_texts_are_the_same_on_both_sides(race: str, command: Command, saved: Saved) -> None:
-    run = (*COMPARE, *trained(saved), "sampling=greedy", f"task.race={race}", "output=json", "out=null")
+def test_greedy_texts_are_the_same_on_both_sides(command: Command, saved: Saved) -> None:
+    run = (*COMPARE, *trained(saved), "sampling=greedy", "output=json", "out=null")
     answer = command(*run, stdin=b"hello\ndef f")
     for one in document(answer)["comparisons"]:
         assert one["regular"]["token_ids"] == one["speculative"]["token_ids"]
-
-
-@pytest.mark.slow
-def test_a_race_draws_what_turns_do(command: Command) -> None:
-    """Whose round it is depends on clocks; what a round draws does not."""
-    texts = [
-        [
-            (one["regular"]["token_ids"], one["speculative"]["token_ids"])
-            for one in document(command(*COMPARE, f"task.race={race}", "output=json", stdin=b"hello\na"))[
-                "comparisons"
-            ]
-        ]
-        for race in ("false", "true")
-    ]
-    assert texts[0] == texts[1]
-
-
-def test_in_a_race_whoever_had_less_time_goes_next(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With clocks that say 3 and 1 for each round, the faster one does three rounds to the other's one."""
-    advance, order = Side.advance, list[str]()
-
-    def counted(side: Side) -> bool:
-        order.append(side.track.title.partition(",")[0])
-        return advance(side)
-
-    def seconds(side: Side) -> float:
-        return len(side.track.arrivals) * (3.0 if side.track.title == "regular" else 1.0)
-
-    monkeypatch.setattr(Side, "advance", counted)
-    monkeypatch.setattr(Side, "seconds", property(seconds))
-    monkeypatch.setattr(compare, "WARM_UP_TOKENS", 1)
-    command(*COMPARE, "task.race=true", "speculation.k=1", stdin=b"hello")
-    race = order[4:12]  # behind the warm-up: a round and an end of each
-    assert race == ["regular", *["speculative"] * 3, "regular", *["speculative"] * 3]
 
 
 @pytest.mark.slow
@@ -124,7 +89,7 @@ def test_a_json_run_prints_the_document_alone(command: Command) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["svg", "html", "cast"])
+@pytest.mark.parametrize("ending", ["svg", "html"])
 def test_the_picture_is_saved_without_a_terminal(ending: str, command: Command) -> None:
     answer = command(*COMPARE, 'task.prompts=["hello"]', f"task.record=a.{ending}")
     assert document(answer)["record"] == f"a.{ending}"

@@ -23,7 +23,6 @@ LAYERS = [
     {"inputs", "entries"},
     {"track", "speeds"},
     {"screen", "plot_speeds"},
-    {"recording"},
     {"sending"},
     {"sampling", "verify", "draws", "coupled", "ranks"},
     {"kernels"},
@@ -40,7 +39,7 @@ WITHOUT_TORCH = {
     "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
     "ranges", "placement", "journal", "records", "job", "tabular", "track", "speeds", "screen", "plot_speeds",
-    "recording", "planning", "guard", "retries", "sharing", "slurm", "groups", "__main__",
+    "planning", "guard", "retries", "sharing", "slurm", "groups", "__main__",
     "vocab",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
+from html import unescape
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,7 +14,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from llama_ssp.screen import STYLES, Picture, Scene, bars, verdict
+from llama_ssp.errors import StorageError, UsageError
+from llama_ssp.plot import check_record
+from llama_ssp.screen import STYLES, Picture, Scene, bars, save, verdict
 from llama_ssp.track import Arrival, Track
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=60)
@@ -83,7 +89,7 @@ def test_a_low_terminal_shows_the_end_of_the_text() -> None:
 def test_tokens_are_coloured_by_origin() -> None:
     pieces = tuple((origin, origin) for origin in STYLES)
     coloured = Scene("p", Track("a", 0, [Arrival(1, pieces, 4, 4, 1)]), Track("b", 0, []))
-    output = drawn(coloured.at(2, whole=True), 100, 30, colours=True)
+    output = drawn(coloured.now(whole=True), 100, 30, colours=True)
     body = next(line for line in output.splitlines() if "bonus" in line and "│" in line)
     for code, origin in ((32, "drafted"), (33, "corrected"), (36, "bonus")):
         assert f"\x1b[{code}m{origin}\x1b[0m" in body
@@ -99,3 +105,27 @@ def test_the_verdict_compares_times_a_token() -> None:
     said = verdict(scene(texts=("ab" * 10, "c" * 40)).end(whole=True))
     assert said == "0.99 times as fast: 97.50 ms a token, then 98.75; prefill left out"
     assert verdict(Scene("p", Track("a"), Track("b")).end(whole=True)) == ""
+
+
+@pytest.mark.parametrize("ending", [".svg", ".html"])
+def test_a_saved_picture_holds_how_every_comparison_ended(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a{ending}"
+    said = [
+        Track("regular", 0.1, [Arrival(0.3, ((text, "sampled"),), 1, 4, 1)])
+        for text in ("def f(<a>):", "日本", "second", "x")
+    ]
+    save([Scene("a prompt", *said[:2]), Scene("another", *said[2:])], path, 80, "a pair")
+    text = path.read_text(encoding="utf-8")
+    if ending == ".svg":
+        ElementTree.fromstring(text)  # well-formed
+    plain = unescape(re.sub(r"<[^>]*>", "", text)).replace("\N{NO-BREAK SPACE}", " ")
+    for held in ("def f(<a>):", "second", "日本", "a prompt", "times as fast", "drafted and accepted"):
+        assert held in plain, held
+
+
+def test_a_picture_in_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write the picture"):
+        save([scene()], tmp_path / "no" / "a.svg", 80, "")
+    with pytest.raises(UsageError, match="in no folder"):
+        check_record(str(tmp_path / "no" / "a.svg"))
+    check_record(str(tmp_path / "a.svg"))

@@ -116,7 +116,6 @@ def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_p
     terminal.type("hello\n")
     terminal.until(ALTERNATE)
     terminal.until("speculative sampling: running")
-    terminal.until("replay, at the speed")
     terminal.until(BACK)
     kept = lines(terminal.until("prompt> "))
     assert max(map(cell_len, kept)) == 80 and any("times as fast" in line for line in kept)
@@ -169,10 +168,9 @@ def test_interrupted_while_it_draws(open_terminal: Any, tmp_path: Path) -> None:
     assert summary(tmp_path)["comparisons"] == []
 
 
-def test_a_race_and_a_prompt_from_the_config(open_terminal: Any) -> None:
-    terminal = open_terminal("task.race=true", 'task.prompts=["hello"]', columns=100)
-    terminal.until("a race: in turns")
+def test_a_prompt_from_the_config(open_terminal: Any) -> None:
+    terminal = open_terminal('task.prompts=["hello"]', columns=100)
     terminal.until("times as fast")
     assert terminal.leave() == 0
-    assert "prompt>" not in terminal.seen and "replay" not in terminal.seen
+    assert "prompt>" not in terminal.seen
     assert terminal.seen.index("times as fast") < terminal.seen.index('"task": "compare"')

@@ -1,4 +1,4 @@
-"""A track's view at any moment: what had come by then, and nothing else."""
+"""A track's view: what has come, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import pytest
 from llama_ssp.track import Arrival, Track, speedup
 
 
-def track() -> Track:
+def track(rounds: int = 3) -> Track:
     arrivals = [
         Arrival(0.2, (("ab", "drafted"), ("c", "drafted"), ("d", "bonus")), 3, 2, 2),
         Arrival(0.3, (("e", "corrected"),), 1, 2, 0),
         Arrival(0.5, (("f", "drafted"), ("ghi", "corrected")), 2, 2, 1),
     ]
-    return Track("speculative", 0.1, arrivals, "eos", None)
+    return Track("speculative", 0.1, arrivals[:rounds], "eos" if rounds == 3 else None, None)
 
 
-def test_a_view_holds_what_had_come() -> None:
-    view = track().at(0.3)
+def test_a_view_holds_what_has_come() -> None:
+    view = track(2).view()
     assert view.pieces == [("abc", "drafted"), ("d", "bonus"), ("e", "corrected")]
     assert (view.tokens, view.rounds, view.drafted, view.accepted) == (4, 2, 4, 2)
     assert view.lengths == [1, 0, 1]
@@ -27,27 +27,26 @@ def test_a_view_holds_what_had_come() -> None:
 
 
 def test_before_the_first_token_there_are_no_rates() -> None:
-    view = track().at(0.15)
+    view = track(0).view()
     assert (view.text, view.tokens, view.ms_per_token, view.acceptance) == ("", 0, None, None)
     assert view.lengths == [] and view.finish is None
 
 
 def test_at_its_end_a_track_says_how_it_ended() -> None:
-    assert track().at(track().seconds).finish == "eos"
-    assert track().at(9).text == "abcdefghi"
+    assert track().view().finish == "eos" and track().view().text == "abcdefghi"
 
 
 def test_a_stop_string_is_no_part_of_the_text_though_its_tokens_count() -> None:
     cut = track()
     cut.length = 4
-    view = cut.at(9)
+    view = cut.view()
     assert view.text == "abcd" and view.tokens == 6
     assert all(origin in ("drafted", "bonus", "corrected") for _, origin in view.pieces)
 
 
 def test_speedup_is_by_the_token_without_prefill() -> None:
     slow = Track("regular", 5.0, [Arrival(5.0 + n / 10, (), 1, 0, 0) for n in range(1, 9)])
-    fast = track().at(9)
+    fast = track().view()
     assert fast.ms_per_token == pytest.approx(400 / 6)
-    assert speedup(slow.at(9), fast) == pytest.approx(100 / (400 / 6))
-    assert speedup(slow.at(1), fast) is None
+    assert speedup(slow.view(), fast) == pytest.approx(100 / (400 / 6))
+    assert speedup(Track("regular").view(), fast) is None

@@ -27,7 +27,7 @@ PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 
 PLOTS = (".png", ".svg", ".pdf")
 
-RECORDS = (".svg", ".html", ".cast")
+RECORDS = (".svg", ".html")
 MOST_CERTIFIED = 16  # drafts a round: what becomes of so many has 2^16 ways
 
 

@@ -69,9 +69,7 @@ class CompareConf(PromptedConf):
     """task=compare: each prompt by regular and by speculative sampling, side by side.
 
     Prompts come from the config, a file or a pipe, else they are asked for on the terminal. One sampling
-    runs after the other, then both are replayed side by side at the speed they had (`replay`); `race` lets
-    them take turns instead, so that at any moment both have had the same time. `record` saves the picture:
-    .svg and .html how it ends, .cast (asciinema) how it moves.
+    runs after the other. `record` saves the picture of how they ended, as .svg or .html.
     """
 
     max_new_tokens: int = 128
@@ -80,8 +78,6 @@ class CompareConf(PromptedConf):
     chat: bool = False
     system: str | None = None
     special_tokens: bool = False
-    race: bool = False
-    replay: bool = True
     record: str | None = None
 
 

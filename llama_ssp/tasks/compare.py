@@ -1,7 +1,6 @@
 """task=compare: the same prompt by regular and by speculative sampling, side by side.
 
-Both run on the same models, one after the other or in turns. What is drawn is drawn between rounds, off
-the clocks; a replay goes by the clocks.
+Both run on the same models, one after the other. What is drawn is drawn between rounds, off the clocks.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from llama_ssp.metrics import ratio
 from llama_ssp.plan.beside import Way
 from llama_ssp.prompts import TextPrompt, problem_of
 from llama_ssp.ranks import Ranks
-from llama_ssp.recording import Recording
 from llama_ssp.report import Console, RunFolder
-from llama_ssp.screen import Scene, Screen, figures, verdict
+from llama_ssp.screen import Scene, Screen, figures, save, verdict
 from llama_ssp.tasks.asking import Terminal, while_others_wait
 from llama_ssp.tasks.batches import begun, damaged, prompt_of, usable_prompts
 from llama_ssp.tasks.pair import Pair, engine_for, open_pair
@@ -41,7 +39,7 @@ log = logging.getLogger(__name__)
 
 TYPED_TOKENS = 1024  # what a typed prompt is taken to have at most, when memory is checked
 WARM_UP_TOKENS = 24
-RECORDED = (100, 30)  # columns and lines of a recording where there is no terminal to have them from
+RECORDED = 100  # columns of a picture where there is no terminal to have them from
 
 
 class CompareTask:
@@ -53,7 +51,7 @@ class CompareTask:
         self._console = console
         self._terminal = Terminal() if ranks.is_leader and not inputs.reading.prompts else None
         self._screen = self._on_terminal()
-        self._recording = self._to_file()
+        self._scenes: list[Scene] = []
         self._skipped = list(inputs.reading.skipped)
         self._comparisons: list[dict[str, Any]] = []
         self._pair: Pair | None = None
@@ -79,8 +77,7 @@ class CompareTask:
             for text, prompt in given or self._asked(tokens):
                 self._compare(text, prompt, regular, speculative)
         finally:
-            if self._recording is not None:
-                self._recorded = self._recording.save()
+            self._record()
         return "done"
 
     def has_output(self) -> bool:
@@ -172,9 +169,7 @@ class CompareTask:
             side.expect()
         scene = Scene(text.text, regular.track, speculative.track)
         with self._moving():
-            (self._race if self._task.race else self._in_turn)(prompt, sides, scene)
-            if self._task.replay and not self._task.race:
-                while_others_wait(self._ranks, lambda: self._replay(scene))
+            self._in_turn(prompt, sides, scene)
         for side in sides:
             if side.track.finish == "error":
                 raise damaged(text.id, side.position, 1, 1)
@@ -191,40 +186,21 @@ class CompareTask:
     def _in_turn(self, prompt: Prompt, sides: tuple[Side, Side], scene: Scene) -> None:
         """One after the other; each is alone on the machine."""
         for side, note in zip(sides, ("regular sampling", "speculative sampling"), strict=True):
-            self._draw(scene, scene.seconds, f"{note}: reading the prompt")
+            self._draw(scene, f"{note}: reading the prompt")
             side.begin(prompt, self._task.max_new_tokens, self._task.stop)
             while side.advance():
-                self._draw(scene, scene.seconds, f"{note}: running")
-
-    def _race(self, prompt: Prompt, sides: tuple[Side, Side], scene: Scene) -> None:
-        """In turns: whoever has had less time goes next, so both are always at the same moment.
-
-        The leader's clocks say whose turn it is, and every rank is told.
-        """
-        for side in sides:
-            side.begin(prompt, self._task.max_new_tokens, self._task.stop)
-        while running := [n for n, side in enumerate(sides) if not side.has_ended]:
-            behind = min(running, key=lambda n: sides[n].seconds)
-            side = sides[self._ranks.broadcast_ints([behind])[0]]
-            side.advance()
-            side.rest()
-            self._draw(scene, max(side.seconds for side in sides), "a race: in turns, the same time for both")
+                self._draw(scene, f"{note}: running")
 
     def _moving(self) -> AbstractContextManager[None]:
         return self._screen.moving() if self._screen is not None else nullcontext()
 
-    def _draw(self, scene: Scene, now_s: float, note: str) -> None:
+    def _draw(self, scene: Scene, note: str) -> None:
         if self._screen is not None:
-            self._screen.draw(scene, now_s, note)
-
-    def _replay(self, scene: Scene) -> list[int]:
-        if self._screen is not None:
-            self._screen.replay(scene)
-        return []
+            self._screen.draw(scene, note)
 
     def _show(self, scene: Scene) -> None:
-        if self._recording is not None:
-            self._recording.add(scene)
+        if self._task.record is not None:
+            self._scenes.append(scene)
         if self._screen is not None:
             self._screen.keep(scene)
         elif self._inputs.run.output is Output.text:
@@ -239,13 +215,15 @@ class CompareTask:
         usable = console.is_terminal and not console.is_dumb_terminal
         return Screen(console) if usable and self._inputs.run.output is Output.text else None
 
-    def _to_file(self) -> Recording | None:
-        if self._task.record is None or not self._ranks.is_leader:
-            return None
-        size = RichConsole(file=sys.stdout).size if self._screen is not None else RECORDED
+    def _record(self) -> None:
+        """Saves the picture of what was compared, where one was asked for."""
+        if self._task.record is None or not self._scenes or not self._ranks.is_leader:
+            return
+        path = home_expanded(self._task.record)
+        width = RichConsole(file=sys.stdout).width if self._screen is not None else RECORDED
         entry = self._inputs.pairs[0]
-        title = f"llama-ssp task=compare: {entry.target} with {entry.drafter}"
-        return Recording(home_expanded(self._task.record), size[0], size[1], title)
+        save(self._scenes, path, width, f"llama-ssp task=compare: {entry.target} with {entry.drafter}")
+        self._recorded = str(path)
 
 
 def in_words(scene: Scene) -> list[str]:

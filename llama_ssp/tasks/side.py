@@ -47,10 +47,6 @@ class Side:
         return self._timed.seconds if self._timed else 0.0
 
     @property
-    def has_ended(self) -> bool:
-        return self._timed is not None and self._timed.state.finished[0] is not None
-
-    @property
     def position(self) -> int:
         """How long the text is, prompt included, in tokens."""
         return self._timed.state.lengths[0] if self._timed else 0
@@ -78,10 +74,6 @@ class Side:
             counts.merge(self._timed.counts)
             spent += self._timed.decode_s
         return pace_of_counts(spent, counts)
-
-    def rest(self) -> None:
-        """Another side goes next: ranks get to know how the last round ended."""
-        self._engine.settle()
 
     def figures(self) -> dict[str, Any]:
         """The text, its times and its counters, under the names of the JSON interface."""

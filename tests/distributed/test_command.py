@@ -138,9 +138,9 @@ def test_what_cannot_be_split_is_refused_by_one_voice(saved: Any, tmp_path: Path
     assert "4 heads, 2 KV heads, 3 ranks" in said[0][1] and "allowed 1, 2, 4 ranks" in said[0][1]
 
 
-def test_a_race_on_two_ranks_draws_what_one_process_does(command: Command, saved: Any, tmp_path: Path):
-    """Whose turn it is the leader's clocks say, and both ranks are told; prompts are shared, too."""
-    run = (*pair(saved), "task=compare", "task.race=true", "task.max_new_tokens=16", "seed=5")
+def test_compared_on_two_ranks_as_in_one_process(command: Command, saved: Any, tmp_path: Path):
+    """The leader shares the prompts; one rank prints."""
+    run = (*pair(saved), "task=compare", "task.max_new_tokens=16", "seed=5")
     stdin = "\n".join(PROMPTS[:2])
     alone = command(*run, stdin=stdin.encode())
     leader, other = Started(tmp_path / "two", 2, *run, stdin=stdin).finish()
