@@ -50,7 +50,6 @@ from llama_ssp.tabular import aligned  # noqa: E402
 from llama_ssp.tasks.pair import Pair, Shelf, engine_for  # noqa: E402
 from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
 from llama_ssp.tasks.timed import TimedRun  # noqa: E402
-from llama_ssp.tasks.timeline import Work, bars  # noqa: E402
 from llama_ssp.tasks.timing import shape  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402
 
@@ -58,9 +57,8 @@ VOCAB, WIDTH = 4096, 512
 PATIENCE_S = 3600
 BAR, FLOOR = 1.2, 0.97
 ROUNDS_SHOWN, TURNS = 8, 20
-COLOURS = {
-    Work.verifies: "#3b6fb6", Work.waits: "#d8d8d8", Work.ahead: "#e8a33d", Work.asked: "#c0504d",
-}  # fmt: skip
+VERIFIES, WAITS, AHEAD, ASKED = "verifies", "waits for drafts", "drafts ahead", "drafts when asked"
+COLOURS = {VERIFIES: "#3b6fb6", WAITS: "#d8d8d8", AHEAD: "#e8a33d", ASKED: "#c0504d"}
 MODES = (Overlap.off, Overlap.ahead)
 
 
@@ -238,18 +236,23 @@ def prediction_table(found: list[Found]) -> list[str]:
 
 def picture(history: list[Exchange]) -> str:
     """A few rounds as SVG: what the leader and the draft's first rank do, on one clock."""
-    shown = bars(history, ROUNDS_SHOWN)
-    start, end = min(bar.began for bar in shown), max(bar.ended for bar in shown)
+    shown = history[-ROUNDS_SHOWN - 1 :]
+    start, end = shown[0].asked_us, shown[-1].asked_us
+    bars = [(WAITS, one.asked_us, one.replied_us) for one in shown[:-1]]
+    bars += [(VERIFIES, one.replied_us, after.asked_us) for one, after in pairwise(shown)]
+    for began, ended, is_ahead in ((s.began_us, s.ended_us, s.is_ahead) for one in shown for s in one.spans):
+        if ended > start and began < end:
+            bars.append((AHEAD if is_ahead else ASKED, max(began, start), min(ended, end)))
     scale = 1000 / (end - start)
     drawn = "".join(
-        f'<rect x="{90 + (bar.began - start) * scale:.1f}" y="{20 if bar.work.is_targets else 54}" '
-        f'width="{max((bar.ended - bar.began) * scale, 0.5):.1f}" height="24" fill="{COLOURS[bar.work]}">'
-        f"<title>{bar.work.words}, {(bar.ended - bar.began) / 1000:.2f} ms</title></rect>"
-        for bar in shown
+        f'<rect x="{90 + (began - start) * scale:.1f}" y="{20 if work in (VERIFIES, WAITS) else 54}" '
+        f'width="{max((ended - began) * scale, 0.5):.1f}" height="24" fill="{COLOURS[work]}">'
+        f"<title>{work}, {(ended - began) / 1000:.2f} ms</title></rect>"
+        for work, began, ended in bars
     )
     key = "".join(
         f'<rect x="{90 + 140 * place}" y="94" width="12" height="12" fill="{colour}"/>'
-        f'<text x="{108 + 140 * place}" y="104">{work.words}</text>'
+        f'<text x="{108 + 140 * place}" y="104">{work}</text>'
         for place, (work, colour) in enumerate(COLOURS.items())
     )
     return (

@@ -33,7 +33,6 @@ from llama_ssp.tasks.seats import seats, tokens_of
 from llama_ssp.tasks.speed_table import csv_text, table
 from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedEngine, TimedRanks
 from llama_ssp.tasks.timed import TimedRun
-from llama_ssp.tasks.timeline import lines
 from llama_ssp.tasks.ways import way
 
 
@@ -65,7 +64,6 @@ class MeasureTask:
         self._rows = 0
         self._memory: list[dict[str, int]] = []
         self._plot: str | None = None
-        self._timelines: dict[str, list[str]] = {}  # of contenders whose draft has ranks of its own
 
     def run(self) -> str:
         """A warm-up, the repeats, a pass with the stopwatch on; the status."""
@@ -178,7 +176,6 @@ class MeasureTask:
             sample.take(longest, timed.prefill_s, timed.decode_s, first_s, timed.counts)
             if engine.overlap is not None and contender.record.k != 0:
                 sample.overlaps.append(engine.overlap)
-                self._timelines[contender.record.name] = lines(engine.exchanges)
         self._ranks.barrier()  # who has no part in it waits here, not in a message that has less patience
 
     def _engine(self, contender: Contender, tokens: Tokens, repeat: int) -> AnyEngine:
@@ -221,7 +218,7 @@ class MeasureTask:
         if not self.has_output() or self._speeds is None or not self._ranks.is_leader:
             return
         if self._inputs.run.output is Output.text:
-            for line in table(self.figures(), self._timelines):
+            for line in table(self.figures()):
                 self._console.line(line)
         self._folder.write("repeats.csv", csv_text(self._speeds.records))
         place = plot_place(self._task.plot, self._folder.path)

@@ -15,9 +15,9 @@ WORDS = 1
 MIB = 2**20
 
 
-def table(found: dict[str, Any], timelines: dict[str, list[str]]) -> list[str]:
-    """Speeds, then where the time goes, acceptance by position, what came of a draft on ranks of its own (of
-    its last rounds there are `timelines`), and what it all rests on.
+def table(found: dict[str, Any]) -> list[str]:
+    """Speeds, then where the time goes, acceptance by position, what came of a draft on ranks of its own, and
+    what it all rests on.
     """
     rows = [("target alone", found["target_alone"]), ("draft alone", found["draft_alone"] or {})]
     rows += [(f"pair, K = {'adaptive' if one['k'] is None else one['k']}", one) for one in found["pair"]]
@@ -27,7 +27,7 @@ def table(found: dict[str, Any], timelines: dict[str, list[str]]) -> list[str]:
     lines += ["", "accepted of the drafts at each position", *_positions(rows)]
     for name, row in rows:
         if (apart := row["overlap"]) is not None:
-            lines += ["", f"{name}: {_apart(apart, row['tokens_committed'])}", *timelines.get(name, [])]
+            lines += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
     return [*lines, "", *_notes(found)]
 
 
