@@ -1,6 +1,5 @@
-"""task=batch on a Slurm cluster: what can start, the script, its submission, and the warden of a job.
+"""task=batch on a Slurm cluster: the script, its submission, and the warden of a job.
 
-    limits.py    what is asked for, against what the partitions have
     script.py    the sbatch script: an array, each element one group of ranks that does shard after shard
     submit.py    prints it, or hands it over, if anything is missing
     warden.py    on the node: starts the ranks, stops them in time, and asks for another go

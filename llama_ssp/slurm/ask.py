@@ -37,13 +37,6 @@ class Slurm:
     def partitions(self) -> list[dict[str, str]]:
         return _table(self._ask("scontrol", "show", "partition", "-o"))
 
-    def nodes(self) -> list[dict[str, str]]:
-        return _table(self._ask("scontrol", "show", "node", "-o"))
-
-    def config(self) -> dict[str, str]:
-        lines = (line.partition("=") for line in self._ask("scontrol", "show", "config").splitlines())
-        return {name.strip(): value.strip() for name, _, value in lines}
-
     def test(self, script: str) -> str:
         """What sbatch would do with it: when it would start, and where."""
         done = self._run(PATIENCE_S, "sbatch", "--test-only", script=script)

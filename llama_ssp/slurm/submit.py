@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import BatchConf, Output, RunConf
+from llama_ssp.checks.cluster import seconds_of
+from llama_ssp.config import BatchConf, Output, RunConf, SlurmConf
 from llama_ssp.errors import OK, DistributedError, UsageError
 from llama_ssp.journal import Journal
 from llama_ssp.journal.files import storing
@@ -17,11 +18,12 @@ from llama_ssp.plan.machine import CPU
 from llama_ssp.report import Console
 from llama_ssp.sharing import LOGS, Share, share, words_of_one
 from llama_ssp.slurm.ask import Slurm
-from llama_ssp.slurm.limits import Demand, require_startable
 from llama_ssp.slurm.records import Submission, keep_submission, submissions
 from llama_ssp.slurm.script import GroupSize, Order
 
 log = logging.getLogger(__name__)
+
+UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
@@ -39,9 +41,9 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         console.document({**summary, "status": "done", "job": None})
         return OK
     order = _order(shared, size, words)
-    script, demand = order.rendered(), Demand(size, order.elements, cluster.slurm)
+    script = order.rendered()
     if not task.submit:
-        summary |= {"status": "printed", "script": script, **_looked_over(demand, script)}
+        summary |= {"status": "printed", "script": script, **_looked_over(cluster.slurm, script)}
         if run.output is Output.json:
             console.document(summary)
         else:
@@ -49,7 +51,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         return OK
     slurm = Slurm()
     slurm.require()
-    summary |= _checked(slurm, demand, script)
+    summary |= _checked(slurm, cluster.slurm, script)
     submission = _submitted(slurm, order, script)
     log.info(
         "submitted: job %s, %d element%s, logs in %s; see task.status=true, or squeue --jobs=%s",
@@ -74,22 +76,43 @@ def _order(shared: Share, size: GroupSize, words: list[str]) -> Order:
     )  # fmt: skip
 
 
-def _looked_over(demand: Demand, script: str) -> dict[str, Any]:
+def _looked_over(conf: SlurmConf, script: str) -> dict[str, Any]:
     """What Slurm says of it, where there is one; a script can be made anywhere."""
     slurm = Slurm()
     try:
         slurm.require()
     except DistributedError as absent:
         log.warning("not checked against a cluster: %s", absent)
-        return {"checks": None, "test_only": None}
-    return _checked(slurm, demand, script)
+        return {"test_only": None}
+    return _checked(slurm, conf, script)
 
 
-def _checked(slurm: Slurm, demand: Demand, script: str) -> dict[str, Any]:
-    checks = require_startable(demand, slurm.partitions(), slurm.nodes(), slurm.config())
+def _checked(slurm: Slurm, conf: SlurmConf, script: str) -> dict[str, Any]:
+    if conf.time is not None:
+        require_time(conf.time, conf.partition, slurm.partitions())
     said = slurm.test(script)
-    log.info("%s; %s", checks, said)
-    return {"checks": checks, "test_only": said}
+    log.info("%s", said)
+    return {"test_only": said}
+
+
+def require_time(asked: str, names: str | None, partitions: list[dict[str, str]]) -> None:
+    """Refuses a time limit beyond that of every partition named, or of the default one.
+
+    `sbatch --test-only` accepts this, alone of what can never start, where EnforcePartLimits=NO, which is
+    Slurm's default: the job would be queued for ever. sbatch itself refuses a partition that does not exist.
+    """
+    wanted = [
+        partition
+        for partition in partitions
+        if (partition["PartitionName"] in names.split(",") if names else partition.get("Default") == "YES")
+    ]
+    limits = [partition.get("MaxTime", "") for partition in wanted]
+    if limits and all(one not in UNLIMITED and seconds_of(asked) > seconds_of(one) for one in limits):
+        raise UsageError(
+            "the job could never start", where="cluster.slurm.time", found=asked,
+            allowed=f"at most {max(limits, key=seconds_of)}",
+            fix="ask for less: an element that reaches its limit is requeued and goes on",
+        )  # fmt: skip
 
 
 def _submitted(slurm: Slurm, order: Order, script: str) -> Submission:

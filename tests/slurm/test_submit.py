@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.errors import UsageError
 from llama_ssp.slurm import ask
+from llama_ssp.slurm.ask import _table
+from llama_ssp.slurm.submit import require_time
 from tests.conftest import Answer, Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches
 from tests.slurm.lab import Lab
@@ -42,14 +45,11 @@ def document(answer: Answer) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cluster.slurm.partition=gone"], "could never start; cluster.slurm.partition; found gone"),
-        (["cluster.nodes=8"], "could never start; cluster.nodes; found 8 nodes"),
-        (
-            ["cluster.gpus=4", "cluster.slurm.cpus_per_rank=1"],
-            "could never start; cluster.slurm.cpus_per_rank",
-        ),
-        (["cluster.gpu=L4", "cluster.gpus=8"], "could never start; cluster.gpus; found 1 nodes with 8 GPUs"),
-        (["cluster.slurm.mem=9000G"], "could never start; cluster.slurm.mem"),
+        (["cluster.slurm.partition=gone"], "Slurm refuses the job; found"),
+        (["cluster.nodes=8"], "Slurm refuses the job; found"),
+        (["cluster.gpus=4", "cluster.slurm.cpus_per_rank=1"], "Slurm refuses the job; found"),
+        (["cluster.gpu=L4", "cluster.gpus=8"], "Slurm refuses the job; found"),
+        (["cluster.slurm.mem=9000G"], "Slurm refuses the job; found"),
         (["cluster.slurm.time=9-00"], "cluster.slurm.time; found 9-00, allowed at most 01:00:00"),
         (["cluster.slurm.constraint=gone"], "Slurm refuses the job; found"),
         (['cluster.slurm.options=["--mem-per-gpu=x"]'], "Slurm refuses the job; found"),
@@ -64,6 +64,23 @@ def test_what_the_cluster_could_never_start(
     assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
 
 
+# As Slurm 22.05 prints them.
+PARTITIONS = _table(
+    "PartitionName=gpu AllowGroups=ALL Default=YES DefaultTime=NONE MaxNodes=2 MaxTime=1-00:00:00 State=UP\n"
+    "PartitionName=big Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP TotalNodes=1\n"
+)
+
+
+def test_a_time_limit_beyond_the_partition_s_is_refused():
+    """`sbatch --test-only` accepts it where EnforcePartLimits=NO, and the job waits for ever."""
+    for names in (None, "gpu", "gpu,gone"):
+        require_time("1-00:00:00", names, PARTITIONS)
+        with pytest.raises(UsageError, match=r"could never start; cluster\.slurm\.time.*at most 1-00:00:00"):
+            require_time("1-00:00:01", names, PARTITIONS)
+    for names in ("big", "gpu,big", "gone"):
+        require_time("9-00", names, PARTITIONS)
+
+
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_the_script_is_printed_and_nothing_happens(at_lab: Lab, command: Command, here: Path):
@@ -72,7 +89,6 @@ def test_the_script_is_printed_and_nothing_happens(at_lab: Lab, command: Command
     as_json = command(*JOB, *ON_SLURM, "task.submit=false", "output=json")
     found = document(as_json)
     assert found["script"].replace("    output=json\n", "") == answer.out
-    assert found["checks"] == "partition lab: 4 nodes can take it; time limit 01:00:00"
     assert " to start at " in found["test_only"]
     assert found["status"] == "printed" and found["verdict"] == "fits" and found["shards_missing"] == 4
     assert at_lab.queued() == [] and not (here / "answers.jsonl.work").exists()
