@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError
+from llama_ssp.load import tokens as load_tokens
 from llama_ssp.load.tokens import HubTokens, conversation, read_tokens
 from llama_ssp.vocab import Pairing, pair
 from tests import checkpoints
@@ -99,6 +103,40 @@ def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
     known = tokens(tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(DataError, match="chat template refuses"):
         known.chat(conversation("hello", None))
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "not done after 0.3",
+        ),
+        ("{{ 9 ** (9 ** (9 ** 2)) }}", "not done after 0.3"),
+        ("{% set x = 'a' * 10 ** 11 %}{{ x }}", "more than 1024 MiB"),
+    ],
+)
+def test_a_template_that_takes_all_time_or_memory_is_ended(
+    template: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what bounded it is gone afterwards."""
+    monkeypatch.setattr(load_tokens, "TEMPLATE_S", 0.3)
+    known = tokens(tmp_path, template)
+    limit, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    for _ in range(2):
+        with pytest.raises(DataError, match=f"chat template refuses.*{said}"):
+            known.chat(conversation("hello", None))
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == (limit, handler)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_chat_in_another_thread(tmp_path: Path) -> None:
+    """No thread but the main one may have a signal's handler."""
+    known, found = tokens(tmp_path), list[list[int]]()
+    thread = threading.Thread(target=lambda: found.append(known.chat(conversation("hello", None))))
+    thread.start()
+    thread.join()
+    assert found == [known.chat(conversation("hello", None))]
 
 
 def test_special_tokens_in_plain_prompts_are_text_unless_asked_for(tmp_path: Path) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
-from llama_ssp.load.templates import Renderer, TemplateError
 from llama_ssp.vocab import Paired, Pairing, Vocabulary, end_ids_of, notation_guessed, pair, vocabulary_of
 
 PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
+TEMPLATE_S = 5.0  # for one rendering of a chat template
+TEMPLATE_BYTES = 2**30  # for it, beside what the process has
+AGAIN_S = 1.0  # until a late template is interrupted again: a destructor swallows what is raised in it
 MARK = "\ue000"  # stands for what a person typed, while a template is looked through
 
 
@@ -60,7 +65,6 @@ class HubTokens:
             raise _unreadable(path, str(error)) from None
         if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
-        self._renderer = Renderer(self._by_template)
         own = self._tokenizer.eos_token_id
         self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
         self.bos_id: int | None = self._tokenizer.bos_token_id
@@ -118,11 +122,6 @@ class HubTokens:
         )
         return ids
 
-    def _by_template(self, messages: list[Message]) -> str:
-        """In transformers' sandbox."""
-        text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return text
-
     def _rendered(self, messages: list[Message]) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -130,11 +129,15 @@ class HubTokens:
                 fix="use an instruct model, or task.chat=false",
             )  # fmt: skip
         try:
-            rendered = self._renderer(messages)
-        except TemplateError as error:
+            with _bounded():
+                rendered: str = self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False
+                )
+        except Exception as error:  # a template may raise anything
             raise DataError(
                 "the model's chat template refuses the prompt", where="task.chat=true",
-                found=str(error)[:200], fix="leave out task.system, or use task.chat=false",
+                found=str(error)[:200] or type(error).__name__,
+                fix="leave out task.system, or use task.chat=false",
             ) from None  # fmt: skip
         if any(m["role"] == "system" and m["content"].strip() not in rendered for m in messages):
             raise DataError(
@@ -142,6 +145,39 @@ class HubTokens:
                 fix="leave out task.system, or begin the prompt with it",
             )  # fmt: skip
         return rendered
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Ends a chat template that takes too much time or memory, which transformers' sandbox does not.
+
+    Raises TimeoutError or MemoryError. Time is bounded in the main thread: no other can be interrupted.
+    """
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {TEMPLATE_S:g} seconds")
+
+    statm = Path("/proc/self/statm").read_text(encoding="ascii")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = int(statm.split()[0]) * resource.getpagesize() + TEMPLATE_BYTES
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, late) if in_main else None
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S, AGAIN_S)
+        try:
+            yield
+        except MemoryError:
+            raise MemoryError(f"more than {TEMPLATE_BYTES >> 20} MiB") from None
+        finally:
+            if in_main:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        if in_main:  # once more: it may have come between the text and its end
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager
