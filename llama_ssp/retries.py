@@ -12,7 +12,6 @@ from pathlib import Path
 
 from llama_ssp.errors import DATA, MODEL, OK, USAGE
 
-STOPPED = 75  # stopped at a record's end, with more to do
 LASTING = (USAGE, DATA, MODEL)  # what another go would end with again
 CODE_FILE = "LLAMA_SSP_CODE_FILE"
 

@@ -163,10 +163,6 @@ class Attempt:
         """The records still to be done, in input order."""
         return [index for index in self.shard.indices if index not in self._finished]
 
-    @property
-    def resumed(self) -> int:
-        return self.shard.count - len(self.missing)
-
     def begin(self, indices: list[int]) -> None:
         self._part.begin(indices)
 

@@ -63,11 +63,6 @@ def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> d
     )
 
 
-def is_refusal(line: dict[str, Any]) -> bool:
-    """Whether this answer holds no text."""
-    return "error" in line and (line["error"] is not None or line["response"]["status_code"] != 200)
-
-
 def _openai(name: str, response: dict[str, Any], error: None) -> dict[str, Any]:
     return {"id": _name("batch_req", name), "custom_id": name, "response": response, "error": error}
 
