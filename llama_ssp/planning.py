@@ -16,9 +16,8 @@ from llama_ssp.plan.machine import machine_of, require_world
 from llama_ssp.plan.outcome import LONG, outcome
 from llama_ssp.plan.search import Asked
 from llama_ssp.plan.search import require_planned as require_planned_splitting
-from llama_ssp.plan.table import heading, rendered
+from llama_ssp.plan.table import rendered
 from llama_ssp.plan.verdict import Verdict
-from llama_ssp.plot import check_plot, plot_bills
 from llama_ssp.ranges import require_planned
 from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
 from llama_ssp.vocab import Pairing, diagnose, pair, read_vocabularies
@@ -30,7 +29,6 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
     """Plans; the exit code, which asks for more than an answer only with task.require_fit."""
     task = run.task
     assert isinstance(task, PlanConf)
-    check_plot(task.image, "task.image")
     draft = None if run.draft is None else outlined(run.draft, DRAFT)
     run = replace(run, model=outlined(run.model, TARGET), draft=draft)
     checks.check_context(run)
@@ -60,8 +58,6 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
         if words:
             console.line(words)
         console.write(rendered(plan, console.is_terminal))
-    if task.image is not None and is_leader:
-        plot_bills(plan.bars(), task.image, heading(plan))
     console.document(summary)
     failed = task.require_fit and plan.chosen.verdict is not Verdict.fits
     return FAILED_CHECK if failed else OK

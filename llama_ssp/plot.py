@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 COLOURS = {"regular": "#8a8f98", "speculative": "#1f77b4"}
 
 
-def check_plot(asked: str | None, key: str = "task.plot") -> None:
+def check_plot(asked: str | None) -> None:
     """A picture that was asked for by name must be possible, before anything is run."""
     if asked is None:
         return
     if find_spec("matplotlib") is None:
-        raise UsageError(f"{key} needs matplotlib", fix=f"pip install matplotlib, or leave out {key}")
+        raise UsageError("task.plot needs matplotlib", fix="pip install matplotlib, or leave out task.plot")
     if not home_expanded(asked).parent.is_dir():
-        raise UsageError(f"{key} is in no folder", found=asked, fix="make the folder, or correct the path")
+        raise UsageError("task.plot is in no folder", found=asked, fix="make the folder, or correct the path")
 
 
 def check_record(asked: str | None) -> None:
@@ -94,36 +94,6 @@ def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Writes the picture, in the format that its name's ending says."""
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise StorageError(f"cannot write the plot: {error.strerror}", where=str(path)) from None
-
-
-PART_COLOURS = ("#1f77b4", "#6baed6", "#2ca02c", "#98df8a", "#ff9f1c", "#8a8f98")
-
-
-def plot_bills(gpus: list[dict[str, Any]], name: str, title: str) -> None:
-    """A stacked bar for each GPU: `parts` in GiB under the names they have, `capacity` a line above."""
-    from matplotlib.figure import Figure
-
-    path = home_expanded(name)
-    figure = Figure(figsize=(max(3 + 0.7 * len(gpus), 7), 4.5), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(gpus))
-    below = [0.0] * len(gpus)
-    for part, colour in zip(gpus[0]["parts"], PART_COLOURS, strict=True):
-        heights = [gpu["parts"][part] for gpu in gpus]
-        axes.bar(places, heights, 0.7, bottom=below, color=colour, label=part)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    for place, gpu in zip(places, gpus, strict=True):
-        axes.hlines(gpu["capacity"], place - 0.45, place + 0.45, color="#d62728")
-    axes.set_xticks(places, [str(gpu["rank"]) for gpu in gpus])
-    axes.set_xlabel("GPU")
-    axes.set_ylabel("GiB (red: what there is)")
-    figure.suptitle(title, fontsize="small", x=0.01, ha="left")
-    figure.legend(loc="outside right upper", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -121,16 +120,6 @@ def test_it_is_kept(command):
     assert yaml.safe_load((folder / "config.yaml").read_text())["cluster"]["name"] == "p4d"
 
 
-@pytest.mark.parametrize("name", ["bill.png", "bill.svg"])
-def test_a_picture(command, name):
-    document(command(*PAIR, "out=null", f"task.image={name}"))
-    content = Path(name).read_bytes()
-    if name.endswith("svg"):
-        assert "svg" in ElementTree.fromstring(content).tag
-    else:
-        assert content.startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(("gib", "code", "verdict"), [(39, 0, "fits"), (1, 1, "does_not_fit")])
 def test_require_fit_is_for_scripts(command, gib, code, verdict):
     pair = ("task=plan", "model=7B", "draft=none", "cluster=p4d", "cluster.gpus=1")
@@ -192,8 +181,6 @@ def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
         (["task.acceptance=1.5"], 2, "task.acceptance is out of range"),
         (["task.prompt_tokens=4000"], 2, "task.prompt_tokens is out of range"),
         (["task.prompt_tokens=2000"], 2, "context of 2048 tokens, prompt included"),
-        (["task.image=bill.doc"], 2, "task.image is no picture's name"),
-        (["task.image=/no/such/bill.png"], 2, "task.image is in no folder"),
         (["placement.target_ranks=[0,9]"], 5, "placement.target_ranks does not fit the ranks"),
         (["placement=deepspeed"], 5, "what DeepSpeed holds is not planned"),
         (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),

@@ -106,7 +106,7 @@ def _check_compare(task: CompareConf, run: RunConf) -> None:
 def _check_measure(task: MeasureConf) -> None:
     between("task.batch_size", task.batch_size, 1, 4096)
     between("task.repeats", task.repeats, 1, 1000)
-    _check_picture("task.plot", task.plot)
+    _check_picture(task.plot)
     for key, values, most in (("task.ks", task.ks, MAX_K), ("task.lengths", task.lengths, 2**20)):
         for value in values:
             between(f"{key} entry", value, 1, most)
@@ -125,7 +125,6 @@ def _check_plan(task: PlanConf) -> None:
     between("task.batch_size", task.batch_size, 1, 4096)
     between("task.prefill_chunk", task.prefill_chunk, 1, 2**20)
     between("task.acceptance", task.acceptance, 0.0, 1.0)
-    _check_picture("task.image", task.image)
 
 
 def _check_calibrate(task: CalibrateConf) -> None:
@@ -159,7 +158,7 @@ def _check_eval(task: EvalConf) -> None:
             )  # fmt: skip
     if len(set(task.pairs)) < len(task.pairs):
         raise UsageError("task.pairs holds a pair twice", found=task.pairs, fix="give each once")
-    _check_picture("task.plot", task.plot)
+    _check_picture(task.plot)
 
 
 def _check_certify(task: CertifyConf, spec: SpeculationConf) -> None:
@@ -182,7 +181,7 @@ def _check_certify(task: CertifyConf, spec: SpeculationConf) -> None:
 def _check_agree(task: AgreeConf) -> None:
     between("task.chunk", task.chunk, 1, MAX_K)
     between("task.batch_size", task.batch_size, 1, 4096)
-    _check_picture("task.plot", task.plot)
+    _check_picture(task.plot)
 
 
 def _check_drafts(task: EvalConf, spec: SpeculationConf) -> None:
@@ -219,9 +218,9 @@ def _check_stops(stops: list[str]) -> None:
         )
 
 
-def _check_picture(key: str, name: str | None) -> None:
+def _check_picture(name: str | None) -> None:
     if name is not None and not name.endswith(PLOTS):
         raise UsageError(
-            f"{key} is no picture's name", found=repr(name), allowed=", ".join(PLOTS),
+            "task.plot is no picture's name", found=repr(name), allowed=", ".join(PLOTS),
             fix="let its ending say which kind of picture it is",
         )  # fmt: skip

@@ -136,8 +136,8 @@ class AgreeConf(PromptedConf):
 class PlanConf(TaskConf):
     """task=plan: does the pair fit, where should the draft sit, how fast will it be; no GPU, no weights.
 
-    `acceptance` is the chance that a drafted token stands, given that those before it did. `image` is a
-    picture of the bill (.png, .svg); `require_fit` leaves with exit code 1 unless the verdict is `fits`.
+    `acceptance` is the chance that a drafted token stands, given that those before it did. `require_fit`
+    leaves with exit code 1 unless the verdict is `fits`.
     """
 
     prompt_tokens: int = 512
@@ -145,7 +145,6 @@ class PlanConf(TaskConf):
     batch_size: int = 1
     prefill_chunk: int = 512
     acceptance: float = 0.8
-    image: str | None = None
     require_fit: bool = False
 
 

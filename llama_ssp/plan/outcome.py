@@ -121,17 +121,6 @@ class Outcome:
             "ms_per_token_waiting": waiting.ms_per_token(acceptance, chosen.k),
         }
 
-    def bars(self) -> list[dict[str, Any]]:
-        """Every GPU's bill in few parts, in GiB, for a picture."""
-        return [
-            {
-                "rank": bill.rank,
-                "capacity": bill.capacity / GIB,
-                "parts": {name: size / GIB for name, size in parts(bill.lines).items()},
-            }
-            for bill in self.chosen.bills
-        ]
-
     def _ranked(self, one: Option) -> dict[str, Any]:
         return {
             "placement": one.placement.in_words(),

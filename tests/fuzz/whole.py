@@ -24,7 +24,6 @@ BOUNDED = {
 PATHS = (
     "out=",
     "task.plot",
-    "task.image",
     "offload_folder",
     "task.prompt_file",
     "download=",
