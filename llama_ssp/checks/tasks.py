@@ -129,11 +129,6 @@ def _check_plan(task: PlanConf) -> None:
 
 def _check_calibrate(task: CalibrateConf) -> None:
     between("task.repeats", task.repeats, 1, 1000)
-    if not re.fullmatch(r"\w[\w.-]*", task.cluster_name):
-        raise UsageError(
-            "task.cluster_name is no name of a file", found=repr(task.cluster_name),
-            allowed="letters, digits, _ . -", fix="choose another",
-        )  # fmt: skip
 
 
 def _check_eval(task: EvalConf) -> None:

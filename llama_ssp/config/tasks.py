@@ -150,13 +150,12 @@ class PlanConf(TaskConf):
 
 @dataclass
 class CalibrateConf(TaskConf):
-    """task=calibrate: measures this machine; writes it as a cluster, cluster/`cluster_name`.yaml in `folder`.
+    """task=calibrate: measures this machine; writes it as a cluster, cluster/calibrated.yaml in `folder`.
 
-    The folder is then named with --config-dir, and the cluster with cluster=`cluster_name`.
+    The folder is then named with --config-dir, and the cluster with cluster=calibrated.
     """
 
     folder: str = "calibrated"
-    cluster_name: str = "calibrated"
     repeats: int = 5
 
 

@@ -70,6 +70,7 @@ FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 UNITS = {"us": 1e-6, "ns": 1e-9}
 FITTED = ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns")
 
+NAME = "calibrated"  # of the cluster, and of its file
 STARTING = ("groups", "scheduler", "slurm")  # of a cluster: how jobs are started, which is not measured
 
 
@@ -83,7 +84,7 @@ class CalibrateTask:
 
     def run(self) -> str:
         """Measures, writes, says how to use it."""
-        cluster, _ = measured(self._run, self._ranks, self._task.cluster_name, self._task.repeats)
+        cluster, _ = measured(self._run, self._ranks, NAME, self._task.repeats)
         file = home_expanded(self._task.folder) / "cluster" / f"{cluster.name}.yaml"
         if self._ranks.is_leader:
             _write(file, cluster)
