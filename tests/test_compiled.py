@@ -121,6 +121,17 @@ def test_other_families(family):
 
 
 @needs_compiler
+def test_a_compiled_model_adapts_the_module_once():
+    """GPT-Neo's masks were opened when the eager model was made."""
+    causal = CausalModel(build("gpt_neo"), "m")
+    local = causal.module.transformer.h[1].attn.attention
+    size = local.bias.shape
+    fast = CompiledModel(causal)
+    assert (local.bias.shape, len(local._forward_pre_hooks)) == (size, 1)
+    assert fast.module is causal.module and fast.caches is causal.caches and fast.vocab == causal.vocab
+
+
+@needs_compiler
 def test_in_bf16_logits_differ_by_rounding():
     """Compiled steps are as near to the wide model as eager ones are."""
     torch.manual_seed(0)

@@ -165,10 +165,12 @@ def _adapt_gpt_neo(module: Any) -> None:
 
     Its attention reads causality and locality off the slot numbers of a built-in table, which holds
     only for one unpadded row fed to its end. The table is opened, and layers of the local kind are
-    handed the windowed mask that travels with the cache.
+    handed the windowed mask that travels with the cache. A module that is open already stays as it is.
     """
     for layer in module.transformer.h:
         attention = layer.attn.attention
+        if attention.bias.stride(-1) == 0:
+            continue
         size = 2 * attention.bias.shape[-1]
         attention.bias = torch.ones_like(attention.bias[:, :, :1, :1]).expand(1, 1, size, size)
         if layer.attn.attention_type == "local":

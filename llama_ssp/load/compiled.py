@@ -89,7 +89,8 @@ class CompiledModel(CausalModel):
 
     def __init__(self, causal: CausalModel) -> None:
         """Takes over the model's module, whose linear layers are packed in place."""
-        vars(self).update(vars(causal))
+        super().__init__(causal.module, causal.name, causal.vocab, causal.device)
+        self.caches = causal.caches
         self._ready()
         self._steps: dict[Kind, Step] = {}
         self._failed = False
