@@ -20,7 +20,6 @@ from llama_ssp.tasks.stopwatch import (
     HOST,
     VERIFY,
     Stopwatch,
-    TimedEngine,
     TimedRanks,
 )
 from llama_ssp.tasks.timed import TimedRun
@@ -83,8 +82,9 @@ def test_a_timed_engine_gives_the_same_texts_and_its_parts_add_up() -> None:
     plain = engine()
     state = plain.prefill(PROMPTS, 20)
     list(generate(plain, state, Limits(20), FixedLookahead(3, 2)))
-    watch = Stopwatch()
-    timed = TimedRun(TimedEngine(engine(), watch), PROMPTS, 20)
+    watch, measured = Stopwatch(), engine()
+    measured.part = watch.part
+    timed = TimedRun(measured, PROMPTS, 20)
     with watch.running(lambda: None):
         list(timed.rounds(Limits(20), FixedLookahead(3, 2)))
     assert [timed.state.generated(row) for row in range(2)] == [state.generated(row) for row in range(2)]

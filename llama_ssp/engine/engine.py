@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from llama_ssp.ranks import SOLE, Crew
 from llama_ssp.sampling import Laws, lawless, one_hot
 from llama_ssp.sending import sent
 from llama_ssp.verify import Block, CoupledRule, Rule, overlap
+
+DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round, as a stopwatch tells them apart
 
 
 class Engine:
@@ -37,6 +41,7 @@ class Engine:
         self._draws = draws
         self._rounds = Leading(crew)
         self._enter = crew.everyone.enter
+        self.part: Callable[[str], AbstractContextManager[None]] = _untimed  # what times parts of a round
 
     @property
     def context(self) -> int:
@@ -98,23 +103,27 @@ class Engine:
     @torch.inference_mode()
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """At most `wanted` tokens a row, fewer where the drafter cannot reach further."""
-        self._enter("draft", self._rounds.begin())
-        count = tuple(
-            min(k, self.drafter.limit(length)) for k, length in zip(wanted, state.lengths, strict=True)
-        )
-        self._rounds.ask(state, count)
-        proposal = self.drafter.propose(state, count)
-        self._rounds.submit(state, proposal)
-        return proposal
+        with self.part(DRAFT):
+            self._enter("draft", self._rounds.begin())
+            count = tuple(
+                min(k, self.drafter.limit(length)) for k, length in zip(wanted, state.lengths, strict=True)
+            )
+            self._rounds.ask(state, count)
+            proposal = self.drafter.propose(state, count)
+            self._rounds.submit(state, proposal)
+            return proposal
 
     @torch.inference_mode()
     def verify(self, state: State, proposal: Proposal) -> Verdict:
         """One target forward over K+1 positions, and the decision. Finished rows are fed nothing."""
-        self._enter("verify", self._rounds.round)
-        verdict = self._judge(state, proposal, target_logits(self.target, state, proposal.count))
-        self._rounds.decide(state, verdict)
-        self._enter("commit", self._rounds.round)
-        return verdict
+        with self.part(DECIDE):  # but for the target's forward
+            self._enter("verify", self._rounds.round)
+            with self.part(VERIFY):
+                logit_BWV = target_logits(self.target, state, proposal.count)
+            verdict = self._judge(state, proposal, logit_BWV)
+            self._rounds.decide(state, verdict)
+            self._enter("commit", self._rounds.round)
+            return verdict
 
     def roll_back(self, state: State) -> None:
         """Every cache forgets what was not committed."""
@@ -188,6 +197,11 @@ class Engine:
             proposal.drafted_BK,
             sent(proposal.count, state.device),
         )
+
+
+def _untimed(_part: str) -> AbstractContextManager[None]:
+    """No stopwatch is on."""
+    return nullcontext()
 
 
 def room_of(prompts: list[Prompt], max_new_tokens: int, context: int, longest: int = 0) -> int:

@@ -31,7 +31,7 @@ from llama_ssp.tasks.batches import damaged, prompt_of, unusable, usable_prompts
 from llama_ssp.tasks.pair import Pair, draft_alone, engine_for, lookahead_for, open_pair
 from llama_ssp.tasks.seats import seats, tokens_of
 from llama_ssp.tasks.speed_table import csv_text, table
-from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedEngine, TimedRanks
+from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedRanks
 from llama_ssp.tasks.timed import TimedRun
 from llama_ssp.tasks.ways import way
 
@@ -191,7 +191,7 @@ class MeasureTask:
         if contender.pair is not None:
             engine = self._engine(contender, tokens, 0)
             if isinstance(engine, Engine):  # the leader's clocks are those that are shown
-                engine = TimedEngine(engine, self._watch)
+                engine.part = self._watch.part
             limits, made = Limits(self._task.max_new_tokens, self._ends(tokens)), 0
             self._watch.spent.clear()
             for batch in batches:

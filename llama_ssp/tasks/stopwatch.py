@@ -1,4 +1,4 @@
-"""Where an engine's time goes: its calls on one stopwatch, put around it from outside.
+"""Where an engine's time goes: the parts of its rounds, and what ranks say, on one stopwatch.
 
 Every moment belongs to one part, the innermost that is being done, so the parts add up to the whole.
 """
@@ -13,10 +13,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from llama_ssp.engine import Engine, Proposal, Runner, State, Verdict
+from llama_ssp.engine.engine import DECIDE, DRAFT, VERIFY
 from llama_ssp.ranks import Link, Ranks
 
-DRAFT, VERIFY, DECIDE, COMMUNICATE, HOST = PARTS = ("draft", "verify", "decide", "communicate", "host")
+COMMUNICATE, HOST = "communicate", "host"
+PARTS = (DRAFT, VERIFY, DECIDE, COMMUNICATE, HOST)
 MEANING = {
     DRAFT: "drawing the draft's tokens: its forwards, laws and draws",
     VERIFY: "the target's forwards over K+1 positions",
@@ -70,35 +71,6 @@ class Stopwatch:
 
 def _at_once() -> None:
     """Nothing to wait for."""
-
-
-class TimedEngine(Engine):
-    """The same engine, parts and all, with its calls on a stopwatch."""
-
-    def __init__(self, engine: Engine, watch: Stopwatch) -> None:
-        vars(self).update(vars(engine))
-        self._watch = watch
-        self.target = TimedRunner(engine.target, watch)
-
-    def draft(self, state: State, wanted: list[int]) -> Proposal:
-        with self._watch.part(DRAFT):
-            return super().draft(state, wanted)
-
-    def verify(self, state: State, proposal: Proposal) -> Verdict:
-        with self._watch.part(DECIDE):  # but for the target's forward, and what is said of it
-            return super().verify(state, proposal)
-
-
-class TimedRunner(Runner):
-    """The target's runner, with its forwards on a stopwatch."""
-
-    def __init__(self, runner: Runner, watch: Stopwatch) -> None:
-        vars(self).update(vars(runner))
-        self._watch = watch
-
-    def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
-        with self._watch.part(VERIFY):
-            return super().logits(token_BS, ends, wanted)
 
 
 class TimedRanks:
