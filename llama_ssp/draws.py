@@ -2,8 +2,15 @@
 
 A draw depends only on (run seed, prompt id, base, purpose, offset). `base` is the length of the text
 when the round began. It grows every round, so no key is ever used twice, although block verification
-may discard a drafted token whose value already took part in a decision. The text of a prompt
-therefore does not depend on its batch, on a restart, or on the number of ranks.
+may discard a drafted token whose value already took part in a decision. A prompt's draws therefore do not
+depend on its batch, on a restart, or on the number of ranks. Nor does its text, as long as its probabilities
+and its K do not: in fp32, with K fixed or chosen by `speculation.cost_ratio`. In 16 bit and less a batch of
+another size rounds differently, and adaptive K goes by measured times: the law is the same, the text is not.
+
+No number has two uses. Each stands in Philox (Salmon et al. 2011) under the key (seed, prompt), in a block of
+four whose counter's words are (block, 0, stream, base). The streams are ROUNDS, with a number for each offset
+and purpose, RACES, with a correction's clocks, and POSITIONS, with the noise of coupled draws, where base is
+the token's position (tests/test_draws.py enumerates them).
 
 Tests replace this source by one that walks every branch (tests/choices.py).
 """
@@ -32,7 +39,7 @@ class Purpose(IntEnum):
 
 
 PURPOSES = len(Purpose)
-ROUNDS, RACES, POSITIONS = range(3)  # counters that never meet: what a draw is keyed by
+ROUNDS, RACES, POSITIONS = range(3)  # streams: a word of the counter, so that they never meet
 PREPARED = 96  # numbers a row that are made at once: enough for 32 drafts
 
 

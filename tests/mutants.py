@@ -1,8 +1,8 @@
 """Planted faults: each must be caught by a proof. `python -m tests.mutants` prints the table.
 
 A mutant replaces one attribute of the code that ships by a faulty one. The proofs are the rational
-enumeration (tests/rational.py) and the walked trees (tests/trees.py); a proof catches a mutant when it
-finds a total variation above its tolerance, or when the run breaks.
+enumeration (tests/rational.py), the walked trees (tests/trees.py), and single tests of the quick tier; a
+proof catches a mutant when it finds a total variation above its tolerance, or when the run or the test breaks.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from llama_ssp import loop, verify
+from llama_ssp import coupled, draws, loop, verify
 from llama_ssp.arrays import pick, positive, row_by_row, stack_last, total, where
 from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.config import SamplingConf
 from llama_ssp.coupled import CoupledDraws
 from llama_ssp.draws import CounterDraws, Purpose, Slot
-from llama_ssp.engine import Prompt, bridged, drafters, engine
+from llama_ssp.engine import Prompt, ahead, bridged, drafters, engine
+from llama_ssp.engine.memos import Memo
 from llama_ssp.engine.state import Proposal, State
-from llama_ssp.sampling import Laws, Prefix, one_hot
+from llama_ssp.kernels import deciding
+from llama_ssp.kernels.build import compiler
+from llama_ssp.sampling import Laws, Prefix, RowLaws, one_hot
 from llama_ssp.verify import RULES, Block, BlockRule, CoupledRule, TokenRule
 from tests import rational, rig, trees
 from tests.toy import toy
@@ -102,6 +106,19 @@ def by_race() -> str | None:
     won = CoupledDraws(3).categorical(law.expand(20_000, -1), slot).bincount(minlength=3) / 20_000
     off = float((won - law).abs().max())
     return f"off by {off:.3f}" if off > 0.02 else None  # six standard deviations
+
+
+def by_test(module: str, test: str, *given: Any) -> Catch:
+    """A test of the quick tier, which fails."""
+
+    def catch() -> str | None:
+        try:
+            getattr(import_module(f"tests.{module}"), test)(*given)
+        except Exception as failure:
+            return f"{module}.{test}: {type(failure).__name__}"
+        return None
+
+    return catch
 
 
 def strict_draws() -> str | None:
@@ -368,7 +385,109 @@ def _text_by_its_own_law(self: Any, state: State, count: tuple[int, ...]) -> Pro
     return replace(proposal, draft_BKV=torch.full_like(proposal.draft_BKV, 1 / proposal.draft_BKV.shape[-1]))
 
 
+def _any_clock(self: CounterDraws, slot: Slot, count: int, device: Any) -> Any:
+    """A round's clocks are made once for all rounds."""
+    if self._wound[1].shape != (len(slot.keys), count):
+        self._wound = None, self._of_races(slot.keys, slot.bases, count)
+    return self._wound[1]
+
+
+def _named(change: Callable[[Slot], Slot]) -> Any:
+    """Numbers of another slot."""
+
+    def fault(self: CounterDraws, slot: Slot, count: int, device: Any) -> Any:
+        return draws_uniforms(self, change(slot), count, device)
+
+    return fault
+
+
+def _coins_of_drafts(self: CounterDraws, chance: Any, slot: Slot) -> Any:
+    return draws_bernoulli(self, chance, replace(slot, purpose=Purpose.DRAFT))
+
+
+def _overlapping(self: CounterDraws, slot: Slot, count: int, device: Any) -> Any:
+    """Number offset + purpose, so that one draft's coin is the next one's number."""
+    first = slot.offset + slot.purpose
+    return self._table(slot.keys, slot.bases, first + count, device)[:, first : first + count]
+
+
+def _counted(counter: Callable[[int, int, int], list[int]]) -> Any:
+    """Numbers from another place: of `counter(stream, base, width)`."""
+
+    def fault(self: CounterDraws, key: int, base: int, width: int, stream: int) -> Any:
+        keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)
+        source = np.random.Philox(key=keys, counter=counter(stream, base, width))
+        return source.random_raw(width) >> np.uint64(11)
+
+    return fault
+
+
+def _rounded(self: CoupledDraws, key: int, position: int, count: int) -> Any:
+    return coupled_noise(self, key, position, count).astype(np.float16).astype(np.float64)
+
+
+def _keeps(*filters: str) -> Any:
+    """Probabilities before the filters, but for these."""
+
+    def fault(self: Laws) -> Laws:
+        whole = laws_uncut(self)
+        kept = {name: getattr(self.controls, name) for name in filters}
+        return Laws(replace(whole.controls, **kept), self.end_ids, self.vocab)
+
+    return fault
+
+
+def _in_groups(self: RowLaws, logits: Any, prefix: Prefix) -> Any:
+    """Rows of equal controls stay together, in whatever order."""
+    groups: dict[Laws, list[int]] = {}
+    for row in range(len(logits)):
+        groups.setdefault(self._by_row.get(row, self._usual), []).append(row)
+    parts = [
+        laws(logits[rows], Prefix(prefix.token_BS[rows], prefix.length_BW[rows], prefix.prompt_B[rows]))
+        for laws, rows in groups.items()
+    ]
+    return torch.cat(parts)
+
+
+def _as_any_other(self: RowLaws, row: int, sampling: SamplingConf) -> None:
+    """A row with controls of its own has those of the first such row."""
+    self._by_row[row] = next(iter(self._by_row.values()), None) or Laws(sampling, self.end_ids, self.vocab)
+
+
+def _merged(part: str) -> Any:
+    """Rows of two memos, in which this part is the second one's throughout."""
+    return lambda first, one, other: replace(memos_merged(first, one, other), **{part: getattr(other, part)})
+
+
+def _shows_the_end(self: Any, state: State, row: int, tokens: list[int], context: int) -> Any:
+    """Stop strings are sought in an end token, too."""
+    if self.text_end is None:
+        return limits_trim(self, state, row, tokens, context)
+    ends = [i for i, token in enumerate(tokens) if token in self.end_ids]
+    stopped = self.text_end.kept(row, tokens[: ends[0] + 1] if ends else tokens)
+    if stopped is not None:
+        return stopped, "stop"
+    return limits_trim(replace(self, text_end=None), state, row, tokens, context)
+
+
+def _of_any_prompt(self: Memo, state: State, row: int) -> bool:
+    return state.texts[row] == self.state.texts[row]
+
+
+def _kernel(whole: str, faulty: str) -> Any:
+    """The kernel, compiled from a source in which `whole` has become `faulty`."""
+    test_deciding = import_module("tests.test_deciding")
+    return test_deciding.kernel_with(whole, faulty)
+
+
+def _forgets_the_broken(self: Any, draws: Any, state: State, proposal: Proposal, law: Any) -> Any:
+    return engine_by_kernel(self, draws, state, replace(proposal, damaged=None), law)
+
+
 # The originals that faults build on, taken before anything is patched.
+draws_uniforms, draws_bernoulli = CounterDraws._uniforms, CounterDraws.bernoulli
+laws_uncut, memos_merged = Laws.uncut, ahead.merged
+engine_by_kernel = engine.Engine._by_kernel
 verify_ratios, verify_remaining = verify._ratios, verify._remaining_law
 model_propose, ngram_propose = drafters.ModelDrafter.propose, drafters.NgramDrafter.propose
 shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.TextDrafter.propose
@@ -426,6 +545,35 @@ MUTANTS = [
     Mutant("EOS seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("EOS inside the block")),
     Mutant("stop seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("stop sequence across blocks")),
     Mutant("one row's correction for all rows", engine.Engine, "_decide", _first_row_decides, by_tree("two ragged rows")),
+    Mutant("races read the counters of drafts and coins", draws, "RACES", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
+    Mutant("coupled noise reads the counters of drafts and coins", coupled, "POSITIONS", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
+    Mutant("a coin is its draft's number", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_no_number_has_two_uses")),
+    Mutant("a coin is its draft's number, in a run", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_a_run_asks_for_no_number_twice", CounterDraws)),
+    Mutant("all purposes have the same numbers", CounterDraws, "_uniforms", _named(lambda slot: replace(slot, purpose=Purpose.DRAFT)), by_test("test_draws", "test_texts_have_the_targets_law", CounterDraws, "block")),
+    Mutant("a coin is the next draft's number", CounterDraws, "_uniforms", _overlapping, by_test("test_draws", "test_no_number_has_two_uses")),
+    Mutant("numbers do not know their length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, stream, 0]), by_test("test_draws", "test_a_run_asks_for_no_number_twice", CounterDraws)),
+    Mutant("the stream is added to the length", CounterDraws, "_row", _counted(lambda stream, base, width: [0, 0, 0, base + stream]), by_test("test_draws", "test_no_number_has_two_uses")),
+    Mutant("lengths count in the lowest word", CounterDraws, "_row", _counted(lambda stream, base, width: [base, 0, stream, 0]), by_test("test_draws", "test_no_number_has_two_uses")),
+    Mutant("a wider table has other numbers", CounterDraws, "_row", _counted(lambda stream, base, width: [0, width, stream, base]), by_test("test_draws", "test_no_number_has_two_uses")),
+    Mutant("clocks kept over rounds", CounterDraws, "_clocks", _any_clock, by_test("test_draws", "test_a_run_asks_for_no_number_twice", CounterDraws)),
+    Mutant("coupled noise rounded to fp16", CoupledDraws, "_exponentials", _rounded, by_test("test_coupled", "test_noise_is_as_fine_as_its_numbers")),
+    Mutant("uncut keeps min-p", Laws, "uncut", _keeps("min_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"min_p": 0.9}, 0.7)),
+    Mutant("uncut keeps top-k and top-p", Laws, "uncut", _keeps("top_k", "top_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"top_p": 0.3}, 0.7)),
+    Mutant("rows of a batch are not put back in order", RowLaws, "__call__", _in_groups, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
+    Mutant("controls of rows are merged", RowLaws, "assign", _as_any_other, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
+    *(
+        Mutant(f"merged drafts have the second one's {what}", ahead, "merged", _merged(part), by_test("test_overlap", "test_rows_of_two_memos_are_merged_whole"))
+        for part, what in (("token_B", "tokens"), ("law_BV", "probabilities"))
+    ),
+    Mutant("a memo stands whatever its prompt", Memo, "stands", _of_any_prompt, by_test("test_overlap", "test_a_memo_stands_for_its_own_prompt_and_text_alone")),
+    Mutant("stop strings are shown the end token", loop.Limits, "trim", _shows_the_end, by_test("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")),
+    *([] if compiler() is None else [
+        Mutant("kernel: a small weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-3) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
+        Mutant("kernel: a tiny weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-12) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
+        Mutant("kernel: broken drafts are forgotten", engine.Engine, "_by_kernel", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
+        Mutant("kernel: races read the counters of drafts and coins", deciding, "RACES", draws.ROUNDS, by_test("test_deciding", "test_numbers_are_the_same")),
+        Mutant("kernel: numbers do not know their stream", deciding, "operators", _kernel("{0, 0, stream, base[row]}", "{0, 0, 0, base[row]}"), by_test("test_draws", "test_the_kernel_reads_the_same_numbers")),
+    ]),
 ]  # fmt: skip
 
 

@@ -134,6 +134,14 @@ def test_noise_is_named_by_seed_prompt_and_position_alone():
     assert [int(draws.categorical(padded, Slot((3,), (n,), Purpose.DRAFT))) for n in range(40)] == here
 
 
+def test_noise_is_as_fine_as_its_numbers():
+    """No two tokens of a vocabulary tie, and the least of two that nearly tie wins."""
+    noise = CoupledDraws(5)._exponentials(3, 8, 20_000)
+    assert noise.dtype == np.float64 and len(set(noise.tolist())) == len(noise)
+    near = torch.tensor([[1.0, 1.0 - 1e-15, 1.0 + 1e-15]], dtype=torch.float64)
+    assert int(winner(torch.full((1, 3), 1 / 3), near)) == 1
+
+
 def test_little_noise_is_kept(monkeypatch: pytest.MonkeyPatch):
     """What was let go of comes again as it was."""
     law = random_law(2)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -134,6 +139,15 @@ def test_broken_laws_are_told():
     assert {False, True} == set(found)
 
 
+def test_a_broken_draft_is_told_whatever_it_declares():
+    """A draft of another tokenizer may have damaged logits, and declare probabilities that are whole."""
+    case = next(case for case in CASES if case.state.rows == 3 and case.k)
+    broken = replace(case.proposal(), damaged=torch.tensor([False, True, False]))
+    with patch.object(Case, "proposal", lambda _: broken):
+        for draws in (CounterDraws(1), HostDraws(1)):
+            assert case.decided(draws).damaged == [False, True, False]
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_chances_are_exact(rule):
     """A coin just below the chance that the rule defines passes, one just above it does not."""
@@ -161,24 +175,51 @@ def test_chances_are_exact(rule):
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_law_behind_the_drafts_is_exact(rule):
-    """Given clocks in the law's own proportions, the slightest favour decides the race."""
     tried = 0
     for case in (case for case in CASES if case.rule == rule and case.vocab in (3, 10, 50)):
         coin_BK = CounterDraws(case.seed)._uniforms(case.state.slot(Purpose.ACCEPT), case.k, CPU)
-        ones_BN = torch.ones(case.state.rows, 2 * heat(case.vocab), dtype=torch.float64)
-        accepted = case.decided(Told(coin_BK, ones_BN)).accepted[0]
-        law_V = law_behind(case, accepted)
-        size = heat(case.vocab)
-        padded = torch.nn.functional.pad(law_V, (0, -case.vocab % size)).view(-1, size)
-        for token in law_V.nonzero().flatten().tolist():
-            clock_N = ones_BN[0].clone()
-            clock_N[: len(padded)] = padded.sum(-1)
-            clock_N[size:] = padded[token // size]
-            clock_N[[token // size, size + token % size]] *= 1 - 1e-7
-            verdict = case.decided(Told(coin_BK, clock_N.expand(case.state.rows, -1)))
-            assert (verdict.accepted[0], verdict.token[0]) == (accepted, token)
-            tried += 1
+        tried += tokens_behind(case, coin_BK)
     assert tried > 300
+
+
+def test_a_small_weight_is_carried_as_it_is():
+    """Behind a first draft that the target all but excludes, a later one falls: its weight stays what it is.
+
+    By the block rule, from one half down to 1e-30.
+    """
+    for weight in (0.5, *(10.0**-n for n in range(1, 31))):
+        case, random = Case(0, 10), torch.Generator().manual_seed(1)
+        case.state, case.k, case.count = State([Prompt("0", (1, 2))], 20, CPU), 2, (2,)
+        target, draft = torch.rand(2, 1, 3, 10, generator=random, dtype=torch.float64)
+        draft[0, 1, ::2] = 0  # which leaves the target something, however little is carried,
+        target[0, 1, 1], draft[0, 1, 1] = 5, 0.1  # and here, where much is
+        target, draft = (law / law.sum(-1, keepdim=True) for law in (target, draft))
+        target[0, 0, 0] = weight * draft[0, 0, 0]
+        target[0, 0, 1:] *= (1 - target[0, 0, 0]) / target[0, 0, 1:].sum()
+        case.target, case.draft, case.drafted = target, draft[:, :2].contiguous(), torch.tensor([[0, 1]])
+        coin_BK = torch.tensor([[0.0, NEVER]], dtype=torch.float64)
+        assert case.decided(Told(coin_BK, torch.ones(1, 8, dtype=torch.float64))).accepted == [1]
+        assert tokens_behind(case, coin_BK) >= 5
+
+
+def tokens_behind(case: Case, coin_BK) -> int:
+    """How many tokens may follow the first row's drafts; each wins given the slightest favour.
+
+    The clocks are in the law's own proportions.
+    """
+    ones_BN = torch.ones(case.state.rows, 2 * heat(case.vocab), dtype=torch.float64)
+    accepted = case.decided(Told(coin_BK, ones_BN)).accepted[0]
+    law_V, size = law_behind(case, accepted), heat(case.vocab)
+    padded = torch.nn.functional.pad(law_V, (0, -case.vocab % size)).view(-1, size)
+    possible = law_V.nonzero().flatten().tolist()
+    for token in possible:
+        clock_N = ones_BN[0].clone()
+        clock_N[: len(padded)] = padded.sum(-1)
+        clock_N[size:] = padded[token // size]
+        clock_N[[token // size, size + token % size]] *= 1 - 1e-7
+        verdict = case.decided(Told(coin_BK, clock_N.expand(case.state.rows, -1)))
+        assert (verdict.accepted[0], verdict.token[0]) == (accepted, token)
+    return len(possible)
 
 
 def law_behind(case: Case, accepted: int):
@@ -218,16 +259,33 @@ FAULTS = {
 }
 
 
+compiled = deciding.operators.__wrapped__  # whatever takes its place later
+
+
+def kernel_with(whole: str, faulty: str) -> Callable[[], Any]:
+    """What `deciding.operators` gives of a source with a fault, which is compiled when it is asked for."""
+
+    @functools.cache
+    def operators() -> Any:
+        source = Path(build.__file__).with_name("deciding.cpp").read_text(encoding="utf-8")
+        assert source.count(whole) == 1
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "deciding.cpp").write_text(source.replace(whole, faulty), encoding="utf-8")
+            with (
+                patch.object(build, "__file__", f"{folder}/build.py"),
+                patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/cache"),
+            ):
+                return compiled()
+
+    return operators
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_show(fault, tmp_path, monkeypatch):
-    whole, faulty = FAULTS[fault]
-    source = Path(build.__file__).with_name("deciding.cpp").read_text(encoding="utf-8")
-    assert source.count(whole) == 1
-    (tmp_path / "deciding.cpp").write_text(source.replace(whole, faulty), encoding="utf-8")
-    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with patch.object(deciding, "operators", deciding.operators.__wrapped__):
+def test_planted_faults_show(fault):
+    operators = kernel_with(*FAULTS[fault])
+    operators()
+    with patch.object(deciding, "operators", operators):
         if "equals" in fault:  # of dyadic laws: a chance of exactly a half
             assert coin_on_the_edge() == 1
         else:

@@ -1,4 +1,5 @@
-"""The real source of randomness: its statistics, and that a draw depends on its key alone.
+"""The real source of randomness: its statistics, that a draw depends on its key alone, and that no random
+number has two uses.
 
 Each statistical check has a false-alarm rate of 1e-9, a fixed seed, a negative control that must be
 rejected, and enough draws to reject a total variation of 0.03 with a probability above 0.999.
@@ -6,12 +7,31 @@ rejected, and enough draws to reject a total variation of 0.03 with a probabilit
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from llama_ssp import coupled, draws
+from llama_ssp.checks.groups import MAX_K
+from llama_ssp.config import SamplingConf
+from llama_ssp.coupled import CoupledDraws
 from llama_ssp.draws import CounterDraws, Purpose, Slot, heat, inverse_cdf, prompt_key, race
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
+from llama_ssp.kernels.build import compiler
+from llama_ssp.kernels.deciding import HostDraws
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+from tests import trees
+from tests.rig import drive_refilled
+from tests.toy import toy
 
 FALSE_ALARM = 1e-9
 CPU = torch.device("cpu")
@@ -165,3 +185,242 @@ def test_every_bit_of_seed_and_prompt_counts():
 
     seeds, keys = (0, 1, 2**62, 2**62 + 1, 2**63 - 1), (0, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
     assert len({first(seed, key) for seed in seeds for key in keys}) == len(seeds) * len(keys)
+
+
+# No random number has two uses. A number is known by where it stands: Philox's key, counter and lane.
+
+SOURCES = [
+    CounterDraws,
+    pytest.param(HostDraws, marks=pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")),
+]
+SEEDS = (0, 1, 2**63, 2**64 - 1)
+KEYS = (0, 1, 2**32, 2**64 - 1)
+BASES = (0, 1, 2, 3, 4, 2**20, 2**32)
+TEXTS = [(key, base) for key in KEYS for base in BASES]
+KS, VOCABS = (1, 33, MAX_K), (1, 2, 5, 600, 300_000)
+WORD = 2**64 - 1
+
+
+class Place(NamedTuple):
+    """Where a number stands: the whole counter as one integer, its first word the lowest."""
+
+    key: tuple[int, ...]
+    counter: int
+    lane: int
+
+
+class Use(NamedTuple):
+    """What a number is for; `index` counts drafts, coins, a race's clocks, or the tokens of a noise."""
+
+    kind: str
+    seed: int
+    key: int
+    base: int
+    index: int
+
+
+class Addresses:
+    """In the place of numpy's Philox: each number says where it stands, and still does as a float."""
+
+    def __init__(self) -> None:
+        self._tags: dict[Place, int] = {}
+
+    def __call__(self, key: Any, counter: Any) -> Any:
+        start = sum(int(word) << 64 * place for place, word in enumerate(counter))
+        self._key, self._start = tuple(int(word) for word in key), start
+        return self
+
+    def random_raw(self, count: int) -> np.ndarray:
+        where = [Place(self._key, self._start + 1 + n // 4, n % 4) for n in range(count)]
+        tags = [self._tags.setdefault(place, len(self._tags)) for place in where]
+        return (np.array(tags, dtype=np.uint64) << np.uint64(32)) | np.uint64(2**31)
+
+    def of(self, uniform: np.ndarray) -> list[Place]:
+        """Where uniforms stand, in the order in which they were made."""
+        places = list(self._tags)
+        return [places[int(one * 2**32)] for one in uniform.ravel()]
+
+
+def read(source: CounterDraws, ks: Iterator[int] | tuple, vocabs: Any) -> Iterator[tuple[Use, float]]:
+    """Every number that rounds of all texts read, as a uniform number, found by what is drawn."""
+    keys, bases = (tuple(of) for of in zip(*TEXTS, strict=True))
+    for k in ks:
+        for kind, purpose in (("draft", Purpose.DRAFT), ("coin", Purpose.ACCEPT)):
+            yield from _uses(kind, source.seed, _halved(source, Slot(keys, bases, purpose), k))
+    for vocab in vocabs:
+        law_BV = torch.ones(1).expand(len(keys), vocab)
+        with _noted(draws, "race") as clocks:
+            source.categorical(law_BV, Slot(keys, bases, Purpose.CORRECT))
+        yield from _uses("clock", source.seed, np.exp(-clocks[0][:, : 2 * heat(vocab)]))
+
+
+def _uses(kind: str, seed: int, found_BN: np.ndarray) -> Iterator[tuple[Use, float]]:
+    for (key, base), row in zip(TEXTS, found_BN, strict=True):
+        yield from ((Use(kind, seed, key, base, index), one) for index, one in enumerate(row))
+
+
+def _halved(source: CounterDraws, slot: Slot, count: int) -> np.ndarray:
+    """The uniforms behind `count` draws, to the last bit: the largest chance that does not pass."""
+    low_BN = torch.zeros(len(slot.keys), count, dtype=torch.float64)
+    for bit in range(1, 54):
+        mark_BN = low_BN + 2.0**-bit
+        if slot.purpose is Purpose.ACCEPT:
+            passed_BN = source.bernoulli(mark_BN, slot)
+        else:
+            laws = torch.stack([mark_BN, 1 - mark_BN], -1)
+            drawn = [
+                source.categorical(laws[:, n], Slot(slot.keys, slot.bases, slot.purpose, n))
+                for n in range(count)
+            ]
+            passed_BN = torch.stack(drawn, 1) == 0
+        low_BN = torch.where(passed_BN, low_BN, mark_BN)
+    return low_BN.numpy()
+
+
+@contextmanager
+def _noted(place: Any, race: str) -> Iterator[list[np.ndarray]]:
+    """The noise that a race is given."""
+    found: list[np.ndarray] = []
+
+    def noted(law_BV: torch.Tensor, noise_BN: torch.Tensor) -> torch.Tensor:
+        found.append(noise_BN.numpy())
+        return torch.zeros(len(law_BV), dtype=torch.int64)
+
+    with patch.object(place, race, noted):
+        yield found
+
+
+def noise_read(source: CoupledDraws, vocab: int) -> Iterator[tuple[Use, float]]:
+    """The noise of every text's position."""
+    keys, bases = (tuple(of) for of in zip(*TEXTS, strict=True))
+    for purpose in Purpose:
+        with _noted(coupled, "winner") as noise:
+            source.categorical(torch.ones(1).expand(len(keys), vocab), Slot(keys, bases, purpose))
+        yield from _uses("noise", source.seed, -np.expm1(-noise[0]))
+
+
+def test_numpy_counts_as_the_proof_takes_for_granted():
+    """Number n of a counter is lane n % 4 of the block 1 + n // 4 further on."""
+    key, start = np.array([3, 2**64 - 1], dtype=np.uint64), [0, 0, 2, 7]
+    row = np.random.Philox(key=key, counter=start).random_raw(23)
+    for n, number in enumerate(row):
+        block = np.random.Philox(key=key, counter=[n // 4, *start[1:]]).random_raw(4)
+        assert block[n % 4] == number
+
+
+def test_no_number_has_two_uses():
+    """Every draft, coin, clock and noise of every seed, prompt and length stands somewhere of its own.
+
+    Whatever was asked for before, and however much at a time. Enumerated up to the greatest K and more tokens
+    than any vocabulary has; for all seeds, prompts and lengths beyond those tried it follows from the layout:
+    the key is (seed, prompt), and of the counter's four words the last is the length and the third the
+    stream, so what is left to tell apart is a text's own numbers at one length.
+    """
+    where: dict[Use, Place] = {}
+    addresses = Addresses()
+    with patch.object(np.random, "Philox", addresses):
+        for seed in SEEDS:
+            orders = [(KS, VOCABS), (KS[::-1], VOCABS[::-1])] if seed == SEEDS[0] else [(KS, VOCABS[:3])]
+            for ks, vocabs in orders:
+                found = list(read(CounterDraws(seed), ks, vocabs))
+                found += noise_read(CoupledDraws(seed), 50)
+                uniform = np.array([one for _, one in found])
+                for (use, _), place in zip(found, addresses.of(uniform), strict=True):
+                    assert where.setdefault(use, place) == place
+    assert len(set(where.values())) == len(where) > 50_000
+    streams, inner = defaultdict(set), defaultdict(set)
+    for use, place in where.items():
+        assert place.key == (use.seed, use.key) and place.counter >> 192 == use.base
+        streams[use.kind].add(place.counter >> 128 & WORD)
+        inner[use.kind, use.index].add((place.counter & 2**128 - 1, place.lane))
+    assert streams == {
+        "draft": {draws.ROUNDS}, "coin": {draws.ROUNDS}, "clock": {draws.RACES}, "noise": {draws.POSITIONS},
+    }  # fmt: skip
+    assert len({draws.ROUNDS, draws.RACES, draws.POSITIONS}) == 3
+    assert all(len(places) == 1 for places in inner.values())
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+def test_the_kernel_reads_the_same_numbers():
+    for seed, ks, vocabs in ((SEEDS[0], KS[:2], VOCABS[:4]), (SEEDS[-1], KS[:0:-1], VOCABS[3::-1])):
+        one, other = (dict(read(source(seed), ks, vocabs)) for source in (CounterDraws, HostDraws))
+        assert one.keys() == other.keys()
+        np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-13, atol=0)
+
+
+class Noting:
+    """Draws that remember which numbers were asked for, and how often."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.uniforms: Counter[float] = Counter()
+        self.clocks: dict[float, set[tuple[int, int]]] = defaultdict(set)
+
+    def _uniforms(self, slot: Slot, count: int, device: torch.device) -> torch.Tensor:
+        found: torch.Tensor = super()._uniforms(slot, count, device)
+        self.uniforms.update(found.flatten().tolist())
+        return found
+
+    def _clocks(self, slot: Slot, count: int, device: torch.device) -> torch.Tensor:
+        found: torch.Tensor = super()._clocks(slot, count, device)
+        for clock in found[0].tolist():
+            self.clocks[clock].add((slot.keys[0], slot.bases[0]))
+        return found
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_run_asks_for_no_number_twice(kind):
+    """Of one row after the other, round for round: every coin and draft has a number that no other has."""
+    for rule in ("token", "block"):
+        noted, laws = type("Noted", (Noting, kind), {})(3), Laws(SamplingConf(), (), 12)
+        drafter = ModelDrafter(Runner(toy(12, 1), 8), laws, noted)
+        engine = Engine(Runner(toy(12, 0), 8), drafter, laws, RULES[rule], noted)
+        prompts = [Prompt(str(n), tuple(range(1, 2 + n % 3))) for n in range(6)]
+        texts = drive_refilled(engine, prompts, 1, k=5, longest=60, max_new=30)
+        assert [len(text) for text in texts.values()] == [30] * 6
+        assert len(noted.uniforms) > 200 and set(noted.uniforms.values()) == {1}
+        assert len(noted.clocks) > 400 and {len(rounds) for rounds in noted.clocks.values()} == {1}
+
+
+# Texts by real draws: their law is the target's, whichever draws share a round.
+
+TEXT = trees.Scenario(draft=3, new=3)  # three tokens of three, drafts of two
+TEXTS_DRAWN = 2000
+
+
+def text_p_value(kind: type[CounterDraws], rule: str) -> float:
+    """Of many prompts' texts against the target's law."""
+    many = replace(TEXT, prompts=TEXT.prompts * TEXTS_DRAWN, rule=rule)
+    target, draft = trees.models(TEXT)
+    with torch.inference_mode():
+        found = Counter(trees.play(many, target, draft, kind(5)))
+    law = {texts[0]: share for texts, share in trees.expected(TEXT, target.module).items()}
+    assert found.keys() <= law.keys()
+    return g_test(np.array([found[text] for text in law]), np.array(list(law.values())))
+
+
+def shared_by_races(self: CounterDraws, *texts: Any) -> torch.Tensor:
+    """Clocks out of the numbers that drafts and coins have."""
+    halves = (self._rows(*texts, draws.ROUNDS) >> np.uint64(1)) + 0.5
+    return torch.from_numpy(-np.log(halves * 2.0**-52))
+
+
+def shared_by_coins(self: CounterDraws, slot: Slot, count: int, device: torch.device) -> torch.Tensor:
+    """Every purpose has the drafts' numbers."""
+    own = Slot(slot.keys, slot.bases, Purpose.DRAFT, slot.offset)
+    return uniforms(self, own, count, device)
+
+
+uniforms = CounterDraws._uniforms
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_texts_have_the_targets_law(kind, rule):
+    assert text_p_value(kind, rule) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(("name", "fault"), [("_of_races", shared_by_races), ("_uniforms", shared_by_coins)])
+def test_texts_of_shared_numbers_have_not(name, fault):
+    with patch.object(CounterDraws, name, fault):
+        assert text_p_value(CounterDraws, "block") < FALSE_ALARM

@@ -87,6 +87,14 @@ def test_a_stop_string_across_blocks_cuts_the_second():
     assert writing.text(0) == "" and state.generated(0) == [3, 4, 5]
 
 
+def test_a_stop_string_is_not_sought_in_the_end_token():
+    """A token that ends texts is none of the text, whatever a tokenizer writes for it."""
+    writing = Writing(lambda ids: "".join(chr(96 + i) for i in ids), [(1, 2)], ["ei", "i"])
+    state, row = committed(verdict([3, 5, 9, 7], 4, 6), Limits(20, frozenset({9}), writing))
+    assert (row.finish, row.tokens, writing.text(0)) == ("eos", [3, 5, 9], "ce")
+    assert state.generated(0) == [3, 5, 9]
+
+
 def test_damaged_logits_stop_their_row_only():
     target = Toy(5, 0)
     forward = target.forward

@@ -12,7 +12,7 @@ import torch
 
 from llama_ssp.config import SamplingConf
 from llama_ssp.draws import CounterDraws, Purpose, Slot
-from llama_ssp.engine import apart
+from llama_ssp.engine import Prompt, ahead, apart
 from llama_ssp.engine.ahead import AheadDrafter
 from llama_ssp.engine.apart import read, written
 from llama_ssp.engine.drafters import Drawn
@@ -60,6 +60,36 @@ def test_every_interleaving_has_the_targets_law(name: str):
     assert error < 1e-12
     assert seen.schedules == (scenario.k + 2) ** rounds
     assert seen.drafted > 0 and (seen.used > 0 or name in RARELY_READY)
+
+
+def test_a_memo_stands_for_its_own_prompt_and_text_alone():
+    """Two prompts may have the same text; their drafts differ, as each has draws of its own."""
+
+    def batch(*prompts: tuple[str, tuple[int, ...]]) -> State:
+        return State([Prompt(*prompt) for prompt in prompts], 9, torch.device("cpu"))
+
+    memo = Memo(batch(("a", (1, 2)), ("b", (1, 2))), (2, 2))
+    now = batch(("a", (1, 2)), ("c", (1, 2)))
+    assert [memo.stands(now, row) for row in (0, 1)] == [True, False]
+    now.append(0, [1])
+    assert not memo.stands(now, 0)
+    other = batch(("b", (1, 2)), ("b", (1, 2)))
+    assert [memo.stands(other, row) for row in (0, 1)] == [False, True]
+
+
+def test_rows_of_two_memos_are_merged_whole():
+    """Each row's token comes with the very probabilities it was drawn from."""
+    generator = torch.Generator().manual_seed(1)
+    one, other = (
+        Drawn(torch.randint(5, (3,), generator=generator) + 5 * n, torch.rand(3, 5, generator=generator))
+        for n in range(2)
+    )
+    chosen = [True, False, True]
+    found = ahead.merged(chosen, one, other)
+    for row, first in enumerate(chosen):
+        wanted = one if first else other
+        for part in ("token_B", "law_BV"):
+            assert torch.equal(getattr(found, part)[row], getattr(wanted, part)[row])
 
 
 def test_drafts_are_ready_when_there_is_time_and_the_guess_is_right():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.sampling import Laws, Prefix, filtered, lawless
+from llama_ssp.sampling import Laws, Prefix, RowLaws, filtered, lawless
 from tests.reference import reference_law
 
 VOCAB, SLOTS, ENDS = 11, 16, frozenset({4, 9})
@@ -122,6 +124,36 @@ def test_where_every_token_is_forbidden_there_is_no_law(temperature: float):
     logits, prefix = batch(1)
     banned = SamplingConf(temperature=temperature, bad_tokens=list(range(VOCAB)))
     assert Laws(banned, (), VOCAB)(logits, prefix).isnan().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.9}])
+def test_uncut_probabilities_are_those_of_no_filter(cut: dict[str, float], temperature: float):
+    """Also of a greedy model: there they are those at temperature 1. The other controls stay."""
+    logits, prefix = batch(5)
+    others = SamplingConf(repetition_penalty=1.4, logit_bias={2: 1.5}, bad_tokens=[1])
+    sampling = replace(others, temperature=temperature, **cut)
+    found = Laws(sampling, tuple(ENDS), VOCAB).uncut()(logits, prefix)
+    wanted = Laws(replace(others, temperature=temperature or 1.0), tuple(ENDS), VOCAB)(logits, prefix)
+    assert torch.equal(found, wanted) and ((found > 0).sum(-1) == VOCAB - 1).all()
+
+
+def test_each_row_of_a_batch_has_its_own_controls():
+    """Wherever it stands, whatever its neighbours ask for, also when a row's text is followed by another."""
+    logits, prefix = batch(6)
+    logits = logits.repeat(3, 1, 1)
+    prefix = Prefix(prefix.token_BS.repeat(3, 1), prefix.length_BW.repeat(3, 1), prefix.prompt_B.repeat(3))
+    usual, cool, few = SamplingConf(), SamplingConf(temperature=0.5), SamplingConf(top_k=2)
+    laws = RowLaws(usual, (), VOCAB)
+    for asked in (
+        [cool, usual, few, usual, cool, few, few, usual, cool],
+        [usual, few, few, cool] * 2 + [usual],
+    ):
+        for row, sampling in enumerate(asked):
+            laws.assign(row, sampling)
+        found = laws(logits, prefix)
+        for row, sampling in enumerate(asked):
+            assert torch.equal(found[row], Laws(sampling, (), VOCAB)(logits, prefix)[row])
 
 
 def test_a_vanishing_top_p_keeps_the_likeliest_token():
