@@ -1,7 +1,8 @@
 """How many tokens to draft next, row by row.
 
-A row's choice rests on that row's own past alone. So a text does not depend on its batch, and the
-output law stays exact: the choice is made before anything of the round is drawn.
+A row's choice rests on that row's own past and on given costs, never on its neighbours, and is made before
+anything of the round is drawn: so the output law stays exact. With given costs (`speculation.cost_ratio`)
+and in fp32, a row chooses the same K in any batch; measured costs differ from run to run.
 """
 
 from __future__ import annotations

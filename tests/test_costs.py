@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,11 @@ RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConf(adaptive=Tr
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_costs_are_measured_for_every_k(rows):
-    costs = measured(toy(5, 0), toy(5, 1), RUN, rows, 40)
+def test_costs_are_measured_for_every_k(rows, caplog):
+    """And the log says that a seed is not enough to repeat a run that goes by them."""
+    with caplog.at_level(logging.INFO):
+        costs = measured(toy(5, 0), toy(5, 1), RUN, rows, 40)
+    assert "another run of this seed may differ, unless speculation.cost_ratio=" in caplog.text
     assert costs is not None and costs.k_max == 8 and costs.draft >= 0
     assert all(verify > 0 for verify in costs.verify)
 

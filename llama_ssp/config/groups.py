@@ -39,7 +39,8 @@ class Drafting(Enum):
 class Verification(Enum):
     """Which exact rule accepts them; `block` accepts at least as many, `token` is the reference.
 
-    With `coupled` a seed gives the same text for any draft, any K, any placement, and without a draft.
+    With `coupled` a seed gives the same text, in fp32, for any draft, any K, any placement, and without a
+    draft; in 16 bit and less tokens that nearly tie may trade places.
     """
 
     block = "block"
@@ -48,7 +49,7 @@ class Verification(Enum):
 
 
 class Overlap(Enum):
-    """What a draft on ranks of its own does while the target verifies; the text is the same."""
+    """What a draft on ranks of its own does while the target verifies; in fp32 the text is the same."""
 
     auto = "auto"
     ahead = "ahead"
@@ -286,7 +287,8 @@ class SpeculationConf:
 
     `adaptive` chooses K for each row, up to `k_max`, by its acceptance and by what steps cost: as measured
     when the run begins, so that another run may choose otherwise; or by `cost_ratio`, a draft step's share
-    of a target step's time, which makes the run repeatable. `overlap` is for a draft on ranks of its own.
+    of a target step's time, which makes the run repeatable (no clock; in 16 bit and less only with the same
+    batch and placement). `overlap` is for a draft on ranks of its own.
     """
 
     k: int = 4

@@ -8,8 +8,8 @@ Why this is exact. A proposal is a pure function of a row's text and of its draw
 be drawn for it later, only sooner: a `Memo` of that function. It is looked at for its own text and no other
 (`Memo.stands`), which is to say that whether it is used depends on committed tokens alone; and each token
 comes with the law it was drawn from. So every round is the round it would have been without. In fp32 a seed
-gives the same text with and without, whatever the timing; how the token is guessed, how often the guess is
-right, and how far it gets are matters of speed.
+gives the same text with and without, whatever the timing; in 16 bit and less, passes over other rows round
+differently. How the token is guessed, how often the guess is right, and how far it gets are matters of speed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """task=batch: every record of a file answered exactly once, whatever is killed when.
 
-The leader reads, keeps the journal and writes; the other ranks are told each shard's texts. What a
-record gets depends on the job's seed and the record alone.
+The leader reads, keeps the journal and writes; the other ranks are told each shard's texts. In fp32, what a
+record gets depends on the job's seed and the record alone; in 16 bit and less also on how its batch rounds.
 """
 
 from __future__ import annotations

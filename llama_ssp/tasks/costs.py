@@ -56,7 +56,8 @@ def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, s
     verify_s = {k: max(spent - k * draft_s, least[0]) for k, spent in least.items()}
     costs = Costs.between(draft_s, verify_s, run.speculation.k_max)
     log.info(
-        "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms",
-        1000 * draft_s, 1000 * costs.verify[0], k_max, 1000 * costs.verify[k_max],
+        "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms; K goes by "
+        "these times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
+        1000 * draft_s, 1000 * costs.verify[0], k_max, 1000 * costs.verify[k_max], draft_s / costs.verify[0],
     )  # fmt: skip
     return costs
