@@ -15,17 +15,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llama_ssp.errors import one_line
 from llama_ssp.retries import leave_code
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 TICK_S = 1.0
-AGAIN_S, REMINDER = 0.01, signal.SIGURG  # how a signal comes again that came into a destructor
+AGAIN_S, REMINDER = 0.01, signal.SIGURG  # how a signal comes again that could not interrupt
+# Code in which an exception is lost: Python forgets it, or an import that it cuts short cannot be repeated.
+LOSING = {"<frozen importlib._bootstrap>", weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 PAUSED_S = 3.0  # a tick this late: the process itself was stopped, and no alarm is due for that
 PR_SET_PDEATHSIG = 1
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -51,21 +54,24 @@ class Guard:
         self.parted = False  # the ranks look after each other no more
         self.on_signal: list[Callable[[], None]] = []  # called in the guard's thread
         self._owed = 0  # a signal that has not interrupted yet
-        self._grace_s: float | None = None
+        self._held, self._parting = False, ""
+        self.grace_s: float | None = None
         self._alarms: dict[str, Alarm] = {}
         self._lock = threading.Lock()
 
     def start(self, grace_s: float | None) -> None:
         """From the main thread. `grace_s` is how long a signal may take to be obeyed; None is for ever."""
         self.signalled, self.ending, self.parted, self._warned, self._owed = 0, False, False, False, 0
-        self.on_signal, self._grace_s, self._alarms = [], grace_s, {}
+        self.on_signal, self.grace_s, self._alarms = [], grace_s, {}
+        self._held, self._parting, self._handlers = False, "", dict[int, Any]()
         self._hearing, self._calling = os.pipe()
         os.set_blocking(self._calling, False)
-        self._handlers = {number: signal.signal(number, self._interrupt) for number in STOPPING}
-        self._handlers[REMINDER] = signal.signal(REMINDER, self._remind)
         self._called = signal.set_wakeup_fd(self._calling, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._thread.start()
+        self._handlers[REMINDER] = signal.signal(REMINDER, self._remind)
+        for number in STOPPING:  # last: a signal may come at once
+            self._handlers[number] = signal.signal(number, self._interrupt)
 
     def stop(self) -> None:
         """Puts everything back."""
@@ -75,6 +81,20 @@ class Guard:
         os.close(self._calling)  # ends the thread
         self._thread.join()
         os.close(self._hearing)
+
+    @contextlib.contextmanager
+    def held(self, line: str = "") -> Iterator[None]:
+        """No signal interrupts what runs inside, which would lose the exception; it interrupts at the end.
+
+        With a `line`, a process without other ranks says it upon a signal and leaves at once.
+        """
+        self._held, self._parting = True, line if self.grace_s is None else ""
+        try:
+            yield
+        finally:
+            self._held, self._parting = False, ""
+        if self._owed:
+            self._interrupt(self._owed, None)
 
     def arm(
         self, name: str, seconds: float, code: int, line: str = "", last: Callable[[], None] | None = None
@@ -90,10 +110,10 @@ class Guard:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """The first signal interrupts what the main thread does; later ones are the guard's business.
 
-        What a destructor raises Python prints and forgets: there the interruption waits until it is over.
+        Where the exception would be lost, the interruption waits until that is over.
         """
         self._owed = 0 if self.ending else number
-        if self._owed and not _in_destructor(frame):
+        if self._owed and not self._held and not _is_lost(frame):
             self.ending, self.signalled, self._owed = True, number, 0
             raise KeyboardInterrupt(number)
 
@@ -128,9 +148,11 @@ class Guard:
     def _signal(self, number: int) -> None:
         if self._warned:
             leave(128 + number)
+        if self._parting:
+            leave(128 + number, self._parting)
         self._warned, self.signalled = True, self.signalled or number
-        if self._grace_s is not None:
-            self.arm("signal", self._grace_s, 128 + number)
+        if self.grace_s is not None:
+            self.arm("signal", self.grace_s, 128 + number)
         for call in self.on_signal:
             with contextlib.suppress(Exception):  # a full disk, say: whoever is signalled ends all the same
                 call()
@@ -152,10 +174,14 @@ class Guard:
 GUARD = Guard()
 
 
-def _in_destructor(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name != "__del__":
+def _is_lost(frame: FrameType | None) -> bool:
+    """Whether an exception that is raised here may be lost: in a destructor, a weak reference's callback,
+    an import."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename in LOSING:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def leave(code: int, line: str = "") -> NoReturn:

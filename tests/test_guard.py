@@ -82,6 +82,64 @@ def test_a_signal_that_comes_into_a_destructor_is_not_lost(number: int):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(number)}\n", "")
 
 
+LOST = """
+import os, signal, sys, time, weakref
+from llama_ssp.guard import GUARD
+class Key:
+    def __hash__(self):
+        if armed:
+            strike()
+        return 1
+class Thing:
+    pass
+def strike():
+    os.kill(os.getpid(), {number})
+    for _ in range(3):
+        time.sleep(0.05)
+def swallow():
+    try:
+        strike()
+    except BaseException:
+        pass
+armed = []
+thing = Thing()
+table = weakref.WeakValueDictionary({{Key(): thing}})
+armed.append(True)
+sys.path.insert(0, {folder!r})
+GUARD.start(None)
+try:
+    {inside}
+    time.sleep(30)
+except KeyboardInterrupt as stop:
+    print(stop.args[0])
+GUARD.stop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "number"),
+    [
+        ("import swallowing", signal.SIGINT),
+        ("del thing", signal.SIGTERM),
+        ("with GUARD.held(): swallow()", signal.SIGINT),
+    ],
+    ids=["import", "callback", "held"],
+)
+def test_a_signal_interrupts_later_where_it_would_be_lost(inside: str, number: int, tmp_path: Path):
+    (tmp_path / "swallowing.py").write_text("from __main__ import swallow\nswallow()\n")
+    done = subprocess.run(
+        [sys.executable, "-c", LOST.format(number=int(number), folder=str(tmp_path), inside=inside)],
+        cwd=ROOT, text=True, capture_output=True, timeout=20,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(number)}\n", "")
+
+
+def test_a_process_alone_leaves_what_is_held_at_once():
+    process = deaf(None, "held = GUARD.held('nothing was begun'); held.__enter__()")
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, "error: nothing was begun\n")
+
+
 def test_the_second_signal_acts_at_once():
     process = deaf(grace=None)
     process.send_signal(signal.SIGTERM)
