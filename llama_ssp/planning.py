@@ -50,15 +50,18 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
         "vocabulary": vocabulary,
         "run_folder": str(folder.path) if folder.path else None,
     }
-    folder.close(summary)
     console = Console() if is_leader else NoConsole()
+    shown = summary
     if console.is_terminal and run.output is Output.text:  # where 36 kB would push the table out of sight
-        summary = {name: value for name, value in summary.items() if name not in LONG}
-    if run.output is not Output.json:
-        if words:
-            console.line(words)
-        console.write(rendered(plan, console.is_terminal))
-    console.document(summary)
+        shown = {name: value for name, value in summary.items() if name not in LONG}
+    try:
+        folder.close(summary)
+    finally:  # a full disk must not cost the plan
+        if run.output is not Output.json:
+            if words:
+                console.line(words)
+            console.write(rendered(plan, console.is_terminal))
+        console.document(shown)
     failed = task.require_fit and plan.chosen.verdict is not Verdict.fits
     return FAILED_CHECK if failed else OK
 

@@ -1,12 +1,22 @@
-"""Bad settings of task=eval, compare and measure, walked as a table: one line and an exit code."""
+"""Bad settings of task=eval, compare and measure as a table: one line and an exit code. A full disk."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_ssp.config import Output, RunConf, TaskConf
+from llama_ssp.errors import StorageError
+from llama_ssp.inputs import Inputs
+from llama_ssp.plan.beside import Way
+from llama_ssp.prompts import Reading
+from llama_ssp.ranks import ALONE
+from llama_ssp.tasks.execute import TASKS, _run
 from tests.bad_inputs import (
     LARGE,
     PROMPT,
@@ -112,3 +122,59 @@ def test_one_line_and_its_code(
     case: Case, command: Command, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_one_line(case, command, saved, tmp_path, monkeypatch)
+
+
+class Done:
+    """A task that has done its work."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def run(self) -> str:
+        return "done"
+
+    def has_output(self) -> bool:
+        return True
+
+    def figures(self) -> dict[str, Any]:
+        return {"figure": 5}
+
+    def ways(self) -> list[Way]:
+        return []
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for all files but the summary."""
+    write = Path.write_text
+
+    def writing(path: Path, *args: Any, **more: Any) -> int:
+        if path.name.startswith("summary.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *args, **more)
+
+    monkeypatch.setattr(Path, "write_text", writing)
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize("kind", TASKS, ids=lambda kind: kind.__name__)
+def test_a_full_disk_costs_no_document(
+    kind: type[TaskConf], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of any task."""
+    monkeypatch.setitem(TASKS, kind, Done)
+    run = RunConf(task=kind(name=kind.__name__), out=str(tmp_path), output=Output.json)
+    with pytest.raises(StorageError, match="cannot write the run folder: No space left"):
+        _run(Inputs(run, 1, (), Reading([], []), None), ALONE)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["figure"]) == ("done", 5)
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize(
+    "words", [(PROMPT, "task.max_new_tokens=2"), ("task=plan",)], ids=["generate", "plan"]
+)
+def test_a_full_disk_costs_no_work(words: tuple[str, ...], command: Command) -> None:
+    answer = command(*words, "seed=1", "output=json")
+    assert answer.code == 6 and len(answer.errors) == 1 and "No space left" in answer.errors[0]
+    assert json.loads(answer.out)["status"] == "done"

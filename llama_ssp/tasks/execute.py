@@ -131,11 +131,13 @@ def _run(inputs: Inputs, ranks: Ranks) -> int:
             "wall_s": time.perf_counter() - began,
             "run_folder": str(folder.path) if folder.path else None,
         }
-        folder.close(summary)
-        for words in in_words(plan) if plan and ranks.is_leader else ():
-            log.info("%s", words)
-        if status in ("done", "failed", "partial") or task.has_output():
-            _show(console, run.output, summary)
+        try:
+            folder.close(summary)
+        finally:  # a full disk must not cost what was done
+            for words in in_words(plan) if plan and ranks.is_leader else ():
+                log.info("%s", words)
+            if status in ("done", "failed", "partial") or task.has_output():
+                _show(console, run.output, summary)
     return FAILED_CHECK if status == "failed" else OK
 
 
