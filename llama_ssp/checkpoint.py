@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
+from llama_ssp.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.folder import header, read_json, require_no_code, require_plain, weight_files
 
@@ -67,7 +68,7 @@ def _hub_copy(model: ModelConf, repo: str, role: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
-    if os.environ.get("RANK", "0") != "0":
+    if not rank_environment().is_leader:
         disable_progress_bars()  # one voice
     try:
         path = Path(

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,9 +35,12 @@ from llama_ssp.config import (
     Scheduler,
 )
 from llama_ssp.entries import entries
+from llama_ssp.environment import RankEnvironment, rank_environment
 from llama_ssp.errors import (
+    DISTRIBUTED,
     INPUT_OUTPUT,
     USAGE,
+    DistributedError,
     JointError,
     RunError,
     StorageError,
@@ -47,6 +51,7 @@ from llama_ssp.guard import GUARD, end_with_launcher, leave
 from llama_ssp.inputs import Inputs
 from llama_ssp.job import held_seed, job_of
 from llama_ssp.overrides import CONF, arranged, check_arguments, ranks, translated
+from llama_ssp.placement import LEADER
 from llama_ssp.plot import check_plot, check_record
 from llama_ssp.prompts import Reading, read_prompts
 from llama_ssp.retries import leave_code
@@ -65,9 +70,12 @@ def main() -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as exceptions
     if os.environ.get("LLAMA_SSP_DEBUG") != "1":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the rest comes to us as exceptions, too
-    GUARD.start(None if os.environ.get("WORLD_SIZE", "1") == "1" else GRACE_S)
     try:
+        GUARD.start(None if _environment().world == 1 else GRACE_S)
         code = _guarded()
+        GUARD.ending = True  # for a signal it is too late
+    except KeyboardInterrupt as stop:  # it came before or after what is guarded
+        code = _stopped(stop)
     except JointError as error:  # the others may be waited for without end when a group is taken down
         _fail(str(error), error.code, error)
         _forget_unwritable_output()
@@ -83,6 +91,7 @@ def main() -> NoReturn:
 
 def _guarded() -> int:
     try:
+        rank_environment()
         _prepare_output()
         code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
         sys.stdout.flush()
@@ -97,9 +106,17 @@ def _guarded() -> int:
         return _fail("standard output was closed by its reader", INPUT_OUTPUT, error)
     except OSError as error:
         return _fail(f"{error.strerror or error}; {error.filename or 'input or output'}", INPUT_OUTPUT, error)
+    except ImportError as error:
+        return _fail(
+            f"a package cannot be imported; {error}; fix: run machine-install.sh again", DISTRIBUTED, error
+        )
     except KeyboardInterrupt as stop:
-        number = stop.args[0] if stop.args else signal.SIGINT
-        return _fail("stopped by a signal; what was finished is in the run folder", 128 + number, stop)
+        return _stopped(stop)
+
+
+def _stopped(stop: KeyboardInterrupt) -> int:
+    number = stop.args[0] if stop.args else signal.SIGINT
+    return _fail("stopped by a signal; what was finished is in the run folder", 128 + number, stop)
 
 
 def _compose() -> list[tuple[DictConfig, list[Path]]]:
@@ -122,7 +139,8 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
         with tempfile.TemporaryDirectory() as scratch:
             if {"--multirun", "-m"} & set(sys.argv):  # Hydra keeps a record of a sweep, the user none
                 sys.argv.insert(1, f"hydra.sweep.dir={scratch}")
-            keep()
+            with GUARD.held():  # Hydra makes other errors of an interruption
+                keep()
     except RecursionError:
         raise
     except SystemExit as end:  # so does Hydra leave after --help; what it printed is still to be written
@@ -144,7 +162,8 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
 def run(cfg: DictConfig, folders: list[Path]) -> int:
     """One run: everything that needs no model is checked, then torch enters."""
     try:
-        checked = checks.to_run(cfg)
+        with GUARD.held():
+            checked = checks.to_run(cfg)
     except OmegaConfBaseException as error:
         raise translated(error) from error
     check_sharing(checked)
@@ -172,7 +191,8 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
         logging.getLogger(__name__).info("seed=%d (drawn; give it again to repeat this run)", seed)
     job = job_of(recorded, pairs[0].files, seed) if isinstance(task, BatchConf) and _is_leader() else None
     inputs = Inputs(recorded, seed, pairs, reading, job)
-    from llama_ssp.tasks import execute
+    with GUARD.held("stopped by a signal before the run began"):
+        from llama_ssp.tasks import execute
 
     return execute(inputs)
 
@@ -219,14 +239,45 @@ def _forget_unwritable_output() -> None:
 
 
 def _fail(message: str, code: int, error: BaseException) -> int:
-    """Says it, if this process is the one to."""
+    """Says it, if this process is the one to; the exit code."""
+    GUARD.ending = True  # no signal interrupts what is said
     if os.environ.get("LLAMA_SSP_DEBUG") == "1":
         traceback.print_exception(error)
     speaks = error.speaks if isinstance(error, RunError) else None
-    if (_is_leader() if speaks is None else speaks) and sys.stderr is not None:
-        print(f"error: {one_line(message)}", file=sys.stderr)
+    if speaks is None and _environment().world > 1 and not GUARD.parted:
+        return _fail_before_meeting(one_line(message), code, isinstance(error, KeyboardInterrupt))
+    if _is_leader() if speaks is None else speaks:
+        _say(one_line(message))
     return code
 
 
+def _fail_before_meeting(line: str, code: int, stopped: bool) -> int:
+    """Of several ranks that fail alike one says it; a rank without a way to the others says it anyway."""
+    rank = _environment().rank
+    named = line if rank == LEADER or stopped else f"rank {rank}: {line}"
+    try:
+        from llama_ssp.ranks import announce
+
+        return announce(line, code, stopped, partial(_say, named))
+    except Exception:  # whatever keeps this rank from the others, its cause is the one that counts
+        GUARD.disarm("cause")
+        if rank == LEADER or not stopped:
+            _say(named)
+        return code
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:
+        print(f"error: {line}", file=sys.stderr)
+
+
 def _is_leader() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return _environment().is_leader
+
+
+def _environment() -> RankEnvironment:
+    """Where this process stands; one with a senseless environment stands alone, and says so."""
+    try:
+        return rank_environment()
+    except DistributedError:
+        return RankEnvironment(LEADER, 1, 0, 1)

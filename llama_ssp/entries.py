@@ -13,6 +13,7 @@ from llama_ssp import checks
 from llama_ssp.checkpoint import complete
 from llama_ssp.config import Drafting, DraftSeat, EvalConf, Overlap, RunConf, Splitting, Weights
 from llama_ssp.errors import UsageError
+from llama_ssp.guard import GUARD
 from llama_ssp.inputs import Entry, drafts
 from llama_ssp.overrides import CONF, translated
 from llama_ssp.placement import Placement, resolve
@@ -109,7 +110,7 @@ def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
     places = ",".join(f"'file://{_quoted(folder)}'" for folder in folders)
     overrides = [f"model={target}", f"draft={draft or 'none'}", f"hydra.searchpath=[{places}]"]
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with GUARD.held(), initialize_config_dir(str(CONF), version_base="1.3"):
             preset = checks.to_run(compose("run", overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise translated(error) from error

@@ -7,7 +7,6 @@ settings, which can run code.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
-from llama_ssp.errors import DistributedError, UsageError, shortened
+from llama_ssp.environment import rank_environment
+from llama_ssp.errors import UsageError, shortened
 
 _packaged = Path(__file__).parent / "conf"  # in an installed wheel
 CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[1] / "conf"
@@ -137,12 +137,7 @@ def translated(error: Exception) -> UsageError:
 
 
 def ranks() -> int:
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal():
-        raise DistributedError(
-            "WORLD_SIZE is not a number", where="environment", found=repr(text), fix="start with torchrun"
-        )
-    return int(text)
+    return rank_environment().world
 
 
 def _check_flag(flag: str, value: str | None, waiting: Iterator[str]) -> None:

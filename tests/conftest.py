@@ -47,6 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Random weights, unless a test says otherwise: nothing to read, nothing to wait for.
 SMALL = {"model=": "model=tiny", "draft=": "draft=tiny_draft"}
 
@@ -91,7 +92,7 @@ def command(
     monkeypatch.chdir(home)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # composes all again; the flags decide
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LLAMA_SSP_DEBUG"):
+    for name in (*RANKS, "MASTER_ADDR", "MASTER_PORT", "LLAMA_SSP_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     handler = signal.getsignal(signal.SIGTERM)
     yield Command(monkeypatch, capfd)

@@ -153,6 +153,36 @@ PRIVATE = [
 
 MACHINES = [
     Case(30, "not-a-number", (PROMPT,), 5, ("WORLD_SIZE", "'many'", "torchrun"), env={"WORLD_SIZE": "many"}),
+    *(
+        Case(30, name, (PROMPT,), 5, holds, env=dict(pair.split("=") for pair in variables.split()))
+        for name, variables, holds in [
+            ("rank-alone", "RANK=1", ("RANK is set, but WORLD_SIZE is not", "'1'", "torchrun", "unset RANK")),
+            (
+                "local-rank-alone",
+                "LOCAL_RANK=0",
+                ("LOCAL_RANK is set, but WORLD_SIZE is not", "unset LOCAL_RANK"),
+            ),
+            ("many-ranks", "WORLD_SIZE=1000000000", ("WORLD_SIZE", "'1000000000'", "1..1048576")),
+            ("endless-ranks", f"WORLD_SIZE={'9' * 5000}", ("WORLD_SIZE", "1..1048576")),
+            ("no-ranks", "WORLD_SIZE=0", ("WORLD_SIZE", "'0'", "1..1048576")),
+            ("minus-ranks", "WORLD_SIZE=-2 RANK=1", ("WORLD_SIZE", "'-2'", "1..1048576")),
+            ("rank-beyond", "WORLD_SIZE=2 RANK=5", ("RANK", "'5'", "0..1", "torchrun")),
+            ("rank-of-one", "WORLD_SIZE=1 RANK=1", ("RANK", "'1'", "allowed 0;")),
+            ("no-rank", "WORLD_SIZE=2 RANK=one", ("RANK", "'one'", "0..1")),
+            ("odd-digits", "WORLD_SIZE=2 RANK=\u0661", ("RANK", "0..1")),
+            ("local-rank", "WORLD_SIZE=4 RANK=1 LOCAL_RANK=-1", ("LOCAL_RANK", "'-1'", "0..3")),
+            (
+                "local-rank-beyond",
+                "WORLD_SIZE=4 RANK=1 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
+                ("LOCAL_RANK", "'2'", "0..1"),
+            ),
+            (
+                "local-ranks",
+                "WORLD_SIZE=4 RANK=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=5",
+                ("LOCAL_WORLD_SIZE", "'5'", "1..4"),
+            ),
+        ]
+    ),
     Case(
         30,
         "ranks",

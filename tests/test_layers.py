@@ -14,7 +14,7 @@ PACKAGE = ROOT / "llama_ssp"
 # Lowest first; a module may import from its own row and from the rows above it in this list.
 LAYERS = [
     {"llama_ssp", "errors"},
-    {"config", "guard", "retries"},
+    {"config", "environment", "guard", "retries"},
     {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
      "tabular", "lookahead"},
     {"checkpoint", "prompts", "arrays", "text", "metrics", "journal", "vocab"},
@@ -40,7 +40,7 @@ WITHOUT_TORCH = {
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
     "ranges", "placement", "journal", "records", "job", "tabular", "track", "speeds", "screen", "plot_speeds",
     "planning", "guard", "retries", "sharing", "slurm", "groups", "__main__",
-    "vocab",
+    "vocab", "environment",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

@@ -141,12 +141,15 @@ def test_the_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
     assert "Traceback" in done.stderr and len(errors(done.stderr)) == 1
 
 
-def test_another_rank_keeps_silent(tmp_path: Path) -> None:
+def test_another_rank_without_a_way_to_the_leader_says_its_cause(tmp_path: Path) -> None:
     done = subprocess.run(
         [*RUN, PROMPT], capture_output=True, text=True, timeout=60,
         env=environment(WORLD_SIZE="2", RANK="1"), cwd=tmp_path,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (5, "")
+    assert done.returncode == 5 and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: rank 1: several ranks were asked for") and "MASTER_ADDR" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("start", [[str(ROOT / "launch" / "run.py")], ["-m", "llama_ssp"]])
@@ -163,3 +166,20 @@ def test_ctrl_c_while_modules_load_leaves_no_traceback(start: list[str], tmp_pat
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_while_torch_loads_is_not_swallowed(tmp_path: Path) -> None:
+    """A library that catches everything while it is imported, as several do."""
+    lines = ("import time", "try:", " print('loading', flush=True)", " time.sleep(60)")
+    (tmp_path / "torch.py").write_text("\n".join([*lines, "except BaseException:", " pass", ""]))
+    process = subprocess.Popen(
+        [*RUN, PROMPT], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors(err) == ["error: stopped by a signal before the run began"]

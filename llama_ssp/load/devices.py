@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from llama_ssp.config import Dtype
+from llama_ssp.environment import MAX_WORLD, number_of
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.plan.machine import memory_here
 
@@ -18,7 +17,7 @@ TORCH_DTYPES = {
 
 def device_of(asked: str, key: str) -> torch.device:
     """The device a config value names; `auto` is the first GPU (the rank's own), else the CPU."""
-    rank = int(os.environ.get("LOCAL_RANK", "0"))  # each rank of a machine takes the next GPU
+    rank = number_of("LOCAL_RANK", 0, MAX_WORLD, default=0)  # each rank of a machine takes the next GPU
     if asked == "auto":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return torch.device(f"cuda:{rank % count}" if count else "cpu")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llama_ssp.errors import DISTRIBUTED
+from llama_ssp.placement import LEADER
 
 CAUSE = "cause"
+LOOK_S = 0.02
+LEADER_S = 5.0  # for the leader to fail alike, or to know the cause
+LINGER_S = 2.0  # for the others to hear the cause from a store that ends with this process
 END = "end"  # the phase of a rank that leaves in good order
 
 
@@ -30,10 +38,11 @@ class Cause:
     line: str
     code: int = DISTRIBUTED
     silent: tuple[int, ...] = ()  # ranks that are gone, or do not answer
+    said: bool = False  # the rank that failed says the line itself
 
     def voice(self, world: int) -> int:
-        """Who says it: the leader, or else the lowest rank that is left."""
-        return min(set(range(world)) - set(self.silent), default=-1)
+        """Who says it: the leader, or else the lowest rank that is left. -1 where no other rank has to."""
+        return -1 if self.said else min(set(range(world)) - set(self.silent), default=-1)
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Board:
     def open(self) -> None:
         """Pins up what others read without waiting."""
         if self._rank == 0:
-            self._store.set(CAUSE, "")
+            self._store.compare_set(CAUSE, "", "")  # a rank that failed before may have set it
         self.beat(0)
         self.move(Place("start"))
 
@@ -79,6 +88,27 @@ class Board:
         first = self._store.compare_set(CAUSE, "", json.dumps(asdict(cause))).decode()
         return _cause(first) or cause
 
+    def cause(self) -> Cause | None:
+        """The cause that a rank has pinned up, if there is one."""
+        return _cause(self._store.get(CAUSE).decode()) if self._store.check([CAUSE]) else None
+
+    def settle(self, own: Cause, stopped: bool) -> tuple[Cause, bool]:
+        """Pins up why this rank ends before all ranks have met.
+
+        Returns the cause this rank ends with, and whether it says the line: of ranks with the same line,
+        the leader does, or the first if the leader is late. A rank that was `stopped` ends with the cause of
+        another rank where there is one.
+        """
+        own = replace(own, said=True)
+        first = self.blame(own)
+        if stopped and first != own:
+            return first, False
+        until = time.monotonic() + LEADER_S
+        while self._rank != LEADER and not self.has_heard(LEADER) and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        key = hashlib.sha256(own.line.encode(errors="surrogatepass")).hexdigest()
+        return own, self._store.add(f"said/{key}", 1) == 1
+
     def excuse(self, rank: int) -> None:
         """Says that the others go on without this rank."""
         self._store.set(f"excused/{rank}", "")
@@ -93,9 +123,22 @@ class Board:
     def has_heard(self, rank: int) -> bool:
         return bool(self._store.check([f"heard/{rank}"]))
 
+    def linger(self, silent: tuple[int, ...] = (), seconds: float = LINGER_S) -> None:
+        """Waits until the other ranks know the cause, so long at most; `silent` ones are not waited for."""
+        until = time.monotonic() + seconds
+        others = set(range(self._world)) - {self._rank, *silent}
+        with suppress(RuntimeError):
+            while time.monotonic() < until and not all(map(self.has_heard, others)):
+                time.sleep(LOOK_S)
+
+
+def stopped(rank: int, number: int, place: Place) -> Cause:
+    """A signal, which comes from outside."""
+    return Cause(f"rank {rank} was stopped by {signal.Signals(number).name} during {place}", 128 + number)
+
 
 def _cause(text: str) -> Cause | None:
     if not text:
         return None
     values = json.loads(text)
-    return Cause(values["line"], values["code"], tuple(values["silent"]))
+    return Cause(values["line"], values["code"], tuple(values["silent"]), values["said"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,15 +13,14 @@ from pathlib import Path
 
 from llama_ssp.errors import DISTRIBUTED, INPUT_OUTPUT, OK, DistributedError, JointError, RunError
 from llama_ssp.guard import GUARD
-from llama_ssp.ranks.board import END, Board, Cause, Place
+from llama_ssp.ranks.board import END, Board, Cause, Place, stopped
 from llama_ssp.ranks.link import LinkLost
 from llama_ssp.ranks.meeting import Meeting
 from llama_ssp.ranks.peers import Peers
 from llama_ssp.ranks.post import Dismissed
-from llama_ssp.ranks.watch import BEAT_S, LEAVE_S, QUIET_S, Watch, stopped
+from llama_ssp.ranks.watch import BEAT_S, LEAVE_S, QUIET_S, Watch
 
 FIND_S = QUIET_S + 2 * BEAT_S  # for the watch to find whose fault it is
-LINGER_S = 2.0  # for the others to hear the cause from a store that ends with this process
 
 
 class LostPeer(DistributedError):
@@ -108,7 +106,7 @@ class Report:
         GUARD.arm("cause", LEAVE_S, cause.code, cause.line if speaks else "")
         self._keep(error, cause)
         if self._keeps_store:
-            self._linger(cause)
+            self._board.linger(cause.silent)
         self._watch.rest(BEAT_S)
         return JointError(cause.line, cause.code, speaks)
 
@@ -162,10 +160,3 @@ class Report:
         with suppress(OSError):  # a full disk must not hide the cause
             path = self.folder / f"error.rank{self.rank}.json"
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-    def _linger(self, cause: Cause) -> None:
-        until = time.monotonic() + LINGER_S
-        others = set(range(self.world)) - {self.rank, *cause.silent}
-        with suppress(RuntimeError):
-            while time.monotonic() < until and not all(map(self._board.has_heard, others)):
-                time.sleep(0.02)

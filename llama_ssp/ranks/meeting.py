@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -14,14 +16,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llama_ssp.errors import DistributedError
+from llama_ssp.environment import START, number_of, rank_environment
+from llama_ssp.errors import DistributedError, JointError
+from llama_ssp.guard import GUARD
 from llama_ssp.placement import LEADER
-from llama_ssp.ranks.board import Board
+from llama_ssp.ranks.board import Board, Cause, Place, stopped
 from llama_ssp.ranks.peers import Identity, own_identity
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-START = "start with torchrun --nproc-per-node N launch/run.py"
 RETRY_S = 0.2
+EARLY_S = 10.0  # for a rank that fails before all have met, to tell the others; they may still be importing
 stores: Any = dist  # which has them, though it does not say so
 LOOPBACK = "lo"
 
@@ -59,11 +63,51 @@ def meet(patience_s: float) -> Meeting:
     if _on_one_machine(address.world):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     until = time.monotonic() + patience_s
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = stores.PrefixStore(f"llama_ssp/{attempt}", _store(address, until, patience_s))
-    Board(store, address.rank, address.world).open()  # whoever is here can be read
-    store.set(f"here/{address.rank}", json.dumps(asdict(own_identity())))
-    return Meeting(address, store, _arrived(store, address, until, patience_s))
+    store = _store(address, until, patience_s)
+    board = Board(store, address.rank, address.world)
+    try:
+        board.open()  # whoever is here can be read
+        store.set(f"here/{address.rank}", json.dumps(asdict(own_identity())))
+        return Meeting(address, store, _arrived(store, board, address, until, patience_s))
+    except KeyboardInterrupt as stop:
+        own = stopped(address.rank, stop.args[0], Place("start"))
+        cause, speaks = board.settle(own, stopped=True)
+        if address.hosts:
+            board.linger()
+        raise JointError(cause.line, cause.code, speaks) from stop
+    except RuntimeError as error:
+        gone = DistributedError(
+            "the store at which the ranks meet is gone", where=f"rank {address.rank}, {address}",
+            found=str(error)[-160:], fix="look for the first error of the other ranks",
+        )  # fmt: skip
+        gone.speaks = address.rank == (LEADER if address.launched else LEADER + 1)
+        raise gone from error
+
+
+def announce(line: str, code: int, stopped: bool, say: Callable[[], None]) -> int:
+    """Tells the other ranks why this one ends before all have met; returns the exit code.
+
+    Calls `say` unless another rank has said the same line, or, where this rank was `stopped`, ended with a
+    cause of its own. Raises DistributedError or RuntimeError where there is no store to tell them by.
+    """
+    address = _address()
+    if stopped and not address.launched:  # no other rank stops this one
+        if address.rank == LEADER:
+            say()
+        return code
+    GUARD.grace_s = EARLY_S  # a rank that is stopped now has its line to say
+    GUARD.arm("cause", 2 * EARLY_S, code, "" if stopped else line)
+    store = _store(address, time.monotonic() + EARLY_S, EARLY_S)
+    board = Board(store, address.rank, address.world)
+    cause, speaks = board.settle(Cause(line, code), stopped)
+    if speaks:
+        say()
+    GUARD.disarm("cause")
+    with suppress(RuntimeError):
+        board.heard()
+    if address.hosts:
+        board.linger(seconds=EARLY_S)
+    return cause.code
 
 
 def _address() -> Address:
@@ -73,21 +117,11 @@ def _address() -> Address:
             "several ranks were asked for, but not by torchrun", where="environment",
             found=f"no {', '.join(missing)}", fix=START,
         )  # fmt: skip
-    world = _number("WORLD_SIZE", 2, 2**20)
+    found = rank_environment()
     return Address(
-        _number("RANK", 0, world - 1), world, os.environ["MASTER_ADDR"], _number("MASTER_PORT", 1, 65535),
+        found.rank, found.world, os.environ["MASTER_ADDR"], number_of("MASTER_PORT", 1, 65535),
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
     )  # fmt: skip
-
-
-def _number(name: str, least: int, most: int) -> int:
-    text = os.environ[name]
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise DistributedError(
-            f"{name} is no usable number", where="environment", found=repr(text),
-            allowed=f"{least}..{most}", fix=START,
-        )  # fmt: skip
-    return int(text)
 
 
 def _store(address: Address, until: float, patience_s: float) -> Any:
@@ -95,10 +129,12 @@ def _store(address: Address, until: float, patience_s: float) -> Any:
     listener = _listener(address) if address.hosts else None
     if listener is None:
         _reach(address, until, patience_s)
-    return stores.TCPStore(
+    store = stores.TCPStore(
         address.host, address.port, address.world, address.hosts, timedelta(seconds=patience_s),
         wait_for_workers=False, master_listen_fd=listener.detach() if listener else None,
     )  # fmt: skip
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return stores.PrefixStore(f"llama_ssp/{attempt}", store)
 
 
 def _listener(address: Address) -> socket.socket:
@@ -139,9 +175,17 @@ def _reach(address: Address, until: float, patience_s: float) -> None:
             time.sleep(RETRY_S)
 
 
-def _arrived(store: Any, address: Address, until: float, patience_s: float) -> dict[int, Identity]:
+def _arrived(
+    store: Any, board: Board, address: Address, until: float, patience_s: float
+) -> dict[int, Identity]:
     every = range(address.world)
     while not all(here := [store.check([f"here/{rank}"]) for rank in every]):
+        if cause := board.cause():  # of a rank that does not come
+            GUARD.ending = True
+            board.heard()
+            if address.hosts:
+                board.linger()
+            raise JointError(cause.line, cause.code, speaks=False)
         if time.monotonic() > until:
             come = [rank for rank in every if here[rank]]
             absent = [rank for rank in every if not here[rank]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 
 from llama_ssp.errors import DISTRIBUTED
 from llama_ssp.guard import GUARD, PAUSED_S
 from llama_ssp.placement import LEADER
-from llama_ssp.ranks.board import END, Board, Cause, Place, View
+from llama_ssp.ranks.board import END, Board, Cause, Place, View, stopped
 from llama_ssp.ranks.peers import Peers
 
 BEAT_S = 1.0
@@ -155,8 +154,3 @@ class Watch(threading.Thread):
     def _end_keeper(self) -> None:
         if self._hosted:
             self._peers.kill(LEADER)
-
-
-def stopped(rank: int, number: int, place: Place) -> Cause:
-    """A signal, which comes from outside."""
-    return Cause(f"rank {rank} was stopped by {signal.Signals(number).name} during {place}", 128 + number)

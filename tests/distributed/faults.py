@@ -134,6 +134,10 @@ class Started:
         for process in self.processes:
             process.start()
 
+    def has_come(self, rank: int) -> bool:
+        """Whether the rank waits for the others, or did."""
+        return bool(self._store.check([f"llama_ssp/0/here/{rank}"]))
+
     def finish(self, patience_s: float = PATIENCE_S) -> list[Answer]:
         """When all have ended. Who has not after this long gives None, and is killed."""
         until = time.monotonic() + patience_s

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.distributed.faults import Started
+from tests.distributed.test_faults import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -123,11 +124,13 @@ def test_a_rank_that_fails_ends_all(
 def test_what_cannot_be_split_is_refused_by_one_voice(saved: Any, tmp_path: Path):
     """Every rank finds it by itself, before it looks for the others."""
     run = (*pair(saved), 'task.prompts=["hello"]', "task.max_new_tokens=16")
+    port = free_port()
     started = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "launch" / "run.py"), *run],
             text=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "WORLD_SIZE": "3", "RANK": str(rank)},
+            env={**os.environ, "WORLD_SIZE": "3", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         )
         for rank in range(3)
     ]  # fmt: skip

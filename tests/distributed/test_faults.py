@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,76 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+K, FOLDER = "speculation.k=-1", "model.path=/no/such"
+OUT_OF_RANGE, NO_FOLDER = "speculation.k is out of range", "model.path is not a folder"
+IMPORT = "a package cannot be imported; import of llama_ssp.tasks halted"
+
+
+def fail_at_start(own: dict[int, str], port: int, rank: int) -> None:
+    """Ranks with settings of their own, or without a module; with a port, the leader keeps the store."""
+    setting = own.get(rank, "")
+    if setting == IMPORT:
+        sys.modules["llama_ssp.tasks"] = None  # type: ignore[assignment]
+    elif setting == FOLDER:
+        sys.argv += ["model=local", "draft=none", setting]
+    elif setting:
+        sys.argv.append(setting)
+    if port:
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["launched", "by-hand"])
+@pytest.mark.parametrize(
+    ("own", "codes", "said"),
+    [
+        ({1: K}, [2, 2], {1: f"rank 1: {OUT_OF_RANGE}"}),
+        ({1: FOLDER}, [4, 4], {1: f"rank 1: {NO_FOLDER}"}),
+        ({1: IMPORT}, [5, 5], {1: f"rank 1: {IMPORT}"}),
+        ({0: FOLDER}, [4, 4], {0: NO_FOLDER}),
+        ({0: K, 1: K}, [2, 2], {0: OUT_OF_RANGE}),
+        ({0: K, 1: FOLDER}, [2, 4], {0: OUT_OF_RANGE, 1: f"rank 1: {NO_FOLDER}"}),
+    ],
+    ids=["setting", "folder", "import", "leader", "alike", "each-its-own"],
+)
+def test_a_cause_before_the_ranks_have_met_is_said_once(
+    own: dict[int, str], codes: list[int], said: dict[int, str], by_hand: bool, tmp_path: Path
+):
+    fault = partial(fail_at_start, own, free_port() if by_hand else 0)
+    answers = Started(tmp_path / "run", 2, *RUN, "out=null", fault=fault).finish()
+    assert [answer.code for answer in answers] == codes, answers
+    for rank, answer in enumerate(answers):
+        assert answer.out == "" and len(answer.errors) == (rank in said), answers
+        assert answer.err.startswith(f"error: {said.get(rank, '')}") or rank not in said
+
+
+def test_torchrun_does_not_hide_the_cause_of_a_rank(tmp_path: Path):
+    """It stops the other rank, which then has no cause of its own."""
+    launcher = launched(tmp_path, f"{K},start,other rank", *RUN, "out=null")
+    _, err = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: rank 1: {OUT_OF_RANGE}"), err
+    require_nobody_left(tmp_path)
+
+
+def come_late(rank: int) -> None:
+    if rank == 1:
+        time.sleep(PATIENCE_S)
+
+
+def test_a_rank_that_is_stopped_while_it_waits_for_the_others(tmp_path: Path):
+    run = Started(tmp_path / "run", 2, *RUN, "out=null", fault=come_late)
+    leader, other = run.processes
+    wait_for(lambda: run.has_come(0))
+    assert leader.pid
+    os.kill(leader.pid, signal.SIGTERM)
+    leader.join(PATIENCE_S)
+    other.kill()
+    answer = run.finish()[0]
+    assert answer.code == 143
+    assert answer.err.splitlines()[-1] == "error: rank 0 was stopped by SIGTERM during start"
 
 
 def environment(**more: str) -> dict[str, str]:

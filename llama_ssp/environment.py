@@ -1,0 +1,57 @@
+"""Which rank this process is, as the environment that its launcher made says. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from llama_ssp.errors import DistributedError
+
+START = "start with torchrun --nproc-per-node N launch/run.py"
+MAX_WORLD = 2**20  # as many as a plan may have: 1024 nodes of 1024 GPUs
+NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """Numbers of this rank and of all. A process that no launcher started is rank 0 of 1."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+
+def rank_environment() -> RankEnvironment:
+    """What the environment says. Raises DistributedError, which this rank says itself, if it is senseless."""
+    for name in ("RANK", "LOCAL_RANK"):
+        if os.environ.get(name) and not os.environ.get("WORLD_SIZE"):
+            fix = f"{START}, or unset {name}"
+            raise refused(f"{name} is set, but WORLD_SIZE is not", os.environ[name], fix)
+    world = number_of("WORLD_SIZE", 1, MAX_WORLD, default=1)
+    local_world = number_of("LOCAL_WORLD_SIZE", 1, world, default=1)
+    most = (local_world if os.environ.get("LOCAL_WORLD_SIZE") else world) - 1
+    rank = number_of("RANK", 0, world - 1, default=0)
+    return RankEnvironment(rank, world, number_of("LOCAL_RANK", 0, most, default=0), local_world)
+
+
+def number_of(name: str, least: int, most: int, default: int | None = None) -> int:
+    """The number that this variable holds; the default where it is not set or empty."""
+    text = os.environ.get(name, "")
+    if not text and default is not None:
+        return default
+    if not NUMBER.fullmatch(text) or not least <= int(text) <= most:
+        allowed = f"{least}..{most}" if least < most else str(least)
+        raise refused(f"{name} is no usable number", text, START, allowed)
+    return int(text)
+
+
+def refused(what: str, found: str, fix: str, allowed: str = "") -> DistributedError:
+    error = DistributedError(what, where="environment", found=repr(found), allowed=allowed, fix=fix)
+    error.speaks = True  # the environment is this rank's own
+    return error
