@@ -25,9 +25,13 @@ PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes"
 
 
 def config_sha256(run: RunConf) -> str:
-    """A hash of everything that decides the output; where results are put, and the plan, do not."""
-    content = {key: value for key, value in resolved(run).items() if key not in ("out", "output", "plan")}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    """A hash of everything that decides the output."""
+    return hashlib.sha256(json.dumps(deciding(run), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def deciding(run: RunConf) -> dict[str, Any]:
+    """The settings that decide the output; where results are put, and the plan, do not."""
+    return {key: value for key, value in resolved(run).items() if key not in ("out", "output", "plan")}
 
 
 def versions() -> dict[str, str]:

@@ -8,9 +8,10 @@ be paired with its neighbours' next message, silently.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import zlib
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama_ssp.environment import rank_environment
 from llama_ssp.errors import DistributedError
 from llama_ssp.placement import LEADER
 from llama_ssp.ranks.faults import Report
@@ -31,6 +33,7 @@ PACKET = 1024  # integers of a message's first broadcast; a round's fit, a list 
 HEAD = 3  # number, length, checksum
 LOADING = timedelta(minutes=30)  # while ranks load
 WORKING_S = 120.0  # while one waits for another in a round
+MAX_NAMED = 3  # differences that a message names
 LATER_S = 10.0  # how much later NCCL gives up, which then ends the process: the watch is to be first
 
 
@@ -152,11 +155,22 @@ class Group:
         every = self.gather_ints(list(hashlib.sha256(text.encode()).digest()))
         other = [self._members[rank] for rank, theirs in enumerate(every) if theirs != every[LEADER]]
         if other:
+            leader = self._members[LEADER]
+            told = self._texts(text)
+            named = differing(told[self._members.index(other[0])], told[LEADER], (other[0], leader))
             raise DistributedError(
                 f"the ranks differ in {what}",
-                found=f"ranks {', '.join(map(str, other))} unlike rank {self._members[LEADER]}",
+                found=f"ranks {', '.join(map(str, other))} unlike rank {leader}{named}",
                 allowed="the same on every rank", fix="start all ranks with the same command and files",
             )  # fmt: skip
+
+    def _texts(self, text: str) -> list[str]:
+        """Every rank's text."""
+        own = text.encode()
+        lengths = [length for (length,) in self.gather_ints([len(own)])]
+        padded = [*own, *[0] * (max(lengths) - len(own))]
+        every = zip(self.gather_ints(padded), lengths, strict=True)
+        return [bytes(values[:length]).decode() for values, length in every]
 
     def barrier(self) -> None:
         with self._during("waiting for the others"):
@@ -202,6 +216,27 @@ class Group:
         return self._terms.report.during(what)
 
 
+def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
+    """The first keys in which two JSON objects differ, with both values; nothing of other texts."""
+    with suppress(ValueError):
+        own, other = flat(json.loads(text)), flat(json.loads(leaders))
+        keys = [key for key in {**other, **own} if own.get(key) != other.get(key)]
+        both = [(key, own.get(key, "nothing"), other.get(key, "nothing")) for key in keys]
+        said = [f"{key} {one} on rank {ranks[0]}, {two} on rank {ranks[1]}" for key, one, two in both]
+        more = f"; and {len(keys) - MAX_NAMED} more" * (len(keys) > MAX_NAMED)
+        return f": {'; '.join(said[:MAX_NAMED])}{more}"
+    return ""
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, str]:
+    """The values of a JSON document as JSON, each under its dotted key."""
+    if not isinstance(node, dict) or not node:
+        return {prefix.rstrip("."): json.dumps(node)}
+    return {
+        key: text for name, inner in node.items() for key, text in flat(inner, f"{prefix}{name}.").items()
+    }
+
+
 def checksum(values: list[int]) -> int:
     return zlib.crc32(",".join(map(str, values)).encode())
 
@@ -211,7 +246,7 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
 
     `patience_s` is how long they may come after each other, be silent, or wait for one another.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if rank_environment().world == 1:
         return ALONE
     meeting = meet(patience_s)
     rank, world = meeting.address.rank, meeting.address.world
@@ -225,5 +260,5 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
 
 def _backend(device: torch.device) -> str:
     """NCCL where every rank of the machine has a GPU of its own."""
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    own = rank_environment().local_world <= torch.cuda.device_count()
     return "nccl" if device.type == "cuda" and own else "gloo"

@@ -41,7 +41,7 @@ class Ranks(Protocol):
         """Every rank's integers, as many from each."""
 
     def require_same(self, what: str, text: str) -> None:
-        """Refuses, on every rank, ranks that differ in `text`."""
+        """Refuses, on every rank, ranks that differ in `text`. Of JSON objects it names differing keys."""
 
     def barrier(self) -> None:
         """Waits until every rank has come here; for as long as loading may take."""

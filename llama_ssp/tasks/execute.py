@@ -28,7 +28,7 @@ from llama_ssp.placement import Placement
 from llama_ssp.plan.beside import Memory, Way, beside, in_words
 from llama_ssp.prompts import Reading, TextPrompt
 from llama_ssp.ranks import Ranks, open_ranks, told
-from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, versions
+from llama_ssp.report import Console, NoConsole, RunFolder, config_sha256, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
@@ -89,7 +89,8 @@ def shared(inputs: Inputs, ranks: Ranks) -> Inputs:
     """The leader's seed, prompts and placements, on every rank; their configs have to be the same already."""
     if ranks.world == 1:
         return inputs
-    ranks.require_same("configuration or versions", json.dumps([config_sha256(inputs.run), versions()]))
+    compared = {**deciding(inputs.run), "versions": versions()}
+    ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
     placements = [pair.placement.as_plain() for pair in inputs.pairs]
     own = {"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements}
     heard = told(own, ranks)

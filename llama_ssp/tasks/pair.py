@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -118,10 +119,12 @@ class Shelf:
             gc.collect()
             torch.cuda.empty_cache()
         self._ranks.enter("load")
-        self._ranks.require_same("number formats", ", ".join(seat.dtype.value for seat in found))
+        self._ranks.require_same(
+            "number formats", json.dumps({seat.role: seat.dtype.value for seat in found})
+        )
         if self._ranks.world > 1:
-            prints = [fingerprint(seat.path) if seat.path else "" for seat in found]
-            self._ranks.require_same("the models' files", "\n".join(prints))
+            prints = {seat.role: fingerprint(seat.path) if seat.path else "" for seat in found}
+            self._ranks.require_same("the models' files", json.dumps(prints))
         self._ranks.barrier()  # all have found that it fits
         crew = self._crew(found)
         models = {seat.role: self._model(seat, crew) for seat in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from llama_ssp.errors import DistributedError
 from llama_ssp.ranks import PACKET, Alone, Ranks, open_ranks
+from llama_ssp.ranks.group import differing
 from tests.distributed.processes import on_ranks
 
 LONG = list(range(-PACKET, 3 * PACKET))
@@ -36,6 +38,21 @@ def test_ranks_come_from_torchrun(monkeypatch: pytest.MonkeyPatch):
         open_ranks(torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("text", "leaders", "said"),
+    [
+        ("bf16", "fp32", ""),
+        ('{"a": 1}', "plain", ""),
+        ('{"a": {"b": null}}', '{"a": 5}',
+         ": a nothing on rank 3, 5 on rank 0; a.b null on rank 3, nothing on rank 0"),
+        ('{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1}', '{"a": 1, "b": 2, "c": 2, "d": 2, "e": 2}',
+         ": b 1 on rank 3, 2 on rank 0; c 1 on rank 3, 2 on rank 0; d 1 on rank 3, 2 on rank 0; and 1 more"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_named(text: str, leaders: str, said: str):
+    assert differing(text, leaders, (3, 0)) == said
+
+
 def talk(ranks: Ranks) -> dict[str, object]:
     """Everything that ranks do, then a message that one of them skips."""
     heard = [ranks.broadcast_ints(m if ranks.is_leader else [77]) for m in MESSAGES]
@@ -46,7 +63,9 @@ def talk(ranks: Ranks) -> dict[str, object]:
     ranks.barrier()
     refused = ""
     try:
-        ranks.require_same("the configuration", f"rank {ranks.rank}")
+        ranks.require_same(
+            "the configuration", json.dumps({"a": {"b": ranks.rank, "c": 1}, "d": [2] * ranks.rank})
+        )
     except DistributedError as error:
         refused = str(error)
     astray = ""
@@ -70,6 +89,10 @@ def test_two_real_ranks():
         assert said["gathered"] == [[1.0] * 3, [2.0] * 3]
         assert said["summed"] == [3.0] * 3 and said["in place"]
         assert "the ranks differ in the configuration" in said["refused"]
+        assert (
+            "ranks 1 unlike rank 0: a.b 1 on rank 1, 0 on rank 0; d [2] on rank 1, [] on rank 0"
+            in said["refused"]
+        )
     assert "out of step" in results[1]["astray"] and "allowed number" in results[1]["astray"]
 
 
