@@ -7,8 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+from llama_ssp import cli
+from tests.conftest import Command
 
 ROOT = Path(__file__).parents[1]
 # The digest runs for minutes without a look at Python's signal handlers, as a collective does.
@@ -132,6 +137,39 @@ def test_a_signal_interrupts_later_where_it_would_be_lost(inside: str, number: i
         cwd=ROOT, text=True, capture_output=True, timeout=20,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(number)}\n", "")
+
+
+def test_ctrl_c_while_the_configuration_is_composed(command: Command, monkeypatch: pytest.MonkeyPatch):
+    """Hydra and OmegaConf make other errors of what interrupts them."""
+    load = ConfigLoaderImpl.load_configuration
+
+    def struck(*args: Any, **more: Any) -> Any:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise AttributeError("there is no _invalidate_flags_cache") from None
+        return load(*args, **more)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", struck)
+    answer = command('task.prompts=["hello"]')
+    assert answer.code == 130
+    assert len(answer.errors) == 1 and "stopped by a signal" in answer.errors[0]
+
+
+def test_ctrl_c_while_an_error_is_said_leaves_no_traceback(command: Command, monkeypatch: pytest.MonkeyPatch):
+    say = cli.one_line
+
+    def struck(text: str) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return say(text)
+
+    monkeypatch.setattr(cli, "one_line", struck)
+    try:
+        answer = command("speculation.k=-1")
+    except KeyboardInterrupt:
+        pytest.fail("the interruption left the command")
+    assert answer.code == 2
+    assert len(answer.errors) == 1 and "speculation.k is out of range" in answer.errors[0]
 
 
 def test_a_process_alone_leaves_what_is_held_at_once():
