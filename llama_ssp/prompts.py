@@ -28,6 +28,8 @@ from llama_ssp.errors import DataError, StorageError, UsageError
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 * 2**20
+MAX_INPUT_BYTES = 2**28  # of standard input, which is held whole
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson")  # of files with an object a line, in letters of any case
 MAX_ID_LENGTH = 256
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
 SHORT = [  # for tasks that compare models; the pair that ships has seen such text
@@ -106,7 +108,7 @@ def read_prompts(task: PromptedConf) -> Reading:
         return _checked(iter(found), task.on_bad_row)
     if task.prompt_file is not None:
         data = file_bytes("task.prompt_file", task.prompt_file)
-        jsonl = task.prompt_file.endswith((".jsonl", ".json"))
+        jsonl = has_objects(task.prompt_file)
         return _checked(_parse(data, task.prompt_file, jsonl, task.on_bad_row), task.on_bad_row)
     if isinstance(task, MeasureConf):
         texts = [] if task.lengths else SENTENCES
@@ -122,11 +124,22 @@ def read_prompts(task: PromptedConf) -> Reading:
     return _checked(_parse(data, "standard input", jsonl, task.on_bad_row), task.on_bad_row)
 
 
+def has_objects(name: str) -> bool:
+    """Whether a file of this name holds a JSON object a line; others hold a prompt a line."""
+    return name.lower().endswith(JSON_ENDINGS)
+
+
 def _stdin_bytes() -> bytes:
     try:
-        return sys.stdin.buffer.read()
+        data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
     except OSError as error:
         raise StorageError(f"cannot read standard input: {error.strerror}") from None
+    if len(data) > MAX_INPUT_BYTES:
+        raise DataError(
+            "standard input is too large", found=f"more than {MAX_INPUT_BYTES} bytes",
+            allowed=f"{MAX_INPUT_BYTES} bytes", fix="put the prompts into a file, and use task=batch",
+        )  # fmt: skip
+    return data
 
 
 def file_bytes(key: str, name: str) -> bytes:

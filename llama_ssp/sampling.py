@@ -19,6 +19,7 @@ from llama_ssp.arrays import Array, greatest, largest, total, where
 from llama_ssp.config import SamplingConf
 from llama_ssp.sending import sent
 
+LEAST_P = 1e-30  # a lower top_p keeps the same tokens, the likeliest, and is 0 in fp32 below 7e-46
 FEW = (256, 4096)  # of the likeliest tokens, among which a nucleus is sought before all are sorted
 
 
@@ -155,7 +156,7 @@ def filtered(law: Array, top_k: int, top_p: float, min_p: float) -> Array:
     if 0 < top_k < law.shape[-1]:
         law = _kept(law, greatest(law, top_k)[..., -1:])
     if top_p < 1:
-        law = _kept(law, _nucleus_edge(law, top_p))
+        law = _kept(law, _nucleus_edge(law, max(top_p, LEAST_P)))
     if min_p > 0:
         law = _kept(law, largest(law) * min_p)
     return law

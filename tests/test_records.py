@@ -108,6 +108,8 @@ def test_text_files(content: bytes, texts: list[str], tmp_path: Path):
         ('{"prompt": "x", "min_new_tokens": 33}', "min_new_tokens exceeds"),
         ('{"prompt": "x", "stop": [""]}', "stop is no list"),
         ('{"prompt": "x", "logit_bias": {"a": 1}}', "no map of tokens"),
+        ('{"prompt": "x", "logit_bias": {"' + "9" * 5000 + '": 1}}', "no map of tokens"),
+        ('{"prompt": "x", "logit_bias": {"-1": 1}}', "no map of tokens"),
         ('{"prompt": "x", "logit_bias": {"100": 1}}', "model m has 100 tokens"),
         ('{"prompt": "x", "seed": -1}', "seed is out of range"),
         ('{"prompt": "a\\u0000b"}', "NUL"),

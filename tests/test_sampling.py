@@ -105,6 +105,14 @@ def test_filters_without_a_sort_keep_what_sorting_keeps(seed, size, dtype, top_k
     assert torch.equal(filtered(law, top_k, top_p, 0.0), filtered_by_sorting(law, top_k, top_p))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_p", [5e-324, 1e-50, 6e-46, 1e-30, 1e-12])
+def test_the_smallest_top_p_keeps_the_likeliest(top_p: float, dtype: torch.dtype):
+    law = torch.tensor([[0.2, 0.3, 0.3, 0.2], [0.1, 0.2, 0.3, 0.4]], dtype=dtype)
+    kept = torch.tensor([[0, 0.5, 0.5, 0], [0, 0, 0, 1]], dtype=dtype)
+    assert torch.equal(filtered(law, 0, top_p, 0.0), kept)
+
+
 def test_a_law_of_nan_stays_one_beside_laws_that_are_filtered():
     law = torch.softmax(torch.arange(4000.0).view(1, -1) / 100, -1).repeat(2, 1)
     law[1] = torch.nan

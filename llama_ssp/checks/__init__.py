@@ -69,6 +69,11 @@ def check_context(run: RunConf) -> None:
             "sampling.bad_tokens forbids every token", found=f"all {vocab}", fix="leave at least one"
         )
     of = f"model {run.model.name} has a context of {run.model.context} tokens"
+    if run.model.context < 2:
+        raise UsageError(
+            f"{of}, which leaves no room for a prompt and a new token", where="model.context",
+            allowed="2 or more", fix="choose another model",
+        )  # fmt: skip
     prompt = run.task.prompt_tokens if isinstance(run.task, PlanConf) else 1
     between("task.prompt_tokens", prompt, 1, run.model.context - 1, of)
     if isinstance(run.task, PromptedConf | BatchConf | EvalConf | PlanConf):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
@@ -17,6 +18,7 @@ Message = dict[str, str]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROLES = ("system", "user", "assistant")
+TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every vocabulary
 SAMPLING = tuple(entry.name for entry in fields(SamplingConf))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 OWN = ("prompt", "messages", "max_new_tokens", "stop", "seed", *SAMPLING)
@@ -215,7 +217,7 @@ def _is_message(message: object) -> bool:
 
 def _biases(value: object, where: str) -> dict[int, float]:
     """JSON has texts for keys."""
-    if isinstance(value, dict) and all(str(token).isdecimal() for token in value):
+    if isinstance(value, dict) and all(TOKEN_ID.fullmatch(token) for token in value):
         return {int(token): bias for token, bias in value.items()}
     raise DataError(
         "logit_bias is no map of tokens to numbers", where=where, found=repr(value), fix='write {"42": -1.5}',

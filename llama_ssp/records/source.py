@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from llama_ssp.config import BatchConf, OnBadRow, RunConf
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.journal import Shard
-from llama_ssp.prompts import file_bytes, lines_of
+from llama_ssp.prompts import file_bytes, has_objects, lines_of
 from llama_ssp.records.request import Reader, Refused, Request
 
-JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 SHOWN = 5  # bad lines that a message quotes
 
 Place = tuple[int, int]  # where a record stands: its first byte, and the number of its line
@@ -69,7 +68,7 @@ def read_shard(run: RunConf, shard: Shard, refused: dict[int, Refused]) -> list[
 
 
 def _reader(run: RunConf) -> Reader:
-    return Reader(run, not _input(run).lower().endswith(JSON_ENDINGS))
+    return Reader(run, not has_objects(_input(run)))
 
 
 def _input(run: RunConf) -> str:
