@@ -17,6 +17,7 @@ from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
 from llama_ssp.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.folder import header, read_json, require_no_code, require_plain, weight_files
+from llama_ssp.ranges import TESTED_FAMILIES
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
 TIED_BY_DEFAULT = ("gemma2", "gpt_neo", "opt")  # families whose config.json leaves it out where it is so
 CONTEXTS = {"falcon": 2048}  # of families whose config.json may leave it out
+SCALES = (".SCB", ".absmax")  # how the names of tensors end that bitsandbytes quantised weights with
+PROJECTED = ("word_embed_proj_dim", "embedding_size")  # where embeddings may be narrower than layers
+SUPPORTED = ", ".join(TESTED_FAMILIES) + ", and others that have attention with explicit positions only"
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
 
 
@@ -122,7 +126,20 @@ def inspect(path: Path) -> Checkpoint:
                     found=f"{len(names)}: {', '.join(names[:5])}", fix="fetch the model again",
                 )  # fmt: skip
         shapes.update(found)
+    _require_scales(path, config.get("quantization_config"), shapes)
     return Checkpoint(path, config, shapes)
+
+
+def _require_scales(path: Path, claim: object, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuses plain weights that config.json calls quantised by bitsandbytes: they would be read as codes."""
+    if not isinstance(claim, dict) or any(name.endswith(SCALES) for name in shapes):
+        return
+    if claim.get("quant_method") == "bitsandbytes" or claim.get("load_in_8bit") or claim.get("load_in_4bit"):
+        raise ModelError(
+            "config.json says that bitsandbytes quantised the weights, but they are plain",
+            where=f"{path / 'config.json'}: quantization_config", found="no scales among the tensors",
+            fix="remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights",
+        )  # fmt: skip
 
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
@@ -151,9 +168,15 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
             value = config.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
                 return value
+        found = [config[name] for name in names if config.get(name) is not None]
+        if not found:
+            _require_tested(checkpoint, f"its config.json has no {names[0]}")
+        elif isinstance(found[0], list):
+            _require_tested(checkpoint, f"its layers differ in {names[0]}")
         raise ModelError(
             f"config.json has no usable {names[0]}", where=str(checkpoint.path),
-            found=repr(config.get(names[0])), allowed="a positive whole number", fix="fetch the model again",
+            found=repr(next(iter(found), None)), allowed="a positive whole number",
+            fix="correct it, or fetch the model again",
         )  # fmt: skip
 
     def given(default: int, *names: str) -> int:
@@ -161,6 +184,9 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
     heads, dim = first("num_attention_heads", "num_heads", "n_head"), first("hidden_size", "n_embd")
     positions = "max_position_embeddings", "n_positions"
+    for name in PROJECTED:
+        if config.get(name) not in (None, dim):
+            raise _unsupported(checkpoint, f"its embeddings are projected ({name})", f"embeddings of {dim}")
     shape = {
         "family": config["model_type"],
         "n_layers": first("num_hidden_layers", "num_layers", "n_layer"),
@@ -185,6 +211,19 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
     _compare_embedding(checkpoint, shape["vocab"], dim)
     _compare_layers(checkpoint, shape["n_layers"])
     return shape
+
+
+def _require_tested(checkpoint: Checkpoint, why: str) -> None:
+    """A config that lacks what the tested families have is another architecture's, or else damaged."""
+    if checkpoint.config["model_type"] not in TESTED_FAMILIES:
+        raise _unsupported(checkpoint, why)
+
+
+def _unsupported(checkpoint: Checkpoint, why: str, allowed: str = SUPPORTED) -> ModelError:
+    return ModelError(
+        f"the architecture is not supported: {why}", where=str(checkpoint.path),
+        found=checkpoint.config["model_type"], allowed=allowed, fix="choose another model",
+    )  # fmt: skip
 
 
 def _has_one_kv_head(config: dict[str, Any]) -> bool:

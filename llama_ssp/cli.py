@@ -10,6 +10,8 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -45,12 +47,13 @@ from llama_ssp.errors import (
     RunError,
     StorageError,
     UsageError,
+    lacks_memory,
     one_line,
 )
 from llama_ssp.guard import GUARD, end_with_launcher, leave
 from llama_ssp.inputs import Inputs
 from llama_ssp.job import held_seed, job_of
-from llama_ssp.overrides import CONF, arranged, check_arguments, ranks, translated
+from llama_ssp.overrides import CONF, arranged, check_arguments, check_homes, ranks, translated
 from llama_ssp.placement import LEADER
 from llama_ssp.plot import check_plot, check_record
 from llama_ssp.prompts import Reading, read_prompts
@@ -93,7 +96,8 @@ def _guarded() -> int:
     try:
         rank_environment()
         _prepare_output()
-        code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
+        with _memory_in_words():
+            code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
         sys.stdout.flush()
         return code
     except JointError:
@@ -119,6 +123,20 @@ def _stopped(stop: KeyboardInterrupt) -> int:
     return _fail("stopped by a signal; what was finished is in the run folder", 128 + number, stop)
 
 
+@contextmanager
+def _memory_in_words() -> Iterator[None]:
+    """Makes one of our errors of whatever says that memory is short."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RunError) or not lacks_memory(error):
+            raise
+        raise DistributedError(
+            "memory is short", found=f"{type(error).__name__}: {str(error)[:160]}",
+            fix="free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt",
+        ) from error  # fmt: skip
+
+
 def _compose() -> list[tuple[DictConfig, list[Path]]]:
     """The merged config and the private folders it may name presets of, one for each job of a sweep.
 
@@ -141,7 +159,7 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
                 sys.argv.insert(1, f"hydra.sweep.dir={scratch}")
             with GUARD.held():  # Hydra makes other errors of an interruption
                 keep()
-    except RecursionError:
+    except (RecursionError, MemoryError):
         raise
     except SystemExit as end:  # so does Hydra leave after --help; what it printed is still to be written
         if end.code:
@@ -166,6 +184,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
             checked = checks.to_run(cfg)
     except OmegaConfBaseException as error:
         raise translated(error) from error
+    check_homes(checked, sys.argv[1:])
     check_sharing(checked)
     task = checked.task
     if isinstance(task, PlanConf):

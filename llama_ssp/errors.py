@@ -71,6 +71,12 @@ class StorageError(RunError):
     code = INPUT_OUTPUT
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether Python, the system, or one of torch's allocators found too little memory."""
+    said = isinstance(error, RuntimeError | OSError) and "allocate memory" in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said
+
+
 def one_line(text: str) -> str:
     """`text` without line breaks or control characters, so that a log line stays one line."""
     flat = " ".join(text.split())

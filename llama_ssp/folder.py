@@ -16,6 +16,7 @@ MAX_JSON_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 10 * 2**20  # of 100 000 tensors; a shard of a large model has a hundredth of it
 MAX_NAME = 255  # characters of a file's or a tensor's name
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+POINTER = b"version https://git-lfs"  # how a Git LFS pointer begins, which stands in a file's place
 INDEX = "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 32, 512  # of a weight file, for its fingerprint
 TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
@@ -67,12 +68,8 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
-        if start.startswith(b"version "):
-            raise ModelError(
-                "the weights are a Git LFS pointer, not the file",
-                where=str(file),
-                fix="run git lfs pull",
-            )
+        if start == POINTER[:8]:
+            raise _pointer(file)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise _damaged(file, f"a header of {length} bytes in a file of {size}")
@@ -83,13 +80,14 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
         if unfit is not None:
             raise _damaged(file, f"a tensor by the name of {unfit[:MAX_NAME]!r}")
         entries = {k: v for k, v in header.items() if k != "__metadata__"}
-        shapes = {k: tuple(int(n) for n in v["shape"]) for k, v in entries.items()}
-        spans = sorted((int(v["data_offsets"][0]), int(v["data_offsets"][1])) for v in entries.values())
+        shapes = {k: _whole_numbers(v["shape"]) for k, v in entries.items()}
+        places = {k: _whole_numbers(v["data_offsets"]) for k, v in entries.items()}
+        spans = sorted((first, last) for first, last in places.values())
         formats = {k: str(v["dtype"]) for k, v in entries.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         twice = str(error) if isinstance(error, _TwinsError) else "that is not a table of tensors"
         raise _damaged(file, f"a header {twice}") from None
-    for name, (first, last) in ((k, v["data_offsets"]) for k, v in entries.items()):
+    for name, (first, last) in places.items():
         if formats[name] not in BITS:
             raise ModelError(
                 "a tensor has a number format that cannot be loaded", where=f"{file}: {name}",
@@ -107,6 +105,13 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
     if 8 + length + end != size:
         raise _damaged(file, f"{size} bytes where the header promises {8 + length + end}")
     return shapes
+
+
+def _whole_numbers(value: list[Any]) -> tuple[int, ...]:
+    """The list's numbers; TypeError where one is not whole: JSON has fractions, Python's also Infinity."""
+    if not isinstance(value, list) or any(type(n) is not int for n in value):
+        raise TypeError("not a list of whole numbers")
+    return tuple(value)
 
 
 def fingerprint(path: Path) -> str:
@@ -144,6 +149,7 @@ def read_json(file: Path) -> dict[str, Any]:
                 found=file.stat().st_size,
                 allowed=str(MAX_JSON_BYTES),
             )
+        require_fetched(file)
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
     except FileNotFoundError:
         raise ModelError(
@@ -164,7 +170,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def require_plain(path: Path) -> None:
-    """What libraries open must be files of the folder: opening a pipe would wait for ever."""
+    """What libraries open must be whole files of the folder: opening a pipe would wait for ever."""
     for entry in sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]):
         if entry.suffix in READ_BY_LIBRARIES and entry.exists():
             if not entry.is_file():
@@ -173,6 +179,15 @@ def require_plain(path: Path) -> None:
                     fix="copy the model's files into the folder",
                 )  # fmt: skip
             require_inside(entry, path)
+            if entry.suffix != ".safetensors":  # those that are used have their headers read
+                require_fetched(entry)
+
+
+def require_fetched(file: Path) -> None:
+    """Refuses a Git LFS pointer in the place of a file."""
+    with file.open("rb") as stream:
+        if stream.read(len(POINTER)) == POINTER:
+            raise _pointer(file)
 
 
 def require_no_code(path: Path) -> None:
@@ -243,6 +258,13 @@ def _inside(path: Path, name: object, source: str) -> Path:
         )  # fmt: skip
     require_inside(file)
     return file
+
+
+def _pointer(file: Path) -> ModelError:
+    return ModelError(
+        f"{file.name} is a Git LFS pointer, not the file", where=str(file),
+        fix="run git lfs pull in the model's folder, or fetch the model again",
+    )  # fmt: skip
 
 
 def _damaged(file: Path, found: str) -> ModelError:

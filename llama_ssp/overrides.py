@@ -86,6 +86,18 @@ def arranged(arguments: list[str]) -> list[str]:
     return words + flags
 
 
+def check_homes(run: config.RunConf, arguments: list[str]) -> None:
+    """Refuses a repo that is given on the command line where the preset has a path, which comes first."""
+    for role, model in (("model", run.model), ("draft", run.draft)):
+        given = any(word.lstrip("+").startswith(f"{role}.repo=") for word in arguments)
+        if given and model is not None and model.repo is not None and model.path is not None:
+            raise UsageError(
+                f"{role}.repo is given beside {role}.path", where=f"{role} {model.name}",
+                found=f"repo {model.repo}, path {model.path}", allowed="one of them",
+                fix=f"write {role}=local {role}.repo={model.repo}, or leave {role}.repo out",
+            )  # fmt: skip
+
+
 def check_config_folder(folder: Path) -> None:
     """A private config folder may hold models and settings, nothing that Hydra would run."""
     if not folder.is_dir():

@@ -20,6 +20,9 @@ SPLIT_FAMILIES = (
     "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
 )  # fmt: skip
 
+# Families whose every attention variant is tested against transformers' own generate.
+TESTED_FAMILIES = tuple(sorted((*SPLIT_FAMILIES, "falcon", "mixtral", "qwen3_moe")))
+
 # Families whose every tensor and moment the plan knows; others run in one process, unplanned.
 PLANNED_FAMILIES = SPLIT_FAMILIES
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +78,20 @@ SETTINGS = [
     usage(2, "no-such-interpolation", "out=${nope}", holds=("nope",)),
     usage(2, "sweep", "seed=1,2", holds=("seed", "--multirun")),
     usage(2, "empty-path", "model=local", "model.path=", holds=("model.path is empty",)),
+    usage(
+        2,
+        "repo-and-path",
+        "model=demo",
+        "model.repo=a/b",
+        holds=("model.repo is given beside model.path", "shipped:demo", "model=local model.repo=a/b"),
+    ),
+    usage(
+        2,
+        "draft-repo-and-path",
+        "draft=demo_draft",
+        "draft.repo=a/b",
+        holds=("draft.repo is given beside draft.path", "draft=local draft.repo=a/b"),
+    ),
     usage(2, "empty-out", "out=", holds=("out is empty",)),
     usage(4, "negative", "speculation.k=-1", holds=("speculation.k", "-1", "[0, 64]")),
     usage(4, "huge", "speculation.k=1000000000", holds=("speculation.k", "[0, 64]")),
@@ -106,6 +124,7 @@ SETTINGS = [
     ),
     usage(10, "zero", "task.max_new_tokens=0", holds=("task.max_new_tokens", "found 0")),
     usage(10, "past-context", "task.max_new_tokens=1024", holds=("1024", "1023", "context of 1024")),
+    usage(10, "context-of-one", "model.context=1", holds=("a context of 1 tokens", "no room", "2 or more")),
     usage(10, "min-above-max", "sampling.min_new_tokens=200", holds=("min_new_tokens", "found 200")),
     usage(11, "negative", "seed=-1", holds=("seed", "found -1")),
     usage(11, "huge", f"seed={2**63}", holds=("seed", str(2**63))),
@@ -255,6 +274,8 @@ PROMPTS = [
     prompt_file(43, "many-keys", "a.jsonl", json.dumps({"k" * 90_000: 1}), "no prompt", "characters)"),
     prompt_file(43, "fraction-id", "a.jsonl", '{"prompt": "a", "id": 1.5}', "whole number", "float"),
     prompt_file(43, "truth-id", "a.jsonl", '{"prompt": "a", "id": true}', "whole number", "bool"),
+    prompt_file(43, "ndjson", "a.ndjson", '{"prompt": 5}', "no prompt", "line 1"),
+    prompt_file(43, "capitals", "a.JSONL", '{"prompt": 5}', "no prompt", "line 1"),
     Case(43, "input-bom", (), 3, ("not JSON", "line 2"), stdin=b'\xef\xbb\xbf{"prompt": "a"}\n{'),
     prompt_file(44, "newline", "a.jsonl", '{"prompt": "a", "id": "x\\ny"}', "an id is unusable", "x\\ny"),
     prompt_file(44, "long-id", "a.jsonl", json.dumps({"prompt": "a", "id": "x" * 10**4}), "unusable", "256"),
@@ -282,6 +303,58 @@ def test_one_line_and_its_code(
     case: Case, command: Command, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_one_line(case, command, saved, tmp_path, monkeypatch)
+
+
+def test_standard_input_is_bounded(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe without end is refused where its bound is, not when memory is full."""
+    monkeypatch.setattr("llama_ssp.prompts.MAX_INPUT_BYTES", 8, raising=False)
+    answer = command(stdin=b"hello\nyou")
+    assert (answer.code, len(answer.errors)) == (3, 1)
+    assert "standard input is too large" in answer.errors[0] and "more than 8 bytes" in answer.errors[0]
+    assert command("task.max_new_tokens=1", "seed=1", stdin=b"hello\nyo").code == 0
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's own of a GPU."""
+
+
+@pytest.mark.parametrize(
+    "reached", ["llama_ssp.cli.config.register", "llama_ssp.cli.entries", "llama_ssp.tasks.execute"]
+)
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(), OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+    ids=["python", "gpu", "cpu"],
+)  # fmt: skip
+def test_short_memory_is_one_line(
+    error: Exception, reached: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(reached, fails)
+    answer = command(PROMPT)
+    assert (answer.code, len(answer.errors)) == (5, 1)
+    assert "memory is short" in answer.errors[0] and type(error).__name__ in answer.errors[0]
+
+
+@pytest.mark.slow
+def test_endless_input_in_little_memory(tmp_path: Path) -> None:
+    """`run.py < /dev/zero`: refused at the bound; where memory ends before, that is said."""
+    words = [sys.executable, "-m", "llama_ssp", "task.max_new_tokens=1", "out=null"]
+    for limit, code, said in ((2 * 2**30, 3, "standard input is too large"), (2**28, 5, "memory is short")):
+        with open("/dev/zero", "rb") as zeros:
+            ended = subprocess.run(
+                words, stdin=zeros, capture_output=True, text=True, cwd=tmp_path, timeout=300,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),  # noqa: B023
+            )  # fmt: skip
+        lines = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+        assert (ended.returncode, len(lines)) == (code, 1), ended.stderr
+        assert said in lines[0] and "Traceback" not in ended.stderr
 
 
 def test_what_looks_odd_but_is_allowed(command: Command) -> None:

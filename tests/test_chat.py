@@ -29,6 +29,9 @@ NO_SYSTEM = PLAIN.replace("%}{{", "%}{% if message['role'] != 'system' %}{{", 1)
     "}}{% endfor", "}}{% endif %}{% endfor", 1
 )
 
+DEAF = "user\n{{ messages | length }}\nassistant\n"
+LAST = "user\n{{ messages[-1]['content'] }}\nassistant\n"
+
 
 def tokens(folder: Path, template: str = PLAIN, ends: Any = None) -> HubTokens:
     made = checkpoints.tokenizer()
@@ -96,6 +99,30 @@ def test_a_system_prompt_is_not_lost(tmp_path: Path) -> None:
     assert known.decode(known.chat(conversation("hello", None))) == "user\nhello\nassistant\n"
     with pytest.raises(DataError, match="leaves the system prompt out"):
         known.chat(conversation("hello", "be kind"))
+
+
+@pytest.mark.parametrize("template", [DEAF, LAST])
+def test_a_prompt_is_not_lost(template: str, tmp_path: Path) -> None:
+    """Neither the only one, nor one of several turns."""
+    known = tokens(tmp_path, template)
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    with pytest.raises(DataError, match=r"leaves the prompt out.*chat_template in tokenizer_config.json"):
+        known.chat([*turns, *conversation("hello", None)])
+    if template is DEAF:
+        with pytest.raises(DataError, match="leaves the prompt out"):
+            known.chat(conversation("hello", None))
+    else:
+        assert "hello" in known.decode(known.chat(conversation("hello", None)))
+
+
+def test_words_that_a_template_changes_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = tokens(tmp_path, CHATML.replace("CUT", " | tojson"))
+    for _ in range(2):
+        assert r"a \"b\"" in known.decode(known.chat(conversation('a "b"', None)))
+    known.chat(conversation("a b", None))
+    assert caplog.text.count("changes the words of prompts") == 1
 
 
 def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:

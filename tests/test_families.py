@@ -11,9 +11,8 @@ import yaml
 
 from llama_ssp.checkpoint import complete
 from llama_ssp.config import ModelConf
-from llama_ssp.load.causal import TESTED_FAMILIES
 from llama_ssp.overrides import CONF
-from llama_ssp.ranges import PLANNED_FAMILIES, SPLIT_FAMILIES
+from llama_ssp.ranges import PLANNED_FAMILIES, SPLIT_FAMILIES, TESTED_FAMILIES
 from tests import checkpoints
 from tests.conftest import Command
 from tests.families import FAMILIES, WHOLE, build

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llama_ssp.engine import Prompt
 from llama_ssp.errors import ModelError
 from llama_ssp.load import probe
-from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, attention_of
+from llama_ssp.load.causal import CausalModel, attention_of
 from llama_ssp.load.probe import require_faithful
+from llama_ssp.ranges import TESTED_FAMILIES
 from tests.families import FAMILIES, VOCAB
 from tests.families import build as build_tested
 from tests.rig import Contrary, speculate

@@ -15,13 +15,9 @@ from torch import Tensor, nn
 from llama_ssp.cache import Feed, RaggedCache, Tally
 from llama_ssp.errors import ModelError
 from llama_ssp.load.quantised import scales_of
+from llama_ssp.ranges import TESTED_FAMILIES
 from llama_ssp.sending import sent
 
-# Families whose every attention variant is tested against transformers' own generate.
-TESTED_FAMILIES = (
-    "falcon", "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "opt", "phi3", "qwen2", "qwen3",
-    "qwen3_moe",
-)  # fmt: skip
 LAYER_KINDS = ("full_attention", "sliding_attention")
 # Scaled rope tables that depend on the longest text of the batch would make rows depend on each other.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")

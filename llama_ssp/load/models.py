@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.errors import ModelError, RunError
-from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel, kernels_of, windows_of
+from llama_ssp.errors import ModelError, RunError, lacks_memory, shortened
+from llama_ssp.folder import read_json
+from llama_ssp.load.causal import CausalModel, kernels_of, windows_of
 from llama_ssp.load.devices import TORCH_DTYPES
 from llama_ssp.load.probe import require_faithful
 from llama_ssp.load.quantised import QUANTISED, choose_kernels, settings
 from llama_ssp.load.sources import FileSource
 from llama_ssp.load.synthetic import SyntheticSource, build
 from llama_ssp.load.tensor import cut_module, differences, fill_module, require_filled
-from llama_ssp.ranges import require_quantised
+from llama_ssp.ranges import TESTED_FAMILIES, require_quantised
 from llama_ssp.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ def ready(causal: CausalModel, model: ModelConf) -> None:
 def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
     """The module with real buffers and without weights: of the checkpoint, or of the shape alone."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if path is None:
         try:
@@ -89,8 +91,7 @@ def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
                 "the sizes do not make a model", where=f"{role} {model.name}", found=str(error)[:200],
                 fix="take them from a model's config.json",
             ) from None  # fmt: skip
-    require_supported(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = require_supported(path)
     with _refusing(path), init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(
             config, dtype=TORCH_DTYPES[dtype], **kernels_of(config, TORCH_DTYPES[dtype])
@@ -102,23 +103,35 @@ def _refusing(path: Path) -> Iterator[None]:
     """What libraries say of a checkpoint that they do not take, in one line."""
     try:
         yield
-    except (RunError, torch.OutOfMemoryError, MemoryError):
+    except RunError:
         raise
     except Exception as error:  # a config makes constructors fail in any way
+        if lacks_memory(error):
+            raise
+        content = read_json(path / "config.json")
+        if not _makes_model(content):
+            raise _wrong_config(path, content, "makes no model", error) from error
+        plain = "use a copy of the model with plain weights, and dtype=int8 or nf4"
         raise ModelError(
             "the checkpoint cannot be loaded", where=str(path), found=str(error)[:200],
-            fix="fetch the model again, or another dtype",
+            fix=plain if content.get("quantization_config") else "fetch the model again, or another dtype",
         ) from error  # fmt: skip
 
 
-def require_supported(path: Path) -> None:
-    """Refuses what cannot be run, before weights are read."""
+def require_supported(path: Path) -> Any:
+    """The config, as transformers reads it; refuses what cannot be run, before weights are read."""
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    content = read_json(path / "config.json")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # values of wrong types fail in any way
+        if content.get("model_type") in CONFIG_MAPPING_NAMES:
+            raise _wrong_config(path, content, "cannot be read", error) from None
         raise ModelError(
             "config.json is not one that transformers knows", where=str(path), found=str(error)[:160],
             allowed=", ".join(TESTED_FAMILIES) + " and other causal models", fix="choose another model",
@@ -129,20 +142,51 @@ def require_supported(path: Path) -> None:
             allowed=", ".join(TESTED_FAMILIES) + " and other causal models", fix="choose another model",
         )  # fmt: skip
     windows_of(config)
+    config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
+    return config
+
+
+def _makes_model(content: dict[str, Any]) -> bool:
+    """Whether transformers makes a module, without weights, of what config.json says."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(deepcopy(content))  # which changes it
+        with init_empty_weights(include_buffers=False):
+            AutoModelForCausalLM.from_config(config, **kernels_of(config, torch.float32))
+    except MemoryError:
+        raise
+    except Exception:  # as above
+        return False
+    return True
+
+
+def _wrong_config(path: Path, content: dict[str, Any], how: str, error: Exception) -> ModelError:
+    """Names the keys of config.json of which one alone, if left out, would let a model be made."""
+    own = [key for key in content if key != "model_type"]
+    wrong = [key for key in own if _makes_model({k: v for k, v in content.items() if k != key})]
+    found = f"{shortened(repr(content[wrong[0]]), 80)}: " if len(wrong) == 1 else ""
+    named = f": {', '.join(wrong)}" if wrong else ""
+    return ModelError(
+        f"config.json {how}", where=f"{path / 'config.json'}{named}", found=f"{found}{str(error)[:160]}",
+        fix="correct it, or fetch the model again",
+    )  # fmt: skip
 
 
 def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | None = None) -> Any:
     """The checkpoint's module, as transformers loads it, on the device of each module."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hub_logging
 
-    require_supported(path)
+    config = require_supported(path)
     hub_logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with _refusing(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module, report = AutoModelForCausalLM.from_pretrained(
             path,
+            config=config,
             dtype=TORCH_DTYPES[dtype],
             device_map=dict(spread),
             offload_folder=offload,
@@ -155,7 +199,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
             **settings(dtype),
         )
     _require_complete(path, report)
-    if dtype in QUANTISED:
+    if dtype in QUANTISED or getattr(module, "is_quantized", False):
         choose_kernels(module)
     return module
 

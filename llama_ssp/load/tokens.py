@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import resource
 import signal
@@ -13,13 +14,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
-from llama_ssp.vocab import Paired, Pairing, Vocabulary, end_ids_of, notation_guessed, pair, vocabulary_of
+from llama_ssp.vocab import (
+    Paired,
+    Pairing,
+    Vocabulary,
+    at_work,
+    end_ids_of,
+    notation_guessed,
+    pair,
+    vocabulary_of,
+)
+
+log = logging.getLogger(__name__)
 
 PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
 TEMPLATE_S = 5.0  # for one rendering of a chat template
 TEMPLATE_BYTES = 2**30  # for it, beside what the process has
 AGAIN_S = 1.0  # until a late template is interrupted again: a destructor swallows what is raised in it
 MARK = "\ue000"  # stands for what a person typed, while a template is looked through
+WORD = "7046215937"  # the same, of characters that templates leave as they are
 
 
 Message = dict[str, str]  # its role and its content
@@ -56,11 +69,14 @@ class HubTokens:
     def __init__(self, path: Path, end_ids: frozenset[int]) -> None:
         from transformers import AutoTokenizer
 
+        self._path, self._warned = path, False
         try:
             with _quiet():
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(
                     path, local_files_only=True, trust_remote_code=False, use_fast=True
                 )
+        except MemoryError:
+            raise
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
             raise _unreadable(path, str(error)) from None
         if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
@@ -71,7 +87,8 @@ class HubTokens:
         self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, split_special_tokens=not special)
+        with at_work(self._path):
+            ids: list[int] = self._tokenizer.encode(text, split_special_tokens=not special)
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -117,9 +134,10 @@ class HubTokens:
         )
 
     def _bare(self, text: str, special: bool = False) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=not special
-        )
+        with at_work(self._path):
+            ids: list[int] = self._tokenizer.encode(
+                text, add_special_tokens=False, split_special_tokens=not special
+            )
         return ids
 
     def _rendered(self, messages: list[Message]) -> str:
@@ -144,6 +162,19 @@ class HubTokens:
                 "the model's chat template leaves the system prompt out", where="task.system",
                 fix="leave out task.system, or begin the prompt with it",
             )  # fmt: skip
+        changed = [m for m in messages if m["role"] == "user" and m["content"].strip() not in rendered]
+        if any(m["content"].startswith(WORD) for m in changed):
+            raise DataError(
+                "the model's chat template leaves the prompt out", where=str(self._path),
+                fix="correct chat_template in tokenizer_config.json, or use task.chat=false",
+            )  # fmt: skip
+        if changed:  # as some templates do, with words that they quote; or else they are not there at all
+            self._rendered(
+                [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]
+            )
+            if not self._warned:
+                log.warning("the chat template of %s changes the words of prompts", self._path)
+            self._warned = True
         return rendered
 
 

@@ -80,6 +80,9 @@ def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
 
 def tokens_of(found: list[Seat]) -> Tokens:
     """The target's tokenizer, after a look at how the draft's goes with it."""
+    for seat in found:
+        if seat.path is not None:  # first: a tokenizer is chosen by config.json, too
+            require_supported(seat.path)
     own = [read_tokens(seat.path, seat.model.vocab) for seat in found]
     for other, seat in zip(own[1:], found[1:], strict=True):
         own[0].paired = paired(own[0], other, (found[0].model.vocab, seat.model.vocab), seat.pairing)

@@ -7,6 +7,7 @@ from llama_ssp.vocab.pairing import Paired, Pairing, chosen, pair
 from llama_ssp.vocab.surface import Notation, notation_guessed, surface
 from llama_ssp.vocab.vocabulary import (
     Vocabulary,
+    at_work,
     before,
     end_ids_of,
     read_vocabularies,
@@ -16,6 +17,6 @@ from llama_ssp.vocab.vocabulary import (
 
 __all__ = [
     "NONE", "PROBES", "Bridge", "Diagnosis", "Intersection", "Match", "Notation", "Paired", "Pairing",
-    "Text", "Verdict", "Vocabulary", "before", "chosen", "diagnose", "end_ids_of", "match",
+    "Text", "Verdict", "Vocabulary", "at_work", "before", "chosen", "diagnose", "end_ids_of", "match",
     "notation_guessed", "pair", "read_vocabularies", "read_vocabulary", "surface", "vocabulary_of",
 ]  # fmt: skip

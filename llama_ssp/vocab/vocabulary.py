@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.errors import DataError
 from llama_ssp.folder import read_json
 from llama_ssp.vocab.surface import Notation, is_numbered, notation_of, surface
 
 Encode = Callable[[str], list[int]]
+PANIC = "PanicException"
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
@@ -145,16 +148,35 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     tokenizer.encode_special_tokens = True
 
     def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        with at_work(folder):
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def begin(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text).ids
+        with at_work(folder):
+            ids: list[int] = tokenizer.encode(text).ids
         return ids
 
     ids = tokenizer.get_vocab(with_added_tokens=True)
     own = end_ids_of(folder) or _named(settings.get("eos_token"), ids)
     return vocabulary_of(content, ids, encode, begin, own, settings.get("chat_template"))
+
+
+@contextmanager
+def at_work(folder: Path) -> Iterator[None]:
+    """Makes a DataError of a tokenizer's panic: a pattern that backtracks without end, as a rule.
+
+    Rust's panics are no Exceptions, and their class can be imported from nowhere.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != PANIC:
+            raise
+        raise DataError(
+            "the tokenizer fails on a text", where=str(folder), found=str(error)[:200],
+            fix="take long repetitions out of the text, or correct the pattern in tokenizer.json",
+        ) from None  # fmt: skip
 
 
 def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Vocabulary | None]:

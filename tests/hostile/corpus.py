@@ -49,6 +49,7 @@ CONFIG, FILES, LOADED = "config", "files", "loaded"
 
 CHAT = ("task.chat=true",)
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+HUGE_FRACTION = b'{"a":{"dtype":"F32","shape":[1e400],"data_offsets":[0,0]}}'
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 
@@ -85,6 +86,12 @@ def harmless(row: int, name: str, damage: Damage, extra: tuple[str, ...] = ()) -
 
 def first_tensor(**values: object) -> Damage:
     return header(lambda content: content[NORM].update(values))
+
+
+def pattern(regex: str) -> Damage:
+    """A tokenizer that cuts text by this pattern first."""
+    cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return sets("tokenizer.json", pre_tokenizer=cut)
 
 
 def overlapping(content: dict) -> None:
@@ -131,9 +138,20 @@ PICKLES = [
 POINTERS = [
     hostile(19, "lfs-pointer", replaced(WEIGHTS, POINTER), "git lfs pull"),
     hostile(19, "lfs-shard", replaced("model-00002-of-00005.safetensors", POINTER), "git lfs", sharded=True),
-    hostile(19, "lfs-config", replaced("config.json", POINTER), "config.json is not JSON"),
-    hostile(19, "lfs-index", replaced(INDEX, POINTER), "not JSON", sharded=True),
-    hostile(19, "lfs-tokenizer", replaced("tokenizer.json", POINTER), "tokenizer", reach=FILES),
+    hostile(
+        19, "lfs-config", replaced("config.json", POINTER), "config.json is a Git LFS pointer", "git lfs"
+    ),
+    hostile(19, "lfs-index", replaced(INDEX, POINTER), "index.json is a Git LFS pointer", sharded=True),
+    hostile(19, "lfs-tokenizer", replaced("tokenizer.json", POINTER), "tokenizer.json is a Git LFS pointer"),
+    hostile(
+        19,
+        "lfs-pieces",
+        both(removed("tokenizer.json"), replaced("tokenizer.model", POINTER)),
+        "tokenizer.model is a Git LFS pointer",
+    ),
+    hostile(
+        19, "lfs-settings", replaced("tokenizer_config.json", POINTER), "tokenizer_config.json is a Git LFS"
+    ),
 ]
 
 SAFETENSORS = [
@@ -160,6 +178,11 @@ SAFETENSORS = [
     hostile(20, "metadata-number", header(lambda h: h.update(__metadata__={"format": 5})), "cannot be loaded", reach=LOADED),
     hostile(20, "no-metadata", header(lambda h: h.pop("__metadata__")), code=0, reach=LOADED),
     harmless(20, "other-framework", header(lambda h: h.update(__metadata__={"format": "tf"}))),
+    hostile(20, "infinite-shape", first_tensor(shape=[float("inf")]), "not a table of tensors"),
+    hostile(20, "infinite-offsets", first_tensor(data_offsets=[0, float("inf")]), "not a table of tensors"),
+    hostile(20, "huge-fraction", lambda p: join(p / WEIGHTS, HUGE_FRACTION, b""), "not a table of tensors"),
+    hostile(20, "three-offsets", first_tensor(data_offsets=[0, 256, 512]), "not a table of tensors"),
+    hostile(20, "text-offsets", first_tensor(data_offsets=["0", "256"]), "not a table of tensors"),
     hostile(21, "twice", lambda p: join(p / WEIGHTS, b'{"a": {}, "a": {}}', b""), "'a' stands twice"),
     hostile(
         20, "name-with-escapes",
@@ -238,12 +261,14 @@ CODE = [
     hostile(26, "old-kernel", config_sets(_attn_implementation="evil/kernel"), "code of its own", "evil/kernel"),
     hostile(26, "adapter", replaced("adapter_config.json", as_json({"base_model_name_or_path": "../outside"})),
             "adapter"),
+    hostile(16, "backtracks", pattern("(x+x+)+y"), "the tokenizer fails on a text", "retry-limit", reach=FILES,
+            code=3, extra=(f'task.prompts=["{"x" * 60}"]',)),
     hostile(27, "unknown", config_sets(model_type="nonesuch"), "nonesuch", "llama", reach=FILES),
     hostile(27, "type-is-path", config_sets(model_type="../../evil"), "evil", "llama", reach=FILES),
     hostile(27, "no-type", config_sets(model_type=None), "no model_type"),
     hostile(27, "type-is-list", config_sets(model_type=["llama"]), "no model_type"),
     hostile(27, "encoder", config_sets(model_type="clip_text_model"), "clip_text_model", "llama", reach=FILES),
-    hostile(26, "dtype-is-code", config_sets(dtype="load"), "cannot be read", reach=FILES),
+    hostile(26, "dtype-is-code", config_sets(dtype="load"), "config.json cannot be read", "config.json: dtype", reach=FILES),
     hostile(26, "tokenizer-class", tokenizer_says(tokenizer_class="os.system"), code=0, reach=LOADED),
     harmless(26, "modules-beside", both(code("modeling_llama.py"), code("__init__.py"), code("torch.py"))),
     harmless(26, "generate-beside", code("custom_generate/generate.py")),
@@ -309,6 +334,14 @@ TENSORS = [
     hostile(22, "fewer-layers", config_sets(num_hidden_layers=1), "number of layers", "1"),
 ]  # fmt: skip
 
+
+def misread(name: str, key: str, value: object, how: str = "cannot be read", reach: str = FILES) -> Hostile:
+    """A value of config.json that transformers refuses: said so of the file, the key and the value."""
+    says = f"config.json {how}", f"config.json: {key}; found {value!r}"[:90]
+    return hostile(22, name, config_sets(**{key: value}), *says, reach=reach)
+
+
+BY_BITSANDBYTES = {"quant_method": "bitsandbytes"}
 NUMBERS = [
     hostile(22, "text-size", config_sets(num_key_value_heads="two"), "num_key_value_heads", "'two'"),
     hostile(22, "list-size", config_sets(intermediate_size=[96]), "intermediate_size", "[96]"),
@@ -326,12 +359,31 @@ NUMBERS = [
     hostile(22, "endless-context", config_sets(max_position_embeddings=2**31 - 1), code=0, reach=LOADED),
     hostile(22, "no-context", config_sets(max_position_embeddings=0), "max_position_embeddings"),
     hostile(22, "endless-vocabulary", config_sets(vocab_size=2**31 - 1), "embed_tokens"),
-    hostile(22, "epsilon-text", config_sets(rms_norm_eps="x"), "config.json", reach=FILES),
-    hostile(22, "theta-text", config_sets(rope_parameters={"rope_type": "default", "rope_theta": "x"}), "", reach=LOADED),
-    hostile(22, "rope-kind", config_sets(rope_scaling={"rope_type": "evil", "factor": 2}), "", reach=LOADED),
-    hostile(22, "rope-list", config_sets(rope_scaling=[1]), "", reach=FILES),
-    hostile(22, "activation", config_sets(hidden_act="__import__('os')"), "", reach=LOADED),
-    hostile(22, "padding-id", config_sets(pad_token_id=10**9), "", reach=LOADED),
+    *(misread(name, key, value) for name, key, value in (
+        ("epsilon-text", "rms_norm_eps", "x"), ("epsilon-null", "rms_norm_eps", None),
+        ("rope-list", "rope_scaling", [1]), ("rope-lacks", "rope_parameters", {"rope_type": "llama3"}),
+        ("activation-number", "hidden_act", 5), ("few-types", "layer_types", ["full_attention"]),
+        ("types-number", "layer_types", 5), ("padding-text", "pad_token_id", "x"),
+        ("end-text", "eos_token_id", "x"), ("bias-text", "attention_bias", "x"),
+        ("tied-text", "tie_word_embeddings", "x"), ("labels-list", "id2label", [1]),
+        ("labels-text", "num_labels", "x"), ("odd-head", "head_dim", 15), ("dtype-list", "dtype", ["x"]),
+        ("quantised-text", "quantization_config", "x"), ("own-name", "sub_configs", 5),
+    )),
+    hostile(22, "heads-of-width", config_sets(num_attention_heads=3, num_key_value_heads=3),
+            "config.json cannot be read", "config.json: num_attention_heads; found 3", reach=FILES),
+    hostile(22, "two-faults", config_sets(hidden_act=5, pad_token_id="x"), "config.json cannot be read", reach=FILES),
+    *(misread(name, key, value, "makes no model", LOADED) for name, key, value in (
+        ("theta-text", "rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+        ("rope-kind", "rope_scaling", {"rope_type": "evil", "factor": 2}),
+        ("activation", "hidden_act", "__import__('os')"), ("padding-id", "pad_token_id", 10**9),
+        ("plan-number", "base_model_tp_plan", 5), ("attention-name", "_attn_implementation", "evil"),
+    )),
+    harmless(22, "returns", config_sets(return_dict=False, output_hidden_states="x", output_attentions=True)),
+    hostile(22, "plain-4bit", config_sets(quantization_config={**BY_BITSANDBYTES, "load_in_4bit": True}),
+            "bitsandbytes", "config.json: quantization_config", "plain", "nf4"),
+    hostile(22, "plain-8bit", config_sets(quantization_config={"load_in_8bit": True}), "bitsandbytes", "plain"),
+    hostile(22, "package-missing", config_sets(quantization_config={"quant_method": "gptq", "bits": 4}),
+            "cannot be loaded", "GPTQ", "plain weights", reach=LOADED),
     harmless(22, "end-ids", sets("generation_config.json", eos_token_id=["a"])),
     hostile(22, "generation-list", replaced("generation_config.json", "[]"), "not a JSON object"),
     harmless(22, "quantised", config_sets(quantization_config={"quant_method": "evil"})),
@@ -346,6 +398,33 @@ NUMBERS = [
     hostile(22, "preset", nothing, "not a tiny", "n_layers", extra=("model=tiny", "model.weights=checkpoint")),
 ]  # fmt: skip
 
+
+def architecture(kind: str, says: str, **sizes: object) -> Hostile:
+    """The config.json of an architecture that is not supported, by the keys that it has."""
+    content = as_json({"model_type": kind, "vocab_size": 300, **sizes})
+    return hostile(27, kind, replaced("config.json", content), "the architecture is not supported", says,
+                   f"found {kind}", "llama")  # fmt: skip
+
+
+def projected(path: Path) -> None:
+    """As opt-350m: embeddings narrower than the layers."""
+    config_sets(model_type="opt", word_embed_proj_dim=32)(path)
+    reworked(lambda t: t.update({EMBEDDING: t[EMBEDDING][:, :32].contiguous()}))(path)
+
+
+ARCHITECTURES = [
+    architecture("bloom", "max_position_embeddings", hidden_size=64, n_layer=2, n_head=4),
+    architecture("mamba2", "max_position_embeddings", hidden_size=64, num_hidden_layers=2, num_heads=8),
+    architecture("mpt", "num_attention_heads", d_model=64, n_layers=2, n_heads=4, max_seq_len=128),
+    architecture("rwkv", "num_attention_heads", hidden_size=64, num_hidden_layers=2, context_length=128),
+    architecture("xglm", "num_attention_heads", d_model=64, num_layers=2, attention_heads=4, ffn_dim=96),
+    architecture("gemma3n", "num_attention_heads", text_config={"hidden_size": 64, "num_attention_heads": 4}),
+    architecture("gemma3n_text", "intermediate_size", hidden_size=64, num_hidden_layers=2,
+                 num_attention_heads=4, intermediate_size=[96, 96]),
+    hostile(27, "projected", projected, "the architecture is not supported", "word_embed_proj_dim", "found opt"),
+    hostile(22, "no-layers", config_sets(num_hidden_layers=None), "has no usable num_hidden_layers", "None"),
+]  # fmt: skip
+
 GROUPS: dict[str, list[Hostile]] = {
     "pickled weights": PICKLES,
     "LFS pointers": POINTERS,
@@ -357,5 +436,6 @@ GROUPS: dict[str, list[Hostile]] = {
     "weights' values": VALUES,
     "tensors": TENSORS,
     "config.json": NUMBERS,
+    "architectures": ARCHITECTURES,
 }
 CORPUS = [row for rows in GROUPS.values() for row in rows]
