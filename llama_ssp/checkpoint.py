@@ -32,6 +32,11 @@ CONTEXTS = {"falcon": 2048}  # of families whose config.json may leave it out
 SCALES = (".SCB", ".absmax")  # how the names of tensors end that bitsandbytes quantised weights with
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # where embeddings may be narrower than layers
 SUPPORTED = ", ".join(TESTED_FAMILIES) + ", and others that have attention with explicit positions only"
+# Families with windowed layers: the key of the window, and what it is where config.json leaves it out.
+WINDOWS: dict[str, tuple[str, int | None]] = {
+    "gemma2": ("sliding_window", 4096), "gpt_neo": ("window_size", 256), "mistral": ("sliding_window", 4096),
+    **dict.fromkeys(("mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"), ("sliding_window", None)),
+}  # fmt: skip
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
 
 
@@ -149,7 +154,8 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
     wrong = [
         f"{key} {claimed[key]} in the config, {value} in config.json"
         for key, value in found.items()
-        if key != "tied" and claimed[key] not in (0, "", None, value)  # a tied head may be saved, too
+        if key not in ("tied", "sliding_window")  # a tied head may be saved, too; versions differ in windows
+        and claimed[key] not in (0, "", None, value)
     ]
     if wrong:
         raise ModelError(
@@ -200,6 +206,7 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         if config["model_type"] in CONTEXTS
         else first(*positions),
         "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
+        "sliding_window": None,
     }
     if heads % shape["n_kv_heads"]:
         raise ModelError(
@@ -207,7 +214,8 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
             found=f"{heads} and {shape['n_kv_heads']}", allowed="a whole number of query heads per KV head",
             fix="fetch the model again",
         )  # fmt: skip
-    given(0, "sliding_window")
+    if (window := _window(config, shape["n_layers"])) is not None:
+        shape["sliding_window"] = given(window[1], window[0])
     _compare_embedding(checkpoint, shape["vocab"], dim)
     _compare_layers(checkpoint, shape["n_layers"])
     return shape
@@ -233,6 +241,22 @@ def _has_one_kv_head(config: dict[str, Any]) -> bool:
         and config.get("multi_query", True)
         and not config.get("new_decoder_architecture")
     )
+
+
+def _window(config: dict[str, Any], n_layers: int) -> tuple[str, int] | None:
+    """The key of the window and its value, where the family's layers have one: llama's ignore the key.
+
+    load.causal.windows_of reads the same off the code of any architecture.
+    """
+    family = config["model_type"]
+    key, usual = WINDOWS.get(family, ("", None))
+    window = config.get(key, usual)
+    if family.startswith("qwen"):  # which switch it on, for all layers from one on
+        kinds, first = config.get("layer_types"), config.get("max_window_layers", 28)
+        later = isinstance(first, int) and first < n_layers
+        slides = "sliding_attention" in kinds if isinstance(kinds, list) else later
+        window = window if config.get("use_sliding_window") and (slides or family == "qwen3_moe") else None
+    return None if window is None else (key, window)
 
 
 def _compare_layers(checkpoint: Checkpoint, claimed: int) -> None:

@@ -112,3 +112,71 @@ def _factor(key: str, tied: bool) -> float:
     if "query_key_value" in key:
         return 40.0
     return 24.0 if any(part in key for part in ("q_proj", "k_proj", "qkv_proj")) else 16.0
+
+
+# Sizes of a tiny model, under every name that architectures have for them; each takes those that it knows.
+TINY: dict[str, Any] = {
+    **SIZES, "eos_token_id": None, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW,
+    "embedding_size": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "d_model": 32,
+    "num_layers": 3, "num_heads": 4, "ffn_dim": 48, "decoder_layers": 3, "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+# What single architectures need beside them, or instead; encoders have to be told that they decode.
+NEEDS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"attention_types": [[["global", "local", "global"], 1]], "window_size": WINDOW}, "gpt_neo"),
+    ({"rotary_dim": 4}, "codegen gptj"),
+    (
+        {"num_key_value_heads": 4},
+        "axk1 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite longcat_flash minicpm3 youtu",
+    ),
+    ({"sliding_window": CONTEXT}, "moshi"),  # of no effect, as in its own config
+    (
+        {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+        "gemma3n_text gemma4_text",
+    ),
+    ({"mamba_n_heads": 8, "mamba_d_head": 8}, "bamba granitemoehybrid"),
+    ({"num_heads": 8, "head_dim": 8}, "mamba2"),
+    ({"layer_types": ["conv", "full_attention", "conv"]}, "lfm2 lfm2_moe"),
+    ({"is_decoder": True, "axial_pos_embds": False}, "reformer"),
+    ({"num_experts_per_tok": 1}, "zaya"),
+    (
+        {"is_decoder": True},
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod",
+    ),
+)
+SPECIAL = {name: own for own, names in NEEDS for name in names.split()}
+MOST = 50_000_000  # parameters of what is still tiny
+
+
+def tiny_config(architecture: str, **changes: Any) -> Any:
+    """The config of a tiny model of any architecture that transformers can make causal."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[architecture]
+    known = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "attribute_map", ())}
+    sizes = {key: size for key, size in TINY.items() if key in known}
+    kinds = list(dict.fromkeys(getattr(kind(), "layer_types", None) or ())) if "layer_types" in known else []
+    if len(kinds) > 1:  # as many of them as there are layers, not only the first
+        sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(sizes["num_hidden_layers"])]
+    return kind(**{**sizes, **SPECIAL.get(architecture, {}), **changes})
+
+
+def tiny(architecture: str, **changes: Any) -> Any:
+    """A random tiny model of any architecture; ValueError where its sizes are others."""
+    config = tiny_config(architecture, **changes)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > MOST:
+        raise ValueError(f"{parameters:,} parameters: its sizes stand in configs within the config")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, **kernels_of(config, torch.float32))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8.0)
+    return model.float().eval()

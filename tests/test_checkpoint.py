@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -14,13 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.checkpoint import Checkpoint, commit_of, complete, find, inspect, shape_of, with_shape
-from llama_ssp.config import ModelConf, Weights
+from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import ModelError
 from llama_ssp.folder import fingerprint
-from llama_ssp.plan import parameters
+from llama_ssp.load.causal import windows_of
+from llama_ssp.plan import TARGET, Role, parameters
+from llama_ssp.plan.bill import share_of
+from llama_ssp.plan.weights import Part
 from tests import checkpoints, families
 from tests.checkpoints import INDEX, copied, edit, join, split
 from tests.conftest import Saved
+from tests.families import FAMILIES, build
 
 WEIGHTS = "model.safetensors"
 exhaustive = settings(derandomize=True, deadline=None, database=None)
@@ -82,6 +87,24 @@ def test_what_config_json_leaves_out_is_derived() -> None:
     }  # fmt: skip
     shape = shape_of(Checkpoint(Path("x"), config, {}))
     assert (shape["n_kv_heads"], shape["head_dim"], shape["ffn"], shape["tied"]) == (4, 16, 256, True)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "own", [{}, {"sliding_window": 24}, {"sliding_window": 24, "use_sliding_window": True}]
+)
+def test_the_plan_has_the_windows_of_the_module(name: str, own: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever config.json says: a key that the architecture ignores is not planned with either."""
+    module = build(name, **own)
+    module.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | own
+    shape = shape_of(Checkpoint(tmp_path, config, {}))
+    role = Role(TARGET, ModelConf(**shape), Dtype.fp32)
+    masks = share_of(role, Part.of(role.model), 8).windowed
+    windows = windows_of(module.config)
+    assert masks == tuple(window is not None for window in windows.values())
+    assert {shape["sliding_window"]} - {None} == set(windows.values()) - {None}
 
 
 def test_hub_copies_link_to_their_blobs(saved: Saved, tmp_path: Path) -> None:

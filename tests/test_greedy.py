@@ -17,7 +17,7 @@ import torch
 
 from llama_ssp.engine import Prompt, Runner
 from llama_ssp.load.causal import CausalModel
-from tests.families import FAMILIES, VOCAB, WHOLE, WINDOW, build
+from tests.families import FAMILIES, VOCAB, WHOLE, WINDOW, build, tiny
 from tests.rig import Contrary, perturbed, speculate
 
 EVERY = (*FAMILIES, *WHOLE)
@@ -314,3 +314,25 @@ def test_windows_matter(family: str) -> None:
     batch = prompts(family, 3)
     run = speculate(module, batch, None, k=0)
     assert all(text != list(reference(family, p.token_ids)) for text, p in zip(run.texts, batch, strict=True))
+
+
+LEFTOVERS: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 24},
+    "kinds": {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 24},
+}
+
+
+@pytest.mark.parametrize("left", LEFTOVERS)
+@pytest.mark.parametrize(
+    "architecture", ["llama", "falcon", "gpt_neo", "gpt_neox", "granite", "stablelm", "deepseek_v3"]
+)
+def test_keys_that_the_architecture_ignores_are_ignored(architecture: str, left: str) -> None:
+    """transformers' own pass over the same config sees the whole text; so does ours."""
+    text = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    changes = LEFTOVERS[left]
+    with torch.inference_mode():
+        expected = tiny(architecture, **changes)(text).logits[0]
+    runner = Runner(CausalModel(tiny(architecture, **changes), architecture))
+    runner.start(1, 40)
+    logits = runner.logits(text, [40], [40])[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)

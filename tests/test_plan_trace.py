@@ -75,6 +75,13 @@ def test_every_family_is_planned_as_it_is_traced(family: str, dtype: Dtype, worl
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "phi3", "qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("window", [None, 11])
+def test_windows_are_planned_where_the_family_has_them(family: str, window: int | None) -> None:
+    compare(model(family, sliding_window=window), Dtype.fp32, ROWS, CAPACITY, 1, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kvs", [1, 2, 4])
 def test_rows_and_key_heads(rows: int, kvs: int) -> None:

@@ -1,12 +1,15 @@
 """One interface over transformers' causal models: tokens and a ragged cache in, logits out.
 
-Positions and masks are given explicitly. A model whose config names `layer_types` takes one mask per
-type; others take one mask, windowed where the config has a sliding window. GPT-Neo keeps its masks
-inside its attention and is adapted here.
+Positions and masks are given explicitly. Which masks an architecture takes is read off its own code in
+transformers, because a config may hold keys that its architecture ignores: one mask per layer type, or
+one mask, with a sliding window or without. GPT-Neo keeps its masks inside its attention and is adapted
+here.
 """
 
 from __future__ import annotations
 
+import inspect
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from llama_ssp.ranges import TESTED_FAMILIES
 from llama_ssp.sending import sent
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
+SLIDING_MASK = "create_sliding_window_causal_mask"  # transformers' function, which architectures call by name
 # Scaled rope tables that depend on the longest text of the batch would make rows depend on each other.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -48,7 +52,7 @@ class CausalModel:
         self.dtype: torch.dtype = module.get_input_embeddings().weight.dtype
         self.windows = windows_of(config)
         self.caches = Tally()
-        self.mask_by_kind = getattr(config, "layer_types", None) is not None
+        self.mask_by_kind = kinds_of(config) is not None
         self.additive_mask = config._attn_implementation != "sdpa"
         if config.model_type == "gpt_neo":
             _adapt_gpt_neo(module)
@@ -103,14 +107,18 @@ class CausalModel:
 
 
 def windows_of(config: Any) -> dict[str, int | None]:
-    """For each kind of attention layer, how far back it looks (None: all the way)."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    """For each kind of attention layer, how far back it looks (None: all the way).
+
+    The window is the config's where the architecture makes a windowed mask; elsewhere the key is ignored.
+    """
     if config.model_type == "gpt_neo":
         return {"full_attention": None, "sliding_attention": int(config.window_size)}
+    slides = SLIDING_MASK in _names_in_code(config)
+    window = int(getattr(config, "sliding_window", None) or 0) if slides else 0
+    kinds = kinds_of(config)
     if kinds is None:
-        return {"full_attention": int(window) if window else None}
-    unknown = sorted(set(kinds) - set(LAYER_KINDS))
+        return {"full_attention": window or None}
+    unknown = sorted(kinds - set(LAYER_KINDS))
     if unknown:
         raise ModelError(
             "the model has layers that this program cannot roll back",
@@ -119,9 +127,29 @@ def windows_of(config: Any) -> dict[str, int | None]:
             allowed=", ".join(LAYER_KINDS),
             fix="choose a model with attention layers only",
         )
-    return {
-        kind: int(window) if kind == "sliding_attention" and window else None for kind in sorted(set(kinds))
-    }
+    return {kind: window or None if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def kinds_of(config: Any) -> set[str] | None:
+    """The kinds of layers, where the architecture takes one mask per kind; None where it takes one mask."""
+    kinds = getattr(config, "layer_types", None)
+    by_kind = {"isinstance", "dict"} <= _names_in_code(config)  # it asks whether its mask is a dict
+    return set(kinds) if kinds is not None and by_kind else None
+
+
+def _names_in_code(config: Any) -> set[str]:
+    """The names that the forward pass of the architecture's backbone uses; none for a foreign config."""
+    from transformers import MODEL_MAPPING
+
+    backbone: Any = MODEL_MAPPING.get(type(config), None)
+    if backbone is None or isinstance(backbone, tuple):
+        return set()
+    found, codes = set[str](), [inspect.unwrap(backbone.forward).__code__]
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names)
+        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+    return found
 
 
 def context_of(config: Any) -> int:

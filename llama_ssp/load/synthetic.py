@@ -40,8 +40,11 @@ def config_for(model: ModelConf) -> Any:
         "head_dim": model.head_dim, "intermediate_size": model.ffn,
         "max_position_embeddings": model.context, "tie_word_embeddings": model.tied,
     }  # fmt: skip
-    if model.sliding_window and model.family in ("mistral", "gemma2"):
+    if model.sliding_window and model.family in ("mistral", "gemma2", "phi3"):
         shape["sliding_window"] = model.sliding_window
+    if model.sliding_window and model.family in ("qwen2", "qwen3"):
+        own = {"use_sliding_window": True, "max_window_layers": model.n_layers // 2}
+        shape = {**shape, **own, "sliding_window": model.sliding_window}
     if model.family == "gpt_neo":
         kinds = [[["global", "local"], model.n_layers // 2]]
         shape = {

@@ -18,7 +18,12 @@ from llama_ssp.plan.tape import Tape
 from llama_ssp.plan.walk import GPU, Kernels
 from llama_ssp.plan.weights import BYTES, Part, Weight, held, tensors, weights, width
 
-WINDOWED = {"gemma2": (False, True), "gpt_neo": (False, True), "mistral": (True,)}
+# Of the kinds of layers, which look back only so far, in families that can have a window.
+WINDOWED = {
+    **dict.fromkeys(("gemma2", "gpt_neo", "qwen2", "qwen3"), (False, True)),
+    **dict.fromkeys(("mistral", "phi3"), (True,)),
+}  # fmt: skip
+ALWAYS_WINDOWED = ("gemma2", "gpt_neo")
 LOADING = "load"
 ALLOCATOR = "torch's caching allocator, replayed"
 UNSEEN = "as on a CPU, without what a GPU's kernels take for themselves"
@@ -171,7 +176,7 @@ def shares(target: Role, draft: Role | None, placement: Placement, work: Workloa
 def share_of(role: Role, part: Part, capacity: int, caches: int = 1) -> Share:
     """The part with what else its passes depend on."""
     windowed = WINDOWED.get(part.family, (False,))
-    if part.family == "mistral" and not role.model.sliding_window:
+    if part.family not in ALWAYS_WINDOWED and not role.model.sliding_window:
         windowed = (False,)
     return Share(role.role, part, role.dtype, capacity, caches, windowed)
 
