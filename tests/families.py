@@ -143,6 +143,7 @@ NEEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"layer_types": ["conv", "full_attention", "conv"]}, "lfm2 lfm2_moe"),
     ({"is_decoder": True, "axial_pos_embds": False}, "reformer"),
     ({"num_experts_per_tok": 1}, "zaya"),
+    ({"sliding_window": None}, "doge"),
     (
         {"is_decoder": True},
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "

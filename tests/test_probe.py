@@ -15,7 +15,7 @@ from llama_ssp.load import probe
 from llama_ssp.load.causal import CausalModel, attention_of
 from llama_ssp.load.probe import require_faithful
 from llama_ssp.ranges import TESTED_FAMILIES
-from tests.families import FAMILIES, VOCAB
+from tests.families import CONTEXT, FAMILIES, VOCAB, tiny
 from tests.families import build as build_tested
 from tests.rig import Contrary, speculate
 
@@ -148,3 +148,64 @@ def test_the_fused_attention_is_used_where_there_is_one() -> None:
     used = {family: build_tested(family).config._attn_implementation for family in FAMILIES}
     assert {family for family, kind in used.items() if kind == "eager"} == {"gemma2", "gpt_neo"}
     assert build("gptj", OBEY["gptj"]).config._attn_implementation == "eager"
+
+
+class Short(Wrapped):
+    """Sound up to some length, and otherwise beyond it: by what is read together, or by the cache's span."""
+
+    def __init__(self, flaw: str, length: int) -> None:
+        super().__init__("none")
+        self.kind, self.length = flaw, length
+        self.config.a_length_of_its_own = length
+
+    def forward(self, **inputs: Any) -> Any:
+        mask, width = inputs.get("attention_mask"), inputs["input_ids"].shape[1]
+        output = super().forward(**inputs)
+        cached = mask is not None
+        if (self.kind == "together" and not cached and width > self.length) or (
+            self.kind == "span" and cached and mask.shape[-1] > self.length
+        ):
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+
+@pytest.mark.parametrize("length", [20, 50, 90, 120])
+def test_what_is_otherwise_beyond_a_length_is_found(length: int) -> None:
+    """The config names a length of 90 or 120, which is more than is tried of every architecture."""
+    require_faithful(CausalModel(Short("none", length), "sound"))
+    with pytest.raises(ModelError, match="does not obey"):
+        require_faithful(CausalModel(Short("span", length), "flawed"))
+
+
+def test_what_depends_on_how_much_is_read_together_is_refused_for_that() -> None:
+    with pytest.raises(ModelError, match="depend on how many tokens are read together"):
+        require_faithful(CausalModel(Short("together", 90), "flawed"))
+
+
+def test_an_architecture_that_chooses_among_tokens_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its key beyond the reach of the trial, too; up to the context there is nothing to choose."""
+    require_faithful(CausalModel(tiny("doge", keep_window_size=CONTEXT), "whole"))
+    for key in (24, CONTEXT - 1):
+        with pytest.raises(ModelError, match="read together beyond keep_window_size; flawed \\(doge\\)"):
+            require_faithful(CausalModel(tiny("doge", keep_window_size=key), "flawed"))
+    monkeypatch.setattr(probe, "CHOOSY", {})
+    with pytest.raises(ModelError, match="depend on how many tokens are read together; flawed"):
+        require_faithful(CausalModel(tiny("doge", keep_window_size=24), "flawed"))
+
+
+def test_a_trial_costs_no_more_than_a_start_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths in the thousands are tried on small models only, and never beyond the context."""
+    module = Short("none", 800)
+    module.config.max_position_embeddings = 5000
+    causal = CausalModel(module, "small")
+    assert probe.length_of(causal) == 1001
+    module.config.a_length_of_its_own = 3000
+    assert probe.length_of(causal) < 200
+    for parameters, most in ((10**9, 100), (7 * 10**9, probe.SHORTEST), (10**12, probe.SHORTEST)):
+        monkeypatch.setattr(CausalModel, "parameters", property(lambda _, n=parameters: n))
+        assert probe.SHORTEST <= probe.length_of(causal) <= most
+    causal.context = 9
+    assert probe.length_of(causal) == 9
+    require_faithful(causal)
