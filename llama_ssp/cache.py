@@ -22,12 +22,16 @@ from llama_ssp.sending import sent
 
 @dataclass(frozen=True)
 class Feed:
-    """What one forward pass feeds: W columns a row, left-aligned, `count` of them real."""
+    """What one forward pass feeds: W columns a row, left-aligned, `count` of them real.
+
+    `given` is how long each row's text was when it was first read, for models that scale positions by it.
+    """
 
     start: tuple[int, ...]
     count: tuple[int, ...]
     capacity: int
     device: torch.device
+    given: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
@@ -48,6 +52,11 @@ class Feed:
         start_B1 = sent(self.start, self.device)[:, None]
         position_BW = start_B1 + torch.arange(self.width, device=self.device)
         return torch.where(self.real(), position_BW, 0)
+
+    def beyond(self, length: int) -> Tensor:
+        """Whether each column belongs to a text longer than this: it was given so, or has grown to it."""
+        beyond_BW = self.positions() >= length
+        return beyond_BW | (sent(self.given, self.device) > length)[:, None] if self.given else beyond_BW
 
     def slots(self) -> Tensor:
         """Where each column's keys go; the spare slot for padding."""

@@ -37,6 +37,8 @@ WINDOWS: dict[str, tuple[str, int | None]] = {
     "gemma2": ("sliding_window", 4096), "gpt_neo": ("window_size", 256), "mistral": ("sliding_window", 4096),
     **dict.fromkeys(("mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"), ("sliding_window", None)),
 }  # fmt: skip
+SCALED_FROM = "original_max_position_embeddings"
+SCALED_BY_PASS = ("phimoe",)  # families with longrope that scale all positions by the longest of a pass
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
 
 
@@ -202,9 +204,12 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "dim": dim,
         "ffn": given(4 * dim, "intermediate_size", "ffn_dim", "n_inner"),
         "vocab": first("vocab_size"),
-        "context": given(CONTEXTS[config["model_type"]], *positions)
-        if config["model_type"] in CONTEXTS
-        else first(*positions),
+        "context": context_within(
+            given(CONTEXTS[config["model_type"]], *positions)
+            if config["model_type"] in CONTEXTS
+            else first(*positions),
+            config,
+        ),
         "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
         "sliding_window": None,
     }
@@ -241,6 +246,17 @@ def _has_one_kv_head(config: dict[str, Any]) -> bool:
         and config.get("multi_query", True)
         and not config.get("new_decoder_architecture")
     )
+
+
+def context_within(positions: int, config: dict[str, Any]) -> int:
+    """How many of these positions can be used: all, or those before all rows would need the same scale."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config["model_type"] not in SCALED_BY_PASS or not isinstance(rope, dict):
+        return positions
+    if "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return positions
+    unscaled = config.get(SCALED_FROM) or rope.get(SCALED_FROM)
+    return min(positions, unscaled) if isinstance(unscaled, int) else positions
 
 
 def _window(config: dict[str, Any], n_layers: int) -> tuple[str, int] | None:

@@ -24,6 +24,9 @@ class ToyConfig:
     _attn_implementation: str = "sdpa"
     sliding_window: int | None = None
 
+    def to_dict(self):
+        return {"model_type": self.model_type}
+
 
 class Toy(nn.Module):
     """`sharpness` scales the logits: the higher, the more certain the law."""

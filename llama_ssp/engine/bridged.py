@@ -39,6 +39,7 @@ class _Mirror:
 
     def __init__(self, runner: Runner, bridge: Intersection | Text) -> None:
         self.runner, self._bridge = runner, bridge
+        runner.limit = None
         self.slots = 0
 
     def start(self, rows: int, capacity: int) -> None:
@@ -145,6 +146,7 @@ class _BridgedDrafter:
         """As much of the draft's own text as `end` is of the target's."""
         length = self._readable(len(self._mirror.prompt(state, row)))
         whole = max(state.prompt_lengths[row] - 1, 1)
+        self._mirror.runner.expect(row, length + 1)
         self._mirror.runner.read(self._mirror.token_BS, row, -(-length * min(end, whole) // whole))
 
     def limit(self, length: int) -> int:

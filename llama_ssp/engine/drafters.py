@@ -83,6 +83,7 @@ class DraftModel:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        runner.limit = None
 
     @property
     def forwards(self) -> int:
@@ -104,6 +105,7 @@ class DraftModel:
 
     def read(self, state: State, row: int, end: int) -> None:
         if self.limit(state.lengths[row]):
+            self._runner.expect(row, state.lengths[row])
             self._runner.read(state.token_BS, row, end)
 
     def limit(self, length: int) -> int:

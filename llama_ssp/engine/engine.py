@@ -91,6 +91,7 @@ class Engine:
         self.settle()  # passes between rounds come after the last one's decision, on every rank
         self._enter("prefill")
         end = state.read(row, count)
+        self.target.expect(row, state.lengths[row])
         self.target.read(state.token_BS, row, end)
         self.drafter.read(state, row, end)
 

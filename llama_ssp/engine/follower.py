@@ -65,6 +65,7 @@ class Follower:
         self._enter("prefill")
         end = state.read(row, count)
         if self._target:
+            self._target.expect(row, state.lengths[row])
             self._target.read(state.token_BS, row, end)
         if self._drafter:
             self._drafter.read(state, row, end)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.cache import Feed, RaggedCache, Tally
+from llama_ssp.checkpoint import SCALED_FROM, context_within
 from llama_ssp.errors import ModelError
 from llama_ssp.load.quantised import scales_of
 from llama_ssp.ranges import TESTED_FAMILIES
 from llama_ssp.sending import sent
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
+BACKBONES, MODELS = "MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING"  # transformers' classes by config
 SLIDING_MASK = "create_sliding_window_causal_mask"  # transformers' function, which architectures call by name
-# Scaled rope tables that depend on the longest text of the batch would make rows depend on each other.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class CausalModel:
@@ -54,6 +54,9 @@ class CausalModel:
         self.caches = Tally()
         self.mask_by_kind = kinds_of(config) is not None
         self.additive_mask = config._attn_implementation != "sdpa"
+        self.scale = RowScale.of(module, self.context)
+        rereads = SCALED_FROM in _names_in_code(MODELS, config, "prepare_inputs_for_generation")
+        self.restart = self.scale.limit if self.scale and rereads else None
         if config.model_type == "gpt_neo":
             _adapt_gpt_neo(module)
 
@@ -85,6 +88,8 @@ class CausalModel:
         """Logits at every column fed, or only at the last (for a pass that is fed for its keys)."""
         masks = {kind: self._mask(feed, window) for kind, window in self.windows.items()}
         cache.expect(feed, masks)
+        if self.scale:
+            self.scale.beyond_BW = feed.beyond(self.scale.limit)
         # As an index, because a slice of several rows' last columns is no plain matrix: the head's product
         # is then batched, on a copy of its weights for every row (bf16 on a CPU).
         last = sent([feed.width - 1], self.device) if last_only else 0
@@ -96,6 +101,8 @@ class CausalModel:
             use_cache=True,
             logits_to_keep=last,
         ).logits
+        if self.scale:
+            self.scale.beyond_BW = None
         return logits
 
     def _mask(self, feed: Feed, window: int | None) -> Tensor:
@@ -113,7 +120,7 @@ def windows_of(config: Any) -> dict[str, int | None]:
     """
     if config.model_type == "gpt_neo":
         return {"full_attention": None, "sliding_attention": int(config.window_size)}
-    slides = SLIDING_MASK in _names_in_code(config)
+    slides = SLIDING_MASK in _names_in_code(BACKBONES, config, "forward")
     window = int(getattr(config, "sliding_window", None) or 0) if slides else 0
     kinds = kinds_of(config)
     if kinds is None:
@@ -133,18 +140,20 @@ def windows_of(config: Any) -> dict[str, int | None]:
 def kinds_of(config: Any) -> set[str] | None:
     """The kinds of layers, where the architecture takes one mask per kind; None where it takes one mask."""
     kinds = getattr(config, "layer_types", None)
-    by_kind = {"isinstance", "dict"} <= _names_in_code(config)  # it asks whether its mask is a dict
+    by_kind = {"isinstance", "dict"} <= _names_in_code(
+        BACKBONES, config, "forward"
+    )  # it asks whether its mask is a dict
     return set(kinds) if kinds is not None and by_kind else None
 
 
-def _names_in_code(config: Any) -> set[str]:
-    """The names that the forward pass of the architecture's backbone uses; none for a foreign config."""
-    from transformers import MODEL_MAPPING
+def _names_in_code(mapping: str, config: Any, method: str) -> set[str]:
+    """The names in the code of a method of transformers' class for the config; none where there is none."""
+    import transformers
 
-    backbone: Any = MODEL_MAPPING.get(type(config), None)
-    if backbone is None or isinstance(backbone, tuple):
+    kind: Any = getattr(transformers, mapping).get(type(config), None)
+    if kind is None or isinstance(kind, tuple):
         return set()
-    found, codes = set[str](), [inspect.unwrap(backbone.forward).__code__]
+    found, codes = set[str](), [inspect.unwrap(getattr(kind, method)).__code__]
     while codes:
         code = codes.pop()
         found.update(code.co_names)
@@ -153,19 +162,67 @@ def _names_in_code(config: Any) -> set[str]:
 
 
 def context_of(config: Any) -> int:
-    """The longest text the model may see; up to where its position table does not depend on length."""
+    """The longest text the model may see."""
     if getattr(config, "max_position_embeddings", None) is None:
         raise ModelError(
             "the model's config names no context (max_position_embeddings)", where=config.model_type,
             allowed="models with explicit positions, such as " + ", ".join(TESTED_FAMILIES),
             fix="choose another architecture",
         )  # fmt: skip
-    context = int(config.max_position_embeddings)
-    whole = getattr(config, "rope_parameters", None) or {}
-    for rope in (whole, *(part for part in whole.values() if isinstance(part, dict))):
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            context = min(context, int(rope.get("original_max_position_embeddings") or context))
-    return context
+    return context_within(int(config.max_position_embeddings), config.to_dict())
+
+
+class RowScale:
+    """Rotary positions of two scales (longrope): which of them, each row's own text decides.
+
+    transformers takes the long one for all rows once a text of the batch is longer than `limit`.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.beyond_BW: Tensor | None = None  # of the pass that comes
+
+    @staticmethod
+    def of(module: Any, context: int) -> RowScale | None:
+        """The scale of all rotary layers of the module, which are changed; None where one scale is enough."""
+        layers = [m for m in module.modules() if getattr(m, "rope_type", None) == "longrope"]
+        limits = {int(layer.config.rope_parameters[SCALED_FROM]) for layer in layers}
+        if not limits or min(limits) >= context:
+            return None
+        scale = RowScale(min(limits))
+        for layer in layers:
+            scale._take(layer, module.config.model_type)
+        return scale
+
+    def _take(self, layer: Any, name: str) -> None:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        short_D = layer.original_inv_freq.float()
+        found = ROPE_INIT_FUNCTIONS["longrope"](layer.config, short_D.device, seq_len=self.limit + 1)
+        long_D, factor, plain = found[0].float(), layer.attention_scaling, layer.forward
+
+        def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            if self.beyond_BW is None:  # a plain pass, without rows of their own
+                return plain(x, position_ids)  # type: ignore[no-any-return]
+            beyond_BW1 = self.beyond_BW.to(x.device)[..., None]
+            inverse_BWD = torch.where(beyond_BW1, long_D.to(x.device), short_D.to(x.device))
+            angle_BWD = position_ids[..., None].float() * inverse_BWD
+            angle_BWD = torch.cat((angle_BWD, angle_BWD), dim=-1)
+            return (angle_BWD.cos() * factor).to(x.dtype), (angle_BWD.sin() * factor).to(x.dtype)
+
+        for first in (0, self.limit):
+            position_1W = torch.arange(first, first + 2, device=short_D.device)[None]
+            x = short_D.new_zeros(1, 2, 1)
+            self.beyond_BW = None
+            expected = plain(x, position_1W)
+            self.beyond_BW = position_1W >= self.limit
+            if not all(map(torch.equal, forward(x, position_1W), expected)):
+                raise ModelError(
+                    "the architecture scales positions by the longest text of a pass", where=name,
+                    fix="choose another architecture",
+                )  # fmt: skip
+        self.beyond_BW = None
+        layer.forward = forward
 
 
 def attention_of(config: Any) -> str:

@@ -113,7 +113,11 @@ class CompiledModel(CausalModel):
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
         layers = cache.layers()
-        if last_only or feed.width > WIDEST or not layers or self._failed:
+        # A step tells the scale of a column by its position alone; so it is for all but texts just given.
+        mixed = self.scale is not None and any(
+            g > self.scale.limit > s for g, s in zip(feed.given, feed.start, strict=True)
+        )
+        if last_only or feed.width > WIDEST or not layers or self._failed or mixed:
             return super().logits(token_BW, feed, cache, last_only)
         given_BW, (rows, width) = token_BW, token_BW.shape
         if rows == 1 and width == 1:  # two columns are as fast as one, and nothing is compiled for it
@@ -217,6 +221,8 @@ def traced(model: CompiledModel) -> Step:
         position_BW = torch.where(real_BW, start_B1 + column_W, 0)
         slots_BW = torch.where(real_BW, position_BW, keys[0].shape[2] - 1)
         masks = model._masks(position_BW, slot_S)
+        if model.scale:
+            model.scale.beyond_BW = position_BW >= model.scale.limit
         logits: Tensor = model.module(
             input_ids=token_BW,
             position_ids=position_BW,
@@ -224,6 +230,8 @@ def traced(model: CompiledModel) -> Step:
             past_key_values=StepCache(keys, values, slots_BW, slot_S.shape[0], masks),
             use_cache=True,
         ).logits
+        if model.scale:
+            model.scale.beyond_BW = None
         return logits
 
     return step

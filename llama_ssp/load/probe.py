@@ -77,7 +77,10 @@ def length_of(causal: CausalModel) -> int:
     """How long the trial's text is: beyond every number in the config, within the bounds above."""
     most = min(LONGEST, max(SHORTEST, WORK // causal.parameters))
     beyond = [int(n * BEYOND) + 1 for n in _numbers(causal.module.config.to_dict())]
-    return min(causal.context, max([SHORTEST, *(n for n in beyond if n <= most)]))
+    context = (
+        causal.scale.limit if causal.scale else causal.context
+    )  # plain passes have one scale for all rows
+    return min(context, max([SHORTEST, *(n for n in beyond if n <= most)]))
 
 
 def _numbers(part: Any) -> Iterator[int]:

@@ -1,0 +1,151 @@
+"""Models that scale their positions in longer texts: beyond the limit they go on as in transformers."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.checkpoint import Checkpoint, shape_of
+from llama_ssp.draws import CounterDraws
+from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
+from llama_ssp.load.causal import CausalModel
+from llama_ssp.load.compiled import CompiledModel, compiled
+from llama_ssp.load.probe import require_faithful
+from llama_ssp.sampling import Laws
+from llama_ssp.verify import RULES
+from tests import checkpoints
+from tests.conftest import Command
+from tests.families import VOCAB, tiny
+from tests.rig import GREEDY, Contrary, drive_refilled, perturbed, speculate
+
+LIMIT = 32  # up to which positions have their first scale
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [2.0, 9.0, 20.0, 40.0], "original_max_position_embeddings": LIMIT}  # fmt: skip
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("phi3", {"original_max_position_embeddings": LIMIT, "sliding_window": None}),  # reads texts anew
+    "llama": ("llama", {"max_position_embeddings": 96}),  # keeps the keys it has
+    "dynamic": ("llama", {"max_position_embeddings": 96}),
+}
+
+
+def scaled(name: str, **more: Any) -> Any:
+    architecture, changes = SCALED[name]
+    dynamic = {**LONGROPE, "rope_type": "dynamic", "factor": 3.0}
+    return tiny(
+        architecture, rope_parameters=dict(dynamic if name == "dynamic" else LONGROPE), **changes, **more
+    )
+
+
+@cache
+def scaled_texts(name: str) -> dict[Prompt, list[int]]:
+    """Prompts on both sides of the limit, and what transformers writes after each, alone in a new module."""
+    generator = torch.Generator().manual_seed(4)
+    found = {}
+    for number, length in enumerate((29, 50, 12, LIMIT, LIMIT + 1, 24)):
+        ids = torch.randint(3, VOCAB, (1, length), generator=generator)
+        text = scaled(name).generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0
+        )
+        found[Prompt(str(number), tuple(ids[0].tolist()))] = text[0, length:].tolist()
+    return found
+
+
+def draft_of(kind: str, name: str) -> CausalModel | None:
+    if kind == "none":
+        return None
+    if kind == "never":
+        return Contrary(scaled(name), name)
+    return CausalModel(perturbed(scaled(name), 0.02) if kind == "sometimes" else scaled(name), name)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("draft", ["sometimes", "always", "never", "none"])
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_positions_go_on_as_in_transformers(name: str, draft: str) -> None:
+    """Beyond the length at which the scale changes, each row by its own text, in one batch."""
+    expected, other = scaled_texts(name), draft_of(draft, name)
+    run = speculate(CausalModel(scaled(name), name), list(expected), other, k=4 if other else 0, chunk=7)
+    assert run.texts == list(expected.values())
+    assert (run.accepted > 0) is (draft in ("sometimes", "always"))
+    assert run.accepted < run.drafted or draft in ("always", "none")
+
+
+@pytest.mark.slow
+def test_scaled_positions_in_compiled_steps() -> None:
+    target = compiled(CausalModel(scaled("phi3"), "phi3"))
+    assert isinstance(target, CompiledModel)
+    prompt, text = next(iter(scaled_texts("phi3").items()))
+    run = speculate(target, [prompt], draft_of("sometimes", "phi3"), k=4)
+    assert run.texts == [text] and target._steps and not target._failed
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+def test_the_scale_matters(name: str) -> None:
+    """With one scale for all lengths other texts are written: the test above would notice."""
+    architecture, changes = SCALED[name]
+    short = {**LONGROPE, "long_factor": LONGROPE["short_factor"]}
+    target = CausalModel(tiny(architecture, rope_parameters=short, **changes), name)
+    run = speculate(target, list(scaled_texts(name)), None, k=0)
+    pairs = zip(run.texts, scaled_texts(name).values(), strict=True)
+    assert all(text != other for text, other in pairs)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_rows_are_refilled(name: str) -> None:
+    """A prompt that is read in chunks, between the rounds of others, has its whole length's scale at once."""
+    expected, target = scaled_texts(name), CausalModel(scaled(name), name)
+    laws, draws = Laws(GREEDY, (), target.vocab), CounterDraws(0)
+    drafter = ModelDrafter(Runner(CausalModel(perturbed(scaled(name), 0.02), name)), laws, draws)
+    engine = Engine(Runner(target), drafter, laws, RULES["block"], draws)
+    found = drive_refilled(engine, list(expected), 2, k=4, longest=80)
+    assert found == {prompt.id: text for prompt, text in expected.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCALED)
+def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
+    name: str, command: Command, tmp_path: Path
+) -> None:
+    """The check of prompts, the plan and the run have one context: the config's."""
+    module = scaled(name, vocab_size=300, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    module.save_pretrained(tmp_path)
+    checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer())
+    context, text = module.config.max_position_embeddings, "z" * (LIMIT + 20)
+    ids = torch.tensor([checkpoints.tokenizer().encode(text).ids])
+    asked = [
+        "model=local",
+        f"model.path={tmp_path}",
+        "draft=none",
+        "seed=1",
+        "sampling=greedy",
+        "model.dtype=fp32",
+    ]
+    new = context - ids.shape[1]
+    answer = command(*asked, f"task.prompts=[{text}]", f"task.max_new_tokens={new + 5}", "output=json")
+    assert (answer.code, answer.errors) == (0, [])
+    (output,) = json.loads(answer.out.splitlines()[-1])["outputs"]
+    whole = module.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=1
+    )
+    assert output["token_ids"] == whole[0, ids.shape[1] :].tolist()
+    assert output["finish_reason"] in ("context", "eos")
+    long = command(*asked, f"task.prompts=[{'z' * context}]", "task.max_new_tokens=4")
+    assert long.code == 3 and f"at most {context - 1} of {context}" in long.errors[0]
+
+
+def test_an_architecture_that_is_not_tested_is_tried_on_one_scale() -> None:
+    granite = tiny("granite", rope_parameters=dict(LONGROPE))
+    require_faithful(CausalModel(granite, "granite"))
+
+
+def test_one_scale_for_a_whole_pass_ends_the_context() -> None:
+    """Of an architecture that has no scale for each row, in the plan and in the run alike."""
+    scale = {"long_mscale": 1.2, "short_mscale": 1.1, **LONGROPE}
+    module = tiny("phimoe", rope_parameters=scale, original_max_position_embeddings=LIMIT)
+    shape = shape_of(Checkpoint(Path("x"), module.config.to_dict(), {}))
+    assert CausalModel(module, "phimoe").context == shape["context"] == LIMIT
