@@ -1,0 +1,139 @@
+"""Every causal architecture of the installed transformers, tiny: does it write transformers' own greedy text?
+
+`python -m tests.architectures` writes docs/architectures.md; with names it prints what it finds of those.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from bench.surroundings import surroundings
+from llama_ssp.config import ModelConf
+from llama_ssp.engine import Prompt
+from llama_ssp.errors import ModelError
+from llama_ssp.load.causal import TESTED_FAMILIES, CausalModel
+from llama_ssp.load.models import ready
+from tests.families import VOCAB, tiny
+from tests.rig import perturbed, speculate
+
+DOC = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+LENGTHS, NEW, K = (2, 26, 9), 32, 4  # of prompts, and of what is written: beyond every tiny window
+EQUAL, OTHER, REFUSED, UNBUILT = "equal", "other", "refused", "not built"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one architecture: `note` is why, or how drafting went."""
+
+    architecture: str
+    outcome: str
+    note: str
+
+
+def examine(architecture: str, **changes: Any) -> Finding:
+    """Builds it, lets the program judge it, and compares its texts with transformers' own."""
+    try:
+        module = tiny(architecture, **changes)
+    except Exception as error:  # constructors fail in any way
+        return Finding(architecture, UNBUILT, _line(error))
+    reference = copy.deepcopy(module)
+    try:
+        causal = CausalModel(module, architecture)
+        ready(causal, ModelConf(name=architecture))
+        draft = CausalModel(perturbed(copy.deepcopy(reference), 0.02), architecture)
+    except ModelError as error:
+        return Finding(architecture, REFUSED, str(error).partition("; choose another architecture")[0])
+    generator = torch.Generator().manual_seed(1)
+    texts = [tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist()) for n in LENGTHS]
+    prompts = [Prompt(str(number), text) for number, text in enumerate(texts)]
+    run = speculate(causal, prompts, draft, k=K, max_new=NEW, chunk=11)
+    same = [written == own(reference, text) for written, text in zip(run.texts, texts, strict=True)]
+    figures = f"{run.drafted} | {run.accepted}"
+    return Finding(architecture, EQUAL if all(same) else OTHER, figures)
+
+
+def own(module: Any, ids: tuple[int, ...]) -> list[int]:
+    """What transformers' generate writes after one prompt alone, greedily."""
+    prompt = torch.tensor([ids])
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    text = module.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    return text[0, len(ids) :].tolist()
+
+
+def _line(error: Exception) -> str:
+    text = re.sub(r"\s+", " ", str(error)) or type(error).__name__
+    return text if len(text) < 160 else text[:157] + "..."
+
+
+def document(findings: list[Finding], head: list[str]) -> str:
+    """The page: what is equal, what is refused and why, what was not tried."""
+    found = {kind: [f for f in findings if f.outcome == kind] for kind in (EQUAL, OTHER, REFUSED, UNBUILT)}
+    lines = [
+        "# Which architectures run",
+        "",
+        "A tiny random model of each causal architecture of the installed transformers, in fp32: three",
+        f"prompts of {LENGTHS[0]}, {LENGTHS[1]} and {LENGTHS[2]} tokens in one batch, {NEW} new tokens each, "
+        f"drafts of {K} from a disturbed copy.",
+        "The greedy texts must be those of transformers' own `generate`, one prompt at a time.",
+        "",
+        *(f"{line}  " for line in head),
+        "",
+        f"**{len(found[EQUAL])}** give the same text, **{len(found[REFUSED])}** are refused before they",
+        f"write anything, **{len(found[OTHER])}** give another text,",
+        f"**{len(found[UNBUILT])}** were not tried.",
+        "",
+        "## The same text",
+        "",
+        "`tested`: in the tests also against other batches, drafts and settings, and certified.",
+        "",
+        "| architecture | drafted | accepted | |",
+        "|---|---|---|---|",
+        *(f"| {row_of(f)} |" for f in found[EQUAL]),
+    ]
+    if found[OTHER]:
+        lines += ["", "## Another text", "", "| architecture | drafted | accepted | |", "|---|---|---|---|"]
+        lines += [f"| {row_of(f)} |" for f in found[OTHER]]
+    for title, kind in (("Refused", REFUSED), ("Not tried: no tiny model of it was built", UNBUILT)):
+        lines += ["", f"## {title}", "", "| architecture | why |", "|---|---|"]
+        lines += [f"| {f.architecture} | {f.note.replace('|', '/')} |" for f in found[kind]]
+    return "\n".join(lines) + "\n"
+
+
+def row_of(finding: Finding) -> str:
+    """An architecture that writes, as the table has it."""
+    tested = "tested" if finding.architecture in TESTED_FAMILIES else ""
+    return f"{finding.architecture} | {finding.note} | {tested}"
+
+
+def main(names: list[str]) -> int:
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    began, findings = time.perf_counter(), []
+    for name in names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            found = examine(name)
+        except Exception as error:
+            found = Finding(name, OTHER, f"{type(error).__name__}: {_line(error)} | ")
+        findings.append(found)
+        print(f"{found.architecture}: {found.outcome}: {found.note}", file=sys.stderr, flush=True)
+    if not names:
+        _, *head = surroundings({})
+        took = f"Command: `python -m tests.architectures`, {time.perf_counter() - began:.0f} s"
+        DOC.write_text(document(findings, [took, *head]), encoding="utf-8")
+    return int(any(found.outcome == OTHER for found in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
