@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from llama_ssp.plan.beside import DEVICE
 from llama_ssp.prompts import SENTENCES
-from llama_ssp.tasks.measure import MeasureTask
+from llama_ssp.ranks import ALONE
+from llama_ssp.tasks import ways
+from llama_ssp.tasks.measure import MeasureTask, peak_memory
 from llama_ssp.tasks.stopwatch import PARTS
 from tests.conftest import Answer, Command
 
@@ -62,6 +66,15 @@ def test_the_document_and_the_files(command: Command) -> None:
     ]
     assert json.loads((folder / "summary.json").read_text())["pair"] == found["pair"]
     assert "where the time goes" in answer.out and "pair, K = 3" in answer.out
+
+
+def test_peak_memory_and_the_plan_read_one_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not `ru_maxrss`, which in a child begins with its parent's."""
+    status, cpu = tmp_path / "status", torch.device("cpu")
+    status.write_text("Name:\tpython\nVmHWM:\t  4321 kB\n", encoding="utf-8")
+    monkeypatch.setattr(ways, "STATUS", status)
+    assert peak_memory(cpu, ALONE) == [{"rank": 0, "process_bytes": 4321 * 1024, "device_bytes": 0}]
+    assert ways.memory_of_ranks(0, cpu, ALONE)[0].bytes[DEVICE] == 4321 * 1024
 
 
 def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

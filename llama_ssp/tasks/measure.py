@@ -7,8 +7,6 @@ a clock says decides anything.
 from __future__ import annotations
 
 import random
-import resource
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +18,7 @@ from llama_ssp.engine import AnyEngine, Engine, Prompt
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
 from llama_ssp.loop import Limits
-from llama_ssp.plan.beside import Way
+from llama_ssp.plan.beside import TENSORS, Way
 from llama_ssp.plot import plot_place
 from llama_ssp.plot_speeds import plot_speeds
 from llama_ssp.prompts import TextPrompt
@@ -33,7 +31,7 @@ from llama_ssp.tasks.seats import seats, tokens_of
 from llama_ssp.tasks.speed_table import csv_text, table
 from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedRanks
 from llama_ssp.tasks.timed import TimedRun
-from llama_ssp.tasks.ways import way
+from llama_ssp.tasks.ways import memory_here, process_bytes, way
 
 
 @dataclass(frozen=True)
@@ -250,11 +248,9 @@ def speeds_of(contenders: list[Contender]) -> Speeds:
 
 def peak_memory(device: torch.device, ranks: Ranks) -> list[dict[str, int]]:
     """The most that each rank's process and its device have held."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    held = memory_here(0, device, ranks.rank).bytes[TENSORS] or 0
     names = ("process_bytes", "device_bytes")
     return [
         {"rank": rank, **dict(zip(names, part, strict=True))}
-        for rank, part in enumerate(ranks.gather_ints([process, held]))
+        for rank, part in enumerate(ranks.gather_ints([process_bytes(), held]))
     ]
