@@ -28,7 +28,7 @@ LAYERS = [
     {"kernels"},
     {"cache", "load"},
     {"engine"},
-    {"loop", "trace"},
+    {"loop"},
     {"numerics", "report"},
     {"certify", "sharing"},
     {"tasks", "planning", "slurm", "groups"},

@@ -30,7 +30,8 @@ from llama_ssp.plan import (
     segments,
     tensor_lines,
 )  # fmt: skip
-from llama_ssp.plan.allocator import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Allocator
+from llama_ssp.plan.activations import MIB
+from llama_ssp.plan.bill import LARGE_SEGMENT, SMALL_SEGMENT, reserved
 from llama_ssp.plan.weights import Part, Weight, held, sizes_of
 
 WORK = Workload(rows=1, prompt_tokens=1919, new_tokens=128, k=4, prefill_chunk=512)
@@ -155,22 +156,13 @@ def test_the_shape_of_verification_is_counted() -> None:
 
 def test_logits_in_fp32_round_up_to_a_segment() -> None:
     """vLLM #27508: 1024 x 201,088 logits made fp32 ask for 785.5 MiB, which takes 786."""
-    allocator = Allocator()
-    allocator.allocate(1, 1024 * 201_088 * 4)
-    assert allocator.requested / MIB == 785.5
-    assert allocator.reserved / MIB == 786
+    logits = 1024 * 201_088 * 4
+    assert logits / MIB == 785.5
+    assert reserved([(logits, 1)]) / MIB == 786
 
 
-def test_a_cache_that_grows_is_not_planned_for() -> None:
-    """Grown by `cat`, blocks cannot be used again, and a layer is there twice; ours is made once."""
-    allocator, block = Allocator(), 3 * MIB
-    for step in range(1, 40):
-        allocator.allocate(step, step * block)
-        if step > 1:
-            allocator.free(step - 1)
-    fixed = Allocator()
-    fixed.allocate(1, 39 * block)
-    assert allocator.reserved > 5 * fixed.reserved
+def test_a_cache_is_planned_at_its_full_size() -> None:
+    """Ours is made once, for prompts and new tokens."""
     target = role(TARGET, "7B")
     growth = [total(target, None, placed(1), replace(WORK, k=0, new_tokens=n)) for n in (1, 128)]
     assert growth[1] - growth[0] > 126 * 2 * 32 * 4096 * 2
@@ -257,49 +249,28 @@ def test_a_draft_apart_is_on_its_own_ranks() -> None:
     assert leader["laws"] > 4 * 32000 * 4, "who decides has the draft's laws"
 
 
-def test_segments_are_replayed() -> None:
+def test_segments_are_counted() -> None:
     """43 MiB in segments of 44, whose rest of exactly 1 MiB stays: 65B over 8 loses 240 MiB to it."""
-    allocator = Allocator()
-    for number in range(240):
-        allocator.allocate(number, 43 * MIB)
-    assert allocator.reserved - allocator.requested == 240 * MIB
+    assert reserved([(43 * MIB, 240)]) == 240 * 44 * MIB
     line = segments(role(TARGET, "65B"), None, placed(8), replace(WORK, k=0), 0)
-    assert line.kind is Kind.simulated
+    assert line.kind is Kind.bound
     assert 240 * MIB < line.bytes < 400 * MIB
 
 
 @pytest.mark.parametrize("size", [300, 3 * MIB, 12 * MIB, 43 * MIB, 44 * MIB - 512, 41 * MIB - 512])
-def test_what_is_kept_for_ever_is_summed(size: int) -> None:
-    """As one after the other, also where what is left over of a segment is used."""
-    one_by_one, summed = Allocator(), Allocator()
-    for allocator in (one_by_one, summed):
-        allocator.allocate(1, 30 * MIB)
-        allocator.free(1)
-    for number in range(2, 32):
-        one_by_one.allocate(number, size)
-    summed.keep(size, 30)
-    for allocator in (one_by_one, summed):
-        allocator.allocate(40, 5 * MIB // 4)
-    assert (one_by_one.reserved, one_by_one.requested) == (summed.reserved, summed.requested)
-    assert one_by_one.most_requested == summed.most_requested
+def test_segments_of_many_are_those_of_one_after_the_other(size: int) -> None:
+    """Also where what is left over of a segment is used."""
+    before, after = [(29 * MIB + 512, 1), (17 * MIB, 2)], [(5 * MIB // 4, 3), (700 * 1024, 5)]
+    assert reserved([*before, (size, 30), *after]) == reserved([*before, *[(size, 1)] * 30, *after])
 
 
-def test_the_allocator_splits_joins_and_keeps() -> None:
-    allocator = Allocator()
-    allocator.allocate(1, 100)
-    allocator.allocate(2, 700 * 1024)
-    assert allocator.reserved == SMALL_SEGMENT
-    allocator.allocate(3, 5 * MIB)
-    allocator.allocate(4, 9 * MIB)
-    assert allocator.reserved == SMALL_SEGMENT + LARGE_SEGMENT, "both fit in one segment"
-    allocator.free(3)
-    allocator.free(4)
-    allocator.allocate(5, 19 * MIB)
-    assert allocator.reserved == SMALL_SEGMENT + LARGE_SEGMENT, "what was split is joined again"
-    allocator.free(5)
-    allocator.allocate(6, 30 * MIB + 1)
-    assert allocator.reserved == SMALL_SEGMENT + LARGE_SEGMENT + 32 * MIB, "segments are kept"
-    assert allocator.requested == 512 + 700 * 1024 + 30 * MIB + 512
+def test_small_tensors_share_segments_and_large_ones_fill_what_is_free() -> None:
+    small, large = [(100, 1), (700 * 1024, 1)], [(5 * MIB, 1), (9 * MIB, 1)]
+    assert reserved(small) == SMALL_SEGMENT
+    assert reserved([*small, *large]) == SMALL_SEGMENT + LARGE_SEGMENT, "both fit in one segment"
+    assert reserved([*small, *large, (6 * MIB, 1)]) == SMALL_SEGMENT + LARGE_SEGMENT
+    assert reserved([*small, *large, (6 * MIB + 1, 1)]) == SMALL_SEGMENT + 2 * LARGE_SEGMENT
+    assert reserved([(30 * MIB + 1, 1)]) == 32 * MIB
 
 
 def test_synthetic_weights_are_planned_alike() -> None:

@@ -1,4 +1,4 @@
-"""The plan's bytes against the allocator's own events, on models that run for real (bench/plan_bytes.py)."""
+"""The plan's bound against the allocator's own events, on models that run for real (bench/plan_bytes.py)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import pytest
 
 from bench.plan_bytes import CASES, PHASES, Case, planned
 from llama_ssp.config import Dtype
-from llama_ssp.plan import DRAFT, TARGET
+from llama_ssp.engine import runner
+from llama_ssp.plan import DRAFT, TARGET, activations
 
 BENCH = Path(__file__).resolve().parents[1] / "bench" / "plan_bytes.py"
 
 
 @pytest.mark.slow
-def test_every_case_is_planned_within_a_thousandth(tmp_path: Path) -> None:
-    """Both roles, all phases, three number formats, one and two ranks: most of them to the byte.
+def test_every_case_is_bounded(tmp_path: Path) -> None:
+    """Both roles, all phases, three number formats, one and two ranks.
 
-    What may be off is what kernels take for themselves, which differs between processors. In a process of
-    its own, because it forks one for every rank of every case.
+    Never below what runs allocate, and above by 5 % of the total or 64 MiB at most. In a process of its own,
+    because it forks one for every rank of every case.
     """
     answer = tmp_path / "rows.json"
     subprocess.run(
@@ -29,9 +30,13 @@ def test_every_case_is_planned_within_a_thousandth(tmp_path: Path) -> None:
     )
     rows = json.loads(answer.read_text())
     assert len(rows) == sum(case.world for case in CASES) == 54
-    off = {name: plan / real - 1 for name, plan, real in rows if abs(plan / real - 1) > 0.001}
+    off = {name: plan - real for name, plan, real, allowed in rows if not 0 <= plan - real <= allowed}
     assert not off
-    assert sum(plan == real for _, plan, real in rows) >= 0.8 * len(rows)
+
+
+def test_the_lag_of_a_draft_is_the_engines() -> None:
+    """The plan loads no torch, so it has a number of its own."""
+    assert activations.LAG == runner.LAG
 
 
 def test_the_cases_differ() -> None:

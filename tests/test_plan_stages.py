@@ -12,11 +12,11 @@ from llama_ssp.config import Dtype, PlacementConf, Splitting
 from llama_ssp.load import synthetic
 from llama_ssp.load.layers import spread_of
 from llama_ssp.placement import resolve
+from llama_ssp.plan.activations import GPU
 from llama_ssp.plan.room import GIB
 from llama_ssp.plan.search import option
 from llama_ssp.plan.stages import Stage, stage_lines, stages
 from llama_ssp.plan.verdict import Verdict
-from llama_ssp.plan.walk import GPU
 from llama_ssp.plan.weights import HELD, Part, held
 from tests.plans import asked, machine, model
 

@@ -30,7 +30,7 @@ def test_the_document(command):
     for gpu in plan["per_gpu"]:
         assert gpu["total_bytes"] == sum(line["bytes"] for line in gpu["lines"].values())
         assert gpu["capacity_bytes"] - gpu["total_bytes"] == gpu["margin_bytes"] > 0
-        assert {line["kind"] for line in gpu["lines"].values()} <= {"exact", "simulated", "constant"}
+        assert {line["kind"] for line in gpu["lines"].values()} <= {"exact", "bound", "constant"}
         assert all(line["source"] for line in gpu["lines"].values() if line["kind"] == "constant")
     best = plan["best"]
     assert best["placement"] == "target 0-7, draft 0-7 (split)" == plan["placements"][0]["placement"]

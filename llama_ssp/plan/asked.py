@@ -45,10 +45,10 @@ class Workload:
 
 
 class Kind(Enum):
-    """How a line is known: from shapes alone, by replaying the allocator, or as a measured constant."""
+    """How a line is known: from shapes alone, as an upper bound by a formula, or as a measured constant."""
 
     exact = "exact"
-    simulated = "simulated"
+    bound = "bound"
     constant = "constant"
 
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_ssp.plan.actual import Prediction
-from llama_ssp.plan.asked import Kind
+from llama_ssp.plan.bill import SEGMENTS
 from llama_ssp.plan.constants import LIBRARIES
-from llama_ssp.plan.forward import CACHE
 from llama_ssp.plan.room import GIB
 from llama_ssp.plan.verdict import GpuBill
-from llama_ssp.plan.weights import HELD
+from llama_ssp.plan.weights import CACHE, HELD
 
 # What is counted of a rank's memory, each more than the one before.
 HELD_BYTES, TENSORS, RESERVED, DEVICE = COUNTED = (
@@ -114,7 +113,7 @@ def counted(bill: GpuBill) -> dict[str, int]:
     ours = [line for line in bill.lines if line.role != LIBRARIES]
     return {
         HELD_BYTES: sum(line.bytes for line in ours if line.name in HELD or line.name == CACHE),
-        TENSORS: sum(line.bytes for line in ours if line.kind is not Kind.simulated),
+        TENSORS: sum(line.bytes for line in ours if line.name != SEGMENTS),
         RESERVED: sum(line.bytes for line in ours),
         DEVICE: bill.total,
     }

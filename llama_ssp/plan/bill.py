@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from llama_ssp.config import Dtype
 from llama_ssp.placement import Placement
-from llama_ssp.plan.allocator import UNIT, Allocator
+from llama_ssp.plan.activations import GPU, MIB, Forward, Kernels, Round
 from llama_ssp.plan.asked import DRAFT, TARGET, Kind, Line, Role, Workload
-from llama_ssp.plan.forward import CACHE, Passes
-from llama_ssp.plan.laws import Laws
 from llama_ssp.plan.room import Bill
-from llama_ssp.plan.rounds import Batch, Duties
-from llama_ssp.plan.tape import Tape
-from llama_ssp.plan.walk import GPU, Kernels
-from llama_ssp.plan.weights import BYTES, Part, Weight, held, tensors, weights, width
+from llama_ssp.plan.weights import BYTES, CACHE, Part, Weight, held, tensors, weights, width
 
 # Of the kinds of layers, which look back only so far, in families that can have a window.
 WINDOWED = {
@@ -25,8 +21,15 @@ WINDOWED = {
 }  # fmt: skip
 ALWAYS_WINDOWED = ("gemma2", "gpt_neo")
 LOADING = "load"
-ALLOCATOR = "torch's caching allocator, replayed"
-UNSEEN = "as on a CPU, without what a GPU's kernels take for themselves"
+SEGMENTS = "segments"
+ALLOCATOR = "torch's caching allocator: whole segments, and blocks between that fit nothing"
+FORMULA = "largest moment, by a formula from shapes"
+# torch's caching allocator (c10/core/AllocatorConfig.h): requests are rounded up to 512 bytes. Those up to
+# 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, larger ones have whole 2 MiB each.
+UNIT = 512
+SMALL, SMALL_SEGMENT = MIB, 2 * MIB
+LARGE, LARGE_SEGMENT, LARGE_UNIT = 10 * MIB, 20 * MIB, 2 * MIB
+FRAGMENTS = 0.4  # of what passes through: blocks that one phase leaves, and that fit no other phase
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,22 @@ class Share:
     capacity: int  # of its caches
     caches: int
     windowed: tuple[bool, ...]
+
+    def keys_bytes(self, rows: int) -> int:
+        """Of one layer."""
+        return self._cells(rows) * width(self.dtype)
+
+    def caches_bytes(self, rows: int, unit: int = 1) -> int:
+        """Of all layers' keys and values, each rounded up to `unit`."""
+        return self.caches * 2 * self.part.layers * (-(-self.keys_bytes(rows) // unit) * unit)
+
+    def forward(self, rows: int, kernels: Kernels) -> Forward:
+        """A pass of one column; a round makes others of it."""
+        return Forward(self.part, self.dtype, self.windowed, kernels, rows, 1, 1, 1, self._cells(rows))
+
+    def _cells(self, rows: int) -> int:
+        """Numbers in one layer's keys."""
+        return rows * self.part.key_width * (self.capacity + 1)
 
     def quantised(self, weight: Weight) -> bool:
         return weight.linear and BYTES[self.dtype] < BYTES[Dtype.bf16]
@@ -75,17 +94,16 @@ def tensor_lines(
             Line(share.role, group, size, Kind.exact)
             for group, size in held(share.part, share.dtype, unit).items()
         ]
-        lines.append(Line(share.role, CACHE, _caches(share, work.rows, unit), Kind.exact))
-    lines += worst_lines(phases(target, draft, placement, work, rank, kernels), kernels)
+        lines.append(Line(share.role, CACHE, share.caches_bytes(work.rows, unit), Kind.exact))
+    lines += worst_lines(phases(target, draft, placement, work, rank, kernels))
     return tuple(line for line in lines if line.bytes)
 
 
-def worst_lines(peaks: Sequence[Peak], kernels: Kernels) -> list[Line]:
+def worst_lines(peaks: Sequence[Peak]) -> list[Line]:
     """What is alive beside weights and caches in the phase that takes most."""
     worst = max(peaks, key=lambda peak: peak.bytes)
     role = DRAFT if worst.phase.startswith(DRAFT) else TARGET
-    unseen = "" if kernels.cpu else UNSEEN
-    return [Line(role, f"{name} ({worst.phase})", size, Kind.exact, unseen) for name, size in worst.parts]
+    return [Line(role, f"{name} ({worst.phase})", size, Kind.bound, FORMULA) for name, size in worst.parts]
 
 
 def rank_bill(
@@ -119,44 +137,55 @@ def phases(
     kernels: Kernels = GPU,
 ) -> tuple[Peak, ...]:
     """The worst moment of each phase on this rank."""
-    return _phases(_asked(target, draft, placement, work, rank, kernels))
+    room = min(work.slots, target.model.context)
+    drafting = placement.draft[0] if draft is not None and placement.draft else placement.target[0]
+    own = tuple(shares(target, draft, placement, work, rank))
+    decides = rank == placement.target[0]
+    return _phases(own, target.model.vocab, work, room, decides, rank == drafting, kernels)
 
 
 def segments(target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int) -> Line:
-    """What a GPU's allocator reserves beyond the bytes of `tensor_lines`, by replaying the run.
+    """What a GPU's allocator reserves beyond the bytes of `tensor_lines`.
 
-    Weights come first, as they are loaded; then the batch, from prefill to its last round.
+    Weights and caches by their sizes; what passes through by a share.
     """
-    asked = _asked(target, draft, placement, work, rank, GPU)
-    lines = tensor_lines(target, draft, placement, work, rank)
-    reserved = _reserved(asked)
-    excess = max(0, reserved - sum(line.bytes for line in lines))
-    return Line(TARGET if asked.target else DRAFT, "segments", excess, Kind.simulated, ALLOCATOR)
+    own = shares(target, draft, placement, work, rank)
+    peaks = phases(target, draft, placement, work, rank)
+    passing = max(peak.bytes for peak in peaks if peak.phase != LOADING)
+    found = _segments(tuple(own), work.rows) + int((1 + FRAGMENTS) * passing)
+    excess = max(0, found - max(peak.bytes for peak in peaks))
+    return Line(own[0].role, SEGMENTS, excess, Kind.bound, ALLOCATOR)
 
 
-@lru_cache(maxsize=1024)
-def _reserved(asked: Asked) -> int:
-    tape, allocator = Tape(record=True), Allocator()
-    for share in (asked.target, asked.draft):
-        if share is None:
-            continue
-        there = [(size, times) for _, size, times in tensors(share.part, share.dtype)]
-        others = (share.caches - 1) * 2 * share.part.layers  # caches of other engines, made before
-        for size, times in (*there, (_keys(share, asked.work.rows), others)):
-            allocator.keep(size, times)
-    asked.run(tape)
-    allocator.replay(tape.events or [])
-    return allocator.reserved
+@lru_cache(maxsize=4096)
+def _segments(own: tuple[Share, ...], rows: int) -> int:
+    """Bytes of the segments of weights and caches, beyond their own."""
+    kept = [(size, times) for share in own for _, size, times in tensors(share.part, share.dtype)]
+    kept += [(share.keys_bytes(rows), 2 * share.caches * share.part.layers) for share in own]
+    return reserved(kept) - sum(-(-size // UNIT) * UNIT * times for size, times in kept)
 
 
-def _asked(
-    target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int, kernels: Kernels
-) -> Asked:
-    own = {share.role: share for share in shares(target, draft, placement, work, rank)}
-    room = min(work.slots, target.model.context)
-    drafting = placement.draft[0] if draft is not None and placement.draft else placement.target[0]
-    duties = Duties(decides=rank == placement.target[0], drafts=rank == drafting)
-    return Asked(own.get(TARGET), own.get(DRAFT), target.model.vocab, work, room, duties, kernels)
+def reserved(tensors: list[tuple[int, int]]) -> int:
+    """Bytes of the segments of tensors that stay, each (bytes, how many), in free blocks or new ones."""
+    total, free = 0, {True: Counter[int](), False: Counter[int]()}
+    for bytes_, times in tensors:
+        size = -(-max(bytes_, 1) // UNIT) * UNIT
+        small = size <= SMALL
+        holes = free[small]
+        segment = SMALL_SEGMENT if small else LARGE_SEGMENT
+        if size >= LARGE:
+            segment = -(-size // LARGE_UNIT) * LARGE_UNIT
+        while times:
+            block = min((hole for hole in holes if hole >= size), default=segment)
+            there = holes.pop(block, 0)
+            each = min(block // size, times)  # the last block may have room for more
+            used = min(times // each, there or times)
+            total += 0 if there else used * block
+            times -= used * each
+            for rest, count in ((block, there - used), (block - each * size, used)):
+                if count > 0 and rest > (0 if small else SMALL):  # a smaller rest stays with the block
+                    holes[rest] += count
+    return total
 
 
 def shares(target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int) -> list[Share]:
@@ -181,63 +210,36 @@ def share_of(role: Role, part: Part, capacity: int, caches: int = 1) -> Share:
     return Share(role.role, part, role.dtype, capacity, caches, windowed)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Everything that a rank's run in sizes depends on."""
-
-    target: Share | None
-    draft: Share | None
-    vocab: int
-    work: Workload
-    room: int
-    duties: Duties
-    kernels: Kernels
-
-    def run(self, tape: Tape) -> None:
-        """Walks the batch, from prefill to the last round."""
-        target, draft = self._passes(tape, self.target), self._passes(tape, self.draft)
-        laws = Laws(tape, self.work.rows, self.vocab)
-        batch = Batch(tape, target, draft, laws, self.duties, self.work.prefill_chunk)
-        batch.run(self.work.prompt_tokens, self.room, self.work.k)
-
-    def _passes(self, tape: Tape, share: Share | None) -> Passes | None:
-        if share is None:
-            return None
-        return Passes(
-            tape, share.part, share.dtype, self.work.rows, share.capacity,
-            windowed=share.windowed, kernels=self.kernels,
-        )  # fmt: skip
-
-
 @lru_cache(maxsize=4096)
-def _phases(asked: Asked) -> tuple[Peak, ...]:
-    tape = Tape(_unit(asked.kernels), apart=(CACHE,))
-    asked.run(tape)
+def _phases(
+    own: tuple[Share, ...],
+    vocab: int,
+    work: Workload,
+    room: int,
+    decides: bool,
+    drafts: bool,
+    kernels: Kernels,
+) -> tuple[Peak, ...]:
+    passes = {share.role: share.forward(work.rows, kernels) for share in own}
+    batch = Round(
+        passes.get(TARGET), passes.get(DRAFT), vocab, work.rows, work.prompt_tokens, room, work.k,
+        work.prefill_chunk, decides, drafts,
+    )  # fmt: skip
     found = [
         Peak(phase, tuple((name, size) for name, size in parts.items() if size))
-        for phase, parts in tape.peaks.items()
+        for phase, parts in batch.peaks().items()
     ]
-    return (*found, _loading(asked))
+    return (*found, _loading(own, work.rows))
 
 
-def _loading(asked: Asked) -> Peak:
+def _loading(own: tuple[Share, ...], rows: int) -> Peak:
     """A layer that is quantised is there in 16 bit, too; then there are no caches yet."""
-    both = [share for share in (asked.target, asked.draft) if share is not None]
-    caches = sum(_caches(share, asked.work.rows, 1) for share in both)
+    caches = sum(share.caches_bytes(rows) for share in own)
     largest = max(
-        (2 * weight.count for share in both for weight in weights(share.part) if share.quantised(weight)),
+        (2 * weight.count for share in own for weight in weights(share.part) if share.quantised(weight)),
         default=0,
     )
     return Peak(LOADING, (("a layer in 16 bit", max(0, largest - caches)),))
-
-
-def _caches(share: Share, rows: int, unit: int) -> int:
-    return share.caches * 2 * share.part.layers * (-(-_keys(share, rows) // unit) * unit)
-
-
-def _keys(share: Share, rows: int) -> int:
-    """Bytes of one layer's keys."""
-    return rows * share.part.key_width * (share.capacity + 1) * width(share.dtype)
 
 
 def _unit(kernels: Kernels) -> int:

@@ -19,9 +19,9 @@ import yaml
 from llama_ssp.config import ClusterConf, Dtype, Scheduler, TimesConf
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.overrides import CONF
+from llama_ssp.plan.activations import GPU, Kernels
 from llama_ssp.plan.room import GIB
 from llama_ssp.plan.speed import Times, times_of
-from llama_ssp.plan.walk import GPU, Kernels
 
 LOCAL, CPU = "local", "cpu"
 MIB = 2**20

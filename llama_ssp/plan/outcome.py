@@ -10,12 +10,11 @@ from llama_ssp.config import Overlap, Splitting
 from llama_ssp.placement import Placement
 from llama_ssp.plan.advice import Largest, advice, largest, overrides
 from llama_ssp.plan.asked import DRAFT, TARGET, Line, Role
-from llama_ssp.plan.forward import CACHE
 from llama_ssp.plan.room import GIB
 from llama_ssp.plan.search import Asked, Option, option, regular_ms, search
 from llama_ssp.plan.speed import ACCEPTANCES, Chance, break_even, chance, prefill_s, share_of
 from llama_ssp.plan.verdict import GpuBill, Verdict
-from llama_ssp.plan.weights import HELD
+from llama_ssp.plan.weights import CACHE, HELD
 
 LONG = ("per_gpu", "placements")  # of the document: every line of every bill
 MANY = 16  # ranks up to which every number of them is tried

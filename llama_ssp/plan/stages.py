@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 from llama_ssp.config import Dtype, ModelConf, Splitting
 from llama_ssp.placement import LEADER, Placement
+from llama_ssp.plan.activations import LAWS, LOGITS, Kernels
 from llama_ssp.plan.asked import TARGET, Line, Role, Workload
 from llama_ssp.plan.bill import Peak, phases, segments, tensor_lines, worst_lines
-from llama_ssp.plan.forward import CACHE, LOGITS
-from llama_ssp.plan.rounds import LAWS
-from llama_ssp.plan.walk import Kernels
 from llama_ssp.plan.weights import (
+    CACHE,
     EMBEDDING,
     HEAD,
     HELD,
@@ -75,7 +74,7 @@ def stage_lines(
         place = replace(ALONE, draft=(LEADER,)) if other is not None else ALONE
         whole = tensor_lines(part, other, place, work, LEADER, kernels)
         peaks = [_passing(peak, at, stage) for peak in phases(part, other, place, work, LEADER, kernels)]
-        lines = [*_held(whole, part.model, target.dtype, stage), *worst_lines(peaks, kernels)]
+        lines = [*_held(whole, part.model, target.dtype, stage), *worst_lines(peaks)]
         if not kernels.cpu:
             lines.append(segments(part, other, place, work, LEADER))
         yield tuple(line for line in lines if line.bytes)

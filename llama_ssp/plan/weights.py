@@ -21,6 +21,7 @@ EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS = (
     "embedding", "head", "layers", "norms", "quantisation scales", "positions", "buffers",
 )  # fmt: skip
 
+CACHE = "cache"  # keys and values, which are no weights
 HELD = (EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS)  # every group
 
 

@@ -1,8 +1,8 @@
 """What the runner's own modules allocate, found by running them on tensors that have no content.
 
-The plan's closed form (plan/) must equal it. Every output of an operator is counted as long as its memory
-lives; what kernels take for themselves is not seen. Models of two and three layers are traced, and depth
-is extrapolated, which is exact: layers between the first and the last are alike.
+The plan's bound (plan/activations.py) must not be below it. Every output of an operator is counted as
+long as its memory lives; what kernels take for themselves is not seen. Models of two and three layers are
+traced, and depth is extrapolated, which is exact: layers between the first and the last are alike.
 """
 
 from __future__ import annotations
