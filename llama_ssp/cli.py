@@ -154,7 +154,7 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
         found.append((cfg, [Path(s.path) for s in sources if s.provider == "command-line"]))
 
     try:
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, config.few_resolvers():
             if {"--multirun", "-m"} & set(sys.argv):  # Hydra keeps a record of a sweep, the user none
                 sys.argv.insert(1, f"hydra.sweep.dir={scratch}")
             with GUARD.held():  # Hydra makes other errors of an interruption

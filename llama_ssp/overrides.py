@@ -1,7 +1,7 @@
 """Overrides and flags, checked before Hydra sees them; and Hydra's messages in our words. No torch.
 
-A slip gets one line with a suggestion, and no override or private config folder reaches Hydra's own
-settings, which can run code.
+A slip gets one line with a suggestion, and no override reaches Hydra's own settings, which can run code;
+nor does a private config folder (private).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
 from llama_ssp.environment import rank_environment
 from llama_ssp.errors import UsageError, shortened
+from llama_ssp.private import check_folder, is_unsafe
 
 _packaged = Path(__file__).parent / "conf"  # in an installed wheel
 CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[1] / "conf"
@@ -33,9 +33,6 @@ ADDED_TO = {  # Hydra adds to maps, by a sign of its own
     "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
 }
 HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
-UNSAFE_KEYS = re.compile(r"hydra|_target_|_partial_|_recursive_|\(\)|class")
-RUN_ON_NODES = {"setup", "options", "torchrun", "python"}  # of cluster.slurm: they end in a shell script
-PACKAGE_HEADER = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 # Hydra's flags and the values each may have: () is none, None is any. Hydra itself would take the
 # beginning of a flag for the flag, past what is refused above.
 FLAGS: dict[str, tuple[str, ...] | None] = {
@@ -54,6 +51,9 @@ WRONG_TYPE = re.compile(
 NOT_IN_ENUM = re.compile(r"Invalid value '(?P<found>.*?)', expected one of \[(?P<wanted>.*?)\]", re.DOTALL)
 NOT_A_LIST = re.compile(r"Invalid value assigned: (?P<found>\w+) is not a ListConfig")
 NOT_OPTIONAL = re.compile(r"is not Optional|Incompatible value '?None'?")
+NO_RESOLVER = re.compile(
+    r"(?:Unsupported interpolation type |Error resolving interpolation '\$\{)(?P<name>[\w.]+)(?:[:\s]|$)"
+)
 NO_OPTION = re.compile(r"Could not find '(?P<group>[^'/]+)/(?P<option>[^']*)'")
 TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
@@ -98,32 +98,17 @@ def check_homes(run: config.RunConf, arguments: list[str]) -> None:
             )  # fmt: skip
 
 
-def check_config_folder(folder: Path) -> None:
-    """A private config folder may hold models and settings, nothing that Hydra would run."""
-    if not folder.is_dir():
-        raise UsageError("--config-dir is not a folder", found=str(folder), fix="check the path")
-    if (folder / "run.yaml").exists():
-        raise UsageError(
-            "a private run.yaml is refused", where=str(folder), fix=REFUSED_FLAGS["--config-name"]
-        )
-    for file in _yaml_files(folder):
-        unsafe = sorted({key for key in _keys(file) if _is_unsafe(key)})
-        if running := sorted(RUN_ON_NODES & set(_keys(file))):
-            raise UsageError(
-                "a private config may not set what runs on the nodes of a cluster", where=str(file),
-                found=", ".join(running), fix=f"write cluster.slurm.{running[0]}=... on the command line",
-            )  # fmt: skip
-        if unsafe or file.relative_to(folder).parts[0] == "hydra":
-            raise UsageError(
-                "a private config may not set what Hydra itself runs", where=str(file),
-                found=", ".join(unsafe) or "a hydra/ group", allowed=", ".join(GROUPS), fix="remove it",
-            )  # fmt: skip
-
-
 def translated(error: Exception) -> UsageError:
     """Hydra's and OmegaConf's messages as one of our lines: the key, what was found, what may stand there."""
     text = f"{error}\n{error.__cause__ or ''}"
     key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
+    if found := NO_RESOLVER.search(text):
+        name = found["name"]
+        return UsageError(
+            f"{key or 'an interpolation'} may not use the resolver {name}", found=f"${{{name}:...}}",
+            allowed="${KEY}, " + ", ".join(f"${{{name}:...}}" for name in config.RESOLVERS),
+            fix="write the value itself; one of the environment the shell fills in: \"KEY=$NAME\"",
+        )  # fmt: skip
     if found := NO_OPTION.search(text):
         group, option = found["group"], found["option"]
         otherwise = f"or use {group}=local with {group}.path" if group in ("model", "draft") else "choose one"
@@ -171,12 +156,12 @@ def _check_flag(flag: str, value: str | None, waiting: Iterator[str]) -> None:
             fix=f"write {flag} {(allowed or ('VALUE',))[0]}",
         )  # fmt: skip
     if flag in ("--config-dir", "-cd"):
-        check_config_folder(Path(value))
+        check_folder(Path(value), GROUPS)
 
 
 def _check_override(key: str, value: str | None, known: list[str]) -> None:
     bare, _, package = key.lstrip("+~").partition("@")
-    if _is_unsafe(bare) or package:
+    if is_unsafe(bare) or package:
         raise UsageError(
             "Hydra's own settings are not for overriding",
             found=key,
@@ -191,6 +176,12 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
         raise UsageError(
             f"{bare}={value} names no option", allowed=", ".join(_options(bare)),
             fix="write draft=none" if bare == "draft" else "choose one",
+        )  # fmt: skip
+    if bare in GROUPS and ".." in (value or ""):
+        raise UsageError(
+            f"{bare} names a file outside of the configuration", found=value,
+            allowed=", ".join(_options(bare)),
+            fix="put the file into a folder of yours, and name that by --config-dir",
         )  # fmt: skip
     for name, example in ADDED_TO.items():
         if bare.startswith(f"{name}.") or key == name:  # keys behind a point Hydra takes for text
@@ -209,46 +200,6 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
     raise UsageError(
         f"unknown key {bare}", fix=f"did you mean {meant}?" if meant else "see --help for the keys"
     )
-
-
-def _yaml_files(folder: Path) -> Iterator[Path]:
-    """Every yaml that Hydra could reach below the folder; links are refused, as they lead elsewhere."""
-    for entry in sorted(folder.rglob("*")):
-        linked = entry.is_symlink() and entry.is_dir()
-        if linked or (entry.suffix == ".yaml" and not entry.is_file()):
-            raise UsageError(
-                "a private config folder may hold plain files only", where=str(entry),
-                found="a link to a folder" if linked else "no regular file", fix="copy the files into it",
-            )  # fmt: skip
-        if entry.suffix == ".yaml":
-            yield entry
-
-
-def _is_unsafe(key: str) -> bool:
-    """Whether a key, or the group or package it names, is Hydra's own."""
-    names = [name.strip().lstrip("/") for name in re.split(r"[@:]", key)]
-    return any(UNSAFE_KEYS.fullmatch(re.split(r"[./]", name)[0] or name) for name in names)
-
-
-def _keys(file: Path) -> list[str]:
-    """Every key, every entry of a defaults list, and the package that a header names."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError("the file is not yaml", where=str(file), found=str(error)) from None
-    keys = PACKAGE_HEADER.findall(text)
-    if isinstance(content, dict) and isinstance(content.get("defaults"), list):
-        keys += [item for item in content["defaults"] if isinstance(item, str)]
-    stack, seen = [content], set[int]()
-    while stack:
-        node = stack.pop()
-        if not isinstance(node, (dict, list)) or id(node) in seen:  # an alias may stand many times
-            continue
-        seen.add(id(node))
-        keys += [str(key) for key in node] if isinstance(node, dict) else []
-        stack += node.values() if isinstance(node, dict) else node
-    return [key.removeprefix("override ") for key in keys]
 
 
 def _options(group: str) -> list[str]:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_INPUT_BYTES = 2**28  # of standard input, which is held whole
+MAX_FILE_BYTES = 2**30
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")  # of files with an object a line, in letters of any case
 MAX_ID_LENGTH = 256
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
@@ -146,9 +147,15 @@ def file_bytes(key: str, name: str) -> bytes:
     """All of the file that the config names with this key."""
     path = home_expanded(name)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
             raise DataError(
                 f"{key} is not a regular file", where=str(path), fix="give a text file or a .jsonl file",
+            )  # fmt: skip
+        if found.st_size > MAX_FILE_BYTES:
+            raise DataError(
+                f"{key} is too large", where=str(path), found=f"{found.st_size} bytes",
+                allowed=f"{MAX_FILE_BYTES} bytes", fix="split it into several files",
             )  # fmt: skip
         return path.read_bytes()
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from llama_ssp import __version__
 from llama_ssp.config import RunConf, home_expanded, resolved
@@ -58,8 +58,8 @@ class RunFolder:
         try:
             base.mkdir(parents=True, exist_ok=True)
             self.path = _new_folder(base, name)
-            config = OmegaConf.create({**resolved(run), "seed": seed})
-            (self.path / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
+            config = yaml.safe_dump({**resolved(run), "seed": seed}, sort_keys=False, allow_unicode=True)
+            (self.path / "config.yaml").write_text(config, encoding="utf-8")
         except OSError as error:
             raise _storage(error, run.out) from None
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.bad_inputs import (
     LARGE,
@@ -26,13 +27,21 @@ from tests.bad_inputs import (
 from tests.checkpoints import edit
 from tests.conftest import Command, Saved
 from tests.hostile.corpus import FILES, LOADED
-from tests.hostile.damage import (
-    pipe,
-)
+from tests.hostile.damage import pipe, sparse
 
 
 def private(name: str, content: str) -> Build:
     return lambda m: ["--config-dir", str(m.write(f"conf/{name}", content).parents[name.count("/")]), PROMPT]
+
+
+def defaults(entry: str) -> Build:
+    return private("experiment/a.yaml", f"# @package _global_\ndefaults: [{entry}]")
+
+
+def bomb(level: str) -> str:
+    """Each of a hundred lines holds the line before it nine times; ten lines would fill any memory."""
+    lines = ["x0: &x0 {a: 1}"]
+    return "\n".join(lines + [f"x{n + 1}: &x{n + 1} " + level.format(f"*x{n}," * 9) for n in range(100)])
 
 
 def linked_config(making: Making) -> list[str]:
@@ -74,7 +83,23 @@ SETTINGS = [
     usage(2, "map-in-list", "task.stop=[{a:1}]", holds=("task.stop", "a list of text")),
     usage(2, "deep", "task.stop=" + "[" * 1000, holds=("an override cannot be read",)),
     usage(2, "null", "sampling.temperature=null", holds=("sampling.temperature may not be null",)),
-    usage(2, "interpolated", "task.stop=${oc.env:HOME}", holds=("task.stop", "a list")),
+    usage(2, "interpolated", "task.stop=${model.name}", holds=("task.stop", "a list")),
+    *(
+        usage(46, f"resolver-{value}", f"model.name={value}", holds=(f"use the resolver {name}", "shell"))
+        for name, value in [
+            ("oc.env", "${oc.env:HOME}"),
+            ("oc.env", '"${oc.select:nope,${oc.env:HOME}}"'),
+            ("oc.decode", "${oc.decode:'[1]'}"),
+            ("oc.create", '"${oc.create:{a:1}}"'),
+            ("oc.deprecated", "${oc.deprecated:seed}"),
+            ("oc.dict.keys", "${oc.dict.keys:model}"),
+            ("oc.dict.values", "${oc.dict.values:model}"),
+            ("hydra", "${hydra:runtime.cwd}"),
+            ("python_version", "${python_version:major}"),
+        ]
+    ),
+    usage(46, "resolver-of-a-group", "model=${oc.env:HOME}", holds=("may not use the resolver oc.env",)),
+    usage(46, "group-outside", "model=../../../../x", holds=("outside of the configuration", "--config-dir")),
     usage(2, "no-such-interpolation", "out=${nope}", holds=("nope",)),
     usage(2, "sweep", "seed=1,2", holds=("seed", "--multirun")),
     usage(2, "empty-path", "model=local", "model.path=", holds=("model.path is empty",)),
@@ -167,8 +192,32 @@ PRIVATE = [
         ("package", private("experiment/a.yaml", "defaults: [/model@hydra.job: tiny]"), ("hydra.job",)),
         ("group", private("hydra/launcher/a.yaml", "x: 1"), ("a hydra/ group",)),
         ("link", linked_config, ("a link to a folder",)),
+        ("package-deep", defaults('{"/sampling@_global_.hydra": greedy}'), ("_global_.hydra",)),
+        ("package-behind-any-sign", defaults('{"/sampling@_global_xhydra": greedy}'), ("_global_xhydra",)),
+        ("package-of-many", defaults('{"/sampling": ["x@_global_.hydra"]}'), ("_global_.hydra",)),
+        ("header-twice", private("model/a.yaml", "# @package _global__global_hhydra\na: 1"), ("hhydra",)),
+        ("header-late", private("model/a.yaml", "# @x y\u2028# @package hydra\na: 1"), ("hydra",)),
+        ("group-package", private("_global_xhydra/a.yaml", "a: 1"), ("hydra/ group",)),
+        ("file-package", private("sampling/hydra.yaml", "a: 1"), ("hydra/ group, or a file",)),
+        ("nameless-file", private("model/.yaml", "_target_: os.system"), ("_target_",)),
+        ("optional", defaults('{"optional hydra/launcher": basic}'), ("optional hydra/launcher",)),
+        ("outside", defaults('"../../elsewhere/evil"'), ("plainly", "../../elsewhere/evil")),
+        ("outside-absolute", defaults('{"//tmp/elsewhere": evil}'), ("plainly", "//tmp/elsewhere")),
+        ("outside-option", defaults('{"/model": "../../evil"}'), ("plainly", "../../evil")),
+        ("package-computed", defaults('{"/sampling@${seed}": greedy}'), ("plainly", "${seed}")),
+        ("defaults-elsewhere", private("experiment/a.yaml", "defaults: ${x}\nx: [1]"), ("plainly", "${x}")),
     ]
-] + [Case(46, "private-not-yaml", private("model/a.yaml", "{"), 2, ("not yaml", "a.yaml"))]
+] + [
+    Case(46, f"private-{name}", private("model/a.yaml", content), 2, (*holds, "a.yaml"))
+    for name, content, holds in [
+        ("not-yaml", "{", ("not yaml",)),
+        ("alias-bomb", bomb("[{}]"), ("too many values", "10000 values")),
+        ("merge-bomb", bomb("{{<<: [{}]}}"), ("too many values", "aliases")),
+        ("endless-alias", "x: &x [*x]", ("too many values",)),
+        ("many-values", "x: [" + "1," * 10_000 + "]", ("too many values",)),
+        ("long", "# " + "x" * 2**18, ("too long", "262144 bytes")),
+    ]
+]
 
 MACHINES = [
     Case(30, "not-a-number", (PROMPT,), 5, ("WORLD_SIZE", "'many'", "torchrun"), env={"WORLD_SIZE": "many"}),
@@ -280,6 +329,11 @@ PROMPTS = [
     prompt_file(44, "newline", "a.jsonl", '{"prompt": "a", "id": "x\\ny"}', "an id is unusable", "x\\ny"),
     prompt_file(44, "long-id", "a.jsonl", json.dumps({"prompt": "a", "id": "x" * 10**4}), "unusable", "256"),
     prompt_file(44, "empty-id", "a.jsonl", '{"prompt": "a", "id": ""}', "an id is unusable"),
+    Case(
+        43, "huge",
+        lambda m: [sparse("p", b"a", 2**30 + 1)(m.folder) or f"task.prompt_file={m.folder / 'p'}"], 3,
+        ("task.prompt_file is too large", "1073741825 bytes", "allowed 1073741824 bytes"),
+    ),
     Case(43, "folder", ("task.prompt_file=/tmp",), 3, ("not a regular file", "/tmp")),
     Case(43, "absent", ("task.prompt_file=/no/such",), 3, ("does not exist", "/no/such")),
     Case(
@@ -365,6 +419,86 @@ def test_what_looks_odd_but_is_allowed(command: Command) -> None:
     )  # fmt: skip
     assert (answer.code, answer.errors) == (0, [])
     assert [o["output_tokens"] for o in document(answer)["outputs"]] == [3]
+
+
+SECRET = "hush-hush"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.name=${oc.env:SECRET}"], ["task.prompts=['${oc.env:SECRET}']"], ["out=${oc.env:SECRET}"],
+        ["model=${oc.env:SECRET}"], ["model.name=${oc.decode:${oc.env:SECRET}}"], ["seed=${oc.env:SECRET}"],
+        ["model.name=${oc.deprecated:x,${oc.env:SECRET}}"], ["model.path=x-${oc.env:SECRET}"],
+        ["model.name=${oc.env:SECRET}", "--cfg", "job", "--resolve"], ["-m", "model.name=a,${oc.env:SECRET}"],
+        ["--config-dir=mine", "model=a"], ["--config-dir=mine", "task=eval", "task.pairs=[a]"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_environment_is_out_of_reach(
+    words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", SECRET)
+    Path("mine/model").mkdir(parents=True)
+    Path("mine/model/a.yaml").write_text("name: ${oc.env:SECRET}\npath: /no/${oc.env:SECRET}")
+    prompt = [] if any(word.startswith("task") for word in words) else [PROMPT]
+    answer = command(*prompt, *words)
+    assert (answer.code, len(answer.errors)) == (2, 1), answer.err
+    assert "oc.env" in answer.errors[0]
+    assert SECRET not in answer.out + answer.err
+    assert [file for file in Path().rglob("*") if SECRET in file.name or SECRET in written(file)] == []
+
+
+def test_what_looks_like_an_interpolation_is_kept_as_text(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands for itself on the command line, too, behind a backslash; and is not looked into again."""
+    monkeypatch.setenv("SECRET", SECRET)
+    text = "${oc.env:SECRET} ${seed} ${"
+    answer = command(r'task.prompts=["\${oc.env:SECRET} \${seed} \${"]', "task.max_new_tokens=1", "seed=1")
+    assert (answer.code, answer.errors) == (0, [])
+    files = [written(file) for file in Path("outputs").rglob("*")]
+    assert any(text in file for file in files) and not any(SECRET in file for file in files)
+
+
+def written(file: Path) -> str:
+    return file.read_text() if file.is_file() else ""
+
+
+def test_private_presets_are_taken(command: Command) -> None:
+    """What they are for: models, settings, and experiments that choose among both."""
+    for name, content in {
+        "model/mine.yaml": "name: mine\ndefaults: [tiny, _self_]\ncontext: 512",
+        "sampling/warm.yaml": "temperature: 0.7\ntop_p: ${oc.select:sampling.min_p,1.0}",
+        "experiment/both.yaml": "# @package _global_\ndefaults:\n"
+        "- override /sampling: warm\n- override /draft: tiny_draft\nseed: 5\n"
+        "speculation: {k: 3}\nsampling: {top_p: &p 0.9, min_p: *p}",
+    }.items():
+        Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("mine", name).write_text(content)
+    asked = [
+        "model=mine",
+        "experiment=both",
+        "output=json",
+        "task.max_new_tokens=1",
+        "out=done/${now:%Y}/${model.name}",
+    ]
+    answer = command("--config-dir", "mine", PROMPT, *asked)
+    assert (answer.code, answer.errors) == (0, [])
+    assert document(answer)["seed"] == 5
+    [record] = Path("done").rglob("*/mine/**/config.yaml")
+    config = yaml.safe_load(record.read_text())
+    assert (config["model"]["context"], config["speculation"]["k"]) == (512, 3)
+    assert (config["sampling"]["temperature"], config["sampling"]["min_p"]) == (0.7, 0.9)
+
+
+def test_a_private_folder_of_many_files_is_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ssp.private.MAX_ENTRIES", 3)
+    for name in "abcd":
+        Path("mine", name).mkdir(parents=True)
+    answer = command("--config-dir", "mine", PROMPT)
+    assert answer.code == 2
+    assert "holds too much" in answer.errors[0] and "3 files and folders" in answer.errors[0]
 
 
 def test_a_sweep_leaves_nothing_behind(command: Command) -> None:

@@ -138,6 +138,12 @@ def test_a_config_survives_its_record(hydra: None) -> None:
     assert plain["draft"] is None and plain["model"]["weights"] == "checkpoint"
 
 
+def test_a_text_with_signs_of_an_interpolation_is_recorded_as_it_is() -> None:
+    texts = ["${seed}", "${oc.env:HOME}", "${", "\\${seed}", "${nope}"]
+    task = config.resolved(filled(task__prompts=texts))["task"]
+    assert task["prompts"] == texts and task["on_bad_row"] == "fail"
+
+
 def test_known_keys_reach_every_leaf() -> None:
     keys = config.known_keys()
     for key in ("model.path", "draft.dtype", "sampling.top_k", "task.prompts", "speculation.k", "seed"):

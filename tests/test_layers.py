@@ -16,7 +16,7 @@ LAYERS = [
     {"llama_ssp", "errors"},
     {"config", "environment", "guard", "retries"},
     {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
-     "tabular", "lookahead"},
+     "private", "bounds", "tabular", "lookahead"},
     {"checkpoint", "prompts", "arrays", "text", "metrics", "journal", "vocab"},
     {"records"},
     {"job"},
@@ -40,7 +40,7 @@ WITHOUT_TORCH = {
     "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
     "ranges", "placement", "journal", "records", "job", "tabular", "track", "speeds", "screen", "plot_speeds",
     "planning", "guard", "retries", "sharing", "slurm", "groups", "__main__",
-    "vocab", "environment",
+    "vocab", "environment", "private", "bounds",
 }  # fmt: skip
 KNOWS_TRANSFORMERS = {"load"}
 FORBIDDEN_CALLS = {

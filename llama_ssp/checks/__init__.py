@@ -16,13 +16,22 @@ from llama_ssp.checks.groups import (
 )  # fmt: skip
 from llama_ssp.checks.tasks import check_task
 from llama_ssp.checks.values import between, check_types
-from llama_ssp.config import TASKS, BatchConf, EvalConf, PlanConf, PromptedConf, RunConf
+from llama_ssp.config import (
+    TASKS,
+    BatchConf,
+    EvalConf,
+    PlanConf,
+    PromptedConf,
+    RunConf,
+    few_resolvers,
+)
 from llama_ssp.errors import UsageError
 
 
 def to_run(cfg: DictConfig) -> RunConf:
     """The one conversion from Hydra's merged config to dataclasses, checked."""
-    run = OmegaConf.to_object(cfg)
+    with few_resolvers():
+        run = OmegaConf.to_object(cfg)
     if not isinstance(run, RunConf):
         raise UsageError("the configuration does not start from the schema", where="conf/run.yaml")
     check(run)

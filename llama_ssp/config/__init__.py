@@ -6,12 +6,15 @@ Yaml and the command line are merged by Hydra into these schemas, then converted
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
 
 from llama_ssp.config.groups import (
     Bridging,
@@ -53,6 +56,7 @@ from llama_ssp.config.tasks import (
 
 __all__ = [
     "LOSSY",
+    "RESOLVERS",
     "SIZES",
     "TASKS",
     "AgreeConf",
@@ -88,6 +92,7 @@ __all__ = [
     "TimesConf",
     "Verification",
     "Weights",
+    "few_resolvers",
     "home_expanded",
     "known_keys",
     "register",
@@ -114,6 +119,10 @@ class RunConf:
 
 
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
+
+# The resolvers that a configuration may use, beside plain references to its own keys. The others reach what
+# is none of a configuration's business: the environment with its secrets, and nodes made at will.
+RESOLVERS = ("oc.select", "now")
 
 LOSSY = {
     "lenience": "lenience accepts more than the exact rule",
@@ -157,10 +166,30 @@ def _nested(schema: type, name: str) -> list[type]:
 
 
 def resolved(run: RunConf) -> dict[str, Any]:
-    """The run as plain data, for hashes and records."""
-    plain = OmegaConf.to_container(OmegaConf.structured(run), resolve=True, enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    """The run as plain data, for hashes and records. A text is kept as it is, "${...}" in it too."""
+    return {entry.name: _plain(getattr(run, entry.name)) for entry in fields(run)}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
+
+
+@contextmanager
+def few_resolvers() -> Iterator[None]:
+    """Meanwhile an interpolation can use none but `RESOLVERS`; any other raises, whatever it stands in."""
+    every = dict(BaseContainer._resolvers)
+    for name in every.keys() - {*RESOLVERS}:
+        del BaseContainer._resolvers[name]
+    try:
+        yield
+    finally:
+        BaseContainer._resolvers.update(every)
 
 
 def home_expanded(name: str) -> Path:

@@ -1,0 +1,145 @@
+"""A private config folder (--config-dir): models and settings, nothing that Hydra would run. No torch.
+
+Every yaml is looked through before Hydra reads one, within bounds of size: keys, defaults lists, packages.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import yaml
+
+from llama_ssp.errors import UsageError
+
+UNSAFE_NAMES = {"hydra", "_target_", "_partial_", "_recursive_", "()", "class"}
+MAX_ENTRIES, MAX_YAML_BYTES = 10_000, 2**18  # of a private config folder
+MAX_VALUES = 10_000  # of a file in it
+# An entry of a private defaults list: a group or an option, plainly named, and the package it goes to.
+ENTRY = re.compile(r"(?:(?:optional|override) )*/?[\w-][\w.-]*(?:/[\w-][\w.-]*)*(?:@[\w.:-]+)?")
+RUN_ON_NODES = {"setup", "options", "torchrun", "python"}  # of cluster.slurm: they end in a shell script
+PACKAGE_HEADER = re.compile(r"@package\s+(\S+)")  # wherever a line may begin for Hydra
+
+
+def check_folder(folder: Path, groups: Sequence[str]) -> None:
+    """A private config folder may hold models and settings, nothing that Hydra would run."""
+    if not folder.is_dir():
+        raise UsageError("--config-dir is not a folder", found=str(folder), fix="check the path")
+    if (folder / "run.yaml").exists():
+        raise UsageError(
+            "a private run.yaml is refused",
+            where=str(folder),
+            fix="it would replace the project's configuration",
+        )
+    for file in _yaml_files(folder):
+        keys = set(_keys(file))
+        unsafe = sorted(key for key in keys if is_unsafe(key))
+        if is_unsafe(str(file.relative_to(folder))):  # folders are groups, and names of packages
+            unsafe.append("a hydra/ group, or a file so named")
+        if running := sorted(RUN_ON_NODES & keys):
+            raise UsageError(
+                "a private config may not set what runs on the nodes of a cluster", where=str(file),
+                found=", ".join(running), fix=f"write cluster.slurm.{running[0]}=... on the command line",
+            )  # fmt: skip
+        if unsafe:
+            raise UsageError(
+                "a private config may not set what Hydra itself runs", where=str(file),
+                found=", ".join(unsafe), allowed=", ".join(groups), fix="remove it",
+            )  # fmt: skip
+
+
+def is_unsafe(key: str) -> bool:
+    """Whether a key, or any part of the group, package or file that it names, is Hydra's own.
+
+    Of a package Hydra leaves out all up to the last `_global_`, and the sign behind it, whatever that is.
+    """
+    parts = re.split(r"[^\w()-]+", key)
+    parts += [part.rpartition("_global_")[2][1:] for part in parts if "_global_" in part]
+    return not UNSAFE_NAMES.isdisjoint(parts)
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    """Every yaml that Hydra could reach below the folder; links are refused, as they lead elsewhere.
+
+    Folders with more in them than configurations have are refused before they are read.
+    """
+    entries = list(islice(folder.rglob("*"), MAX_ENTRIES + 1))
+    if len(entries) > MAX_ENTRIES:
+        raise UsageError(
+            "--config-dir holds too much", where=str(folder), found=f"more than {MAX_ENTRIES} files",
+            allowed=f"{MAX_ENTRIES} files and folders", fix="give a folder that holds configurations only",
+        )  # fmt: skip
+    left = MAX_YAML_BYTES
+    for entry in sorted(entries):
+        linked, is_yaml = entry.is_symlink() and entry.is_dir(), entry.name.endswith(".yaml")
+        if linked or (is_yaml and not entry.is_file()):
+            raise UsageError(
+                "a private config folder may hold plain files only", where=str(entry),
+                found="a link to a folder" if linked else "no regular file", fix="copy the files into it",
+            )  # fmt: skip
+        if is_yaml:
+            left -= entry.stat().st_size
+            if left < 0:
+                raise UsageError(
+                    "the private configurations are too long", where=str(entry),
+                    found=f"more than {MAX_YAML_BYTES} bytes of yaml in {folder}",
+                    allowed=f"{MAX_YAML_BYTES} bytes", fix="take out what the run does not need",
+                )  # fmt: skip
+            yield entry
+
+
+def _keys(file: Path) -> list[str]:
+    """Every key, every entry of a defaults list, and the package that a header names."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is not None and _values(root, {}) > MAX_VALUES:
+            raise UsageError(
+                "the file holds too many values", where=str(file), found="more, with its aliases written out",
+                allowed=f"{MAX_VALUES} values", fix="take aliases out",
+            )  # fmt: skip
+        content = None if root is None else loader.construct_document(root)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError("the file is not yaml", where=str(file), found=str(error)) from None
+    keys = PACKAGE_HEADER.findall(text)
+    if isinstance(content, dict) and "defaults" in content:
+        keys += _entries(content["defaults"], file)
+    stack, seen = [content], set[int]()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, (dict, list)) or id(node) in seen:  # an alias may stand many times
+            continue
+        seen.add(id(node))
+        keys += [str(key) for key in node] if isinstance(node, dict) else []
+        stack += node.values() if isinstance(node, dict) else node
+    return keys
+
+
+def _entries(defaults: object, file: Path) -> list[str]:
+    """The entries of a defaults list: groups and options by their names, nothing that leads elsewhere."""
+    found = list[str]()
+    for item in defaults if isinstance(defaults, list) else [defaults]:
+        for part in [*item.keys(), *item.values()] if isinstance(item, dict) else [item]:
+            found += [str(name) for name in (part if isinstance(part, list) else [part]) if name is not None]
+    odd = [name for name in found if not ENTRY.fullmatch(name)]
+    if odd or not isinstance(defaults, list):
+        raise UsageError(
+            "a private config names its defaults plainly", where=str(file),
+            found=", ".join(odd) or type(defaults).__name__, allowed='a list such as "- /model: tiny"',
+            fix="write out the names of group and option",
+        )  # fmt: skip
+    return found
+
+
+def _values(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a part of a yaml file has, aliases written out; one inside itself has no end."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        flat = [item for part in parts for item in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_values(item, known) for item in flat)
+    return known[id(node)]
