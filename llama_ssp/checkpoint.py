@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.bounds import require_counts, require_short_texts
 from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
 from llama_ssp.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
@@ -114,6 +115,8 @@ def inspect(path: Path) -> Checkpoint:
     config = read_json(path / "config.json")
     require_plain(path)
     require_no_code(path)
+    require_counts(path, config)
+    require_short_texts(path)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(
             "config.json names no model_type",
@@ -312,6 +315,7 @@ def outlined(model: ModelConf, role: str) -> ModelConf:
         return model
     file = _config_file(model, role)
     checkpoint = Checkpoint(file.parent, read_json(file), {})
+    require_counts(file.parent, checkpoint.config)
     if not isinstance(checkpoint.config.get("model_type"), str):
         raise ModelError(
             "config.json names no model_type", where=str(file), fix="use a Hugging Face model folder"

@@ -200,6 +200,13 @@ def require_no_code(path: Path) -> None:
                 "the model wants to run code of its own", where=str(path / name), found=", ".join(wants),
                 fix=f"use a model of a built-in architecture, or a copy whose {name} has no {wants[0]}",
             )  # fmt: skip
+        listed = content.get("fast_tokenizer_files")
+        outside = [str(n) for n in listed if str(n) != Path(str(n)).name] if isinstance(listed, list) else []
+        if outside:  # libraries open one of them
+            raise ModelError(
+                "the model names a file outside of its folder", where=str(path / name),
+                found=", ".join(outside), fix="do not use this model",
+            )  # fmt: skip
     if (path / ADAPTER).exists():  # whether libraries apply it hangs on what else is installed
         raise ModelError(
             "an adapter lies beside the weights", where=str(path / ADAPTER),
@@ -281,8 +288,9 @@ class _TwinsError(ValueError):
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _TwinsError(f"where {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    record = dict[str, Any]()
+    for name, value in pairs:
+        if name in record:
+            raise _TwinsError(f"where {name!r} stands twice")
+        record[name] = value
     return record

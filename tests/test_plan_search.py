@@ -35,6 +35,31 @@ def test_every_kind_of_placement_is_there():
     assert [one.in_words() for one in placements(4, False)] == ["target 0-3"]
 
 
+def test_a_huge_cluster_is_planned_by_what_the_models_can_use(monkeypatch):
+    """64 and 32 heads: more than 96 ranks are no use to any placement, and no table of them is made."""
+    worlds = set[int]()
+
+    def counted(conf, world, drafts):
+        worlds.add(world)
+        return resolve(conf, world, drafts)
+
+    monkeypatch.setattr("llama_ssp.plan.search.resolve", counted)
+    huge = asked("65B", "7B", replace(P4D, nodes=1024, gpus=4))
+    assert search(huge, [1, 64, 128, 4096])[0].placement.world <= 64
+    assert worlds == {1, 64}
+    with pytest.raises(DistributedError, match=r"heads cannot be split.*4096 ranks"):
+        search(huge, [4096])
+    many = replace(huge, target=replace(huge.target, model=replace(huge.target.model, n_heads=2**20)))
+    with pytest.raises(DistributedError, match=r"too many ranks.*1048576 ranks.*at most 4096"):
+        search(many, [2**20])
+
+
+def test_a_draft_over_many_ranks_is_split_over_powers_of_two():
+    degrees = [one.draft_degree for one in placements(300, True) if one.draft_apart]
+    assert degrees == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert len(list(placements(256, True))) == 2 * 256
+
+
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_placements_are_asked_for_as_they_are_said(world):
     for one in placements(world, True):

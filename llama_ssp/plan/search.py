@@ -19,6 +19,8 @@ from llama_ssp.plan.speed import Pace, Share, band_of, forward_s, share_of
 from llama_ssp.plan.verdict import GpuBill, Verdict, bill_of, worst
 from llama_ssp.ranges import require_quantised, require_split
 
+MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
+MANY_RANKS = 256  # over more of them a draft is split over powers of two only
 LAW_BYTES = 4  # of a probability, on its way to the leader
 
 
@@ -75,8 +77,13 @@ def placements(world: int, drafts: bool, every: bool = True) -> Iterator[Placeme
         return
     seats = [(DraftSeat.leader, 1)]
     if world > 1:
-        seats += [(DraftSeat.sharded, degree) for degree in range(2 if every else world, world + 1)]
-        seats += [(DraftSeat.own, degree) for degree in range(1, world if every else 2)]
+        split, own = [world], [1]
+        if every:
+            own = [2**n for n in range((world - 1).bit_length())]
+            own = own if world > MANY_RANKS else list(range(1, world))
+            split = [*own[1:], world]
+        seats += [(DraftSeat.sharded, degree) for degree in split]
+        seats += [(DraftSeat.own, degree) for degree in own]
         seats += [(DraftSeat.replicated, world)] * every
     for seat, degree in seats:
         yield resolve(PlacementConf(draft=seat, draft_degree=degree), world, drafts=True)
@@ -103,6 +110,17 @@ def require_possible(asked: Asked, placement: Placement) -> None:
             require_quantised(role.model)
 
 
+def require_splittable(asked: Asked, world: int) -> None:
+    """Refuses more ranks than any placement of these models could use, before there is a table of them."""
+    if world > sum(role.model.n_heads for role in asked.roles):
+        require_split(asked.target.model, world, asked.target.role)
+    if world > MOST_RANKS:
+        raise DistributedError(
+            "a placement over too many ranks is not planned", found=f"{world} ranks",
+            allowed=f"at most {MOST_RANKS} ranks", fix="lower cluster.nodes or cluster.gpus",
+        )  # fmt: skip
+
+
 def require_planned(splitting: Splitting) -> None:
     """Refuses DeepSpeed, which loads the whole model on every rank and cuts it by rules of its own."""
     if splitting is Splitting.deepspeed:
@@ -122,6 +140,11 @@ def search(asked: Asked, worlds: list[int], every: bool = True) -> list[Option]:
     found: list[Option] = []
     reason: DistributedError | ModelError | None = None
     for world in worlds:
+        try:
+            require_splittable(asked, world)
+        except (DistributedError, ModelError) as error:
+            reason = error
+            continue
         for placement in placements(world, asked.draft is not None, every):
             try:
                 found.append(option(asked, placement))

@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.errors import DataError
+from llama_ssp.bounds import require_short_text
+from llama_ssp.errors import DataError, ModelError
 from llama_ssp.folder import read_json
 from llama_ssp.vocab.surface import Notation, is_numbered, notation_of, surface
 
@@ -139,8 +140,11 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(text)
         content = json.loads(text)
+        require_short_text(folder / FILE, content)
+        tokenizer = Tokenizer.from_str(text)
+    except ModelError:
+        raise
     except Exception:  # the loading room says what is wrong with it, and its Rust raises bare Exceptions
         return None
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}

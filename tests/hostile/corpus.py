@@ -5,6 +5,7 @@ A row that may run (code 0) brings something that is never touched: it must be a
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from tests import checkpoints
 from tests.checkpoints import INDEX, join
 from tests.hostile.damage import (
+    OUTSIDE,
     WEIGHTS,
     Damage,
     as_json,
@@ -106,6 +108,42 @@ def overlapping(content: dict) -> None:
 def transposed(tensors: dict[str, torch.Tensor]) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].t().contiguous()
+
+
+def twins(path: Path) -> None:
+    """A key stands twice behind very many that do not."""
+    keys = ",".join(f'"k{number}":0' for number in [*range(400_000), 399_999])
+    (path / "config.json").write_text(f"{{{keys}}}")
+
+
+def grown(by: str) -> dict[str, object]:
+    """A step that makes a text a hundred times as long: six of them fill any memory."""
+    return {"type": "Replace", "pattern": {by: "l"}, "content": "l" * 100}
+
+
+def nested_steps(kind: str, name: str, by: str = "String") -> dict[str, object]:
+    step: dict[str, object] = {"type": "Sequence", name: [grown(by), grown(by)]}
+    return {kind: {"type": "Sequence", name: [step, {"type": "Sequence", name: [step, step]}]}}
+
+
+def texts_many_times(content: dict) -> None:
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    once = {"type": "TemplateProcessing", "single": [text] * 100, "pair": [text] * 100, "special_tokens": {}}
+    content["post_processor"] = {"type": "Sequence", "processors": [once] * 6}
+
+
+def other_tokenizer(path: Path) -> None:
+    """A file that libraries take for tokenizer.json, as tokenizer_config.json says so."""
+    content = json.loads((path / "tokenizer.json").read_text()) | nested_steps("normalizer", "normalizers")
+    (path / "tokenizer.4.0.json").write_text(as_json(content))
+    tokenizer_says(fast_tokenizer_files=["tokenizer.4.0.json"])(path)
+
+
+def tokenizer_outside(path: Path) -> None:
+    """The same, of a file that lies elsewhere."""
+    (path.parent / OUTSIDE).mkdir()
+    (path.parent / OUTSIDE / "tokenizer.4.0.json").write_text((path / "tokenizer.json").read_text())
+    tokenizer_says(fast_tokenizer_files=["../outside/tokenizer.4.0.json"])(path)
 
 
 def shard_of_pickles(path: Path) -> None:
@@ -425,6 +463,24 @@ ARCHITECTURES = [
     hostile(22, "no-layers", config_sets(num_hidden_layers=None), "has no usable num_hidden_layers", "None"),
 ]  # fmt: skip
 
+SIZES = [
+    hostile(22, "many-twins", twins, "config.json is not JSON", "'k399999' stands twice"),
+    hostile(22, "endless-labels", config_sets(num_labels=10**9), "num_labels 1000000000", "at most 100000"),
+    hostile(22, "endless-labels-within", config_sets(text_config={"num_labels": 10**9}), "num_labels 1000000000"),
+    hostile(22, "endless-attention", config_sets(model_type="gpt_neo", attention_types=[[["global"], 10**9]]),
+            "attention_types 1000000000"),
+    hostile(15, "long-normalizer", sets("tokenizer.json", **nested_steps("normalizer", "normalizers")),
+            "makes texts longer", "normalizer", "allowed 32 times"),
+    hostile(15, "long-by-expression", sets("tokenizer.json", **nested_steps("normalizer", "normalizers", "Regex")),
+            "makes texts longer", "normalizer"),
+    hostile(15, "long-normalizer-elsewhere", other_tokenizer, "makes texts longer", "tokenizer.4.0.json"),
+    hostile(24, "tokenizer-outside", tokenizer_outside, "names a file outside", "../outside/tokenizer.4.0.json"),
+    hostile(15, "long-decoder", sets("tokenizer.json", **nested_steps("decoder", "decoders")),
+            "makes texts longer", "decoder"),
+    hostile(15, "long-template", lambda p: checkpoints.edit(p / "tokenizer.json", texts_many_times),
+            "makes texts longer", "post_processor"),
+]  # fmt: skip
+
 GROUPS: dict[str, list[Hostile]] = {
     "pickled weights": PICKLES,
     "LFS pointers": POINTERS,
@@ -437,5 +493,6 @@ GROUPS: dict[str, list[Hostile]] = {
     "tensors": TENSORS,
     "config.json": NUMBERS,
     "architectures": ARCHITECTURES,
+    "time and memory": SIZES,
 }
 CORPUS = [row for rows in GROUPS.values() for row in rows]
