@@ -1,30 +1,42 @@
-"""Samplers that are wrong, for task=certify to say so. `python -m tests.certify_faults` prints the table
-(`python -m tests.certify_faults stale` the rows so named).
+"""Samplers that are wrong, for task=certify to say so, and the sound code on other seeds.
 
-Each fault is planted in the code that ships, or, the last one, is another library's sampler behind the
-same interface; the pair is the one that ships, the size that of the default run.
+    python -m tests.certify_faults [only=TEXT,...] [seeds=20] [jobs=1] [write=FILE.md]
+
+prints the table (of the rows with one of these texts in their name). Each fault is planted in the code that
+ships, or, one of them, is another library's sampler behind the same interface; the pair is the one that
+ships, the size that of the default run. The exit code is 1 if a verdict is not the one that is due.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
+import shlex
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
-from llama_ssp import cli, verify
+from bench.surroundings import surroundings, write
+from llama_ssp import cli, sampling, verify
 from llama_ssp.cache import RaggedCache
 from llama_ssp.checkpoint import SHIPPED_FOLDER
-from llama_ssp.draws import prompt_key
-from llama_ssp.engine import Prompt, drafters
+from llama_ssp.draws import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
+from llama_ssp.engine import Prompt, State, drafters
+from llama_ssp.kernels import build, deciding
 from llama_ssp.sampling import Laws
 from llama_ssp.tasks import certify
 from tests import mutants
@@ -47,6 +59,34 @@ class Fault:
             yield
 
 
+@dataclass(frozen=True)
+class KernelFault:
+    """A line of deciding.cpp and what stands there instead; the kernel decides where steps are compiled."""
+
+    name: str
+    line: str
+    faulty: str
+    check: str = "decisions"
+    overrides: tuple[str, ...] = ("engine=compiled",)
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        folder = Path(build.__file__).parent
+        source = (folder / "deciding.cpp").read_text(encoding="utf-8")
+        assert source.count(self.line) == 1
+        unbuilt = functools.cache(deciding.operators.__wrapped__)
+        with tempfile.TemporaryDirectory() as place:
+            shutil.copytree(folder, place, dirs_exist_ok=True)
+            (Path(place) / "deciding.cpp").write_text(
+                source.replace(self.line, self.faulty), encoding="utf-8"
+            )
+            with (
+                patch.object(build, "__file__", str(Path(place) / "build.py")),
+                patch.object(deciding, "operators", unbuilt),
+            ):
+                yield
+
+
 def _unfiltered_target(self: Laws, logits: Any, prefix: Any) -> Any:
     """Filters the draft, not the blocks that the target verifies; a greedy law has nothing to filter."""
     if self.controls.temperature == 0:
@@ -54,7 +94,24 @@ def _unfiltered_target(self: Laws, logits: Any, prefix: Any) -> Any:
     return mutants._unfiltered_target(self, logits, prefix)
 
 
+def _reused_coins(self: State, purpose: Purpose, offset: int = 0) -> Slot:
+    """The acceptance coin is the uniform that its draft was drawn with."""
+    return state_slot(self, Purpose.DRAFT if purpose is Purpose.ACCEPT else purpose, offset)
+
+
+def _shared_counters(self: CounterDraws, key: int, base: int, width: int, stream: int) -> Any:
+    """Coins, drafts' uniforms and clocks are the same raw numbers."""
+    of_purpose = np.arange(width) // PURPOSES if stream == ROUNDS else np.arange(width)
+    return draws_row(self, key, base, width, ROUNDS)[of_purpose]
+
+
+def _wider_nucleus(law: Any, top_p: float) -> Any:
+    return nucleus_edge(law, top_p + 0.01)
+
+
+state_slot, draws_row, nucleus_edge = State.slot, CounterDraws._row, sampling._nucleus_edge
 NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
+PENALTY = ("sampling.repetition_penalty=1.3",)
 FAULTS = [
     Fault("ratio swapped", verify, "_ratios", mutants._swapped, "law"),
     Fault("correction from the target's whole law", verify, "_remaining_law", mutants._target_again, "law"),
@@ -67,7 +124,20 @@ FAULTS = [
         "drafts",
     ),
     Fault("stale target cache", RaggedCache, "update", mutants._keeps_stale, "law"),
-]
+    Fault("coins are the drafts' uniforms", State, "slot", _reused_coins, "numbers"),
+    Fault("coins, uniforms and races share counters", CounterDraws, "_row", _shared_counters, "numbers"),
+    Fault("top-p 0.01 wider everywhere", sampling, "_nucleus_edge", _wider_nucleus, "filters", NUCLEUS),
+    Fault(
+        "penalties ignore the block", State, "prefix", mutants._committed_prefix_only, "filters", PENALTY
+    ),
+    Fault("bonus token from the draft", verify, "_remaining_law", mutants._bonus_from_draft, "law"),
+]  # fmt: skip
+KERNEL_FAULTS = [
+    KernelFault("kernel lenient by 2 %", "coin_step] < chance) accepted = i + 1, weight = carried;",
+                "coin_step] < 1.02 * chance) accepted = i + 1, weight = carried;"),
+    KernelFault("kernel's residual without what is carried", "accepted = i + 1, weight = carried",
+                "accepted = i + 1"),
+]  # fmt: skip
 
 
 @dataclass
@@ -133,24 +203,67 @@ def black_box(sampler: Any) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    runs: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
-        (fault.name, fault.planted, fault.overrides) for fault in FAULTS
-    ]
-    runs.append(("transformers, another tokenizer", lambda: black_box(TransformersSampler()), ()))
-    wanted = sys.argv[1:]
-    print("| fault | verdict | exit | failed checks | CPU s |\n|---|---|---|---|---|")
-    for name, planted, overrides in runs:
-        if wanted and not any(word in name for word in wanted):
-            continue
+@dataclass(frozen=True)
+class Row:
+    """One run of the table."""
+
+    name: str
+    due: str
+    overrides: tuple[str, ...] = ()
+    planted: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def line(self) -> tuple[bool, str]:
+        """Runs the command; whether the verdict is the one that is due, and a line of the table."""
+        torch.set_num_threads(1)
         began = time.process_time()
-        with planted():
-            found = certified("seed=1", *overrides)
+        with self.planted():
+            found = certified(*self.overrides)
         failed = [f"{c['name']}: {c['says']}" for c in found["checks"] if c["outcome"] == "failed"]
         seconds = time.process_time() - began
-        print(f"| {name} | {found['verdict']} | {found['exit_code']} | {'; '.join(failed)} | {seconds:.0f} |",
-              flush=True)  # fmt: skip
+        told = f"{found['verdict']} | {found['exit_code']} | {'; '.join(failed) or '-'} | {seconds:.0f}"
+        return found["verdict"] == self.due, f"| {self.name} | {' '.join(self.overrides)} | {told} |"
+
+
+def rows(seeds: int) -> list[Row]:
+    """The faults, another library, and the sound code on `seeds` seeds."""
+    faults: list[Fault | KernelFault] = [*KERNEL_FAULTS, *FAULTS]
+    found = [Row(fault.name, "different", ("seed=1", *fault.overrides), fault.planted) for fault in faults]
+    other = Row("transformers, another tokenizer", "different", ("seed=1",), _another_library)
+    return [*found, other, *(Row("sound code", "same", (f"seed={seed}",)) for seed in range(seeds))]
+
+
+def _another_library() -> AbstractContextManager[None]:
+    return black_box(TransformersSampler())
+
+
+def _line(number: int, seeds: int) -> tuple[bool, str]:
+    return rows(seeds)[number].line()
+
+
+def main() -> int:
+    asked = dict(word.split("=", 1) for word in sys.argv[1:])
+    seeds, wanted = int(asked.get("seeds", "20")), [word for word in asked.get("only", "").split(",") if word]
+    numbers = [
+        number for number, row in enumerate(rows(seeds))
+        if not wanted or any(word in row.name for word in wanted)
+    ]  # fmt: skip
+    head = ["| fault | run with | verdict | exit | failed checks | CPU s |", "|---|---|---|---|---|---|"]
+    about = surroundings({"device": "cpu, one thread a run"})
+    about[0] = f"Command: `python -m tests.certify_faults {shlex.join(sys.argv[1:])}`"
+    print(*about, "", *head, sep="\n", flush=True)
+    found = []
+    with ProcessPoolExecutor(int(asked.get("jobs", "1")), get_context("spawn")) as pool:
+        for right, line in pool.map(_line, numbers, [seeds] * len(numbers)):
+            found.append((right, line))
+            print(line, flush=True)
+    right = sum(right for right, _ in found)
+    told = f"{right} of {len(found)} verdicts are those that are due: `different` of a fault, else `same`."
+    print(told)
+    if "write" in asked:
+        lines = ["# certify: planted faults, and the sound code", "", *about, "", told, "", *head]
+        write(asked["write"], "\n".join([*lines, *(line for _, line in found), ""]))
+    return 0 if right == len(found) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

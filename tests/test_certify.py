@@ -367,7 +367,8 @@ def test_bands_hold() -> None:
 
 SMALL = ("task.samples=8", "task.max_new_tokens=3", "task.law_tokens=6", "task.law_rounds=6",
          "task.greedy_tokens=6", 'task.prompts=["hello there", "def f"]')  # fmt: skip
-CHECKS = ["law", "drafts", "monitor", "two samples", "negative control", "greedy"]
+BY_ROUNDS = ["law", "filters", "drafts", "monitor", "decisions", "numbers", "first token"]
+CHECKS = [*BY_ROUNDS, "two samples", "negative control", "greedy"]
 
 
 def document(answer: Answer) -> dict[str, Any]:
@@ -401,7 +402,7 @@ def test_a_wrong_rule_fails_the_command(command: Command) -> None:
 @pytest.mark.slow
 def test_a_greedy_run_needs_no_samples(command: Command) -> None:
     found = document(command("task=certify", "seed=1", "sampling=greedy", "output=json", *SMALL))
-    assert [c["name"] for c in found["checks"]] == ["law", "drafts", "monitor", "greedy", "negative control"]
+    assert [c["name"] for c in found["checks"]] == [*BY_ROUNDS, "greedy", "negative control"]
     assert found["verdict"] == "same"
 
 
@@ -414,7 +415,7 @@ def test_a_run_that_was_stopped_gives_no_verdict(command: Command, monkeypatch: 
     answer = command("task=certify", "seed=1", "output=json", *SMALL)
     found = document(answer)
     assert (answer.code, found["status"], found["verdict"]) == (130, "interrupted", None)
-    assert [c["name"] for c in found["checks"]] == ["law"]
+    assert [c["name"] for c in found["checks"]] == ["law", "filters"]
 
 
 @pytest.mark.parametrize(

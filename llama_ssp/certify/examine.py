@@ -28,7 +28,7 @@ from llama_ssp.verify import CoupledRule
 
 RULE_TOLERANCE = 1e-10  # of arithmetic in fp64
 MOST_NOISE = 0.2  # total variation between regular passes beyond which a law says too little
-RANDOM_CHECKS = 3  # drafts, monitor and two samples share the false-alarm rate
+RANDOM_CHECKS = 5  # drafts, monitor, numbers, first token and two samples share the false-alarm rate
 
 
 @dataclass(frozen=True)

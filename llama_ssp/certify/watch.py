@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.arrays import Array
+from llama_ssp.certify.replay import Decisions
 from llama_ssp.draws import Draws
 from llama_ssp.engine import AnyEngine, Engine, Follower, Proposal, State, Verdict
 from llama_ssp.errors import DistributedError
@@ -27,7 +28,7 @@ class Round:
 
     `text` ends with the `count` drafts, of which `accepted` stand, with `token` behind them; `key`
     stands for the prompt's id, as in every draw. `target_WV` has the count + 1 laws that verification used,
-    `draft_KV` the declared laws of the drafts, both in fp64.
+    `draft_KV` the declared laws of the drafts, both in fp64; `logit_WV` the logits behind `target_WV`.
     """
 
     prompt_length: int
@@ -38,6 +39,7 @@ class Round:
     draft_KV: Tensor | None
     key: int = 0
     token: int = 0
+    logit_WV: Tensor | None = None
 
     @property
     def drafted(self) -> tuple[int, ...]:
@@ -70,9 +72,13 @@ class Witness:
 
     def __post_init__(self) -> None:
         self._uniforms = np.random.Generator(np.random.Philox(self.seed))
+        self.decisions = Decisions(self.seed)
 
-    def see(self, state: State, proposal: Proposal, verdict: Verdict, block: Block | None) -> None:
-        """One round over the batch; `block` is there where this rank has decided."""
+    def see(
+        self, state: State, proposal: Proposal, verdict: Verdict, block: Block | None,
+        logit_BWV: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """One round over the batch; `block` and `logit_BWV` are there where this rank has decided."""
         rows = [row for row, count in enumerate(proposal.count) if count and not verdict.damaged[row]]
         if block is not None:
             self._tally(block, rows, verdict.accepted)
@@ -91,6 +97,7 @@ class Witness:
                     draft_KV=None if block is None else block.draft_BKV[row, :count].to("cpu", copy=True),
                     key=state.keys[row],
                     token=verdict.token[row],
+                    logit_WV=None if logit_BWV is None else logit_BWV[row, : count + 1].to("cpu", copy=True),
                 )
             )
 
@@ -154,6 +161,7 @@ class WatchedEngine(RuledEngine):
         super().__init__(engine, engine._rule)
         self.witness = witness
         self._seen: Block | None = None
+        self._logit_BWV: Tensor | None = None
 
     @property
     def rule(self) -> Rule:
@@ -165,10 +173,21 @@ class WatchedEngine(RuledEngine):
         return self._draws
 
     def verify(self, state: State, proposal: Proposal) -> Verdict:
-        self._seen = None
+        self._seen = self._logit_BWV = None
         verdict = super().verify(state, proposal)
-        self.witness.see(state, proposal, verdict, self._seen)
+        self.witness.see(state, proposal, verdict, self._seen, self._logit_BWV)
+        if self._seen is not None:
+            self.witness.decisions.see(self._rule, self._draws, state, self._seen, verdict)
+        self._logit_BWV = None
         return verdict
+
+    def decided(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
+        """What this engine decides on these logits; no pass, and nobody sees it."""
+        return super()._judge(state, proposal, logit_BWV)
+
+    def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
+        self._logit_BWV = logit_BWV
+        return super()._judge(state, proposal, logit_BWV)
 
     def _block(self, state: State, proposal: Proposal, law_BWV: Tensor) -> Block:
         self._seen = super()._block(state, proposal, law_BWV)

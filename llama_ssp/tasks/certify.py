@@ -14,11 +14,14 @@ from llama_ssp.certify.examine import (
     check_samples,
 )
 from llama_ssp.certify.findings import INCONCLUSIVE, SAME, Check, page, sentence, verdict
+from llama_ssp.certify.first import ROUNDS, check_first, first_tokens
+from llama_ssp.certify.plain import check_filters
+from llama_ssp.certify.replay import check_decisions, check_numbers
 from llama_ssp.certify.samplers import Clock, EngineSampler, WatchedEngineSampler
 from llama_ssp.certify.tallies import check_acceptance, check_drafts
-from llama_ssp.certify.watch import KeepsEveryDraft, RuledEngine, Witness, watched
+from llama_ssp.certify.watch import KeepsEveryDraft, RuledEngine, WatchedEngine, Witness, watched
 from llama_ssp.config import CertifyConf, Drafting, Output, RunConf, SamplingConf
-from llama_ssp.engine import Engine, Prompt
+from llama_ssp.engine import AnyEngine, Engine, Prompt
 from llama_ssp.errors import UsageError
 from llama_ssp.inputs import Inputs
 from llama_ssp.load.tokens import Tokens
@@ -127,14 +130,16 @@ class CertifyTask:
             subject = self._watched(make("speculative", run), witness)
             laws = Laws(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
             self._add(check_laws(subject, pair.target, laws, self._prompts, plan, leads))
+            if leads:
+                self._add(check_filters(witness.rounds, laws))
             if not greedy_only:
                 drawn = check_samples(
                     subject, make("regular", _regular(run)), _with_rule(make(WRONG, run)),
                     self._prompts, plan, leads,
                 )  # fmt: skip
-            del subject  # and with it its caches
             if leads:
-                self._add(check_drafts(witness, plan.level), check_acceptance(witness, plan.level))
+                self._add(*self._by_rounds(subject.engine, witness, plan))
+            del subject  # and with it its caches
             if not greedy_only:
                 self._add(*drawn)
             greedy = replace(run, sampling=SamplingConf(temperature=0.0))
@@ -144,6 +149,17 @@ class CertifyTask:
                 _longest_draft(run), self._prompts, plan,
             )  # fmt: skip
             self._add(*checks)
+
+    @staticmethod
+    def _by_rounds(engine: AnyEngine, witness: Witness, plan: Plan) -> list[Check]:
+        """What all rounds that were watched say together, and many first tokens without a pass."""
+        assert isinstance(engine, WatchedEngine)
+        first = first_tokens(engine, witness.rounds, ROUNDS * plan.law_rounds, plan.rows, plan.seed)
+        return [
+            check_drafts(witness, plan.level), check_acceptance(witness, plan.level),
+            check_decisions(witness.decisions), check_numbers(witness.decisions, plan.level),
+            check_first(first, plan.level),
+        ]  # fmt: skip
 
     def _sampler(
         self, pair: Pair, tokens: Tokens, name: str, run: RunConf, progress: Progress
