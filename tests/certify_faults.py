@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,16 @@ import torch
 from bench.surroundings import surroundings, write
 from llama_ssp import cli, sampling, verify
 from llama_ssp.cache import RaggedCache
+from llama_ssp.certify import calculus, examine, reference, tallies
+from llama_ssp.certify.findings import Outcome
+from llama_ssp.certify.reference import Departure, Noise
+from llama_ssp.certify.watch import Round, Witness
 from llama_ssp.checkpoint import SHIPPED_FOLDER
 from llama_ssp.draws import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
 from llama_ssp.engine import Prompt, State, drafters
 from llama_ssp.kernels import build, deciding
 from llama_ssp.sampling import Laws
+from llama_ssp.statistics import sum_band, uniform_band
 from llama_ssp.tasks import certify
 from tests import mutants
 
@@ -137,6 +143,79 @@ KERNEL_FAULTS = [
                 "coin_step] < 1.02 * chance) accepted = i + 1, weight = carried;"),
     KernelFault("kernel's residual without what is carried", "accepted = i + 1, weight = carried",
                 "accepted = i + 1"),
+]  # fmt: skip
+
+
+def _by_rule() -> str | None:
+    """A rule that is wrong by two thousandths."""
+    random = np.random.default_rng(2)
+    target, draft = (torch.from_numpy(random.dirichlet([1.0] * 6, size)) for size in (4, 3))
+    seen = Round(1, (0, 1, 2, 3), 3, 0, target, draft)
+    with patch.object(verify, "_ratios", lambda block: mutants.verify_ratios(block) * 1.002):
+        nodes = [calculus.node(verify.RULES["token"], seen, at) for at in range(4)]
+    found = examine._law_finding(NOISE, [NO_DEPARTURE], [one for one in nodes if one])
+    return None if found.outcome is Outcome.failed else "a rule 0.2 % too lenient passes"
+
+
+def _by_departure(departures: list[Departure]) -> str | None:
+    found = examine._law_finding(NOISE, departures, [])
+    return None if found.outcome is Outcome.failed else f"{departures[0]} of {len(departures)} passes"
+
+
+def _by_one_position() -> str | None:
+    """One position of a hundred is off by half as much again as rounding explains."""
+    return _by_departure([Departure(0.03, 0.03, 0.0, 0.0), *[NO_DEPARTURE] * 99])
+
+
+def _by_typical() -> str | None:
+    """All positions are off by twelve times what regular passes typically differ by, and within the band."""
+    return _by_departure([Departure(0.006, 0.006, 0.0, 0.0)] * 99)
+
+
+def _by_monitor(position: int) -> str | None:
+    """Of 10,000 drafts at a position, 420 more stand than 5,000: 8.4 standard deviations."""
+    witness = Witness("token", 0, tried=[10_000] * 4, stood=[5000] * 4, expected=[5000.0] * 4,
+                      spread=[2500.0] * 4)  # fmt: skip
+    witness.stood[position] += 420
+    found = tallies.check_acceptance(witness, LEVEL)
+    return None if found.outcome is Outcome.failed else f"420 of 10,000 too many pass at position {position}"
+
+
+def _by_places() -> str | None:
+    """4 % of 10,000 drafts lie elsewhere."""
+    witness = Witness("token", 0, drafted=10_000, places=(0.96 * np.arange(10_000) / 10_000).tolist())
+    found = tallies.check_drafts(witness, LEVEL)
+    return None if found.outcome is Outcome.failed else "drafts that never lie in the tail of 4 % pass"
+
+
+def _first_alone(witness: Witness, level: float) -> Any:
+    kept = ("tried", "stood", "expected", "spread")
+    return acceptance(replace(witness, **{name: getattr(witness, name)[:1] for name in kept}), level)
+
+
+def _within_the_cut(self: Departure, noise: Noise) -> bool:
+    return self.outside + self.missing <= 0
+
+
+def _thrice(band: Callable[..., float]) -> Callable[..., float]:
+    return lambda *numbers: 3 * band(*numbers)
+
+
+LEVEL = 1e-3 / examine.RANDOM_CHECKS
+NOISE = Noise(0.01, 0.01, (0.0005, 0.0005))
+NO_DEPARTURE = Departure(0.0, 0.0, 0.0, 0.0)
+acceptance = tallies.check_acceptance
+BLUNTED = [
+    mutants.Mutant("tolerance of the rule 1e-2", examine, "RULE_TOLERANCE", 1e-2, _by_rule),
+    mutants.Mutant("monitor's band x3", tallies, "sum_band", _thrice(sum_band), partial(_by_monitor, 0)),
+    mutants.Mutant("drafts' band x3", tallies, "uniform_band", _thrice(uniform_band), _by_places),
+    mutants.Mutant("rounding's band x3", reference, "SAFETY", 3 * reference.SAFETY, _by_one_position),
+    mutants.Mutant("multiple of rounding x3", reference, "MULTIPLE", 3 * reference.MULTIPLE, _by_typical),
+    mutants.Mutant("part of the largest x3", reference, "PART_OF_LARGEST", 0.75, _by_typical),
+    mutants.Mutant(
+        "monitor at one position", tallies, "check_acceptance", _first_alone, partial(_by_monitor, 2)
+    ),
+    mutants.Mutant("departures beyond ignored", Departure, "within", _within_the_cut, _by_one_position),
 ]  # fmt: skip
 
 

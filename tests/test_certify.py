@@ -18,7 +18,10 @@ from llama_ssp import verify
 from llama_ssp.certify.calculus import MOST_TRIED, node
 from llama_ssp.certify.examine import Plan, check_greedy_texts, check_laws, check_samples, spread
 from llama_ssp.certify.findings import Check, Outcome, page, sentence, verdict
+from llama_ssp.certify.first import FirstTokens, check_first, first_tokens
+from llama_ssp.certify.plain import check_filters
 from llama_ssp.certify.reference import Noise, Reference
+from llama_ssp.certify.replay import check_decisions, check_numbers
 from llama_ssp.certify.samplers import EngineSampler, WatchedEngineSampler
 from llama_ssp.certify.tallies import check_acceptance, check_drafts
 from llama_ssp.certify.twosample import Samples
@@ -33,7 +36,7 @@ from llama_ssp.lookahead import FixedLookahead
 from llama_ssp.sampling import Laws
 from llama_ssp.statistics import sum_band, uniform_band
 from llama_ssp.verify import RULES, Block, BlockRule, CoupledRule, Rule, TokenRule
-from tests import mutants
+from tests import certify_faults, mutants
 from tests.conftest import Answer, Command
 from tests.toy import toy
 
@@ -155,15 +158,17 @@ def _some_in_any_case(self: CoupledRule, block: Block, chosen: Any) -> Any:
     return (block.drafted_BK == chosen[:, : block.k]) | (block.drafted_BK < 3)
 
 
+MORE: dict[str, tuple[Any, str, Any]] = {
+    "coupled": (CoupledRule, "agreed", _some_in_any_case),
+    "token": (verify, "_ratios", _twice),
+    "block": (verify, "_ratios", _twice),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_that_keeps_more_shows(rule: str) -> None:
-    more = {
-        "coupled": (CoupledRule, "agreed", _some_in_any_case),
-        "token": (verify, "_ratios", _twice),
-        "block": (verify, "_ratios", _twice),
-    }
-    with patch.object(*more[rule]):
+    with patch.object(*MORE[rule]):
         witness = watched(rule, texts=200).witness
     assert check_acceptance(witness, SURE).outcome is Outcome.failed
 
@@ -240,6 +245,116 @@ def test_faults_of_coupled_rounds_show(fault: mutants.Mutant) -> None:
         found = law_check("coupled", replace(PLAN, law_rounds=24, law_positions=120))
     assert found.outcome is Outcome.failed
     assert found.figures["positions_rule_wrong"] > 3
+
+
+@pytest.mark.parametrize("controls", SAMPLINGS)
+def test_filters_are_those_of_a_plain_implementation(controls: str) -> None:
+    found = filter_check(SAMPLINGS[controls])
+    assert found.outcome is Outcome.passed, found.says
+    assert found.figures["positions"] >= 20
+
+
+FILTER_FAULTS = [
+    (certify_faults.sampling, "_nucleus_edge", certify_faults._wider_nucleus, SamplingConf(top_p=0.8)),
+    (certify_faults.sampling, "greatest", lambda law, k: mutants_greatest(law, k + 1), SAMPLINGS["top-k"]),
+    (mutants.State, "prefix", mutants._committed_prefix_only, SAMPLINGS["penalties"]),
+    (mutants.Laws, "_law", mutants._soft_at_zero, SAMPLINGS["greedy"]),
+]
+mutants_greatest = certify_faults.sampling.greatest
+
+
+@pytest.mark.parametrize(("place", "attribute", "fault", "sampling"), FILTER_FAULTS)
+def test_filters_that_are_wrong_everywhere_show(
+    place: Any, attribute: str, fault: Any, sampling: SamplingConf
+) -> None:
+    """In the target, the draft and regular passes alike."""
+    with patch.object(place, attribute, fault):
+        found = filter_check(sampling)
+    assert found.outcome is Outcome.failed
+
+
+def filter_check(sampling: SamplingConf) -> Check:
+    subject = watched("block", sampling=sampling)
+    subject.witness.room = 20
+    subject.texts(PROMPTS, 20)
+    return check_filters(subject.witness.rounds, Laws(sampling, (), VOCAB))
+
+
+@pytest.mark.parametrize(("rule", "draft"), [("token", 1), ("block", 1), ("block", 0), ("coupled", 1)])
+def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
+    """Also with a draft that is the target, where chances are quotients of rounding."""
+    decisions = watched(rule, texts=60, draft=toy(VOCAB, draft, sharpness=0.8)).witness.decisions
+    found, numbers = check_decisions(decisions), check_numbers(decisions, SURE)
+    expected = Outcome.skipped if rule == "coupled" else Outcome.passed
+    assert (found.outcome, numbers.outcome) == (expected, expected), (found.says, numbers.says)
+    assert expected is Outcome.skipped or found.figures["decisions"] > 300
+
+
+def _lenient_decision(self: Engine, state: Any, proposal: Any, law_BWV: Any) -> Any:
+    """The engine takes two hundredths more than the rule that it is asked to go by."""
+    chances = BlockRule.accept_chances
+    with patch.object(BlockRule, "accept_chances", lambda rule, block: 1.02 * chances(rule, block)):
+        return mutants.engine_decide(self, state, proposal, law_BWV)
+
+
+@pytest.mark.parametrize("fault", [_lenient_decision, mutants._first_row_decides])
+def test_decisions_that_the_rule_does_not_take_show(fault: Any) -> None:
+    """The rule itself is right, so the law check sees nothing of this."""
+    with patch.object(Engine, "_decide", fault):
+        decisions = watched("block", texts=50).witness.decisions
+    assert check_decisions(decisions).outcome is Outcome.failed
+
+
+NUMBER_FAULTS = [fault for fault in certify_faults.FAULTS if fault.check == "numbers"]
+
+
+@pytest.mark.parametrize("fault", NUMBER_FAULTS, ids=lambda fault: fault.name)
+def test_numbers_that_depend_on_each_other_show(fault: certify_faults.Fault) -> None:
+    with fault.planted():
+        decisions = watched("block", texts=50).witness.decisions
+    assert check_numbers(decisions, SURE).outcome is Outcome.failed
+    assert check_decisions(decisions).outcome is Outcome.passed
+
+
+def test_numbers_that_were_drawn_before_show() -> None:
+    with patch.object(State, "slot", mutants._one_slot_a_text):
+        decisions = watched("block", texts=10).witness.decisions
+    found = check_numbers(decisions, SURE)
+    assert found.outcome is Outcome.failed and found.figures["coins_repeated"] > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_first_tokens_have_their_exact_probabilities(rule: str) -> None:
+    subject = watched(rule)
+    subject.witness.room = 12
+    subject.texts(PROMPTS, 12)
+    seen = first_tokens(subject.engine, subject.witness.rounds, 4000, 500, 1)
+    found = check_first(seen, SURE)
+    assert (found.outcome, seen.rounds) == (Outcome.passed, 4000), found.says
+    with patch.object(*MORE[rule]):
+        seen = first_tokens(subject.engine, subject.witness.rounds, 4000, 500, 1)
+    assert check_first(seen, SURE).outcome is Outcome.failed
+
+
+def test_first_tokens_that_are_two_hundredths_off_show() -> None:
+    """As many as the default run draws; total variation 0.02, towards the draft or another likely token."""
+    level, random = replace(PLAN, false_alarm=1e-3).level, np.random.default_rng(3)
+    target, draft = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.3, 0.2, 0.4])
+    for moved, outcome in (
+        ([0, 0, 0, 0], Outcome.passed),
+        ([-0.02, 0, 0, 0.02], Outcome.failed),
+        ([-0.02, 0.02, 0, 0], Outcome.failed),
+    ):
+        seen = FirstTokens(0)
+        seen.see(random.choice(4, size=24_576, p=target + moved), target, draft)
+        assert check_first(seen, level).outcome is outcome
+
+
+@pytest.mark.parametrize("blunted", certify_faults.BLUNTED, ids=lambda mutant: mutant.name)
+def test_certify_itself_is_sharp(blunted: mutants.Mutant) -> None:
+    """Each way to blunt it is caught by a proof that it passes as it ships."""
+    assert blunted.caught_by() is None
+    assert mutants.verdict(blunted) is not None
 
 
 WORLD_FAULTS = [

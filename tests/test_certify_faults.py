@@ -7,25 +7,32 @@ runs the whole command on every fault.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from llama_ssp.certify.examine import Plan, check_laws, check_samples
 from llama_ssp.certify.findings import Check, Outcome
+from llama_ssp.certify.plain import check_filters
+from llama_ssp.certify.replay import check_decisions, check_numbers
 from llama_ssp.certify.tallies import check_drafts
 from llama_ssp.certify.watch import KeepsEveryDraft, Witness
 from llama_ssp.checkpoint import SHIPPED_FOLDER, complete
 from llama_ssp.config import CertifyConf, Dtype, ModelConf, SamplingConf
+from llama_ssp.coupled import source
 from llama_ssp.engine import Prompt
+from llama_ssp.kernels.deciding import HostDraws, by_kernel
 from llama_ssp.load.causal import CausalModel
 from llama_ssp.load.models import load
 from llama_ssp.load.tokens import Tokens, read_tokens
 from llama_ssp.prompts import SHORT
 from llama_ssp.sampling import Laws
 from llama_ssp.verify import RULES, TokenRule
-from tests.certify_faults import FAULTS, Fault, TransformersSampler
+from tests.certify_faults import FAULTS, KERNEL_FAULTS, PENALTY, Fault, KernelFault, TransformersSampler
+from tests.certify_faults import NUCLEUS as NUCLEUS_RUN
 from tests.test_certify import sampler
+from tests.test_deciding import needs_compiler
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +101,54 @@ def test_faults_of_the_drafts(shipped: Shipped, fault: Fault | None) -> None:
             ours.texts(asked, PLAN.new_tokens)
     expected = Outcome.passed if fault is None else Outcome.failed
     assert check_drafts(witness, PLAN.level).outcome is expected
+
+
+OWN_CHECKS = ["decisions", "numbers", "filters"]
+OTHERS = [fault for fault in (*KERNEL_FAULTS, *FAULTS) if fault.check in OWN_CHECKS]
+CONTROLS = {NUCLEUS_RUN: NUCLEUS, PENALTY: SamplingConf(repetition_penalty=1.3)}
+
+
+def test_eight_faults_and_more_have_their_checks() -> None:
+    assert len(OTHERS) == 6
+    assert {fault.name for fault in FAULTS if fault.check == "law"} > {
+        "stale target cache", "bonus token from the draft",
+    }  # fmt: skip
+
+
+def by_rounds(shipped: Shipped, sampling: SamplingConf, kernel: bool, texts: int) -> dict[str, Outcome]:
+    """What the checks of decisions, numbers and filters say of so many texts of 8 tokens."""
+    target, draft, tokens = shipped
+    chosen = (lambda rule, seed: by_kernel(source(rule, seed))) if kernel else source
+    with patch("tests.test_certify.source", chosen):
+        ours = sampler(
+            "ours", RULES["block"], draft, Witness("block", 1), sampling, target, 4, tokens.end_ids, 64
+        )
+    assert isinstance(ours.draws, HostDraws) is kernel
+    ours.witness.room = PLAN.law_rounds
+    asked = prompts_of(tokens)
+    ours.texts([replace(one, id=f"{one.id} {n}") for one in asked for n in range(texts // len(asked))], 8)
+    decisions, laws = ours.witness.decisions, Laws(sampling, tuple(tokens.end_ids), target.vocab)
+    found = [
+        check_decisions(decisions), check_numbers(decisions, PLAN.level),
+        check_filters(ours.witness.rounds, laws),
+    ]  # fmt: skip
+    return {check.name: check.outcome for check in found}
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", [False, True], ids=["rule", "kernel"])
+def test_sound_rounds_pass(shipped: Shipped, kernel: bool) -> None:
+    assert set(by_rounds(shipped, NUCLEUS, kernel, 256).values()) == {Outcome.passed}
+
+
+@needs_compiler
+@pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.name)
+def test_faults_of_rounds(shipped: Shipped, fault: Fault | KernelFault) -> None:
+    """A quarter of the default run's texts; the kernel decides beside eager steps."""
+    with fault.planted():
+        kernel = isinstance(fault, KernelFault)
+        found = by_rounds(shipped, CONTROLS.get(fault.overrides, SamplingConf()), kernel, 256)
+    assert {name for name, outcome in found.items() if outcome is Outcome.failed} == {fault.check}
 
 
 def test_transformers_with_another_tokenizer(shipped: Shipped) -> None:
