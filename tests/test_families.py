@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.checkpoint import complete
 from llama_ssp.config import ModelConf
 from llama_ssp.overrides import CONF
 from llama_ssp.ranges import PLANNED_FAMILIES, SPLIT_FAMILIES, TESTED_FAMILIES
 from tests import checkpoints
+from tests.architectures import DOC, EQUAL, REFUSED, UNBUILT, Finding, document, examine, row_of
 from tests.conftest import Command
 from tests.families import FAMILIES, WHOLE, build
 from tests.rig import perturbed
@@ -103,3 +107,42 @@ def test_a_falcon_that_places_tokens_by_slots_is_refused(command: Command, tmp_p
     checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer(SIZE))
     answer = command(PROMPT, "model=local", f"model.path={tmp_path}", "draft=none", "task.max_new_tokens=4")
     assert answer.code == 4 and "explicit positions" in answer.errors[0]
+
+
+def test_the_page_of_architectures_is_what_its_command_writes() -> None:
+    """Every architecture of transformers is on it once, and the tested ones write transformers' text."""
+    text = DOC.read_text(encoding="utf-8")
+    rows = [
+        line for line in text.splitlines() if re.match(r"\| [a-z]", line) and "| architecture |" not in line
+    ]
+    names = [row.split("|")[1].strip() for row in rows]
+    assert len(names) == len(set(names)) and set(TESTED_FAMILIES) <= set(names)
+    if f"transformers {transformers.__version__}\n" in text.replace("  \n", "\n"):
+        assert set(names) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    equal = [row for row in rows if row.endswith("| tested |")]
+    assert {row.split("|")[1].strip() for row in equal} == set(TESTED_FAMILIES)
+    head = [line.removesuffix("  ") for line in text.splitlines() if line.endswith("  ")]
+    findings = []
+    for kind, part in zip((EQUAL, REFUSED, UNBUILT), parts(text), strict=True):
+        for row in filter(rows.__contains__, part):
+            name, _, note = row.removeprefix("| ").removesuffix(" |").partition(" | ")
+            findings.append(Finding(name, kind, note.rsplit(" | ", 1)[0] if kind == EQUAL else note))
+    assert document(findings, head) == text
+
+
+def parts(text: str) -> list[list[str]]:
+    """The lines below each heading of the page: none gives another text."""
+    assert "## Another text" not in text
+    return [part.splitlines() for part in text.split("\n## ")[1:]]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("architecture", ["olmo2", "gemma3_text", "deepseek_v3", "gpt_oss"])
+def test_an_architecture_of_the_page_writes_transformers_text(architecture: str) -> None:
+    found = examine(architecture)
+    assert found.outcome == EQUAL and f"| {row_of(found)} |" in DOC.read_text(encoding="utf-8")
+
+
+def test_the_page_says_why_an_architecture_is_refused() -> None:
+    found = examine("llama4_text")
+    assert found.outcome == REFUSED and f"| llama4_text | {found.note} |" in DOC.read_text(encoding="utf-8")
