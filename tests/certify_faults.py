@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,12 +39,13 @@ from llama_ssp.certify.findings import Outcome
 from llama_ssp.certify.reference import Departure, Noise
 from llama_ssp.certify.watch import Round, Witness
 from llama_ssp.checkpoint import SHIPPED_FOLDER
+from llama_ssp.coupled import source
 from llama_ssp.draws import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
 from llama_ssp.engine import Prompt, State, drafters
 from llama_ssp.kernels import build, deciding
 from llama_ssp.sampling import Laws
 from llama_ssp.statistics import sum_band, uniform_band
-from llama_ssp.tasks import certify
+from llama_ssp.tasks import certify, pair
 from tests import mutants
 
 
@@ -67,13 +68,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class KernelFault:
-    """A line of deciding.cpp and what stands there instead; the kernel decides where steps are compiled."""
+    """A line of deciding.cpp and what stands there instead.
+
+    The kernel decides as it does in compiled steps, beside steps that are not: to compile them takes minutes.
+    """
 
     name: str
     line: str
     faulty: str
     check: str = "decisions"
-    overrides: tuple[str, ...] = ("engine=compiled",)
+    overrides: tuple[str, ...] = ()
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -89,8 +93,13 @@ class KernelFault:
             with (
                 patch.object(build, "__file__", str(Path(place) / "build.py")),
                 patch.object(deciding, "operators", unbuilt),
+                patch.object(pair, "draws_for", _by_kernel),
             ):
                 yield
+
+
+def _by_kernel(_: Any, rule: verify.Rule, seed: int) -> CounterDraws:
+    return deciding.by_kernel(source(rule, seed))
 
 
 def _unfiltered_target(self: Laws, logits: Any, prefix: Any) -> Any:
@@ -330,11 +339,13 @@ def main() -> int:
     about = surroundings({"device": "cpu, one thread a run"})
     about[0] = f"Command: `python -m tests.certify_faults {shlex.join(sys.argv[1:])}`"
     print(*about, "", *head, sep="\n", flush=True)
-    found = []
+    by_number: dict[int, tuple[bool, str]] = {}
     with ProcessPoolExecutor(int(asked.get("jobs", "1")), get_context("spawn")) as pool:
-        for right, line in pool.map(_line, numbers, [seeds] * len(numbers)):
-            found.append((right, line))
-            print(line, flush=True)
+        running = {pool.submit(_line, number, seeds): number for number in numbers}
+        for done in as_completed(running):
+            by_number[running[done]] = done.result()
+            print(done.result()[1], flush=True)
+    found = [by_number[number] for number in numbers]
     right = sum(right for right, _ in found)
     told = f"{right} of {len(found)} verdicts are those that are due: `different` of a fault, else `same`."
     print(told)

@@ -21,7 +21,7 @@ from llama_ssp.draws import Purpose
 from llama_ssp.engine import Prompt, Proposal, State
 from llama_ssp.statistics import sum_band, uniform_band
 
-ROUNDS = 384  # for each recorded round that the run asks for: 24,576 at the default size
+ROUNDS = 24  # for each text that is sampled: 24,576 at the default size
 PREFIXES = 8  # recorded rounds that are drawn from
 LIKELIEST = 4  # tokens of the target that are counted one by one
 Numbers = NDArray[np.float64]

@@ -182,8 +182,12 @@ class WatchedEngine(RuledEngine):
         return verdict
 
     def decided(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
-        """What this engine decides on these logits; no pass, and nobody sees it."""
-        return super()._judge(state, proposal, logit_BWV)
+        """What this engine decides on these logits, without a pass; replayed as any other decision is."""
+        self._seen = None
+        verdict = super()._judge(state, proposal, logit_BWV)
+        if self._seen is not None:
+            self.witness.decisions.see(self._rule, self._draws, state, self._seen, verdict)
+        return verdict
 
     def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
         self._logit_BWV = logit_BWV

@@ -138,7 +138,8 @@ class CertifyTask:
                     self._prompts, plan, leads,
                 )  # fmt: skip
             if leads:
-                self._add(*self._by_rounds(subject.engine, witness, plan))
+                texts = count * (1 if greedy_only else plan.samples)
+                self._add(*self._by_rounds(subject.engine, witness, plan, ROUNDS * texts))
             del subject  # and with it its caches
             if not greedy_only:
                 self._add(*drawn)
@@ -151,10 +152,10 @@ class CertifyTask:
             self._add(*checks)
 
     @staticmethod
-    def _by_rounds(engine: AnyEngine, witness: Witness, plan: Plan) -> list[Check]:
+    def _by_rounds(engine: AnyEngine, witness: Witness, plan: Plan, rounds: int) -> list[Check]:
         """What all rounds that were watched say together, and many first tokens without a pass."""
         assert isinstance(engine, WatchedEngine)
-        first = first_tokens(engine, witness.rounds, ROUNDS * plan.law_rounds, plan.rows, plan.seed)
+        first = first_tokens(engine, witness.rounds, rounds, plan.rows, plan.seed)
         return [
             check_drafts(witness, plan.level), check_acceptance(witness, plan.level),
             check_decisions(witness.decisions), check_numbers(witness.decisions, plan.level),
