@@ -137,6 +137,7 @@ def test_a_hub_copy_is_named_by_its_commit_and_holds_no_pickle_and_no_code(
         return str(tmp_path / "snapshots" / "0123abc")
 
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     monkeypatch.setattr(huggingface_hub.utils, "disable_progress_bars", lambda: quiet.append(rank))
     caplog.set_level(logging.INFO)
