@@ -33,12 +33,12 @@ from fast import CPU, Asked, Taken, faster, sizes  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402
-from llama_ssp.kernels.linear import pack  # noqa: E402
-from llama_ssp.load.causal import CausalModel  # noqa: E402
-from llama_ssp.load.models import DRAFT, load  # noqa: E402
-from llama_ssp.loop import RowStep  # noqa: E402
-from llama_ssp.metrics import Counts  # noqa: E402
-from llama_ssp.tabular import aligned  # noqa: E402
+from llama_ssp.models.causal_lm import CausalModel  # noqa: E402
+from llama_ssp.models.kernels.linear import pack  # noqa: E402
+from llama_ssp.models.loader import DRAFT, load  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.speculative.generate import RowStep  # noqa: E402
+from llama_ssp.speculative.stats import Counts  # noqa: E402
 
 log = logging.getLogger("bench")
 NEAR, NEVER_SLOWER, HARDLY = 1 / 1.03, 0.97, 0.05

@@ -30,16 +30,16 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 
 from bench.side_by_side import PROMPTS  # noqa: E402
 from bench.surroundings import processor  # noqa: E402
-from llama_ssp.checks import to_run  # noqa: E402
 from llama_ssp.config import DraftSeat, PlacementConf, register  # noqa: E402
-from llama_ssp.engine import Prompt  # noqa: E402
-from llama_ssp.entries import entries  # noqa: E402
-from llama_ssp.overrides import CONF  # noqa: E402
-from llama_ssp.ranks import ALONE, Ranks, checksum  # noqa: E402
-from llama_ssp.ranks.group import Group  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tasks.pair import engine_for, open_pair  # noqa: E402
-from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.config.overrides import CONF  # noqa: E402
+from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
+from llama_ssp.distributed.process_group import Group, checksum  # noqa: E402
+from llama_ssp.pair import engine_for, open_pair  # noqa: E402
+from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.distributed.pairs import Case, opened, written  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402
 from tests.distributed.test_agreement import SAMPLED, Noisy  # noqa: E402

@@ -23,18 +23,18 @@ sys.path.insert(0, str(ROOT))
 from hydra import compose, initialize_config_dir  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
-from llama_ssp.checks import to_run  # noqa: E402
+from llama_ssp.batch.continuous_batching import Rows, Work  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
-from llama_ssp.draws import CounterDraws  # noqa: E402
-from llama_ssp.engine import Prompt  # noqa: E402
-from llama_ssp.entries import entries  # noqa: E402
-from llama_ssp.load.tokens import Tokens  # noqa: E402
-from llama_ssp.overrides import CONF  # noqa: E402
-from llama_ssp.sampling import RowLaws  # noqa: E402
-from llama_ssp.tabular import aligned  # noqa: E402
-from llama_ssp.tasks.pair import Pair, engine_with, lookahead_for, open_pair  # noqa: E402
-from llama_ssp.tasks.rows import Rows, Work  # noqa: E402
-from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.config.overrides import CONF  # noqa: E402
+from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.pair import Pair, engine_with, lookahead_for, open_pair  # noqa: E402
+from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
+from llama_ssp.speculative.sampling import RowLaws  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
 WORDS = [
     "def", "class", "import", "return", "for", "while", "if", "else", "try", "with", "lambda", "print",

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from llama_ssp.cache import Feed
 from llama_ssp.config import Drafting, RunConf
-from llama_ssp.engine import Prompt
-from llama_ssp.inputs import Entry
-from llama_ssp.loop import Limits, RowStep
-from llama_ssp.metrics import Counts
-from llama_ssp.placement import resolve
-from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair
-from llama_ssp.tasks.seats import seats, tokens_of
-from llama_ssp.tasks.timed import TimedRun
+from llama_ssp.distributed.placement import resolve
+from llama_ssp.models.kv_cache import Feed
+from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.planner.resolve import Entry
+from llama_ssp.seats import seats, tokens_of
+from llama_ssp.speculative.generate import Limits, RowStep
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
+from llama_ssp.tasks.timed_generation import TimedRun
 
 PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
 

@@ -24,17 +24,17 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 
 from bench.side_by_side import PROMPTS  # noqa: E402
 from bench.surroundings import surroundings, write  # noqa: E402
-from llama_ssp.checks import to_run  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, Verification, register  # noqa: E402
-from llama_ssp.engine import Prompt  # noqa: E402
-from llama_ssp.entries import entries  # noqa: E402
-from llama_ssp.load.tokens import Tokens  # noqa: E402
-from llama_ssp.lookahead import FixedLookahead  # noqa: E402
-from llama_ssp.loop import Limits, generate  # noqa: E402
-from llama_ssp.metrics import Counts  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tasks.pair import Pair, engine_for, open_pair  # noqa: E402
-from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.pair import Pair, engine_for, open_pair  # noqa: E402
+from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.speculative.draft_length import FixedLookahead  # noqa: E402
+from llama_ssp.speculative.generate import Limits, generate  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.speculative.stats import Counts  # noqa: E402
+from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     python bench/fast.py [repeats=5] [new=96] [ks=2,4,8] [agreement=0.89] [threads=2] [write=FILE.md]
 
-The pair is synthetic (llama_ssp/load/synthetic.py): 222 million parameters with 7 million, bf16, their laws
+The pair is synthetic (llama_ssp/models/synthetic.py): 222 million parameters with 7 million, bf16, their laws
 overlapping as asked. Every repeat gives each contender one turn on every prompt; ratios are taken within a
 repeat, and their median is reported with the least and the most. Tokens are counted the same for all: those
 after the prompt (contenders.py). The last lines set a round beside its parts: K steps of the draft and one of
@@ -32,14 +32,14 @@ from surroundings import surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
-from llama_ssp.load.models import DRAFT, load  # noqa: E402
-from llama_ssp.metrics import Counts, ratio  # noqa: E402
-from llama_ssp.plan.asked import Role  # noqa: E402
-from llama_ssp.plan.speed import share_of  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tabular import aligned, figure  # noqa: E402
-from llama_ssp.tasks.pair import Pair  # noqa: E402
-from llama_ssp.tasks.timing import shape  # noqa: E402
+from llama_ssp.models.loader import DRAFT, load  # noqa: E402
+from llama_ssp.pair import Pair  # noqa: E402
+from llama_ssp.planner.speed import share_of  # noqa: E402
+from llama_ssp.planner.workload import Role  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.report.tables import aligned, figure  # noqa: E402
+from llama_ssp.speculative.stats import Counts, ratio  # noqa: E402
+from llama_ssp.tasks.microbench import shape  # noqa: E402
 
 log = logging.getLogger("bench")
 CPU = torch.device("cpu")

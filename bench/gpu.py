@@ -38,15 +38,15 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
-from llama_ssp.engine import Prompt  # noqa: E402
-from llama_ssp.kernels.int8 import Int8Linear  # noqa: E402
-from llama_ssp.load.models import DRAFT, load  # noqa: E402
-from llama_ssp.plan.asked import Role  # noqa: E402
-from llama_ssp.plan.speed import share_of  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tabular import aligned  # noqa: E402
-from llama_ssp.tasks.pair import engine_for  # noqa: E402
-from llama_ssp.tasks.timing import now, shape  # noqa: E402
+from llama_ssp.models.kernels.int8 import Int8Linear  # noqa: E402
+from llama_ssp.models.loader import DRAFT, load  # noqa: E402
+from llama_ssp.pair import engine_for  # noqa: E402
+from llama_ssp.planner.speed import share_of  # noqa: E402
+from llama_ssp.planner.workload import Role  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.tasks.microbench import now, shape  # noqa: E402
 
 log = logging.getLogger("bench")
 VOCAB, AGREEMENT, K = 32000, 0.8, 4

@@ -34,12 +34,12 @@ from pictures import plot_growth, write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Drafting, Dtype, RunConf, Steps  # noqa: E402
-from llama_ssp.engine import Prompt  # noqa: E402
-from llama_ssp.lookahead import tokens_per_round  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tabular import aligned  # noqa: E402
-from llama_ssp.tasks.pair import engine_for  # noqa: E402
-from llama_ssp.tasks.timing import shape  # noqa: E402
+from llama_ssp.pair import engine_for  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.speculative.draft_length import tokens_per_round  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.tasks.microbench import shape  # noqa: E402
 
 log = logging.getLogger("bench")
 ACCEPTANCE = 0.8

@@ -24,9 +24,9 @@ from surroundings import surroundings, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from llama_ssp.config import Dtype  # noqa: E402
-from llama_ssp.kernels import int8, linear  # noqa: E402
-from llama_ssp.load.quantised import quantised, scales_of  # noqa: E402
-from llama_ssp.tabular import aligned  # noqa: E402
+from llama_ssp.models.kernels import int8, linear  # noqa: E402
+from llama_ssp.models.quantization import quantised, scales_of  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
 
 SHAPES = ((1024, 1024, 64), (2816, 1024, 32), (1024, 2816, 16))  # outputs, inputs, how many
 ROWS = (1, 2, 5, 9, 16)

@@ -30,13 +30,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from llama_ssp.cache import Feed  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, Weights  # noqa: E402
-from llama_ssp.load.models import load_part  # noqa: E402
-from llama_ssp.load.synthetic import SyntheticSource, build, config_for  # noqa: E402
-from llama_ssp.plan import parameters  # noqa: E402
-from llama_ssp.ranks import open_ranks  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
+from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
+from llama_ssp.models.kv_cache import Feed  # noqa: E402
+from llama_ssp.models.loader import load_part  # noqa: E402
+from llama_ssp.models.synthetic import SyntheticSource, build, config_for  # noqa: E402
+from llama_ssp.planner.room import parameters  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
 
 MIB, GIB = 2**20, 2**30
 FACTOR, BESIDES = 1.15, 450 * MIB  # what a rank may take: of its share, and for Python, torch and buffers

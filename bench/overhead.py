@@ -24,14 +24,17 @@ from contenders import one_round  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from llama_ssp.cache import Feed, RaggedCache  # noqa: E402
 from llama_ssp.config import SamplingConf  # noqa: E402
-from llama_ssp.draws import CounterDraws  # noqa: E402
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner  # noqa: E402
-from llama_ssp.kernels.deciding import by_kernel  # noqa: E402
-from llama_ssp.sampling import Laws, filtered  # noqa: E402
-from llama_ssp.tabular import aligned  # noqa: E402
-from llama_ssp.verify import RULES  # noqa: E402
+from llama_ssp.models.kv_cache import Feed, RaggedCache  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.speculative.drafters.local import ModelDrafter  # noqa: E402
+from llama_ssp.speculative.engine import Engine  # noqa: E402
+from llama_ssp.speculative.model_runner import Runner  # noqa: E402
+from llama_ssp.speculative.native import by_kernel  # noqa: E402
+from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
+from llama_ssp.speculative.sampling import Laws, filtered  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.speculative.verification import RULES  # noqa: E402
 
 SPREAD = {"steep": 3.0, "flat": 0.3}  # standard deviations of logits
 CONTROLS = {

@@ -4,12 +4,12 @@
                             [k=0] [picture=FILE.svg] [write=FILE.md]
 
 Two processes, each on a core of its own: the target on one, the draft on the other. The pair is synthetic
-(llama_ssp/load/synthetic.py), both of one width; the draft has so many layers that a step of it costs the
+(llama_ssp/models/synthetic.py), both of one width; the draft has so many layers that a step of it costs the
 asked share of a target step over K drafts, which is measured and shown. K is what serves the pair best
 without overlap (Leviathan et al.), or `k`. Every repeat gives each mode one turn on every prompt; ratios are
 taken within a repeat, and their median is reported with the least and the most. Shown are also the rows whose
 drafts were all there when asked for, and drafts made ahead in vain. Beside what was measured stands what the
-plan's model (llama_ssp/plan/speed.py) makes of the acceptance that there was, and of what a draft and
+plan's model (llama_ssp/planner/speed.py) makes of the acceptance that there was, and of what a draft and
 verifying took in the waiting turns of the same repeat. Exit code 1: a bar was missed, or a prediction.
 """
 
@@ -35,22 +35,23 @@ from surroundings import surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf, RunConf, Steps  # noqa: E402
-from llama_ssp.engine import Engine, Prompt  # noqa: E402
-from llama_ssp.engine.apart import Exchange  # noqa: E402
-from llama_ssp.inputs import Entry  # noqa: E402
-from llama_ssp.load.models import load  # noqa: E402
-from llama_ssp.lookahead import FixedLookahead, best_k  # noqa: E402
-from llama_ssp.loop import Limits  # noqa: E402
-from llama_ssp.metrics import Counts  # noqa: E402
-from llama_ssp.placement import resolve  # noqa: E402
-from llama_ssp.plan.speed import BAND, Pace  # noqa: E402
-from llama_ssp.ranks import Ranks  # noqa: E402
-from llama_ssp.speeds import overlap_of  # noqa: E402
-from llama_ssp.tabular import aligned  # noqa: E402
-from llama_ssp.tasks.pair import Pair, Shelf, engine_for  # noqa: E402
-from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
-from llama_ssp.tasks.timed import TimedRun  # noqa: E402
-from llama_ssp.tasks.timing import shape  # noqa: E402
+from llama_ssp.distributed.comm import Ranks  # noqa: E402
+from llama_ssp.distributed.placement import resolve  # noqa: E402
+from llama_ssp.models.loader import load  # noqa: E402
+from llama_ssp.pair import Pair, Shelf, engine_for  # noqa: E402
+from llama_ssp.planner.resolve import Entry  # noqa: E402
+from llama_ssp.planner.speed import BAND, Pace  # noqa: E402
+from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.speculative.draft_length import FixedLookahead, best_k  # noqa: E402
+from llama_ssp.speculative.drafters.remote import Exchange  # noqa: E402
+from llama_ssp.speculative.engine import Engine  # noqa: E402
+from llama_ssp.speculative.generate import Limits  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.speculative.stats import Counts  # noqa: E402
+from llama_ssp.tasks.microbench import shape  # noqa: E402
+from llama_ssp.tasks.timed_generation import TimedRun  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402
 
 VOCAB, WIDTH = 4096, 512

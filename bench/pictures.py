@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.plot import save
+from llama_ssp.report.plots import save
 
 OURS, THEIRS, BOUND = "#1f77b4", "#8a8f98", "#d62728"
 

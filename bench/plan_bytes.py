@@ -30,34 +30,31 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, SamplingConf, Weights  # noqa: E402
-from llama_ssp.draws import CounterDraws  # noqa: E402
-from llama_ssp.engine import (  # noqa: E402
-    AnyEngine,
-    Engine,
-    Follower,
-    ModelDrafter,
-    NoDrafter,
-    Prompt,
-    Proposal,
-    Runner,
-    State,
-)
-from llama_ssp.load.models import load, load_part  # noqa: E402
-from llama_ssp.load.synthetic import build  # noqa: E402
-from llama_ssp.plan import DRAFT, TARGET, Kernels, Role  # noqa: E402
-from llama_ssp.plan.activations import DRAFT as DRAFTING  # noqa: E402
-from llama_ssp.plan.activations import (  # noqa: E402
+from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
+from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
+from llama_ssp.distributed.roles import Crew  # noqa: E402
+from llama_ssp.models.loader import load, load_part  # noqa: E402
+from llama_ssp.models.synthetic import build  # noqa: E402
+from llama_ssp.planner.activations import DRAFT as DRAFTING  # noqa: E402
+from llama_ssp.planner.activations import (  # noqa: E402
     DRAFT_PREFILL,
     PREFILL,
     VERIFY,
+    Kernels,
     Round,
 )
-from llama_ssp.plan.bill import share_of  # noqa: E402
-from llama_ssp.plan.weights import Part, held  # noqa: E402
-from llama_ssp.ranks import ALONE, Crew, Ranks, open_ranks  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.sampling import Laws  # noqa: E402
-from llama_ssp.verify import RULES  # noqa: E402
+from llama_ssp.planner.memory import share_of  # noqa: E402
+from llama_ssp.planner.weights import Part, held  # noqa: E402
+from llama_ssp.planner.workload import DRAFT, TARGET, Role  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter  # noqa: E402
+from llama_ssp.speculative.engine import Engine  # noqa: E402
+from llama_ssp.speculative.follower import AnyEngine, Follower  # noqa: E402
+from llama_ssp.speculative.model_runner import Runner  # noqa: E402
+from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
+from llama_ssp.speculative.sampling import Laws  # noqa: E402
+from llama_ssp.speculative.state import Prompt, Proposal, State  # noqa: E402
+from llama_ssp.speculative.verification import RULES  # noqa: E402
 
 ROWS, PROMPT, NEW, K, CHUNK, VOCAB = 2, 90, 30, 4, 32, 4000
 ROOM = PROMPT + NEW

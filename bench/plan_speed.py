@@ -28,17 +28,17 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 
-from llama_ssp.checks import to_run  # noqa: E402
 from llama_ssp.config import Dtype, register  # noqa: E402
-from llama_ssp.load.devices import device_of, dtype_of  # noqa: E402
-from llama_ssp.metrics import Counts  # noqa: E402
-from llama_ssp.overrides import CONF  # noqa: E402
-from llama_ssp.plan.machine import machine_of  # noqa: E402
-from llama_ssp.ranks import ALONE  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tasks import timing  # noqa: E402
+from llama_ssp.config.overrides import CONF  # noqa: E402
+from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.distributed.comm import ALONE  # noqa: E402
+from llama_ssp.models.devices import device_of, dtype_of  # noqa: E402
+from llama_ssp.planner.hardware import machine_of  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.speculative.stats import Counts  # noqa: E402
+from llama_ssp.tasks import microbench as timing  # noqa: E402
 from llama_ssp.tasks.calibrate import NEW, measured, plain, predicted, processor  # noqa: E402
-from llama_ssp.tasks.timing import Case, Player, shape  # noqa: E402
+from llama_ssp.tasks.microbench import Case, Player, shape  # noqa: E402
 
 # (layers, width, vocabulary) of the target, and (layers, width) of its draft.
 SHAPES = [

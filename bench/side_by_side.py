@@ -27,19 +27,19 @@ import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
-from llama_ssp.checks import to_run  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
-from llama_ssp.engine import Prompt  # noqa: E402
-from llama_ssp.entries import entries  # noqa: E402
-from llama_ssp.load.tokens import Tokens  # noqa: E402
-from llama_ssp.lookahead import FixedLookahead  # noqa: E402
-from llama_ssp.loop import Limits  # noqa: E402
-from llama_ssp.metrics import Counts  # noqa: E402
-from llama_ssp.overrides import CONF  # noqa: E402
-from llama_ssp.report import versions  # noqa: E402
-from llama_ssp.tasks.pair import Pair, engine_for, open_pair  # noqa: E402
-from llama_ssp.tasks.seats import seats, tokens_of  # noqa: E402
-from llama_ssp.tasks.timed import TimedRun  # noqa: E402
+from llama_ssp.config.overrides import CONF  # noqa: E402
+from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.pair import Pair, engine_for, open_pair  # noqa: E402
+from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.speculative.draft_length import FixedLookahead  # noqa: E402
+from llama_ssp.speculative.generate import Limits  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.speculative.stats import Counts  # noqa: E402
+from llama_ssp.tasks.timed_generation import TimedRun  # noqa: E402
+from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
 REGULAR = "regular (K = 0)"
 Turn = Callable[[int], tuple[float, Counts]]

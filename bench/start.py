@@ -61,7 +61,7 @@ def main() -> None:
         return
     from surroundings import surroundings, write
 
-    from llama_ssp.tabular import aligned
+    from llama_ssp.report.tables import aligned
 
     with tempfile.TemporaryDirectory() as caches:
         _, eager, first, second = (started(engine, own["threads"], caches) for engine in STARTS)

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from llama_ssp.report import versions
+from llama_ssp.report.run_folder import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 

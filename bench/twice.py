@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from surroundings import surroundings, write  # noqa: E402
 
-from llama_ssp.tabular import aligned  # noqa: E402
-from llama_ssp.tasks.speed_table import table  # noqa: E402
+from llama_ssp.report.speed_table import table  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
 
 Figure = tuple[float, float, float]
 

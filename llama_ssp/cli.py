@@ -23,8 +23,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from llama_ssp import checks, config
-from llama_ssp.checks.cluster import check_sharing
+from llama_ssp import config
+from llama_ssp.batch.job import held_seed, job_of
 from llama_ssp.config import (
     AgreeConf,
     BatchConf,
@@ -36,8 +36,12 @@ from llama_ssp.config import (
     RunConf,
     Scheduler,
 )
-from llama_ssp.entries import entries
-from llama_ssp.environment import RankEnvironment, rank_environment
+from llama_ssp.config import validation as checks
+from llama_ssp.config.environment import RankEnvironment, rank_environment
+from llama_ssp.config.overrides import CONF, arranged, check_arguments, check_homes, ranks, translated
+from llama_ssp.config.validation.cluster import check_sharing
+from llama_ssp.distributed.placement import LEADER
+from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
 from llama_ssp.errors import (
     DISTRIBUTED,
     INPUT_OUTPUT,
@@ -50,14 +54,10 @@ from llama_ssp.errors import (
     lacks_memory,
     one_line,
 )
-from llama_ssp.guard import GUARD, end_with_launcher, leave
-from llama_ssp.inputs import Inputs
-from llama_ssp.job import held_seed, job_of
-from llama_ssp.overrides import CONF, arranged, check_arguments, check_homes, ranks, translated
-from llama_ssp.placement import LEADER
-from llama_ssp.plot import check_plot, check_record
-from llama_ssp.prompts import Reading, read_prompts
-from llama_ssp.retries import leave_code
+from llama_ssp.planner.resolve import entries
+from llama_ssp.report.plots import check_plot, check_record
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.text.prompts import Reading, read_prompts
 
 GRACE_S = 4.0  # for a rank to obey a signal
 
@@ -188,7 +188,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     check_sharing(checked)
     task = checked.task
     if isinstance(task, PlanConf):
-        from llama_ssp import planning
+        from llama_ssp.tasks import plan as planning
 
         return planning.execute(checked, ranks(), _is_leader())
     if isinstance(task, BatchConf) and (code := _shared(checked, folders)) is not None:
@@ -211,7 +211,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     job = job_of(recorded, pairs[0].files, seed) if isinstance(task, BatchConf) and _is_leader() else None
     inputs = Inputs(recorded, seed, pairs, reading, job)
     with GUARD.held("stopped by a signal before the run began"):
-        from llama_ssp.tasks import execute
+        from llama_ssp.tasks.runner import execute
 
     return execute(inputs)
 
@@ -224,15 +224,15 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
     if shared and {"--multirun", "-m"} & set(words):
         raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")
     if task.status:
-        from llama_ssp.slurm import status
+        from llama_ssp.batch.slurm import status
 
         return status.execute(run)
     if run.cluster.scheduler is Scheduler.slurm:
-        from llama_ssp.slurm import submit
+        from llama_ssp.batch.slurm import submit
 
         return submit.execute(run, folders, words)
     if run.cluster.groups > 1:
-        from llama_ssp import groups
+        from llama_ssp.batch import local_workers as groups
 
         return groups.execute(run, folders, words)
     return None
@@ -275,7 +275,7 @@ def _fail_before_meeting(line: str, code: int, stopped: bool) -> int:
     rank = _environment().rank
     named = line if rank == LEADER or stopped else f"rank {rank}: {line}"
     try:
-        from llama_ssp.ranks import announce
+        from llama_ssp.distributed.rendezvous import announce
 
         return announce(line, code, stopped, partial(_say, named))
     except Exception:  # whatever keeps this rank from the others, its cause is the one that counts

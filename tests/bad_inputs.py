@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.tasks import pair
+from llama_ssp import pair
 from tests.checkpoints import copied
 from tests.conftest import Answer, Command, Saved
 from tests.hostile.corpus import CONFIG, FILES
@@ -118,7 +118,7 @@ def require_one_line(
     for name, value in case.env.items():
         patch.setenv(name, value)
     if case.reach == CONFIG:
-        patch.setattr("llama_ssp.tasks.execute", _too_far)
+        patch.setattr("llama_ssp.tasks.runner", _too_far)
     if case.reach in (CONFIG, FILES):
         patch.setattr(pair, "load", _too_far)
     (folder / "made").mkdir()

@@ -32,20 +32,27 @@ import numpy as np
 import torch
 
 from bench.surroundings import surroundings, write
-from llama_ssp import cli, sampling, verify
-from llama_ssp.cache import RaggedCache
-from llama_ssp.certify import calculus, examine, reference, tallies
-from llama_ssp.certify.findings import Outcome
-from llama_ssp.certify.reference import Departure, Noise
-from llama_ssp.certify.watch import Round, Witness
-from llama_ssp.checkpoint import SHIPPED_FOLDER
-from llama_ssp.coupled import source
-from llama_ssp.draws import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
-from llama_ssp.engine import Prompt, State, drafters
-from llama_ssp.kernels import build, deciding
-from llama_ssp.sampling import Laws
-from llama_ssp.statistics import sum_band, uniform_band
-from llama_ssp.tasks import certify, pair
+from llama_ssp import cli, pair
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from llama_ssp.models.kernels import build
+from llama_ssp.models.kv_cache import RaggedCache
+from llama_ssp.report.statistics import sum_band, uniform_band
+from llama_ssp.speculative import native as deciding
+from llama_ssp.speculative import sampling
+from llama_ssp.speculative import verification as verify
+from llama_ssp.speculative.coupled import source
+from llama_ssp.speculative.drafters import local as drafters
+from llama_ssp.speculative.rng import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.tasks.certify import acceptance as tallies
+from llama_ssp.tasks.certify import checks as examine
+from llama_ssp.tasks.certify import rule_distribution as calculus
+from llama_ssp.tasks.certify import target_probs as reference
+from llama_ssp.tasks.certify import task as certify
+from llama_ssp.tasks.certify.recorder import Round, Witness
+from llama_ssp.tasks.certify.target_probs import Departure, Noise
+from llama_ssp.tasks.certify.verdict import Outcome
 from tests import mutants
 
 

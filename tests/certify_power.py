@@ -19,18 +19,18 @@ import numpy as np
 import torch
 
 from bench.surroundings import surroundings, write
-from llama_ssp.certify.examine import RANDOM_CHECKS
-from llama_ssp.certify.findings import Outcome
-from llama_ssp.certify.first import PREFIXES, ROUNDS, FirstTokens, check_first
-from llama_ssp.certify.plain import SLACK, distance
-from llama_ssp.certify.replay import Decisions, check_numbers
-from llama_ssp.certify.watch import Round
 from llama_ssp.config import CertifyConf
-from llama_ssp.draws import heat, inverse_cdf
-from llama_ssp.prompts import SHORT
-from llama_ssp.sampling import Laws
-from llama_ssp.tasks import certify
-from llama_ssp.verify import RULES, Block
+from llama_ssp.speculative.rng import heat, inverse_cdf
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.verification import RULES, Block
+from llama_ssp.tasks.certify import task as certify
+from llama_ssp.tasks.certify.checks import RANDOM_CHECKS
+from llama_ssp.tasks.certify.first_tokens import PREFIXES, ROUNDS, FirstTokens, check_first
+from llama_ssp.tasks.certify.plain_filters import SLACK, distance
+from llama_ssp.tasks.certify.recorder import Round
+from llama_ssp.tasks.certify.replay import Decisions, check_numbers
+from llama_ssp.tasks.certify.verdict import Outcome
+from llama_ssp.text.prompts import SHORT
 from tests.certify_faults import certified
 
 DECISIONS = 28_276  # of a default run: 3700 of texts, 24,576 of first tokens

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.draws import Slot
+from llama_ssp.speculative.rng import Slot
 from tests.simplex import Races, odds
 
 

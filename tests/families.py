@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llama_ssp.load.causal import kernels_of
+from llama_ssp.models.causal_lm import kernels_of
 
 VOCAB, CONTEXT = 97, 160
 SIZES: dict[str, Any] = {

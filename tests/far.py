@@ -24,10 +24,10 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 torch.inference_mode = torch.no_grad  # of which views of tensors like these cannot be made
 
 from llama_ssp.config import SamplingConf  # noqa: E402
-from llama_ssp.engine import Prompt  # noqa: E402
-from llama_ssp.load.causal import CausalModel  # noqa: E402
-from llama_ssp.load.compiled import traced  # noqa: E402
-from llama_ssp.load.graphs import GraphedModel  # noqa: E402
+from llama_ssp.models.causal_lm import CausalModel  # noqa: E402
+from llama_ssp.models.compile import traced  # noqa: E402
+from llama_ssp.models.cuda_graphs import GraphedModel  # noqa: E402
+from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.families import build  # noqa: E402
 from tests.rig import perturbed, speculate  # noqa: E402
 

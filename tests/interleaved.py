@@ -18,14 +18,19 @@ from typing import Any
 import torch
 
 from llama_ssp.config import Overlap
-from llama_ssp.engine import Engine, Follower, Prompt, RemoteDrafter, Runner, SendingDrafter
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
-from llama_ssp.loop import Limits, generate
-from llama_ssp.ranks import ALONE, Answerer, Asker, Crew
-from llama_ssp.ranks.post import Kind, Letter
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.distributed.draft_messages import Answerer, Asker, Kind, Letter
+from llama_ssp.distributed.roles import Crew
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.speculative.drafters.remote import RemoteDrafter, SendingDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.follower import Follower
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
 from tests.choices import ReplayDraws, distance, every_branch
 from tests.trees import Outcome, Scenario, StopAt, expected, models
 

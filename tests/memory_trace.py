@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llama_ssp.config import Weights
-from llama_ssp.engine import Runner
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.cuts import Cut
-from llama_ssp.load.devices import TORCH_DTYPES
-from llama_ssp.load.synthetic import build
-from llama_ssp.load.tensor import cut_module
-from llama_ssp.plan.asked import DRAFT, Role
-from llama_ssp.ranks import Alone
+from llama_ssp.distributed.comm import Alone
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.models.synthetic import build
+from llama_ssp.models.tensor_parallel import cut_module
+from llama_ssp.models.tp_table import Cut
+from llama_ssp.planner.workload import DRAFT, Role
+from llama_ssp.speculative.model_runner import Runner
 
 DEPTHS = (2, 3)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

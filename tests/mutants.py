@@ -17,19 +17,24 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from llama_ssp import coupled, draws, loop, verify
-from llama_ssp.arrays import pick, positive, row_by_row, stack_last, total, where
-from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.config import SamplingConf
-from llama_ssp.coupled import CoupledDraws
-from llama_ssp.draws import CounterDraws, Purpose, Slot
-from llama_ssp.engine import Prompt, ahead, bridged, drafters, engine
-from llama_ssp.engine.memos import Memo
-from llama_ssp.engine.state import Proposal, State
-from llama_ssp.kernels import deciding
-from llama_ssp.kernels.build import compiler
-from llama_ssp.sampling import Laws, Prefix, RowLaws, one_hot
-from llama_ssp.verify import RULES, Block, BlockRule, CoupledRule, TokenRule
+from llama_ssp.models.kernels.build import compiler
+from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.speculative import coupled, engine
+from llama_ssp.speculative import generate as loop
+from llama_ssp.speculative import native as deciding
+from llama_ssp.speculative import rng as draws
+from llama_ssp.speculative import verification as verify
+from llama_ssp.speculative.array_ops import pick, positive, row_by_row, stack_last, total, where
+from llama_ssp.speculative.coupled import CoupledDraws
+from llama_ssp.speculative.drafters import ahead
+from llama_ssp.speculative.drafters import cross_vocab as bridged
+from llama_ssp.speculative.drafters import local as drafters
+from llama_ssp.speculative.drafters.memos import Memo
+from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
+from llama_ssp.speculative.sampling import Laws, Prefix, RowLaws, one_hot
+from llama_ssp.speculative.state import Prompt, Proposal, State
+from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, TokenRule
 from tests import rational, rig, trees
 from tests.toy import toy
 

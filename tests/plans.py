@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, ModelConf, TimesConf
-from llama_ssp.overrides import CONF
-from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
-from llama_ssp.plan.machine import Machine, machine_of
-from llama_ssp.plan.search import Asked
+from llama_ssp.config.overrides import CONF
+from llama_ssp.planner.hardware import Machine, machine_of
+from llama_ssp.planner.search import Asked
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 
 
 def preset(group: str, name: str) -> dict[str, Any]:

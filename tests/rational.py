@@ -14,8 +14,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from llama_ssp.sampling import filtered
-from llama_ssp.verify import Block, Rule
+from llama_ssp.speculative.sampling import filtered
+from llama_ssp.speculative.verification import Block, Rule
 
 Law = tuple[Fraction, ...]
 Prefix = tuple[int, ...]

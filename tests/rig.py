@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.config import SamplingConf
-from llama_ssp.coupled import source
-from llama_ssp.engine import AnyEngine, Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
-from llama_ssp.engine.state import WAITING, State
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
-from llama_ssp.loop import Limits, generate
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.speculative.coupled import source
+from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import WAITING, Prompt, State
+from llama_ssp.speculative.verification import RULES
 
 GREEDY = SamplingConf(temperature=0.0)
 

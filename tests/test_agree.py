@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.sampling import Laws
-from llama_ssp.tasks.agreeing import Agreement, agreements, fork_chances
-from llama_ssp.verify import RULES
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
+from llama_ssp.tasks.greedy_match import Agreement, agreements, fork_chances
 from tests.conftest import Answer, Command
 from tests.rig import GREEDY, Contrary
 from tests.toy import Toy, toy

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llama_ssp.checkpoint import SHIPPED_FOLDER, folder_at_hand
 from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, Weights
-from llama_ssp.entries import entries
 from llama_ssp.errors import UsageError
-from llama_ssp.tasks.seats import seats, tokens_of
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER, folder_at_hand
+from llama_ssp.planner.resolve import entries
+from llama_ssp.seats import seats, tokens_of
 from tests import checkpoints
 from tests.conftest import Answer, Command, Saved
 from tests.distributed.faults import Started

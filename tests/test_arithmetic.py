@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from llama_ssp.arithmetic import LARGEST, Question, questions
+from llama_ssp.tasks.arithmetic import LARGEST, Question, questions
 
 LINE = re.compile(r"(\d+) \* (\d+) = (\d+)")
 OPEN = re.compile(r"(\d+) \* (\d+) = ")

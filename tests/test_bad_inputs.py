@@ -361,7 +361,7 @@ def test_one_line_and_its_code(
 
 def test_standard_input_is_bounded(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe without end is refused where its bound is, not when memory is full."""
-    monkeypatch.setattr("llama_ssp.prompts.MAX_INPUT_BYTES", 8, raising=False)
+    monkeypatch.setattr("llama_ssp.text.prompts.MAX_INPUT_BYTES", 8, raising=False)
     answer = command(stdin=b"hello\nyou")
     assert (answer.code, len(answer.errors)) == (3, 1)
     assert "standard input is too large" in answer.errors[0] and "more than 8 bytes" in answer.errors[0]
@@ -373,7 +373,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    "reached", ["llama_ssp.cli.config.register", "llama_ssp.cli.entries", "llama_ssp.tasks.execute"]
+    "reached", ["llama_ssp.cli.config.register", "llama_ssp.cli.entries", "llama_ssp.tasks.runner"]
 )
 @pytest.mark.parametrize(
     "error",
@@ -493,7 +493,7 @@ def test_private_presets_are_taken(command: Command) -> None:
 
 
 def test_a_private_folder_of_many_files_is_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_ssp.private.MAX_ENTRIES", 3)
+    monkeypatch.setattr("llama_ssp.config.private_folder.MAX_ENTRIES", 3)
     for name in "abcd":
         Path("mine", name).mkdir(parents=True)
     answer = command("--config-dir", "mine", PROMPT)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import Output, RunConf, TaskConf
+from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import StorageError
-from llama_ssp.inputs import Inputs
-from llama_ssp.plan.beside import Way
-from llama_ssp.prompts import Reading
-from llama_ssp.ranks import ALONE
-from llama_ssp.tasks.execute import TASKS, _run
+from llama_ssp.planner.comparison import Way
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.runner import TASKS, _run
+from llama_ssp.text.prompts import Reading
 from tests.bad_inputs import (
     LARGE,
     PROMPT,

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from llama_ssp import cli
-from llama_ssp.engine.runner import Runner
-from llama_ssp.journal import Journal
-from llama_ssp.tasks.rows import Rows
+from llama_ssp.batch.continuous_batching import Rows
+from llama_ssp.batch.journal import Journal
+from llama_ssp.speculative.model_runner import Runner
 from tests.conftest import Answer, Command
 from tests.test_journal import KILLED, Deadly, in_child
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.engine import Prompt
-from llama_ssp.load.causal import CausalModel
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB, build
 from tests.rig import Run, perturbed, speculate
 

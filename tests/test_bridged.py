@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, IntersectionDrafter, Prompt, Runner, State, TextDrafter
-from llama_ssp.lookahead import FixedLookahead
-from llama_ssp.loop import Limits, generate
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
-from llama_ssp.vocab import NONE, Intersection, Text
+from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.verification import RULES
+from llama_ssp.text.matching import NONE
+from llama_ssp.text.translation import Intersection, Text
 from tests.choices import ReplayDraws
 from tests.rig import drive_refilled
 from tests.tongues import PAIRS, bridge

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, TimesConf
-from llama_ssp.plan.machine import machine_of
-from llama_ssp.tasks import calibrate, timing
+from llama_ssp.planner.hardware import machine_of
+from llama_ssp.tasks import calibrate
+from llama_ssp.tasks import microbench as timing
 from llama_ssp.tasks.calibrate import FAR, FITTED, cases, fitted, non_negative, predicted
 from tests.distributed.faults import Started
 from tests.plans import cluster

@@ -14,28 +14,31 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp import verify
-from llama_ssp.certify.calculus import MOST_TRIED, node
-from llama_ssp.certify.examine import Plan, check_greedy_texts, check_laws, check_samples, spread
-from llama_ssp.certify.findings import Check, Outcome, page, sentence, verdict
-from llama_ssp.certify.first import FirstTokens, check_first, first_tokens
-from llama_ssp.certify.plain import check_filters
-from llama_ssp.certify.reference import Noise, Reference
-from llama_ssp.certify.replay import check_decisions, check_numbers
-from llama_ssp.certify.samplers import EngineSampler, WatchedEngineSampler
-from llama_ssp.certify.tallies import check_acceptance, check_drafts
-from llama_ssp.certify.twosample import Samples
-from llama_ssp.certify.watch import KeepsEveryDraft, Round, WatchedEngine, Witness
 from llama_ssp.config import SamplingConf
-from llama_ssp.coupled import source
-from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner, drafters
-from llama_ssp.engine.state import State
 from llama_ssp.errors import FAILED_CHECK
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.lookahead import FixedLookahead
-from llama_ssp.sampling import Laws
-from llama_ssp.statistics import sum_band, uniform_band
-from llama_ssp.verify import RULES, Block, BlockRule, CoupledRule, Rule, TokenRule
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.report.statistics import sum_band, uniform_band
+from llama_ssp.speculative import verification as verify
+from llama_ssp.speculative.coupled import source
+from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.drafters import local as drafters
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, Rule, TokenRule
+from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
+from llama_ssp.tasks.certify.checks import Plan, check_greedy_texts, check_laws, check_samples, spread
+from llama_ssp.tasks.certify.first_tokens import FirstTokens, check_first, first_tokens
+from llama_ssp.tasks.certify.permutation_test import Samples
+from llama_ssp.tasks.certify.plain_filters import check_filters
+from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Round, WatchedEngine, Witness
+from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
+from llama_ssp.tasks.certify.rule_distribution import MOST_TRIED, node
+from llama_ssp.tasks.certify.samplers import EngineSampler, WatchedEngineSampler
+from llama_ssp.tasks.certify.target_probs import Noise, Reference
+from llama_ssp.tasks.certify.verdict import Check, Outcome, page, sentence, verdict
 from tests import certify_faults, mutants
 from tests.conftest import Answer, Command
 from tests.toy import toy
@@ -526,7 +529,7 @@ def test_a_run_that_was_stopped_gives_no_verdict(command: Command, monkeypatch: 
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llama_ssp.tasks.certify.check_samples", stopped)
+    monkeypatch.setattr("llama_ssp.tasks.certify.task.check_samples", stopped)
     answer = command("task=certify", "seed=1", "output=json", *SMALL)
     found = document(answer)
     assert (answer.code, found["status"], found["verdict"]) == (130, "interrupted", None)

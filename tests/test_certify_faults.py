@@ -12,23 +12,23 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llama_ssp.certify.examine import Plan, check_laws, check_samples
-from llama_ssp.certify.findings import Check, Outcome
-from llama_ssp.certify.plain import check_filters
-from llama_ssp.certify.replay import check_decisions, check_numbers
-from llama_ssp.certify.tallies import check_drafts
-from llama_ssp.certify.watch import KeepsEveryDraft, Witness
-from llama_ssp.checkpoint import SHIPPED_FOLDER, complete
 from llama_ssp.config import CertifyConf, Dtype, ModelConf, SamplingConf
-from llama_ssp.coupled import source
-from llama_ssp.engine import Prompt
-from llama_ssp.kernels.deciding import HostDraws, by_kernel
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.models import load
-from llama_ssp.load.tokens import Tokens, read_tokens
-from llama_ssp.prompts import SHORT
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES, TokenRule
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER, complete
+from llama_ssp.models.loader import load
+from llama_ssp.speculative.coupled import source
+from llama_ssp.speculative.native import HostDraws, by_kernel
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES, TokenRule
+from llama_ssp.tasks.certify.acceptance import check_drafts
+from llama_ssp.tasks.certify.checks import Plan, check_laws, check_samples
+from llama_ssp.tasks.certify.plain_filters import check_filters
+from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Witness
+from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
+from llama_ssp.tasks.certify.verdict import Check, Outcome
+from llama_ssp.text.prompts import SHORT
+from llama_ssp.text.tokenizer import Tokens, read_tokens
 from tests.certify_faults import FAULTS, KERNEL_FAULTS, PENALTY, Fault, KernelFault, TransformersSampler
 from tests.certify_faults import NUCLEUS as NUCLEUS_RUN
 from tests.test_certify import sampler

@@ -13,9 +13,9 @@ import pytest
 
 from llama_ssp.config import Bridging
 from llama_ssp.errors import DataError
-from llama_ssp.load import tokens as load_tokens
-from llama_ssp.load.tokens import HubTokens, conversation, read_tokens
-from llama_ssp.vocab import Pairing, pair
+from llama_ssp.text import tokenizer as load_tokens
+from llama_ssp.text.pairing import Pairing, pair
+from llama_ssp.text.tokenizer import HubTokens, conversation, read_tokens
 from tests import checkpoints
 from tests.conftest import Command
 

@@ -14,14 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_ssp.checkpoint import Checkpoint, commit_of, complete, find, inspect, shape_of, with_shape
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import ModelError
-from llama_ssp.folder import fingerprint
-from llama_ssp.load.causal import windows_of
-from llama_ssp.plan import TARGET, Role, parameters
-from llama_ssp.plan.bill import share_of
-from llama_ssp.plan.weights import Part
+from llama_ssp.models.causal_lm import windows_of
+from llama_ssp.models.checkpoint import Checkpoint, commit_of, complete, find, inspect, shape_of, with_shape
+from llama_ssp.models.folder import fingerprint
+from llama_ssp.planner.memory import share_of
+from llama_ssp.planner.room import parameters
+from llama_ssp.planner.weights import Part
+from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints, families
 from tests.checkpoints import INDEX, copied, edit, join, split
 from tests.conftest import Saved
@@ -290,7 +291,7 @@ def test_loading_leaves_no_tensor_to_chance(saved: Saved) -> None:
     from safetensors.torch import load_file
 
     from llama_ssp.config import Dtype
-    from llama_ssp.load.models import load
+    from llama_ssp.models.loader import load
 
     causal = load(local(saved.sharded), saved.sharded, Dtype.fp32, torch.device("cpu"), "model")
     for name, tensor in load_file(saved.whole / WEIGHTS).items():

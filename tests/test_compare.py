@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.prompts import Reading
 from llama_ssp.tasks import compare
-from llama_ssp.tasks.side import Side
+from llama_ssp.tasks.contestant import Side
+from llama_ssp.text.prompts import Reading
 from tests.conftest import Answer, Command, Saved
 
 COMPARE = ("task=compare", "task.max_new_tokens=12", "seed=1")

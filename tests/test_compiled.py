@@ -11,21 +11,24 @@ import torch
 from torch import nn
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConf, Splitting, Steps
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
-from llama_ssp.kernels import build as building
-from llama_ssp.kernels.build import is_ours
-from llama_ssp.kernels.linear import PackedLinear, operators, packable
-from llama_ssp.load import compiled as compiling
-from llama_ssp.load import graphs
-from llama_ssp.load import kept as keeping
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.compiled import CompiledModel, traced
-from llama_ssp.load.graphs import GraphedModel
-from llama_ssp.load.kept import Kept
-from llama_ssp.sampling import Laws
-from llama_ssp.tasks.steps import compiles, impossible, quickens, unproven
-from llama_ssp.verify import RULES
+from llama_ssp.models import compile as compiling
+from llama_ssp.models import compile_cache as keeping
+from llama_ssp.models import cuda_graphs as graphs
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.compile import CompiledModel, traced
+from llama_ssp.models.compile_cache import Kept
+from llama_ssp.models.cuda_graphs import GraphedModel
+from llama_ssp.models.kernels import build as building
+from llama_ssp.models.kernels.build import is_ours
+from llama_ssp.models.kernels.linear import PackedLinear, operators, packable
+from llama_ssp.seats import compiles, impossible, quickens, unproven
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build
 from tests.rig import GREEDY, drive_refilled, perturbed, speculate
 

@@ -11,11 +11,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from llama_ssp import checks, config, overrides
-from llama_ssp.config import GenerateConf, ModelConf, RunConf, Weights
+from llama_ssp import config
+from llama_ssp.config import GenerateConf, ModelConf, RunConf, Weights, overrides
+from llama_ssp.config import validation as checks
 from llama_ssp.errors import UsageError
-from llama_ssp.load import synthetic
-from llama_ssp.plan import parameters
+from llama_ssp.models import synthetic
+from llama_ssp.planner.room import parameters
 
 PUBLISHED = {
     "7B": 6_738_415_616,

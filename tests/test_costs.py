@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import ModelConf, RunConf, SpeculationConf
-from llama_ssp.lookahead import USUAL_COST_RATIO, AdaptiveLookahead, Costs, FixedLookahead
-from llama_ssp.tasks.costs import measured
-from llama_ssp.tasks.pair import lookahead_for
+from llama_ssp.config import USUAL_COST_RATIO, ModelConf, RunConf, SpeculationConf
+from llama_ssp.pair import lookahead_for
+from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.speculative.measure_costs import measured
 from tests.toy import toy
 
 RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConf(adaptive=True, k_max=8))

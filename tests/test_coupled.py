@@ -12,13 +12,16 @@ import torch
 from scipy import stats
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.coupled import CoupledDraws, source, winner
-from llama_ssp.draws import CounterDraws, Purpose, Slot
-from llama_ssp.engine import Engine, ModelDrafter, NoDrafter, Prompt, Runner
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
-from llama_ssp.vocab import Intersection, Text
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.coupled import CoupledDraws, source, winner
+from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
+from llama_ssp.text.translation import Intersection, Text
 from tests.families import VOCAB, build
 from tests.rational import Law, as_block, cases, drafts
 from tests.rig import drive_refilled, perturbed, speculate
@@ -146,7 +149,7 @@ def test_little_noise_is_kept(monkeypatch: pytest.MonkeyPatch):
     """What was let go of comes again as it was."""
     law = random_law(2)
     kept = CoupledDraws(5).categorical(law.expand(50, -1), places(0, 50)).tolist()
-    monkeypatch.setattr("llama_ssp.coupled.HELD_NUMBERS", 27 * 4)
+    monkeypatch.setattr("llama_ssp.speculative.coupled.HELD_NUMBERS", 27 * 4)
     draws = CoupledDraws(5)
     assert draws.categorical(law.expand(50, -1), places(0, 50)).tolist() == kept
     assert len(draws._noise) <= 4

@@ -16,13 +16,17 @@ import pytest
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.coupled import CoupledDraws
-from llama_ssp.draws import CounterDraws, Purpose, Slot, heat, inverse_cdf
-from llama_ssp.engine import Engine, ModelDrafter, NoDrafter, Prompt, Proposal, Runner, State
-from llama_ssp.kernels import build, deciding
-from llama_ssp.kernels.deciding import HostDraws, by_kernel
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES, BlockRule
+from llama_ssp.models.kernels import build
+from llama_ssp.speculative import native as deciding
+from llama_ssp.speculative.coupled import CoupledDraws
+from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.native import HostDraws, by_kernel
+from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt, Proposal, State
+from llama_ssp.speculative.verification import RULES, BlockRule
 from tests.rig import drive
 from tests.toy import toy
 
@@ -267,7 +271,7 @@ def kernel_with(whole: str, faulty: str) -> Callable[[], Any]:
 
     @functools.cache
     def operators() -> Any:
-        source = Path(build.__file__).with_name("deciding.cpp").read_text(encoding="utf-8")
+        source = deciding.SOURCE.read_text(encoding="utf-8")
         assert source.count(whole) == 1
         with TemporaryDirectory() as folder:
             (Path(folder) / "deciding.cpp").write_text(source.replace(whole, faulty), encoding="utf-8")

@@ -19,16 +19,20 @@ import pytest
 import torch
 from scipy import stats
 
-from llama_ssp import coupled, draws
-from llama_ssp.checks.groups import MAX_K
 from llama_ssp.config import SamplingConf
-from llama_ssp.coupled import CoupledDraws
-from llama_ssp.draws import CounterDraws, Purpose, Slot, heat, inverse_cdf, prompt_key, race
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
-from llama_ssp.kernels.build import compiler
-from llama_ssp.kernels.deciding import HostDraws
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.config.validation.groups import MAX_K
+from llama_ssp.models.kernels.build import compiler
+from llama_ssp.speculative import coupled
+from llama_ssp.speculative import rng as draws
+from llama_ssp.speculative.coupled import CoupledDraws
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.native import HostDraws
+from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf, prompt_key, race
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
 from tests import trees
 from tests.rig import drive_refilled
 from tests.toy import toy

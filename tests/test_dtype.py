@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from llama_ssp.config import Dtype, ModelConf, Weights
-from llama_ssp.engine import Prompt
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.devices import device_of
-from llama_ssp.load.models import load, load_part
-from llama_ssp.numerics import Finding, check_greedy
-from llama_ssp.plan.weights import Part, held
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.devices import device_of
+from llama_ssp.models.loader import load, load_part
+from llama_ssp.planner.weights import Part, held
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.certify.near_ties import Finding, check_greedy
 from tests.distributed.threads import ranks_of
 from tests.families import VOCAB, build
 from tests.rig import speculate

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import arithmetic, report
-from llama_ssp.cache import Feed
+from llama_ssp import pair
 from llama_ssp.config import ModelConf
+from llama_ssp.models.kv_cache import Feed
+from llama_ssp.report import run_folder as report
+from llama_ssp.tasks import arithmetic
 from llama_ssp.tasks import eval as scoring
-from llama_ssp.tasks import pair
 from tests import checkpoints
 from tests.conftest import Answer, Command, Saved
 
@@ -298,7 +299,7 @@ def test_no_plot_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("llama_ssp.plot.find_spec", lambda _: None)
+    monkeypatch.setattr("llama_ssp.report.plots.find_spec", lambda _: None)
     caplog.set_level(logging.INFO)
     answer = command(*EVAL, "task.quick=true")
     assert (answer.code, document(answer)["plot"]) == (0, None)

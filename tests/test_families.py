@@ -12,10 +12,10 @@ import transformers
 import yaml
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.checkpoint import complete
 from llama_ssp.config import ModelConf
-from llama_ssp.overrides import CONF
-from llama_ssp.ranges import PLANNED_FAMILIES, SPLIT_FAMILIES, TESTED_FAMILIES
+from llama_ssp.config.overrides import CONF
+from llama_ssp.models.checkpoint import complete
+from llama_ssp.models.sharding import PLANNED_FAMILIES, SPLIT_FAMILIES, TESTED_FAMILIES
 from tests import checkpoints
 from tests.architectures import DOC, EQUAL, REFUSED, UNBUILT, Finding, document, examine, row_of
 from tests.conftest import Command

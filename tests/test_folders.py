@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.checkpoint import find
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError
-from llama_ssp.load.tokens import HubTokens, read_tokens
+from llama_ssp.models.checkpoint import find
+from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from tests import checkpoints
 from tests.conftest import Command
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import checks, prompts
 from llama_ssp.config import TASKS, ModelConf, RunConf
+from llama_ssp.config import validation as checks
 from llama_ssp.errors import UsageError
+from llama_ssp.text import prompts
 from tests.fuzz import files, overrides
 from tests.fuzz.__main__ import SHARES, counts, trials
 from tests.fuzz.door import Door, tried
@@ -122,7 +123,7 @@ def test_a_traceback_an_exit_code_and_two_lines_are_faults() -> None:
 def test_what_is_wrong_with_prompts_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading that lets everything through meets a fault in some file."""
     monkeypatch.setattr(prompts, "problem_of", lambda *_: None)
-    monkeypatch.setattr("llama_ssp.records.request.problem_of", lambda *_: None)
+    monkeypatch.setattr("llama_ssp.batch.requests.problem_of", lambda *_: None)
     assert faults("files", range(150), tmp_path)
 
 

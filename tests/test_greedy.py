@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.engine import Prompt, Runner
-from llama_ssp.load.causal import CausalModel
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.state import Prompt
 from tests.families import FAMILIES, VOCAB, WHOLE, WINDOW, build, tiny
 from tests.rig import Contrary, perturbed, speculate
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import groups
+from llama_ssp.batch import local_workers as groups
+from llama_ssp.batch.local_workers import Group, _dealt
+from llama_ssp.batch.retries import Next
+from llama_ssp.batch.workers import words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
+from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import UsageError
-from llama_ssp.groups import Group, _dealt
-from llama_ssp.retries import CODE_FILE, Next
-from llama_ssp.sharing import words_of_one
 from tests.slurm.jobs import COMMAND, RECORDS, ROOT, Batches
 from tests.slurm.lab import kill, wait_for
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # The digest runs for minutes without a look at Python's signal handlers, as a collective does.
 DEAF = """
 import hashlib, sys
-from llama_ssp.guard import GUARD
+from llama_ssp.distributed.signals import GUARD
 GUARD.start({grace})
 {before}
 def digest():
@@ -61,7 +61,7 @@ def test_what_fails_upon_a_signal_does_not_keep_the_process():
 
 DESTROYED = """
 import os, signal, time
-from llama_ssp.guard import GUARD
+from llama_ssp.distributed.signals import GUARD
 GUARD.start(None)
 class Thing:
     def __del__(self):
@@ -89,7 +89,7 @@ def test_a_signal_that_comes_into_a_destructor_is_not_lost(number: int):
 
 LOST = """
 import os, signal, sys, time, weakref
-from llama_ssp.guard import GUARD
+from llama_ssp.distributed.signals import GUARD
 class Key:
     def __hash__(self):
         if armed:
@@ -199,7 +199,7 @@ def test_an_alarm_that_was_taken_back_is_none():
 
 def test_a_signal_interrupts_python_once(monkeypatch: pytest.MonkeyPatch):
     """Later ones leave the clean-up alone; stopping puts all back."""
-    from llama_ssp.guard import Guard
+    from llama_ssp.distributed.signals import Guard
 
     guard, before = Guard(), signal.getsignal(signal.SIGTERM)
     guard.start(None)
@@ -216,9 +216,7 @@ def test_a_signal_interrupts_python_once(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
 def test_a_rank_ends_with_its_launcher():
     """The launcher is a shell that is killed."""
-    code = (
-        "import time; from llama_ssp.guard import *; end_with_launcher(); print(flush=True); time.sleep(99)"
-    )
+    code = "from llama_ssp.distributed.signals import *; end_with_launcher(); print(flush=1); time.sleep(99)"
     launcher = subprocess.Popen(
         ["sh", "-c", f'"{sys.executable}" -c "{code}" & echo $!; wait'], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, env={**os.environ, "TORCHELASTIC_RUN_ID": "1"},

@@ -49,7 +49,7 @@ def test_templates(row: Hostile, saved: Saved, tmp_path: Path) -> None:
 def test_the_watch_sees_what_it_should(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check of links a file outside is read, and the trial says so; so it does of code."""
     assert access_times_tell(tmp_path)
-    monkeypatch.setattr("llama_ssp.folder.require_inside", lambda *_: None)
+    monkeypatch.setattr("llama_ssp.models.folder.require_inside", lambda *_: None)
     row = harmless(0, "link", linked_outside("tokenizer.json"))
     assert wrong(row, by(row, "own", saved, tmp_path)) == ["read tokenizer.json outside"]
     monkeypatch.setattr("llama_ssp.cli.main", lambda: __import__("evil"))

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.kernels import int8
-from llama_ssp.kernels.int8 import OPERATOR, ROWS, Int8Linear, operators, usable
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.compiled import CompiledModel
-from llama_ssp.load.models import load
-from llama_ssp.load.quantised import quantised, quicken, scales_of
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.compile import CompiledModel
+from llama_ssp.models.kernels import int8
+from llama_ssp.models.kernels.int8 import OPERATOR, ROWS, Int8Linear, operators, usable
+from llama_ssp.models.loader import load
+from llama_ssp.models.quantization import quantised, quicken, scales_of
 from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked
 from tests.families import build
@@ -98,7 +98,7 @@ def test_the_kernel_for_any_processor():
     """What is compiled where there are no instructions for such products."""
     code = """
 import torch
-from llama_ssp.kernels import build
+from llama_ssp.models.kernels import build
 from tests.test_int8 import SHAPES, held, operators, require_near, rows_of, scales_of
 build.FLAGS = tuple(flag for flag in build.FLAGS if flag != "-march=native")
 operators("cpu")
@@ -149,7 +149,7 @@ def require_kernel_for_gpus() -> None:
 
     The interpreter multiplies in 32 bits, and cuts 16 bits off where a GPU rounds.
     """
-    from llama_ssp.kernels import int8_triton
+    from llama_ssp.models.kernels import int8_triton
 
     operators("cuda")
     assert torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, "CUDA")

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.batch.attempt_log import read_part, sealed
+from llama_ssp.batch.journal import Attempt, Journal
+from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.errors import DataError, StorageError
-from llama_ssp.journal import Attempt, Journal, Manifest, shards_of
-from llama_ssp.journal.parts import read_part, sealed
 
 RECORDS, SHARD = 14, 5
 KILLED = 9
@@ -77,7 +78,8 @@ class Deadly:
 
     def install(self) -> None:
         """In the child alone: every write, sync and new name goes through here."""
-        from llama_ssp.journal import files, parts
+        from llama_ssp.batch import atomic_files as files
+        from llama_ssp.batch import attempt_log as parts
 
         def opened(path: Path, mode: str = "r", **_: Any) -> Any:
             flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if "x" in mode else os.O_TRUNC)

@@ -11,38 +11,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "llama_ssp"
 
-# Lowest first; a module may import from its own row and from the rows above it in this list.
-LAYERS = [
-    {"llama_ssp", "errors"},
-    {"config", "environment", "guard", "retries"},
-    {"folder", "plan", "checks", "overrides", "statistics", "arithmetic", "plot", "ranges", "placement",
-     "private", "bounds", "tabular", "lookahead"},
-    {"checkpoint", "prompts", "arrays", "text", "metrics", "journal", "vocab"},
-    {"records"},
-    {"job"},
-    {"inputs", "entries"},
-    {"track", "speeds"},
-    {"screen", "plot_speeds"},
-    {"sending"},
-    {"sampling", "verify", "draws", "coupled", "ranks"},
-    {"kernels"},
-    {"cache", "load"},
-    {"engine"},
-    {"loop"},
-    {"numerics", "report"},
-    {"certify", "sharing"},
-    {"tasks", "planning", "slurm", "groups"},
-    {"cli", "__main__"},
+# A folder or loose file imports from itself and from what stands behind it; those of one set never meet.
+ORDER = [
+    {"__main__"}, {"cli"}, {"tasks"}, {"batch"}, {"pair"}, {"seats"}, {"planner", "report"}, {"speculative"},
+    {"text"}, {"models"}, {"distributed"}, {"config"}, {"errors"}, {"llama_ssp"},
 ]  # fmt: skip
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
+# What answers before torch is loaded: whole folders, and modules of others.
 WITHOUT_TORCH = {
-    "llama_ssp", "errors", "config", "plan", "folder", "checkpoint", "prompts", "inputs", "cli", "checks",
-    "overrides", "report", "text", "metrics", "lookahead", "statistics", "arithmetic", "entries", "plot",
-    "ranges", "placement", "journal", "records", "job", "tabular", "track", "speeds", "screen", "plot_speeds",
-    "planning", "guard", "retries", "sharing", "slurm", "groups", "__main__",
-    "vocab", "environment", "private", "bounds",
+    "__main__", "llama_ssp", "cli", "errors", "config", "planner", "report", "batch", "text",
+    "distributed.placement", "distributed.signals", "models.bounds", "models.checkpoint", "models.folder",
+    "models.host_memory", "models.sharding",
+    "speculative.draft_length", "speculative.stats", "tasks.arithmetic", "tasks.inputs", "tasks.plan",
 }  # fmt: skip
-KNOWS_TRANSFORMERS = {"load"}
+WITH_TORCH = {"batch.continuous_batching"}
+KNOWS_TRANSFORMERS = {"models", "text.templates", "text.tokenizer"}
 FORBIDDEN_CALLS = {
     "eval", "exec", "instantiate", "manual_seed_all", "broadcast_object_list", "all_gather_object",
     "gather_object", "scatter_object_list", "send_object_list", "recv_object_list",
@@ -53,7 +36,7 @@ FORBIDDEN_OF = {
     ("importlib", "import_module"),
 }  # fmt: skip
 # Assertions of our own order, not of anything that comes from outside: all that may be one, beside narrowing.
-OWN_ORDER = {"cache.py": "self._slots", "kernels/linear.py": "inputs % word == 0"}
+OWN_ORDER = {"models/kv_cache.py": "self._slots", "models/kernels/linear.py": "inputs % word == 0"}
 
 
 @cache
@@ -80,22 +63,48 @@ def imports(tree: ast.Module, top_level_only: bool = False) -> list[str]:
     return found
 
 
-def test_every_room_has_a_layer():
-    assert {room for room, _, _ in modules()} <= LEVEL.keys()
+def test_every_folder_has_its_place():
+    assert {room for room, _, _ in modules()} == PLACE.keys()
 
 
-def test_imports_point_down():
+def test_imports_go_one_way():
     for room, tree, path in modules():
         for name in imports(tree):
             if name.startswith("llama_ssp."):
                 other = name.split(".")[1]
-                other = other if other in LEVEL else "llama_ssp"
-                assert LEVEL[other] <= LEVEL[room], f"{path.name} ({room}) imports {name}, a higher room"
+                other = other if other in PLACE else "llama_ssp"
+                right = PLACE[other] > PLACE[room] or other == room
+                assert right, f"{path.name} ({room}) imports {name}"
 
 
-def test_rooms_without_torch():
-    """Nor does anything that they import, as it is imported."""
-    trees = {_dotted(path): tree for _, tree, path in modules()}
+def test_no_modules_import_each_other():
+    """Not even by way of others."""
+    inner = {name: _within(tree) - {name} for name, tree in _trees().items()}
+    while leaves := [name for name, others in inner.items() if not others]:
+        inner = {name: others - set(leaves) for name, others in inner.items() if name not in leaves}
+    assert not inner, f"a circle among {sorted(inner)}"
+
+
+def _within(tree: ast.Module) -> set[str]:
+    """The modules of the package that it names, as deep as they go."""
+    found = {name if name in _trees() else name.rpartition(".")[0] for name in imports(tree)}
+    return found & _trees().keys()
+
+
+@cache
+def _trees() -> dict[str, ast.Module]:
+    return {_dotted(path): tree for _, tree, path in modules()}
+
+
+def needs_no_torch(dotted: str) -> bool:
+    """Whether this module may not bring torch along."""
+    name = dotted.removeprefix("llama_ssp.")
+    return name not in WITH_TORCH and bool({name, name.split(".")[0]} & WITHOUT_TORCH)
+
+
+def test_what_answers_without_torch():
+    """Nor does anything that it imports, as it is imported."""
+    trees = _trees()
 
     def first_heavy(name: str, seen: set[str]) -> str | None:
         """The first import of torch that importing this module brings."""
@@ -109,9 +118,9 @@ def test_rooms_without_torch():
                 return found[0]
         return None
 
-    for room, _, path in modules():
-        if room in WITHOUT_TORCH:
-            assert first_heavy(_dotted(path), set()) is None, path
+    for name in trees:
+        if needs_no_torch(name):
+            assert first_heavy(name, set()) is None, name
 
 
 def _dotted(path: Path) -> str:
@@ -134,10 +143,11 @@ def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-def test_transformers_is_known_to_the_loading_rooms_only():
+def test_transformers_is_known_to_models_and_the_tokenizer_only():
     for room, tree, path in modules():
         names = {name.split(".")[0] for name in imports(tree)}
-        assert room in KNOWS_TRANSFORMERS or not names & {
+        own = {room, _dotted(path).removeprefix("llama_ssp.")}
+        assert own & KNOWS_TRANSFORMERS or not names & {
             "transformers",
             "accelerate",
             "bitsandbytes",
@@ -145,10 +155,10 @@ def test_transformers_is_known_to_the_loading_rooms_only():
         }, path
 
 
-def test_one_room_knows_torch_distributed():
+def test_one_folder_knows_torch_distributed():
     for room, tree, path in modules():
         names = imports(tree)
-        assert room == "ranks" or not any(n.startswith("torch.distributed") for n in names), path
+        assert room == "distributed" or not any(n.startswith("torch.distributed") for n in names), path
         used = {
             n.attr
             for n in ast.walk(tree)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.config import Dtype, ModelConf, Weights
-from llama_ssp.engine import Prompt
 from llama_ssp.errors import DistributedError, ModelError, StorageError, UsageError
-from llama_ssp.load import layers
-from llama_ssp.load.layers import load_layers, spread_of
-from llama_ssp.load.models import load, shaped
+from llama_ssp.models import device_map as layers
+from llama_ssp.models.device_map import load_layers, spread_of
+from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.models.loader import load, shaped
+from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_tensor import walked
 from tests.families import FAMILIES, WHOLE, build
 from tests.rig import speculate

@@ -13,15 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, NoDrafter, Prompt, Runner, State, Verdict
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead, best_k, tokens_per_round
-from llama_ssp.loop import Limits, commit, generate
-from llama_ssp.metrics import Counts
-from llama_ssp.sampling import Laws
-from llama_ssp.text import Writing
-from llama_ssp.verify import RULES
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.draft_length import (
+    AdaptiveLookahead,
+    Costs,
+    FixedLookahead,
+    best_k,
+    tokens_per_round,
+)
+from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.generate import Limits, commit, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.round_protocol import Verdict
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.stats import Counts
+from llama_ssp.speculative.verification import RULES
+from llama_ssp.text.detokenizer import Writing
 from tests.toy import Toy, toy
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.verify import RULES
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.verification import RULES
 from tests.families import build
 from tests.trees import BRIDGED, SCENARIOS, Scenario, walk
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.plan.beside import DEVICE
-from llama_ssp.prompts import SENTENCES
-from llama_ssp.ranks import ALONE
-from llama_ssp.tasks import ways
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.planner.comparison import DEVICE
+from llama_ssp.tasks import run_measurement as ways
 from llama_ssp.tasks.measure import MeasureTask, peak_memory
-from llama_ssp.tasks.stopwatch import PARTS
+from llama_ssp.tasks.profiling import PARTS
+from llama_ssp.text.prompts import SENTENCES
 from tests.conftest import Answer, Command
 
 QUICK = (

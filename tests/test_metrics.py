@@ -7,14 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Proposal, Runner, State, Verdict
-from llama_ssp.lookahead import FixedLookahead
-from llama_ssp.loop import Limits, commit, generate
-from llama_ssp.metrics import Counts
-from llama_ssp.sampling import Laws
-from llama_ssp.text import Writing
-from llama_ssp.verify import RULES
+from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.generate import Limits, commit, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.round_protocol import Verdict
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt, Proposal, State
+from llama_ssp.speculative.stats import Counts
+from llama_ssp.speculative.verification import RULES
+from llama_ssp.text.detokenizer import Writing
 from tests.toy import toy
 
 EOS = 9

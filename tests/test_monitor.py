@@ -6,15 +6,18 @@ from unittest.mock import patch
 
 import pytest
 
-from llama_ssp import verify
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
-from llama_ssp.lookahead import FixedLookahead
-from llama_ssp.loop import Limits, generate
-from llama_ssp.metrics import Counts
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.speculative import verification as verify
+from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
+from llama_ssp.speculative.verification import RULES
 from tests.mutants import _lenient, verify_ratios
 from tests.toy import toy
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cache import Feed, RaggedCache
-from llama_ssp.engine import Prompt
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.numerics import (
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.certify.near_ties import (
     Band,
     Finding,
     Fork,

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws, Purpose, Slot
-from llama_ssp.engine import Prompt, ahead, apart
-from llama_ssp.engine.ahead import AheadDrafter
-from llama_ssp.engine.apart import read, written
-from llama_ssp.engine.drafters import Drawn
-from llama_ssp.engine.memos import Memo
-from llama_ssp.engine.state import State
-from llama_ssp.ranks.post import Asker, Kind, Letter
+from llama_ssp.distributed.draft_messages import Asker, Kind, Letter
+from llama_ssp.speculative.drafters import ahead
+from llama_ssp.speculative.drafters import remote as apart
+from llama_ssp.speculative.drafters.ahead import AheadDrafter
+from llama_ssp.speculative.drafters.local import Drawn
+from llama_ssp.speculative.drafters.memos import Memo
+from llama_ssp.speculative.drafters.remote import read, written
+from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
+from llama_ssp.speculative.state import Prompt, State
 from tests.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
 from tests.trees import Scenario, models, play
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llama_ssp.config import DraftSeat, PlacementConf, Splitting
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError
-from llama_ssp.placement import resolve
 
 OWN, SHARDED, COPIES, LEADER = DraftSeat.own, DraftSeat.sharded, DraftSeat.replicated, DraftSeat.leader
 

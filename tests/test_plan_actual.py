@@ -9,12 +9,12 @@ import pytest
 
 from llama_ssp.config import Drafting, DraftSeat, Dtype, PlacementConf, PlanningConf, RunConf, SpeculationConf
 from llama_ssp.errors import DistributedError
-from llama_ssp.plan.actual import Prediction, asked_of_run, placed, predict, require_fit
-from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
-from llama_ssp.plan.beside import Memory, Way, beside, counted, in_words
-from llama_ssp.plan.bill import tensor_lines
-from llama_ssp.plan.room import GIB
-from llama_ssp.plan.search import best_placement
+from llama_ssp.planner.comparison import Memory, Way, beside, counted, in_words
+from llama_ssp.planner.memory import tensor_lines
+from llama_ssp.planner.room import GIB
+from llama_ssp.planner.run_plan import Prediction, asked_of_run, placed, predict, require_fit
+from llama_ssp.planner.search import best_placement
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from tests.plans import cluster, model
 
 WORK = Workload(rows=1, prompt_tokens=1536, new_tokens=128, k=4)

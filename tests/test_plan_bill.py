@@ -11,28 +11,26 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from llama_ssp import checks, config, overrides
-from llama_ssp.config import Dtype, ModelConf, Splitting, Weights
+from llama_ssp import config
+from llama_ssp.config import Dtype, ModelConf, Splitting, Weights, overrides
+from llama_ssp.config import validation as checks
+from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
-from llama_ssp.load import synthetic
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.placement import Placement
-from llama_ssp.plan import (
-    DRAFT,
-    TARGET,
-    Kind,
-    Role,
-    Workload,
-    parameters,
+from llama_ssp.models import synthetic
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.planner.activations import MIB
+from llama_ssp.planner.memory import (
+    LARGE_SEGMENT,
+    SMALL_SEGMENT,
     phases,
     rank_bill,
-    require_room,
+    reserved,
     segments,
     tensor_lines,
-)  # fmt: skip
-from llama_ssp.plan.activations import MIB
-from llama_ssp.plan.bill import LARGE_SEGMENT, SMALL_SEGMENT, reserved
-from llama_ssp.plan.weights import Part, Weight, held, sizes_of
+)
+from llama_ssp.planner.room import parameters, require_room
+from llama_ssp.planner.weights import Part, Weight, held, sizes_of
+from llama_ssp.planner.workload import DRAFT, TARGET, Kind, Role, Workload
 
 WORK = Workload(rows=1, prompt_tokens=1919, new_tokens=128, k=4, prefill_chunk=512)
 SIZES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,9 @@ import pytest
 
 from bench.plan_bytes import CASES, PHASES, Case, planned
 from llama_ssp.config import Dtype
-from llama_ssp.engine import runner
-from llama_ssp.plan import DRAFT, TARGET, activations
+from llama_ssp.planner import activations
+from llama_ssp.planner.workload import DRAFT, TARGET
+from llama_ssp.speculative import model_runner as runner
 
 BENCH = Path(__file__).resolve().parents[1] / "bench" / "plan_bytes.py"
 

@@ -9,9 +9,10 @@ import pytest
 
 from llama_ssp.config import ClusterConf, Dtype
 from llama_ssp.errors import DistributedError, UsageError
-from llama_ssp.plan import machine as room
-from llama_ssp.plan.machine import gpus_here, known, machine_of, matching, memory_here, require_world
-from llama_ssp.plan.room import GIB
+from llama_ssp.models import host_memory
+from llama_ssp.models.host_memory import memory_here
+from llama_ssp.planner.hardware import gpus_here, known, machine_of, matching, require_world
+from llama_ssp.planner.room import GIB
 from tests.plans import cluster, machine
 
 NAMES = {
@@ -130,7 +131,7 @@ def test_the_number_of_ranks_must_be_the_clusters():
 def test_memory_is_read_from_the_system(monkeypatch, tmp_path):
     table = tmp_path / "meminfo"
     table.write_text("MemTotal: 100 kB\nMemAvailable:     80 kB\n")
-    monkeypatch.setattr(room, "MEMORY_TABLE", table)
+    monkeypatch.setattr(host_memory, "MEMORY_TABLE", table)
     assert memory_here() == 80 * 1024
-    monkeypatch.setattr(room, "MEMORY_TABLE", tmp_path / "none")
+    monkeypatch.setattr(host_memory, "MEMORY_TABLE", tmp_path / "none")
     assert memory_here() > 2**20

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import Dtype, PlacementConf, Splitting
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError
-from llama_ssp.placement import resolve
-from llama_ssp.plan.advice import advice, largest, overrides
-from llama_ssp.plan.bill import segments, tensor_lines
-from llama_ssp.plan.constants import communicators, constant_lines
-from llama_ssp.plan.outcome import outcome, parts, worlds_of
-from llama_ssp.plan.room import GIB
-from llama_ssp.plan.search import best_placement, option, placements, regular_ms, search
-from llama_ssp.plan.verdict import GpuBill, Verdict, bill_of
+from llama_ssp.planner.advice import advice, largest, overrides
+from llama_ssp.planner.constants import communicators, constant_lines
+from llama_ssp.planner.fit import GpuBill, Verdict, bill_of
+from llama_ssp.planner.memory import segments, tensor_lines
+from llama_ssp.planner.outcome import outcome, parts, worlds_of
+from llama_ssp.planner.room import GIB
+from llama_ssp.planner.search import best_placement, option, placements, regular_ms, search
 from tests.plans import asked, machine
 
 P4D = machine("p4d")
@@ -43,7 +43,7 @@ def test_a_huge_cluster_is_planned_by_what_the_models_can_use(monkeypatch):
         worlds.add(world)
         return resolve(conf, world, drafts)
 
-    monkeypatch.setattr("llama_ssp.plan.search.resolve", counted)
+    monkeypatch.setattr("llama_ssp.planner.search.resolve", counted)
     huge = asked("65B", "7B", replace(P4D, nodes=1024, gpus=4))
     assert search(huge, [1, 64, 128, 4096])[0].placement.world <= 64
     assert worlds == {1, 64}

@@ -8,11 +8,9 @@ from statistics import mean
 import pytest
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
-from llama_ssp.lookahead import best_k, tokens_per_round
-from llama_ssp.plan.asked import Role
-from llama_ssp.plan.room import parameters
-from llama_ssp.plan.search import option, placements
-from llama_ssp.plan.speed import (
+from llama_ssp.planner.room import parameters
+from llama_ssp.planner.search import option, placements
+from llama_ssp.planner.speed import (
     CALIBRATION,
     Pace,
     between,
@@ -24,6 +22,8 @@ from llama_ssp.plan.speed import (
     share_of,
     times_of,
 )
+from llama_ssp.planner.workload import Role
+from llama_ssp.speculative.draft_length import best_k, tokens_per_round
 from tests.plans import asked, machine, model
 
 # gpt-fast README (pytorch-labs/gpt-fast, the version that has Llama-3-8B): bf16, one row, a prompt of 5

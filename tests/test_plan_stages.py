@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from llama_ssp.config import Dtype, PlacementConf, Splitting
-from llama_ssp.load import synthetic
-from llama_ssp.load.layers import spread_of
-from llama_ssp.placement import resolve
-from llama_ssp.plan.activations import GPU
-from llama_ssp.plan.room import GIB
-from llama_ssp.plan.search import option
-from llama_ssp.plan.stages import Stage, stage_lines, stages
-from llama_ssp.plan.verdict import Verdict
-from llama_ssp.plan.weights import HELD, Part, held
+from llama_ssp.distributed.placement import resolve
+from llama_ssp.models import synthetic
+from llama_ssp.models.device_map import spread_of
+from llama_ssp.planner.activations import GPU
+from llama_ssp.planner.fit import Verdict
+from llama_ssp.planner.room import GIB
+from llama_ssp.planner.search import option
+from llama_ssp.planner.stages import Stage, stage_lines, stages
+from llama_ssp.planner.weights import HELD, Part, held
 from tests.plans import asked, machine, model
 
 PLENTY = 10**13

@@ -10,11 +10,11 @@ import pytest
 
 from bench.plan_bytes import ALLOWED_BYTES, ALLOWED_SHARE
 from llama_ssp.config import Dtype, ModelConf, Weights
-from llama_ssp.overrides import CONF
-from llama_ssp.plan import TARGET, Role
-from llama_ssp.plan.activations import Kernels, packs_queries
-from llama_ssp.plan.bill import share_of
-from llama_ssp.plan.weights import Part, held
+from llama_ssp.config.overrides import CONF
+from llama_ssp.planner.activations import Kernels, packs_queries
+from llama_ssp.planner.memory import share_of
+from llama_ssp.planner.weights import Part, held
+from llama_ssp.planner.workload import TARGET, Role
 from tests.memory_trace import Pass, Traced, trace
 from tests.plans import model as preset_model
 

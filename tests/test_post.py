@@ -8,10 +8,11 @@ import threading
 import pytest
 import torch
 
-from llama_ssp.engine import Prompt, RemoteDrafter, State
+from llama_ssp.distributed.draft_link import Calling, LinkLost, Listener, call
+from llama_ssp.distributed.draft_messages import Answerer, Asker, Dismissed, Kind, Letter
 from llama_ssp.errors import DistributedError
-from llama_ssp.ranks.link import Calling, LinkLost, Listener, call
-from llama_ssp.ranks.post import Answerer, Asker, Dismissed, Kind, Letter
+from llama_ssp.speculative.drafters.remote import RemoteDrafter
+from llama_ssp.speculative.state import Prompt, State
 
 
 def test_each_reply_is_its_own_and_every_ask_is_heard_in_order():

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.journal import Journal, Manifest, shards_of
-from llama_ssp.journal.progress import Progress
+from llama_ssp.batch.journal import Journal
+from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.progress import Progress
 
 RECORDS = 7
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llama_ssp.config import GenerateConf, OnBadRow
 from llama_ssp.errors import DataError, StorageError, UsageError
-from llama_ssp.prompts import SAMPLE, Reading, _checked, _parse, read_prompts
+from llama_ssp.text.prompts import SAMPLE, Reading, _checked, _parse, read_prompts
 
 exhaustive = settings(derandomize=True, deadline=None, database=None)
 

@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.batch.attempt_log import sealed
+from llama_ssp.batch.manifest import shards_of
+from llama_ssp.batch.requests import Form, Refused, Request
+from llama_ssp.batch.responses import Reply, answer, refusal
+from llama_ssp.batch.source import read_shard, read_source
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConf
 from llama_ssp.errors import DataError
-from llama_ssp.journal import shards_of
-from llama_ssp.journal.parts import sealed
-from llama_ssp.records import (
-    Form,
-    Refused,
-    Reply,
-    Request,
-    answer,
-    read_shard,
-    read_source,
-    refusal,
-)  # fmt: skip
 
 SAMPLING = SamplingConf(temperature=0.7)
 CHAT = "/v1/chat/completions"

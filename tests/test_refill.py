@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Drafter, Engine, ModelDrafter, NgramDrafter, NoDrafter, Prompt, Runner
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.lookahead import FixedLookahead
-from llama_ssp.loop import Limits, generate
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build
 from tests.rig import GREEDY, Queue, drive_refilled, perturbed, speculate
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.retries import CODE_FILE, Next, after, code_of, leave_code
+from llama_ssp.batch.retries import Next, after, code_of
+from llama_ssp.distributed.signals import CODE_FILE, leave_code
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.sampling import Laws, Prefix, RowLaws, filtered, lawless
+from llama_ssp.speculative.sampling import Laws, Prefix, RowLaws, filtered, lawless
 from tests.reference import reference_law
 
 VOCAB, SLOTS, ENDS = 11, 16, frozenset({4, 9})

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.checkpoint import Checkpoint, shape_of
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.compiled import CompiledModel, compiled
-from llama_ssp.load.probe import require_faithful
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.checkpoint import Checkpoint, shape_of
+from llama_ssp.models.compile import CompiledModel, compiled
+from llama_ssp.models.self_check import require_faithful
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
 from tests import checkpoints
 from tests.conftest import Command
 from tests.families import VOCAB, tiny

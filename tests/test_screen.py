@@ -15,9 +15,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from llama_ssp.errors import StorageError, UsageError
-from llama_ssp.plot import check_record
-from llama_ssp.screen import STYLES, Picture, Scene, bars, save, verdict
-from llama_ssp.track import Arrival, Track
+from llama_ssp.report.live_view import STYLES, Picture, Scene, bars, save, verdict
+from llama_ssp.report.plots import check_record
+from llama_ssp.report.timeline import Arrival, Track
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 WRITTEN = "def f(x):\n    return 日本語 🎉 x\t# tab\n\x1b[31mred\x07\u202e\n"

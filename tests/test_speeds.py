@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from llama_ssp.metrics import Counts
-from llama_ssp.speeds import Record, Sample, Speeds, predicted
-from llama_ssp.tasks.speed_table import csv_text, table
+from llama_ssp.report.speed_stats import Record, Sample, Speeds, predicted
+from llama_ssp.report.speed_table import csv_text, table
+from llama_ssp.speculative.stats import Counts
 
 
 def sample(ms: float, accepted: int = 0, rejected: int = 0, tokens: int = 100) -> Sample:

@@ -7,7 +7,7 @@ from math import comb
 import pytest
 from scipy import stats
 
-from llama_ssp.statistics import median_coverage, median_of, paired_difference, percentiles, wilson
+from llama_ssp.report.statistics import median_coverage, median_of, paired_difference, percentiles, wilson
 
 NEWCOMBE_1998 = [  # Statistics in Medicine 17, 857-872, table I, the score method
     (81, 263, 0.2553, 0.3662),

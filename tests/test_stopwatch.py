@@ -6,24 +6,19 @@ import pytest
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
-from llama_ssp.lookahead import FixedLookahead
-from llama_ssp.loop import Limits, generate
-from llama_ssp.ranks import ALONE
-from llama_ssp.sampling import Laws
-from llama_ssp.tasks import stopwatch
-from llama_ssp.tasks.stopwatch import (
-    COMMUNICATE,
-    DECIDE,
-    DRAFT,
-    HOST,
-    VERIFY,
-    Stopwatch,
-    TimedRanks,
-)
-from llama_ssp.tasks.timed import TimedRun
-from llama_ssp.verify import RULES
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
+from llama_ssp.tasks import profiling as stopwatch
+from llama_ssp.tasks.profiling import COMMUNICATE, DECIDE, DRAFT, HOST, VERIFY, Stopwatch, TimedRanks
+from llama_ssp.tasks.timed_generation import TimedRun
 from tests.toy import toy
 
 

@@ -6,16 +6,19 @@ import pytest
 import torch
 
 from llama_ssp.config import Dtype, ModelConf, SamplingConf, Weights
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
-from llama_ssp.load.models import load
-from llama_ssp.load.synthetic import agreement_at, flips_for
-from llama_ssp.lookahead import FixedLookahead
-from llama_ssp.loop import Limits, generate
-from llama_ssp.metrics import Counts
-from llama_ssp.plan import parameters
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.models.loader import load
+from llama_ssp.models.synthetic import agreement_at, flips_for
+from llama_ssp.planner.room import parameters
+from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
+from llama_ssp.speculative.verification import RULES
 
 CPU = torch.device("cpu")
 

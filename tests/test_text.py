@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from llama_ssp.text import INCOMPLETE, Detokenizer, Writing, visible
+from llama_ssp.text.detokenizer import INCOMPLETE, Detokenizer, Writing, visible
 from tests import checkpoints
 
 exhaustive = settings(derandomize=True, deadline=None, database=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_ssp.track import Arrival, Track, speedup
+from llama_ssp.report.timeline import Arrival, Track, speedup
 
 
 def track(rounds: int = 3) -> Track:

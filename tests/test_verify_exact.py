@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp.verify import RULES, Block, meeting, overlap
+from llama_ssp.speculative.verification import RULES, Block, meeting, overlap
 from tests.rational import Case, as_block, cases, drafts, total_variation
 
 PAIRS = 120

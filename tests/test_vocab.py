@@ -13,29 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from llama_ssp.checkpoint import SHIPPED_FOLDER
 from llama_ssp.config import Bridging
 from llama_ssp.errors import ModelError
-from llama_ssp.load.tokens import HubTokens
-from llama_ssp.vocab import (
-    NONE,
-    Bridge,
-    Intersection,
-    Notation,
-    Paired,
-    Pairing,
-    Text,
-    Verdict,
-    Vocabulary,
-    chosen,
-    diagnose,
-    end_ids_of,
-    match,
-    notation_guessed,
-    pair,
-    read_vocabulary,
-    surface,
-)
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from llama_ssp.text.compatibility import Verdict, diagnose
+from llama_ssp.text.matching import NONE, match
+from llama_ssp.text.pairing import Paired, Pairing, chosen, pair
+from llama_ssp.text.surface import Notation, notation_guessed, surface
+from llama_ssp.text.tokenizer import HubTokens
+from llama_ssp.text.translation import Bridge, Intersection, Text
+from llama_ssp.text.vocabulary import Vocabulary, end_ids_of, read_vocabulary
 from tests import checkpoints
 from tests.tongues import PAIRS, tongue
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from llama_ssp.vocab import Bridge, Intersection, Notation, Text, Vocabulary, diagnose
+from llama_ssp.text.compatibility import diagnose
+from llama_ssp.text.surface import Notation
+from llama_ssp.text.translation import Bridge, Intersection, Text
+from llama_ssp.text.vocabulary import Vocabulary
 
 
 def tongue(

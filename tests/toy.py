@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.load.causal import CausalModel
+from llama_ssp.models.causal_lm import CausalModel
 
 WIDTH = 6
 

@@ -9,22 +9,17 @@ from typing import Any
 import torch
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.engine import (
-    Engine,
-    IntersectionDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    NoDrafter,
-    Prompt,
-    Runner,
-    TextDrafter,
-)
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.lookahead import AdaptiveLookahead, Costs, FixedLookahead
-from llama_ssp.loop import Limits, generate
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES, CoupledRule
-from llama_ssp.vocab import Intersection, Text
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
+from llama_ssp.speculative.drafters.local import ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES, CoupledRule
+from llama_ssp.text.translation import Intersection, Text
 from tests.choices import ReplayDraws, SharedReplay, distance, every_branch
 from tests.reference import reference_law
 from tests.tongues import PAIRS, bridge

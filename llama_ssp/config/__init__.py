@@ -16,7 +16,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf.basecontainer import BaseContainer
 
-from llama_ssp.config.groups import (
+from llama_ssp.config.schema import (
+    USUAL_COST_RATIO,
     Bridging,
     ClusterConf,
     Drafting,
@@ -59,6 +60,7 @@ __all__ = [
     "RESOLVERS",
     "SIZES",
     "TASKS",
+    "USUAL_COST_RATIO",
     "AgreeConf",
     "BatchConf",
     "Bridging",

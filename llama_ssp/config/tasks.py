@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from llama_ssp.config.groups import OnBadRow
+from llama_ssp.config.schema import OnBadRow
 
 
 @dataclass

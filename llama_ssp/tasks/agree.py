@@ -8,22 +8,24 @@ from statistics import mean, median
 from typing import Any
 
 from llama_ssp.config import AgreeConf, Drafting, Output, RunConf, Verification
-from llama_ssp.engine import AnyEngine, Prompt
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
-from llama_ssp.inputs import Entry, Inputs
-from llama_ssp.load.tokens import Tokens
-from llama_ssp.metrics import ratio
-from llama_ssp.plan.beside import Way
-from llama_ssp.plot import plot_agreements, plot_place
-from llama_ssp.prompts import TextPrompt
-from llama_ssp.ranks import Ranks
-from llama_ssp.report import Console, Progress, RunFolder
-from llama_ssp.sampling import Laws
-from llama_ssp.tasks.agreeing import Agreement, Rounds, agreements, fork_chances, from_any
-from llama_ssp.tasks.batches import damaged, prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, engine_for, open_pair
-from llama_ssp.tasks.seats import seats, tokens_of
-from llama_ssp.tasks.ways import way
+from llama_ssp.pair import Pair, engine_for, open_pair
+from llama_ssp.planner.comparison import Way
+from llama_ssp.planner.resolve import Entry
+from llama_ssp.report.plots import plot_agreements, plot_place
+from llama_ssp.report.run_folder import Console, Progress, RunFolder
+from llama_ssp.seats import seats, tokens_of
+from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import ratio
+from llama_ssp.tasks.common import damaged, prompt_of, usable_prompts
+from llama_ssp.tasks.greedy_match import Agreement, Rounds, agreements, fork_chances, from_any
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.run_measurement import way
+from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.tokenizer import Tokens
 
 HEAD = ["prompt", "agreed", "ended by", "target takes", "draft takes"]
 

@@ -11,28 +11,31 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from llama_ssp.batch.continuous_batching import Rows, Work, Written
+from llama_ssp.batch.job import longest_in
+from llama_ssp.batch.journal import Attempt, Journal
+from llama_ssp.batch.manifest import Shard
+from llama_ssp.batch.requests import Refused, Request
+from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
 from llama_ssp.config import BatchConf
-from llama_ssp.engine import Prompt
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.signals import GUARD
+from llama_ssp.distributed.told import told
 from llama_ssp.errors import StorageError
-from llama_ssp.guard import GUARD
-from llama_ssp.inputs import Inputs
-from llama_ssp.job import longest_in
-from llama_ssp.journal import Attempt, Journal, Shard
-from llama_ssp.load.tokens import Tokens
-from llama_ssp.plan.beside import Way
-from llama_ssp.ranks import Ranks, told
-from llama_ssp.records import BROKEN, Refused, Reply, Request, answer, refusal
-from llama_ssp.report import Console, Progress, RunFolder
-from llama_ssp.sampling import RowLaws
-from llama_ssp.tabular import aligned, figure
-from llama_ssp.tasks.asking import while_others_wait
-from llama_ssp.tasks.batches import nothing_run
-from llama_ssp.tasks.begin import begin, token_ids
-from llama_ssp.tasks.pair import Pair, engine_with, lookahead_for, open_pair, rule_of
-from llama_ssp.tasks.rows import Rows, Work, Written
-from llama_ssp.tasks.seats import seats, tokens_of
-from llama_ssp.tasks.steps import draws_for
-from llama_ssp.tasks.ways import way
+from llama_ssp.pair import Pair, engine_with, lookahead_for, open_pair, rule_of
+from llama_ssp.planner.comparison import Way
+from llama_ssp.report.run_folder import Console, Progress, RunFolder
+from llama_ssp.report.tables import aligned, figure
+from llama_ssp.seats import seats, tokens_of
+from llama_ssp.speculative.native import draws_for
+from llama_ssp.speculative.sampling import RowLaws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.batch_begin import begin, token_ids
+from llama_ssp.tasks.common import nothing_run
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.interactive import while_others_wait
+from llama_ssp.tasks.run_measurement import way
+from llama_ssp.text.tokenizer import Tokens
 
 log = logging.getLogger(__name__)
 

@@ -32,19 +32,19 @@ from llama_ssp.config import (
     TimesConf,
     home_expanded,
 )
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import StorageError
-from llama_ssp.inputs import Inputs
-from llama_ssp.load.devices import describe, device_of, dtype_of
-from llama_ssp.placement import resolve
-from llama_ssp.plan.asked import DRAFT, TARGET, Role, Workload
-from llama_ssp.plan.beside import Way
-from llama_ssp.plan.machine import CPU, CPU_TABLE, MIB, Machine, known, machine_of, matching
-from llama_ssp.plan.room import GIB
-from llama_ssp.plan.search import Asked, pace_of
-from llama_ssp.plan.speed import Pace
-from llama_ssp.ranks import Ranks
-from llama_ssp.report import Console, RunFolder, versions
-from llama_ssp.tasks.timing import (
+from llama_ssp.models.devices import describe, device_of, dtype_of
+from llama_ssp.planner.comparison import Way
+from llama_ssp.planner.hardware import CPU, CPU_TABLE, MIB, Machine, known, machine_of, matching
+from llama_ssp.planner.room import GIB
+from llama_ssp.planner.search import Asked, pace_of
+from llama_ssp.planner.speed import Pace
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.report.run_folder import Console, RunFolder, versions
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.microbench import (
     GEMM_ROWS,
     PROMPT,
     Case,
@@ -56,7 +56,7 @@ from llama_ssp.tasks.timing import (
     streaming_s,
     sum_s,
 )
-from llama_ssp.tasks.ways import process_bytes
+from llama_ssp.tasks.run_measurement import process_bytes
 
 log = logging.getLogger(__name__)
 

@@ -17,23 +17,24 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from llama_ssp.config import CompareConf, Drafting, Output, RunConf, home_expanded
-from llama_ssp.engine import AnyEngine, Prompt
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DataError
-from llama_ssp.inputs import Inputs
-from llama_ssp.load.tokens import Tokens
-from llama_ssp.metrics import ratio
-from llama_ssp.plan.beside import Way
-from llama_ssp.prompts import TextPrompt, problem_of
-from llama_ssp.ranks import Ranks
-from llama_ssp.report import Console, RunFolder
-from llama_ssp.screen import Scene, Screen, figures, save, verdict
-from llama_ssp.tasks.asking import Terminal, while_others_wait
-from llama_ssp.tasks.batches import begun, damaged, prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, engine_for, open_pair
-from llama_ssp.tasks.seats import seats, tokens_of
-from llama_ssp.tasks.side import Side
-from llama_ssp.tasks.ways import way
-from llama_ssp.text import visible
+from llama_ssp.pair import Pair, engine_for, open_pair
+from llama_ssp.planner.comparison import Way
+from llama_ssp.report.live_view import Scene, Screen, figures, save, verdict
+from llama_ssp.report.run_folder import Console, RunFolder
+from llama_ssp.seats import seats, tokens_of
+from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import ratio
+from llama_ssp.tasks.common import begun, damaged, prompt_of, usable_prompts
+from llama_ssp.tasks.contestant import Side
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.interactive import Terminal, while_others_wait
+from llama_ssp.tasks.run_measurement import way
+from llama_ssp.text.detokenizer import visible
+from llama_ssp.text.prompts import TextPrompt, problem_of
+from llama_ssp.text.tokenizer import Tokens
 
 log = logging.getLogger(__name__)
 

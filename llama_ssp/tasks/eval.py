@@ -11,23 +11,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from llama_ssp.arithmetic import STOP, Question, questions
 from llama_ssp.config import Drafting, EvalConf, Output, RunConf
-from llama_ssp.engine import Prompt
-from llama_ssp.inputs import Entry, Inputs
-from llama_ssp.load.tokens import Tokens
-from llama_ssp.plan.actual import Prediction
-from llama_ssp.plan.beside import Way
-from llama_ssp.plot import plot_place, plot_scores
-from llama_ssp.prompts import TextPrompt
-from llama_ssp.ranks import Ranks
-from llama_ssp.report import Console, Progress, RunFolder
-from llama_ssp.statistics import paired_difference, wilson
-from llama_ssp.tasks.batches import Batch, Batches, begun, damaged, unusable
-from llama_ssp.tasks.pair import Pair, Shelf, engine_for, lookahead_for
-from llama_ssp.tasks.scores import table
-from llama_ssp.tasks.seats import Seat, require_loadable, seats, tokens_of
-from llama_ssp.tasks.ways import way
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.pair import Pair, Shelf, engine_for, lookahead_for
+from llama_ssp.planner.comparison import Way
+from llama_ssp.planner.resolve import Entry
+from llama_ssp.planner.run_plan import Prediction
+from llama_ssp.report.plots import plot_place, plot_scores
+from llama_ssp.report.run_folder import Console, Progress, RunFolder
+from llama_ssp.report.scores import table
+from llama_ssp.report.statistics import paired_difference, wilson
+from llama_ssp.seats import Seat, require_loadable, seats, tokens_of
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.arithmetic import STOP, Question, questions
+from llama_ssp.tasks.common import Batch, Batches, begun, damaged, unusable
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.run_measurement import way
+from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.tokenizer import Tokens
 
 QUICK = 10  # prompts of a quick run
 PREFILL_CHUNK = 512

@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any
 
 from llama_ssp.config import GenerateConf, Output
-from llama_ssp.engine import Prompt, State
-from llama_ssp.inputs import Inputs
-from llama_ssp.load.tokens import Tokens
-from llama_ssp.loop import RowStep, Step
-from llama_ssp.plan.beside import Way
-from llama_ssp.prompts import TextPrompt
-from llama_ssp.ranks import Ranks
-from llama_ssp.report import Console, RunFolder
-from llama_ssp.tasks.batches import Batches, damaged, nothing_run, prompt_of, usable_prompts
-from llama_ssp.tasks.pair import Pair, engine_for, lookahead_for, open_pair
-from llama_ssp.tasks.seats import seats, tokens_of
-from llama_ssp.tasks.ways import way
-from llama_ssp.text import Writing
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.planner.comparison import Way
+from llama_ssp.report.run_folder import Console, RunFolder
+from llama_ssp.seats import seats, tokens_of
+from llama_ssp.speculative.generate import RowStep, Step
+from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.tasks.common import Batches, damaged, nothing_run, prompt_of, usable_prompts
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.run_measurement import way
+from llama_ssp.text.detokenizer import Writing
+from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.tokenizer import Tokens
 
 log = logging.getLogger(__name__)
 

@@ -14,24 +14,26 @@ from typing import Any
 import torch
 
 from llama_ssp.config import Drafting, MeasureConf, Output, RunConf
-from llama_ssp.engine import AnyEngine, Engine, Prompt
-from llama_ssp.inputs import Inputs
-from llama_ssp.load.tokens import Tokens
-from llama_ssp.loop import Limits
-from llama_ssp.plan.beside import TENSORS, Way
-from llama_ssp.plot import plot_place
-from llama_ssp.plot_speeds import plot_speeds
-from llama_ssp.prompts import TextPrompt
-from llama_ssp.ranks import Ranks
-from llama_ssp.report import Console, Progress, RunFolder
-from llama_ssp.speeds import Record, Sample, Speeds
-from llama_ssp.tasks.batches import damaged, prompt_of, unusable, usable_prompts
-from llama_ssp.tasks.pair import Pair, draft_alone, engine_for, lookahead_for, open_pair
-from llama_ssp.tasks.seats import seats, tokens_of
-from llama_ssp.tasks.speed_table import csv_text, table
-from llama_ssp.tasks.stopwatch import MEANING, PARTS, Stopwatch, TimedRanks
-from llama_ssp.tasks.timed import TimedRun
-from llama_ssp.tasks.ways import memory_here, process_bytes, way
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.pair import Pair, draft_alone, engine_for, lookahead_for, open_pair
+from llama_ssp.planner.comparison import TENSORS, Way
+from llama_ssp.report.plots import plot_place
+from llama_ssp.report.run_folder import Console, Progress, RunFolder
+from llama_ssp.report.speed_plots import plot_speeds
+from llama_ssp.report.speed_stats import Record, Sample, Speeds
+from llama_ssp.report.speed_table import csv_text, table
+from llama_ssp.seats import seats, tokens_of
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.common import damaged, prompt_of, unusable, usable_prompts
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.profiling import MEANING, PARTS, Stopwatch, TimedRanks
+from llama_ssp.tasks.run_measurement import memory_here, process_bytes, way
+from llama_ssp.tasks.timed_generation import TimedRun
+from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.tokenizer import Tokens
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120  # of the harness, not of the program
 TIMEOUT_S = 6  # placement.timeout_s where a rank falls silent; elsewhere nothing has to wait for it
 KILL_S, STOP_S = 5.0, TIMEOUT_S + 10.0  # what is promised
-PRELOADED = ["llama_ssp.cli", "llama_ssp.tasks.execute", "transformers.models.llama.modeling_llama"]
+PRELOADED = ["llama_ssp.cli", "llama_ssp.tasks.runner", "transformers.models.llama.modeling_llama"]
 PHASES = ("load", "prefill", "draft", "verify", "commit")
 RUN = (
     "model=tiny", "draft=tiny_draft", 'task.prompts=["hello"]', "task.max_new_tokens=64",
@@ -100,7 +100,7 @@ def strike_at(victim: int, phase: str, strike: Callable[[], None], rank: int) ->
     """On that rank, the fault comes when the phase begins, in its second round if it has rounds."""
     if rank != victim:
         return
-    from llama_ssp.ranks.group import Group
+    from llama_ssp.distributed.process_group import Group
 
     enter = Group.enter
 
@@ -256,7 +256,7 @@ def main() -> None:
 def table(rows: list[str], bad: int) -> str:
     """A results file that needs nothing beside it."""
     from bench.surroundings import processor
-    from llama_ssp.report import versions
+    from llama_ssp.report.run_folder import versions
 
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from llama_ssp.checkpoint import complete
 from llama_ssp.config import (
     Dtype,
     ModelConf,
@@ -19,12 +18,14 @@ from llama_ssp.config import (
     SpeculationConf,
     Verification,
 )
-from llama_ssp.engine import AnyEngine, Prompt
-from llama_ssp.inputs import Entry, drafts
-from llama_ssp.placement import resolve
-from llama_ssp.ranks import Ranks
-from llama_ssp.tasks.pair import Pair, Shelf, engine_for
-from llama_ssp.tasks.seats import seats
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.placement import resolve
+from llama_ssp.models.checkpoint import complete
+from llama_ssp.pair import Pair, Shelf, engine_for
+from llama_ssp.planner.resolve import Entry, drafts
+from llama_ssp.seats import seats
+from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB
 from tests.rig import GREEDY, Run, drive, drive_refilled
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from llama_ssp.ranks import Ranks, open_ranks
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.process_group import open_ranks
 
 PATIENCE_S = 120
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cache import Feed, RaggedCache
+from llama_ssp import pair as pairs
 from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConf, Splitting, Verification
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.ranks import ALONE, Ranks
-from llama_ssp.tasks import pair as pairs
-from llama_ssp.tasks.pair import Pair
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.pair import Pair
 from tests.distributed.pairs import RAGGED, Case, opened, refilled, written
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ThreadRank, ranks_of, together

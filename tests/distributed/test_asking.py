@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import DistributedError
-from llama_ssp.ranks import ALONE
-from llama_ssp.tasks import asking
-from llama_ssp.tasks.asking import while_others_wait
+from llama_ssp.tasks import interactive as asking
+from llama_ssp.tasks.interactive import while_others_wait
 from tests.distributed.threads import ThreadRank, ranks_of, together
 
 

@@ -68,7 +68,7 @@ def test_a_batch_is_the_same_on_two_ranks_also_after_one_vanished(
 
 def fail_in_the_target(rank: int) -> None:
     """The second rank fails in its fourth forward pass."""
-    from llama_ssp.load.causal import CausalModel
+    from llama_ssp.models.causal_lm import CausalModel
 
     whole, calls = CausalModel.logits, []
 
@@ -84,7 +84,7 @@ def fail_in_the_target(rank: int) -> None:
 
 def vanish_in_the_target(rank: int) -> None:
     """The second rank is gone in its fourth forward pass, and says nothing."""
-    from llama_ssp.load.causal import CausalModel
+    from llama_ssp.models.causal_lm import CausalModel
 
     whole, calls = CausalModel.logits, []
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import Drafting, DraftSeat, PlacementConf, SpeculationConf, Verification
-from llama_ssp.ranks import ALONE, Ranks
-from llama_ssp.tasks.pair import engine_for
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.pair import engine_for
 from tests.distributed.pairs import RAGGED, Known, opened
 from tests.distributed.processes import on_ranks
 from tests.distributed.test_agreement import SAMPLED

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.checkpoint import complete
 from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.load import autotp
-from llama_ssp.load.autotp import load_deepspeed
-from llama_ssp.load.models import load
-from llama_ssp.load.parallel import RowParallel
-from llama_ssp.ranges import DEEPSPEED_FAMILIES, require_deepspeed
-from llama_ssp.ranks import ALONE, Ranks
+from llama_ssp.models import deepspeed_tp as autotp
+from llama_ssp.models.checkpoint import complete
+from llama_ssp.models.deepspeed_tp import load_deepspeed
+from llama_ssp.models.loader import load
+from llama_ssp.models.parallel_layers import RowParallel
+from llama_ssp.models.sharding import DEEPSPEED_FAMILIES, require_deepspeed
 from tests.distributed.processes import on_ranks
 from tests.distributed.test_tensor import TOLERANCE, UNEVEN, randomised_biases, walked
 from tests.families import FAMILIES, build

@@ -94,7 +94,7 @@ def slowly(victim: int, rank: int) -> None:
     """In mid-run that rank's passes begin to take ten times as long."""
     if rank != victim:
         return
-    from llama_ssp.engine.drafters import DraftModel
+    from llama_ssp.speculative.drafters.local import DraftModel
 
     swift, passes = DraftModel._pass, iter(range(10**9))
 

@@ -67,7 +67,7 @@ def test_a_signal_reaches_a_rank_that_waits_in_a_collective(tmp_path: Path):
 
 def skip_a_message(rank: int) -> None:
     """The other rank takes an old message for the third."""
-    from llama_ssp.ranks.group import Group
+    from llama_ssp.distributed.process_group import Group
 
     hear, heard = Group.broadcast_ints, []
 
@@ -83,7 +83,7 @@ def skip_a_message(rank: int) -> None:
 
 def skip_a_sum(rank: int) -> None:
     """The other rank leaves out one sum of the third round's forward."""
-    from llama_ssp.ranks.group import Group
+    from llama_ssp.distributed.process_group import Group
 
     add, skipped = Group.all_reduce, []
 

@@ -29,7 +29,7 @@ AGREE = (
 
 def swap_ratios(rank: int) -> None:
     """The rule is wrong, on the leader, which alone decides."""
-    from llama_ssp import verify
+    from llama_ssp.speculative import verification as verify
     from tests import mutants
 
     if rank == 0:

@@ -13,16 +13,16 @@ import torch
 import yaml
 from torch import Tensor
 
-from llama_ssp.cache import Feed, RaggedCache
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.cuts import Cut
-from llama_ssp.load.sources import taken
-from llama_ssp.load.synthetic import build
-from llama_ssp.load.tensor import cut_module
-from llama_ssp.overrides import CONF
-from llama_ssp.plan import parameters
-from llama_ssp.ranges import mlp_share, share
+from llama_ssp.config.overrides import CONF
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.models.safetensors_io import taken
+from llama_ssp.models.sharding import mlp_share, share
+from llama_ssp.models.synthetic import build
+from llama_ssp.models.tensor_parallel import cut_module
+from llama_ssp.models.tp_table import Cut
+from llama_ssp.planner.room import parameters
 
 META = torch.device("meta")
 GIB, MIB = 2**30, 2**20

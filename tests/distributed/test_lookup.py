@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cache import Feed
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.models import DRAFT, load, load_part
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.loader import DRAFT, load, load_part
 from tests.distributed.threads import ThreadRank, ranks_of, together
 from tests.families import VOCAB, build
 

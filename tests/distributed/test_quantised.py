@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.kernels.int8 import Int8Linear
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.compiled import quickened
-from llama_ssp.load.cuts import ROWS, Sizes, cuts_of
-from llama_ssp.load.models import load, load_part
-from llama_ssp.load.parallel import RowParallel
-from llama_ssp.load.quantised import QUANTISED
-from llama_ssp.load.sources import taken
-from llama_ssp.ranges import NF4_BLOCK, require_split
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.compile import quickened
+from llama_ssp.models.kernels.int8 import Int8Linear
+from llama_ssp.models.loader import load, load_part
+from llama_ssp.models.parallel_layers import RowParallel
+from llama_ssp.models.quantization import QUANTISED
+from llama_ssp.models.safetensors_io import taken
+from llama_ssp.models.sharding import NF4_BLOCK, require_split
+from llama_ssp.models.tp_table import ROWS, Sizes, cuts_of
 from tests.distributed.test_tensor import randomised_biases, walked
 from tests.distributed.threads import ranks_of, together
 from tests.families import build

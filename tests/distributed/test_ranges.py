@@ -8,7 +8,7 @@ import pytest
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.ranges import WIDEST_UNIT, head_ranges, mlp_share, require_split, share, vocab_share
+from llama_ssp.models.sharding import WIDEST_UNIT, head_ranges, mlp_share, require_split, share, vocab_share
 
 
 def sizes(spans: list[tuple[int, int]]) -> list[int]:

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
+from llama_ssp.distributed.comm import Alone, Ranks
+from llama_ssp.distributed.process_group import PACKET, differing, open_ranks
 from llama_ssp.errors import DistributedError
-from llama_ssp.ranks import PACKET, Alone, Ranks, open_ranks
-from llama_ssp.ranks.group import differing
 from tests.distributed.processes import on_ranks
 
 LONG = list(range(-PACKET, 3 * PACKET))

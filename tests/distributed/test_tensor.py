@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from llama_ssp.cache import Feed
 from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.cuts import TABLE, Sizes, cuts_of
-from llama_ssp.load.models import load, load_part
-from llama_ssp.load.sources import taken
-from llama_ssp.load.synthetic import SyntheticSource
-from llama_ssp.load.synthetic import build as build_synthetic
-from llama_ssp.ranges import SPLIT_FAMILIES, head_ranges
-from llama_ssp.ranks import Ranks
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.loader import load, load_part
+from llama_ssp.models.safetensors_io import taken
+from llama_ssp.models.sharding import SPLIT_FAMILIES, head_ranges
+from llama_ssp.models.synthetic import SyntheticSource
+from llama_ssp.models.synthetic import build as build_synthetic
+from llama_ssp.models.tp_table import TABLE, Sizes, cuts_of
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ranks_of, together
 from tests.families import FAMILIES, VOCAB, build

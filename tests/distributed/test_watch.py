@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.guard import GUARD
-from llama_ssp.ranks.board import END, Cause, Place, View
-from llama_ssp.ranks.watch import Watch
+from llama_ssp.distributed.heartbeat import Watch
+from llama_ssp.distributed.signals import GUARD
+from llama_ssp.distributed.store import END, Cause, Place, View
 
 PATIENCE_S = 0.05
 

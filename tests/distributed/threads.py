@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.ranks import ALONE, Link, Ranks
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.distributed.draft_link import Link
 
 PATIENCE_S = 60
 

@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.surroundings import surroundings
 from bench.words import Words
-from llama_ssp.tabular import aligned
+from llama_ssp.report.tables import aligned
 from tests.fuzz import door, files, overrides, prompts, whole
 from tests.fuzz.trial import LIMIT_S, Trial, judged
 

@@ -19,8 +19,8 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
 
 from llama_ssp import cli, config
-from llama_ssp.checks.cluster import check_sharing
 from llama_ssp.config import RunConf
+from llama_ssp.config.validation.cluster import check_sharing
 from tests.fuzz.overrides import Words, as_written, misdeeds
 from tests.fuzz.trial import Said, Trial, command, ill_said
 

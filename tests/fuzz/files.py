@@ -15,10 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from llama_ssp.batch.requests import Refused, Request
+from llama_ssp.batch.source import read_source
 from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf
 from llama_ssp.errors import RunError
-from llama_ssp.prompts import Reading, read_prompts
-from llama_ssp.records import Refused, Request, read_source
+from llama_ssp.text.prompts import Reading, read_prompts
 from tests.fuzz.nasty import LETTERS, NASTY, noise
 from tests.fuzz.overrides import misdeeds
 from tests.fuzz.trial import LONGEST_LINE, Trial

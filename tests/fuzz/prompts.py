@@ -14,10 +14,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from llama_ssp.errors import DataError
-from llama_ssp.load.tokens import HubTokens, Tokens, conversation, read_tokens
-from llama_ssp.screen import Scene
-from llama_ssp.text import Detokenizer, Writing, visible
-from llama_ssp.track import Arrival, Track
+from llama_ssp.report.live_view import Scene
+from llama_ssp.report.timeline import Arrival, Track
+from llama_ssp.text.detokenizer import Detokenizer, Writing, visible
+from llama_ssp.text.tokenizer import HubTokens, Tokens, conversation, read_tokens
 from tests import checkpoints
 from tests.fuzz.nasty import LETTERS, NASTY
 from tests.fuzz.trial import Trial

@@ -9,12 +9,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llama_ssp.config import SamplingConf
-from llama_ssp.draws import CounterDraws
-from llama_ssp.engine import Engine, ModelDrafter, Prompt, Runner
-from llama_ssp.load.causal import CausalModel
-from llama_ssp.load.graphs import GraphedModel
-from llama_ssp.sampling import Laws
-from llama_ssp.verify import RULES
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.cuda_graphs import GraphedModel
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
 from tests.families import build
 from tests.rig import perturbed, speculate
 
@@ -69,7 +72,7 @@ def test_a_round_waits_once() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_the_kernel_for_8_bit(rows: int) -> None:
     """Beside the exact product, and row by row the same."""
-    from llama_ssp.kernels.int8_triton import linear_int8
+    from llama_ssp.models.kernels.int8_triton import linear_int8
 
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(-127, 128, (96, 320), generator=generator, dtype=torch.int8).to(f"cuda:{LAST}")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.journal import Journal
-from llama_ssp.journal.progress import Progress
-from llama_ssp.slurm.records import End, ends
+from llama_ssp.batch.journal import Journal
+from llama_ssp.batch.progress import Progress
+from llama_ssp.batch.slurm.history import End, ends
 from tests.slurm.lab import Lab, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ class Batches:
 
 def kind_of(command: str) -> str:
     """What a command line of ours is."""
-    if "llama_ssp.slurm.warden" in command:
+    if "llama_ssp.batch.slurm.supervisor" in command:
         return "warden"
     if "torch.distributed.run" in command:
         return "srun" if "srun" in command.split()[0] else "torchrun"

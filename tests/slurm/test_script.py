@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.checks.cluster import check_cluster, check_sharing, seconds_of
+from llama_ssp.batch.slurm.script import GroupSize, Order
 from llama_ssp.config import BatchConf, ClusterConf, GenerateConf, RunConf, Scheduler, SlurmConf
+from llama_ssp.config.validation.cluster import check_cluster, check_sharing, seconds_of
 from llama_ssp.errors import UsageError
-from llama_ssp.slurm.script import GroupSize, Order
 
 # Words that would do harm, were they ever read by a shell or by sbatch.
 HOSTILE = (
@@ -84,7 +84,7 @@ def test_words_reach_the_command_as_they_were_given(size: GroupSize, tmp_path: P
     done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
     assert tuple(told[-len(HOSTILE) :]) == HOSTILE
-    assert told[:5] == ["-m", "llama_ssp.slurm.warden", "/data/answers.work", "3", "120"]
+    assert told[:5] == ["-m", "llama_ssp.batch.slurm.supervisor", "/data/answers.work", "3", "120"]
     assert ("--rdzv-endpoint=10.0.0.1:20539" in told) == (size.nodes > 1)
     assert any(re.fullmatch(r"--rdzv-id=77\.0\.\d+", word) for word in told) == (size.nodes > 1)
     assert not (tmp_path / "broken").exists()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.batch.slurm import client as ask
+from llama_ssp.batch.slurm.client import _table
+from llama_ssp.batch.slurm.submit import require_time
 from llama_ssp.errors import UsageError
-from llama_ssp.slurm import ask
-from llama_ssp.slurm.ask import _table
-from llama_ssp.slurm.submit import require_time
 from tests.conftest import Answer, Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches
 from tests.slurm.lab import Lab

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.retries import CODE_FILE
-from llama_ssp.slurm import warden
-from llama_ssp.slurm.records import BY_SLURM, BY_TIME, End, ends, fruitless, keep_end
+from llama_ssp.batch.slurm import supervisor as warden
+from llama_ssp.batch.slurm.history import BY_SLURM, BY_TIME, End, ends, fruitless, keep_end
+from llama_ssp.distributed.signals import CODE_FILE
 from tests.slurm.jobs import ROOT
 from tests.slurm.lab import wait_for
 
@@ -59,7 +59,7 @@ class Node:
         command_line = [
             sys.executable,
             "-m",
-            "llama_ssp.slurm.warden",
+            "llama_ssp.batch.slurm.supervisor",
             str(self.work),
             str(retries),
             str(signal_s),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.journal.parts import read_part
+from llama_ssp.batch.attempt_log import read_part
 from tests.soak.processes import MARK, Watcher, kill_all, left_of, marked
 from tests.soak.scenarios import (
     DISK,

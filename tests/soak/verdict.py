@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.surroundings import processor
-from llama_ssp.report import versions
-from llama_ssp.tabular import aligned
+from llama_ssp.report.run_folder import versions
+from llama_ssp.report.tables import aligned
 from tests.soak.processes import Held
 from tests.soak.scenarios import NOTHING, Scenario
 from tests.soak.trials import Trial

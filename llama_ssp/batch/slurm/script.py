@@ -1,0 +1,131 @@
+"""The sbatch script. Readable, complete, and fit to be submitted by hand. No torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_ssp import __version__
+from llama_ssp.batch.workers import LOGS, SOURCES
+from llama_ssp.config import SlurmConf
+from llama_ssp.errors import UsageError
+
+LOG_NAME = "%x-%A_%a.out"  # job's name, number, element: restarts append to it
+PLAIN = re.compile(r"[\w./=:,@%+-]+")
+HEAD = """\
+# The ranks of all nodes meet at the first one: at its address, as its name need not resolve, and a free port.
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+at_head() { srun --nodes=1 --ntasks=1 --nodelist="$head" "$@"; }
+address=$(at_head hostname --ip-address | awk '{print $1}')
+port=$(at_head "$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
+meeting=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM  # not another attempt's, nor another cluster's
+"""
+MEETING = ("--rdzv-backend=c10d", '--rdzv-id="$meeting"', '--rdzv-endpoint="$address:$port"')
+
+
+@dataclass(frozen=True)
+class GroupSize:
+    """One group of ranks: how many, and what they share."""
+
+    nodes: int
+    ranks: int  # of each node
+    gpus: bool
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.ranks
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that a script is made of. `words` is the command as one process of the group gets it."""
+
+    name: str
+    size: GroupSize
+    elements: int
+    work: Path
+    folder: Path  # that the command was given in
+    python: str
+    words: tuple[str, ...]
+    retries: int
+    slurm: SlurmConf
+
+    def rendered(self) -> str:
+        return "\n".join([
+            "#!/bin/bash",
+            f"# Made by llama-ssp {__version__}. It needs the folder {_in_comment(self.work / LOGS)}.",
+            *(f"#SBATCH --{option}" for option in self._options()),
+            "",
+            f"cd -- {shlex.quote(str(self.folder))} || exit 6",
+            *self.slurm.setup,
+            f"python={shlex.quote(self.python)}",
+            f"export PYTHONPATH={shlex.quote(str(SOURCES))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            "export PYTHONSAFEPATH=1  # modules come from there, never from the folder of the data",
+            *([HEAD.rstrip()] if self.size.nodes > 1 else []),
+            "launch=(",
+            *(f"    {word}" for word in self._launch()),
+            ")",
+            "words=(",
+            *(f"    {shlex.quote(word)}" for word in self.words),
+            ")",
+            "# Stops the ranks before the time is up, and asks for another go when they did not finish.",
+            f'exec "$python" -m llama_ssp.batch.slurm.supervisor {shlex.quote(str(self.work))}'
+            f" {self.retries} {self.slurm.signal_s}"
+            ' "${launch[@]}" "${words[@]}"',
+            "",
+        ])  # fmt: skip
+
+    def _options(self) -> list[str]:
+        """sbatch's options, in the order of people's own scripts."""
+        slurm, size = self.slurm, self.size
+        cpus = slurm.cpus_per_rank and slurm.cpus_per_rank * size.ranks
+        gpus = f"{slurm.gpu_type}:{size.ranks}" if slurm.gpu_type else size.ranks
+        asked = {
+            "job-name": self.name, "partition": slurm.partition, "account": slurm.account, "qos": slurm.qos,
+            "constraint": slurm.constraint, "array": f"0-{self.elements - 1}", "nodes": size.nodes,
+            "ntasks-per-node": 1, "cpus-per-task": cpus, "gpus-per-node": gpus if size.gpus else None,
+            "mem": slurm.mem, "time": slurm.time, "output": _pattern(self.work / LOGS),
+            "open-mode": "append", "signal": f"B:USR1@{slurm.signal_s}",
+        }  # fmt: skip
+        given = [f"{name}={_quoted(str(value))}" for name, value in asked.items() if value is not None]
+        extra = (option.removeprefix("--").partition("=") for option in slurm.options)
+        return [
+            *given,
+            "requeue",
+            *(name + sign + (_quoted(value) if sign else "") for name, sign, value in extra),
+        ]
+
+    def _launch(self) -> list[str]:
+        """What starts the ranks. A single one needs no torchrun."""
+        size, slurm = self.size, self.slurm
+        cpus = f" --cpus-per-task={slurm.cpus_per_rank * size.ranks}" if slurm.cpus_per_rank else ""
+        lines = [f"srun --nodes={size.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1{cpus}", '"$python"']
+        if size.world > 1:
+            meeting = ["--standalone"] if size.nodes == 1 else [f"--nnodes={size.nodes}", *MEETING]
+            own = (shlex.quote(word) for word in slurm.torchrun)
+            ranks = f"--nproc-per-node={size.ranks}"
+            lines.append(" ".join(["-m torch.distributed.run", *meeting, ranks, "--max-restarts=0", *own]))
+        return [*lines, "-m llama_ssp"]
+
+
+def _pattern(folder: Path) -> str:
+    """The logs' path, as Slurm wants it: a percent sign means something else there."""
+    return f"{str(folder).replace('%', '%%')}/{LOG_NAME}"
+
+
+def _quoted(value: str) -> str:
+    """A value on an #SBATCH line, which ends with the line and knows single quotes."""
+    if PLAIN.fullmatch(value):
+        return value
+    if "'" in value or "\\" in value or any(ord(c) < 32 for c in value):
+        raise UsageError(
+            "a value cannot stand in a Slurm script", found=repr(value),
+            allowed="one line without quotes and backslashes", fix="choose another task.work",
+        )  # fmt: skip
+    return f"'{value}'"
+
+
+def _in_comment(path: Path) -> str:
+    return shlex.quote(str(path)) if str(path).isprintable() else "the work folder"

@@ -1,0 +1,138 @@
+"""A batch job that several groups of ranks share: checked and planned before one is started. No torch.
+
+Each group runs the command as it was given, on shards that no other works on; all they share is the job's
+folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_ssp.batch.job import Job, held_seed, job_of, longest_in
+from llama_ssp.batch.journal import Journal
+from llama_ssp.batch.requests import Request
+from llama_ssp.config import BatchConf, RunConf
+from llama_ssp.config.overrides import ranks
+from llama_ssp.errors import UsageError
+from llama_ssp.planner.hardware import machine_of
+from llama_ssp.planner.resolve import Entry, drafts, entries
+from llama_ssp.planner.run_plan import Prediction, asked_of_run, predict, require_fit
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.report.run_folder import config_sha256, versions
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).resolve().parents[2]  # where groups import this very package from
+LOGS = "logs"  # in the job's folder
+SUMMARY = '{"task": "batch"'
+COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "wall_s")
+BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
+VALUED = ("--config-dir", "-cd")  # flags whose value is a word of its own
+
+
+@dataclass(frozen=True)
+class Share:
+    """A job and what is known of it before a group starts."""
+
+    run: RunConf
+    job: Job
+    seed: int
+    prediction: Prediction | None
+
+    @property
+    def journal(self) -> Journal | None:
+        """None: no group has begun the job yet."""
+        return Journal.find(self.job.work) if Journal.held(self.job.work) else None
+
+    @property
+    def missing(self) -> int:
+        """Shards that are not done."""
+        journal, shards = self.journal, self.job.manifest.shards
+        return len(shards) if journal is None else sum(not journal.is_done(shard) for shard in shards)
+
+    def summary(self) -> dict[str, object]:
+        """How every summary of such a job begins."""
+        return {
+            "task": self.run.task.name, "config_sha256": config_sha256(self.run), "seed": self.seed,
+            "versions": versions(), "records": self.job.manifest.records,
+            "shards": len(self.job.manifest.shards), "shards_missing": self.missing,
+            "verdict": self.prediction.option.verdict.value if self.prediction else None,
+            "output": str(self.job.output), "work": str(self.job.work),
+        }  # fmt: skip
+
+
+def share(run: RunConf, folders: list[Path], world: int) -> Share:
+    """Reads the input and the models' files, and refuses what does not fit groups of so many ranks."""
+    if ranks() > 1:
+        raise UsageError(
+            "groups are started by the command itself", where=f"cluster.groups={run.cluster.groups}",
+            found=f"{ranks()} ranks of torchrun", fix="start it without torchrun",
+        )  # fmt: skip
+    entry = entries(run, folders, world)[0]
+    held = held_seed(run)
+    seed = next((known for known in (run.seed, held) if known is not None), secrets.randbelow(2**31))
+    if run.seed is None and held is None:
+        log.info("seed=%d (drawn; the job keeps it)", seed)
+    job = job_of(entry.run, entry.files, seed)
+    prediction = _predicted(entry, job)
+    require_fit(prediction, run.plan.enforce)
+    return Share(entry.run, job, seed, prediction)
+
+
+def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
+    """The command as one group gets it. Hydra wants overrides in one piece, flags before or behind."""
+    own = ("cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more)
+    overrides = [
+        number
+        for number, word in enumerate(words)
+        if not word.startswith("-") and (number == 0 or words[number - 1] not in VALUED)
+    ]
+    end = overrides[-1] + 1 if overrides else len(words)
+    return (*words[:end], *own, *words[end:])
+
+
+def counted(logs: Iterable[Path]) -> Counter[str]:
+    """What groups have counted, from the summaries in their logs; one that was killed has left none."""
+    found = Counter[str]()
+    for path in logs:
+        with suppress(OSError):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith(SUMMARY):
+                    with suppress(ValueError, KeyError, TypeError):
+                        document = json.loads(line)
+                        found.update({name: document[name] for name in COUNTED})
+    return found
+
+
+def _predicted(entry: Entry, job: Job) -> Prediction | None:
+    """By the figures of the cluster that is named; None where it says too little."""
+    run, task = entry.run, entry.run.task
+    assert isinstance(task, BatchConf)
+    try:
+        machine = machine_of(run.cluster)
+    except UsageError as error:
+        log.info("not planned: %s", error)
+        return None
+    target = Role(TARGET, run.model, machine.dtype(run.model.dtype))
+    draft = Role(DRAFT, run.draft, machine.dtype(run.draft.dtype)) if drafts(run) and run.draft else None
+    slots = min(_slots(job), run.model.context)
+    new = min(task.max_new_tokens, slots - 1)
+    k = run.speculation.k if draft else 0
+    work = Workload(task.batch_size, slots - new, new, k, task.prefill_chunk)
+    return predict(run, asked_of_run(run, (target, draft), work), entry.placement)
+
+
+def _slots(job: Job) -> int:
+    """Tokens of the longest text: as counted by those who began the job, else by its bytes."""
+    if job.source is None:
+        return longest_in(Journal.find(job.work))
+    requests = [record for record in job.source.records if isinstance(record, Request)]
+    sizes = [len(r.said.encode()) // BYTES_PER_TOKEN + 1 + r.max_new_tokens for r in requests]
+    return max(sizes, default=2)

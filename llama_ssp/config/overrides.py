@@ -1,0 +1,215 @@
+"""Overrides and flags, checked before Hydra sees them; and Hydra's messages in our words. No torch.
+
+A slip gets one line with a suggestion, and no override reaches Hydra's own settings, which can run code;
+nor does a private config folder (private).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf.errors import OmegaConfBaseException
+
+from llama_ssp import config
+from llama_ssp.config.environment import rank_environment
+from llama_ssp.config.private_folder import check_folder, is_unsafe
+from llama_ssp.errors import UsageError, shortened
+
+_packaged = Path(__file__).parents[1] / "conf"  # in an installed wheel
+CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
+GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
+REFUSED_FLAGS = {
+    "--config-path": "it would replace the project's configuration",
+    "-cp": "it would replace the project's configuration",
+    "--config-name": "it would replace the project's configuration",
+    "-cn": "it would replace the project's configuration",
+    "--experimental-rerun": "it reads pickled files",
+}
+ADDED_TO = {  # Hydra adds to maps, by a sign of its own
+    "sampling.logit_bias": "{5: -2.0}', token: bias",
+    "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
+}
+HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
+# Hydra's flags and the values each may have: () is none, None is any. Hydra itself would take the
+# beginning of a flag for the flag, past what is refused above.
+FLAGS: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve"), ()),
+    **dict.fromkeys(("--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"), ()),
+    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), None),
+    **dict.fromkeys(
+        ("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    ),
+}
+WRONG_TYPE = re.compile(
+    r"[Vv]alue '(?P<found>.*?)' .*(?:could not be converted to|is not a valid) (?P<wanted>\w+)",
+    re.DOTALL,
+)
+NOT_IN_ENUM = re.compile(r"Invalid value '(?P<found>.*?)', expected one of \[(?P<wanted>.*?)\]", re.DOTALL)
+NOT_A_LIST = re.compile(r"Invalid value assigned: (?P<found>\w+) is not a ListConfig")
+NOT_OPTIONAL = re.compile(r"is not Optional|Incompatible value '?None'?")
+NO_RESOLVER = re.compile(
+    r"(?:Unsupported interpolation type |Error resolving interpolation '\$\{)(?P<name>[\w.]+)(?:[:\s]|$)"
+)
+NO_OPTION = re.compile(r"Could not find '(?P<group>[^'/]+)/(?P<option>[^']*)'")
+TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Refuses what Hydra would take but we do not, and suggests what was meant."""
+    known, dropped = config.known_keys(), "draft=none" in arguments
+    waiting = iter(arguments)
+    for argument in waiting:
+        name, equals, value = argument.partition("=")
+        if argument.startswith("-"):
+            _check_flag(name, value if equals else None, waiting)
+        elif equals or name.startswith("~"):
+            _check_override(name, value if equals else None, known)
+            if dropped and name.startswith("draft."):
+                raise UsageError(f"{name} is set, but draft=none leaves no draft", fix="drop one of the two")
+
+
+def arranged(arguments: list[str]) -> list[str]:
+    """Checked arguments, overrides first: Hydra's parser wants them in one piece, wherever flags stand."""
+    words, flags = list[str](), list[str]()
+    waiting = iter(arguments)
+    for argument in waiting:
+        if not argument.startswith("-"):
+            words.append(argument)
+            continue
+        flags.append(argument)
+        if FLAGS[argument.partition("=")[0]] != () and "=" not in argument:
+            flags += [value for value in [next(waiting, None)] if value is not None]
+    return words + flags
+
+
+def check_homes(run: config.RunConf, arguments: list[str]) -> None:
+    """Refuses a repo that is given on the command line where the preset has a path, which comes first."""
+    for role, model in (("model", run.model), ("draft", run.draft)):
+        given = any(word.lstrip("+").startswith(f"{role}.repo=") for word in arguments)
+        if given and model is not None and model.repo is not None and model.path is not None:
+            raise UsageError(
+                f"{role}.repo is given beside {role}.path", where=f"{role} {model.name}",
+                found=f"repo {model.repo}, path {model.path}", allowed="one of them",
+                fix=f"write {role}=local {role}.repo={model.repo}, or leave {role}.repo out",
+            )  # fmt: skip
+
+
+def translated(error: Exception) -> UsageError:
+    """Hydra's and OmegaConf's messages as one of our lines: the key, what was found, what may stand there."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
+    if found := NO_RESOLVER.search(text):
+        name = found["name"]
+        return UsageError(
+            f"{key or 'an interpolation'} may not use the resolver {name}", found=f"${{{name}:...}}",
+            allowed="${KEY}, " + ", ".join(f"${{{name}:...}}" for name in config.RESOLVERS),
+            fix="write the value itself; one of the environment the shell fills in: \"KEY=$NAME\"",
+        )  # fmt: skip
+    if found := NO_OPTION.search(text):
+        group, option = found["group"], found["option"]
+        otherwise = f"or use {group}=local with {group}.path" if group in ("model", "draft") else "choose one"
+        if "/" in option and group in ("model", "draft"):
+            otherwise = f"for a hub repository write {group}=local {group}.repo={option}"
+        close = difflib.get_close_matches(option, _options(group), n=1)
+        return UsageError(
+            f"there is no {group}={option}", allowed=", ".join(_options(group)),
+            fix=f"did you mean {group}={close[0]}?" if close else otherwise,
+        ) if _options(group) else UsageError(f"there is no {group}={option}", fix="see --help")  # fmt: skip
+    if found := WRONG_TYPE.search(text):
+        allowed = TYPE_NAMES.get(found["wanted"], found["wanted"])
+        return UsageError(f"{key} is of the wrong type", found=repr(found["found"]), allowed=allowed)
+    if found := NOT_IN_ENUM.search(text):
+        return UsageError(f"{key} has no such choice", found=repr(found["found"]), allowed=found["wanted"])
+    if found := NOT_A_LIST.search(text):
+        return UsageError(
+            f"{key} is not a list", found=found["found"], allowed="a list", fix=f"write '{key}=[\"...\"]'"
+        )
+    if NOT_OPTIONAL.search(text):
+        return UsageError(f"{key} may not be null", found="null", fix="give it a value, or leave it out")
+    return UsageError(_plain(error), fix="see --help for keys and values")
+
+
+def ranks() -> int:
+    return rank_environment().world
+
+
+def _check_flag(flag: str, value: str | None, waiting: Iterator[str]) -> None:
+    if flag in REFUSED_FLAGS:
+        raise UsageError(f"{flag} is refused", fix=REFUSED_FLAGS[flag])
+    if flag not in FLAGS:
+        close = difflib.get_close_matches(flag, FLAGS, n=1)
+        raise UsageError(f"unknown flag {flag}", fix=f"did you mean {close[0]}?" if close else "see --help")
+    if flag in ("--multirun", "-m") and ranks() > 1:
+        raise UsageError(f"{flag} needs one process", fix="loop over torchrun in the shell")
+    allowed = FLAGS[flag]
+    if allowed == ():
+        return
+    value = next(waiting, "") if value is None else value
+    optional = flag in ("--info", "-i")
+    if (not value and not optional) or (value and allowed and value not in allowed):
+        raise UsageError(
+            f"{flag} needs a value", found=repr(value), allowed=", ".join(allowed or ("text",)),
+            fix=f"write {flag} {(allowed or ('VALUE',))[0]}",
+        )  # fmt: skip
+    if flag in ("--config-dir", "-cd"):
+        check_folder(Path(value), GROUPS)
+
+
+def _check_override(key: str, value: str | None, known: list[str]) -> None:
+    bare, _, package = key.lstrip("+~").partition("@")
+    if is_unsafe(bare) or package:
+        raise UsageError(
+            "Hydra's own settings are not for overriding",
+            found=key,
+            fix="use out=FOLDER for where results go",
+        )
+    if key.startswith("~"):
+        raise UsageError(
+            f"{key} is refused: a setting cannot be deleted",
+            fix="write draft=none" if bare == "draft" else f"give {bare} another value",
+        )
+    if bare in GROUPS and value in ("", "null") and bare != "experiment":
+        raise UsageError(
+            f"{bare}={value} names no option", allowed=", ".join(_options(bare)),
+            fix="write draft=none" if bare == "draft" else "choose one",
+        )  # fmt: skip
+    if bare in GROUPS and ".." in (value or ""):
+        raise UsageError(
+            f"{bare} names a file outside of the configuration", found=value,
+            allowed=", ".join(_options(bare)),
+            fix="put the file into a folder of yours, and name that by --config-dir",
+        )  # fmt: skip
+    for name, example in ADDED_TO.items():
+        if bare.startswith(f"{name}.") or key == name:  # keys behind a point Hydra takes for text
+            raise UsageError(f"{key} cannot be set so", fix=f"write '+{name}={example}")
+    if bare in known or bare in GROUPS:
+        return
+    leaf = bare.rpartition(".")[2]
+    if leaf in config.LOSSY:
+        raise UsageError(
+            f"{bare} is refused: not lossless", found=config.LOSSY[leaf],
+            fix="the output law here is exactly the target's; there is no option to change that",
+        )  # fmt: skip
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    close = difflib.get_close_matches(bare, [*known, *GROUPS], n=1, cutoff=0.6)
+    meant = (same_leaf or close or [""])[0]
+    raise UsageError(
+        f"unknown key {bare}", fix=f"did you mean {meant}?" if meant else "see --help for the keys"
+    )
+
+
+def _options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def _plain(error: Exception) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if cause is not None:
+        lines = [*lines[:1], *(line.strip() for line in str(cause).splitlines() if line.strip())]
+    lines = [line for line in dict.fromkeys(lines) if not line.startswith(HYDRA_NOISE)]
+    return shortened("; ".join(lines) or type(error).__name__, 400)

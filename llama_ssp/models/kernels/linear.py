@@ -1,0 +1,61 @@
+"""Linear layers for a few rows on a CPU: weights packed as linear.cpp reads them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.models.kernels.build import load_library
+
+BLOCK = 32  # outputs side by side, as in linear.cpp
+WORD = {torch.float32: 1, torch.bfloat16: 2}  # numbers in a word of 32 bits, for each kind there is
+
+
+class PackedLinear(nn.Module):
+    """The same product as the nn.Linear it is made of, from a packed weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packed = nn.Parameter(packed(linear.weight), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.llama_ssp.linear(x, self.packed, self.bias, self.out_features)
+        return product
+
+
+def packed(weight_NK: Tensor) -> Tensor:
+    """(blocks, words, BLOCK, numbers in a word); zeros where outputs or inputs run out."""
+    outputs, inputs = weight_NK.shape
+    word = WORD[weight_NK.dtype]
+    assert inputs % word == 0, "packable() says which weights can be packed"
+    padded = nn.functional.pad(weight_NK, (0, 0, 0, -outputs % BLOCK))
+    return padded.view(-1, BLOCK, inputs // word, word).transpose(1, 2).contiguous()
+
+
+def packable(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear and layer.in_features % WORD.get(layer.weight.dtype, 1 << 30) == 0
+
+
+def pack(module: nn.Module) -> None:
+    """Packs every linear layer in place, one after the other: no more than one weight is held twice."""
+    operators()
+    for name, layer in list(module.named_modules()):
+        if packable(layer):
+            assert isinstance(layer, nn.Linear)
+            module.set_submodule(name, PackedLinear(layer))
+
+
+@functools.cache
+def operators() -> None:
+    """Has torch know the operator, and its shapes."""
+    load_library(Path(__file__).with_suffix(".cpp"))
+    torch.library.register_fake("llama_ssp::linear", _shaped)
+
+
+def _shaped(x: Tensor, _packed: Tensor, _bias: Tensor | None, width: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], width)

@@ -1,0 +1,88 @@
+"""Layers of a model of which each rank holds a part: what they say to one another in a forward pass."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.models.sharding import Span
+from llama_ssp.models.tp_table import ATTENTION_OUTPUTS, Sizes
+
+
+class RowParallel(nn.Module):
+    """A linear layer, of any number format, that holds some inputs: sums over ranks, adds the bias once."""
+
+    def __init__(self, inner: Any, ranks: Ranks) -> None:
+        super().__init__()
+        self.bias: Tensor | None = inner.bias
+        inner.bias = None
+        self.inner, self.ranks = inner, ranks
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.inner.weight
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ranks.all_reduce(self.inner(x))
+        return y if self.bias is None else y + self.bias
+
+
+class GatheredHead(nn.Linear):
+    """Holds some rows of the vocabulary; every rank gets all logits."""
+
+    ranks: Ranks
+    shares: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.linear(x, self.weight, self.bias)
+        padded = functional.pad(y, (0, max(self.shares) - y.shape[-1])).contiguous()
+        parts = self.ranks.all_gather(padded)
+        return torch.cat([part[..., :n] for part, n in zip(parts, self.shares, strict=True)], -1)
+
+
+def gather_head(head: Any, ranks: Ranks, shares: list[Span]) -> None:
+    head.__class__, head.ranks, head.shares = GatheredHead, ranks, [last - first for first, last in shares]
+
+
+def cut_embedding(embedding: Any, held: Span, ranks: Ranks) -> None:
+    """Tokens of other ranks' rows give zeros here, so that the sum over ranks has every row once.
+
+    By hooks, because an embedding's class may do more than look up (gemma2 scales there).
+    """
+    first, last = held
+    embedding.padding_idx = None
+
+    def before(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        row = args[0] - first
+        module.elsewhere = (row < 0) | (row >= last - first)
+        return (row.masked_fill(module.elsewhere, 0),)
+
+    def after(module: Any, _args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        return ranks.all_reduce(y.masked_fill(module.elsewhere[..., None], 0))
+
+    embedding.register_forward_pre_hook(before)
+    embedding.register_forward_hook(after)
+
+
+def count_heads(module: Any, sizes: Sizes) -> None:
+    """Attention that counts its heads counts this rank's."""
+    heads = sizes.heads
+    for layer in module.modules():
+        if not any(isinstance(getattr(layer, leaf, None), RowParallel) for leaf in ATTENTION_OUTPUTS):
+            continue
+        local = {
+            "num_heads": heads.queries, "num_key_value_heads": heads.kvs,
+            "num_key_value_groups": heads.queries // heads.kvs,
+        }  # fmt: skip
+        for name, count in local.items():
+            if hasattr(layer, name):
+                setattr(layer, name, count)
+        if hasattr(layer, "qkv_proj"):  # phi3 asks its config where queries end; the model's stays whole
+            layer.config = copy.copy(layer.config)
+            layer.config.num_attention_heads = heads.queries

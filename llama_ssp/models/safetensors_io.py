@@ -1,0 +1,90 @@
+"""Where weights are read from, a slice at a time: a folder of safetensors files, or anything like it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from llama_ssp.models.tp_table import COLUMNS, Cut
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the module's
+# Tables that old checkpoints hold and that modules compute.
+COMPUTED = (".inv_freq", ".masked_bias", ".attention.bias", ".attn.bias")
+
+
+class Source(Protocol):
+    """Weights by the names that the module gives them."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        """The part, or all, in memory of its own."""
+
+
+class FileSource:
+    """Weights of a folder of safetensors files."""
+
+    def __init__(self, folder: Path, module: Any) -> None:
+        self._opened = ExitStack()
+        known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        self._places: dict[str, tuple[Any, str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in _files(folder):
+            handle = self._opened.enter_context(safe_open(file, framework="pt"))
+            for key in handle.keys():  # noqa: SIM118, a handle cannot be iterated
+                name = _module_name(key, known, module.base_model_prefix)
+                if name not in known and name.endswith(COMPUTED):
+                    continue
+                self._places[name] = (handle, key)
+                self.shapes[name] = tuple(handle.get_slice(key).get_shape())
+
+    def __enter__(self) -> FileSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._places.clear()
+        self._opened.close()
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        handle, key = self._places[name]
+        if not self.shapes[name]:
+            return taken(handle.get_tensor(key), None)
+        return taken(handle.get_slice(key), cut)
+
+
+def taken(weight: Any, cut: Cut | None) -> Tensor:
+    """A copy of the part: a slice of a file is a view of all of it."""
+    if cut is None:
+        parts = [weight[:] if not isinstance(weight, Tensor) else weight]
+    elif cut.dim == COLUMNS:
+        parts = [weight[:, first:last] for first, last in cut.spans]
+    else:
+        parts = [weight[first:last] for first, last in cut.spans]
+    if cut is not None and len(parts) > 1:
+        return torch.cat(parts, cut.dim)
+    return parts[0].clone(memory_format=torch.contiguous_format)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.exists():
+        return [folder / SINGLE]
+    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(places))]
+
+
+def _module_name(key: str, known: set[str], prefix: str) -> str:
+    """What the module calls a tensor on disk."""
+    for old, new in RENAMED.items():
+        if key not in known and key.startswith(old):
+            key = new + key.removeprefix(old)
+    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+    return next((name for name in candidates if name in known), key)

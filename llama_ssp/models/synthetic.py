@@ -1,0 +1,205 @@
+"""Models of any real shape from a seed: for trying a machine and for benchmarks, no checkpoint needed.
+
+All of the work of a real model is done, on weights that do not matter: what layers write into the
+residual stream is multiplied by zero. The law comes from a code that every synthetic model of a seed
+shares. Token t is a vector of signs; its next-token logits are sums of products of signs, which the
+final norm's signs keep from favouring t itself. So target and draft have the same law, whatever their
+sizes; a draft flips a share of its signs, found by bisection, until the laws overlap as asked
+(`draft.agreement` = mean of sum(min(target, draft)) at temperature 1).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.config import ModelConf
+from llama_ssp.errors import ModelError
+from llama_ssp.models.causal_lm import attention_of
+from llama_ssp.models.sharding import Span
+from llama_ssp.models.tp_table import COLUMNS, Cut
+
+HALF = 32  # signs per token; each stands twice, once negated, so that a vector's mean is zero
+SPREAD = 3.0  # standard deviation of the logits
+RESIDUAL_WRITERS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "out_proj", "fc2", "c_proj")
+WITHOUT_ROPE = ("gpt_neo", "opt")
+POSITION_TABLES = ("wpe", "embed_positions")
+TILE = 2**18
+
+
+def config_for(model: ModelConf) -> Any:
+    """transformers' config of the model's shape."""
+    from transformers import AutoConfig
+
+    shape: dict[str, Any] = {
+        "vocab_size": model.vocab, "hidden_size": model.dim, "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads, "num_key_value_heads": model.n_kv_heads,
+        "head_dim": model.head_dim, "intermediate_size": model.ffn,
+        "max_position_embeddings": model.context, "tie_word_embeddings": model.tied,
+    }  # fmt: skip
+    if model.sliding_window and model.family in ("mistral", "gemma2", "phi3"):
+        shape["sliding_window"] = model.sliding_window
+    if model.sliding_window and model.family in ("qwen2", "qwen3"):
+        own = {"use_sliding_window": True, "max_window_layers": model.n_layers // 2}
+        shape = {**shape, **own, "sliding_window": model.sliding_window}
+    if model.family == "gpt_neo":
+        kinds = [[["global", "local"], model.n_layers // 2]]
+        shape = {
+            "vocab_size": model.vocab, "hidden_size": model.dim, "num_layers": model.n_layers,
+            "num_heads": model.n_heads, "intermediate_size": model.ffn, "attention_types": kinds,
+            "max_position_embeddings": model.context, "window_size": model.sliding_window or 256,
+        }  # fmt: skip
+    if model.family == "opt":
+        shape = {**shape, "ffn_dim": model.ffn, "word_embed_proj_dim": model.dim}
+    if model.family in ("gpt_neox", "opt"):
+        shape = {k: v for k, v in shape.items() if k not in ("num_key_value_heads", "head_dim")}
+    try:
+        config = AutoConfig.for_model(model.family, **shape)
+    except ValueError:
+        raise ModelError(
+            "the family is not one that transformers knows", where=model.name, found=model.family,
+            fix="correct model.family",
+        ) from None  # fmt: skip
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    return config
+
+
+def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
+    """The module with real buffers and parameters still to be made."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    if model.head_dim % 2 and model.family not in WITHOUT_ROPE:
+        raise ModelError(
+            "rotary positions need an even head size", where=f"model {model.name}", found=model.head_dim,
+            fix="correct head_dim",
+        )  # fmt: skip
+    config = config_for(model)
+    with init_empty_weights(include_buffers=False):
+        module: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention_of(config)
+        )
+    return module
+
+
+class SyntheticSource:
+    """Weights from the seed, each made when it is read: a part of one is made alone, and is that part."""
+
+    def __init__(self, module: Any, model: ModelConf, device: torch.device, drafts: bool) -> None:
+        if model.dim < 2 * HALF:
+            raise ModelError(
+                "the model is too narrow for synthetic weights", where=model.name, found=f"dim {model.dim}",
+                allowed=f"{2 * HALF} or more", fix="widen it",
+            )  # fmt: skip
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self._dtype: torch.dtype = module.dtype
+        self._device = device
+        self._shifted = model.family == "gemma2"  # whose norms multiply by 1 + weight
+        generator = torch.Generator().manual_seed(model.seed)
+        noise = (torch.randn(TILE, generator=generator) * 0.02).to(device, self._dtype)
+        longest = max(math.prod(shape[1:]) for shape in self.shapes.values())
+        self._noise = noise.repeat(1 + -(-longest // TILE))
+        tables = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
+        self._tables = {name for name, parameter in parameters.items() if any(parameter is t for t in tables)}
+        self._final_norm = f"{_final_norm(module)}.weight"
+        self._codes = _codes(model, drafts)
+        # A normed vector has entries sqrt(dim / 2H); HALF products of signs, each standing twice.
+        self._scale = SPREAD / HALF**0.5 / 2 / (model.dim / (2 * HALF)) ** 0.5
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        rows = ((0, self.shapes[name][0]),)
+        if cut is None:
+            return self._part(name, rows[0], None)
+        if cut.dim == COLUMNS:
+            return torch.cat([self._part(name, rows[0], columns) for columns in cut.spans], COLUMNS)
+        return torch.cat([self._part(name, span, None) for span in cut.spans])
+
+    def _part(self, name: str, rows: Span, columns: Span | None) -> Tensor:
+        shape = self.shapes[name]
+        first, last = columns or (0, math.prod(shape[1:]))
+        if name in self._tables:
+            part = torch.zeros(rows[1] - rows[0], shape[1], dtype=self._dtype, device=self._device)
+            part[:, : 2 * HALF] = self._codes[rows[0] : rows[1]].to(part)
+            return part[:, first:last].contiguous()
+        if len(shape) > 1 and not _is_quiet(name):
+            # The numbers do not matter, and a 30B model has many: one tile of noise, over and over.
+            start = (torch.arange(*rows, device=self._device) * math.prod(shape[1:])) % TILE + first
+            return self._noise.unfold(0, last - first, 1)[start].view(len(start), -1, *shape[2:])
+        if len(shape) == 1:
+            return self._vector(name)[rows[0] : rows[1]].to(self._device, self._dtype)
+        return torch.zeros(rows[1] - rows[0], last - first, dtype=self._dtype, device=self._device).view(
+            rows[1] - rows[0], -1, *shape[2:]
+        )
+
+    def _vector(self, name: str) -> Tensor:
+        """Biases are zero, norms change nothing; the last one holds the signs that make the law."""
+        vector = torch.zeros(self.shapes[name])
+        if name == self._final_norm:
+            vector[: 2 * HALF] = self._scale * _norm_signs().repeat(2)
+        elif name.endswith("weight"):
+            vector.fill_(1.0)
+        return vector - 1 if self._shifted and name.endswith("weight") else vector
+
+
+def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> float:
+    """The mean overlap of the shared law and the law of a draft that flips this share of signs."""
+    signs_VH = _signs(vocab, seed)
+    draft_VH = _flipped(signs_VH, flipped, seed)
+    chosen = torch.arange(0, vocab, max(1, vocab // tokens))[:tokens]
+    weight_H = _norm_signs()
+    target, draft = (
+        torch.softmax(SPREAD / HALF**0.5 * (codes[chosen] * weight_H) @ codes.T, -1)
+        for codes in (signs_VH, draft_VH)
+    )
+    return float(torch.minimum(target, draft).sum(-1).mean())
+
+
+def flips_for(agreement: float, vocab: int, seed: int) -> float:
+    """The share of signs to flip for this agreement; what flipping half of them gives is the least."""
+    low, high = 0.0, 0.5
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if agreement_at(middle, vocab, seed) > agreement else (low, middle)
+    return low if agreement < 1 else 0.0
+
+
+def _codes(model: ModelConf, drafts: bool) -> Tensor:
+    """A token's vector of signs, each standing twice, once negated."""
+    signs_VH = _signs(model.vocab, model.seed)
+    if drafts and model.agreement < 1:
+        flipped = flips_for(model.agreement, model.vocab, model.seed)
+        signs_VH = _flipped(signs_VH, flipped, model.seed)
+    return torch.cat([signs_VH, -signs_VH], 1)
+
+
+def _final_norm(module: Any) -> str:
+    """The norm before the head: the last module directly in the backbone that is one."""
+    norms: list[str] = [
+        name
+        for name, m in module.named_modules()
+        if not any(part.isdigit() for part in name.split(".")) and "norm" in type(m).__name__.lower()
+    ]
+    return norms[-1]
+
+
+def _signs(vocab: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (vocab, HALF), generator=generator).float() * 2 - 1
+
+
+def _flipped(signs_VH: Tensor, share: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.where(torch.rand(signs_VH.shape, generator=generator) < share, -signs_VH, signs_VH)
+
+
+def _norm_signs() -> Tensor:
+    return torch.tensor([1.0, -1.0]).repeat(HALF // 2)
+
+
+def _is_quiet(name: str) -> bool:
+    parts = name.split(".")
+    return parts[-2] in RESIDUAL_WRITERS + POSITION_TABLES

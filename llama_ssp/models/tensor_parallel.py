@@ -1,0 +1,152 @@
+"""Puts weights into a module that has none: all of them, or one rank's part of each.
+
+A weight is read, cut, moved and, in 8 and 4 bit, quantised before the next one is read, so that no more
+than one of them is ever held whole. What no cut names, such as norms, is read whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.config import Dtype
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.errors import ModelError
+from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.models.parallel_layers import RowParallel, count_heads, cut_embedding, gather_head
+from llama_ssp.models.quantization import QUANTISED, quantised
+from llama_ssp.models.safetensors_io import Source
+from llama_ssp.models.sharding import vocab_share
+from llama_ssp.models.tp_table import COLUMNS, ROWS, Cut, Sizes, cuts_of, require_known
+
+CPU = torch.device("cpu")
+HELD_BACK = 16 * 2**20  # bytes read between two returns of memory to the system
+
+
+def cut_module(
+    module: Any, source: Source, ranks: Ranks, dtype: Dtype, device: torch.device,
+    leader_looks_up: bool = False,
+) -> int:  # fmt: skip
+    """Turns a module without weights into this rank's part, with weights; the vocabulary's size.
+
+    The module's names and shapes have been compared with the source's (`differences`). Where the leader
+    looks up, it alone holds the embedding, and the others need not know which tokens are fed.
+    """
+    require_known(module)
+    sizes = Sizes.of(module.config, ranks.world, ranks.rank)
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    vocab = int(head.weight.shape[0])
+    shares = [vocab_share(vocab, ranks.world, rank) for rank in range(ranks.world)]
+    looked_up = shares[ranks.rank]
+    if leader_looks_up:
+        looked_up = (0, vocab if ranks.is_leader else 0)
+    cuts = cuts_of(module, sizes)
+    for name, layer in module.named_modules():
+        if layer is head:
+            cuts[name] = Cut(ROWS, (shares[ranks.rank],))
+        elif layer is embedding:
+            cuts[name] = Cut(ROWS, (looked_up if looked_up[1] else (0, 1),))
+    fill_module(module, source, dtype, device, cuts)
+    for name, cut in cuts.items():
+        if cut.dim == COLUMNS:
+            module.set_submodule(name, RowParallel(module.get_submodule(name), ranks))
+    cut_embedding(embedding, looked_up, ranks)
+    gather_head(head, ranks, shares)
+    count_heads(module, sizes)
+    return vocab
+
+
+def fill_module(
+    module: Any, source: Source, dtype: Dtype, device: torch.device, cuts: dict[str, Cut] | None = None
+) -> None:
+    """Gives every parameter its value, or the part that `cuts` says, on the device.
+
+    In 8 and 4 bit every linear layer but the head is quantised.
+    """
+    cuts, held = cuts or {}, TORCH_DTYPES[dtype]
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    tied = bool(getattr(module.config, "tie_word_embeddings", False))
+    freed = 0
+    for name, layer in list(module.named_modules()):
+        cut = cuts.get(name)
+        shrinks = dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head
+        read: dict[str, Tensor | None] = {}
+        for leaf, parameter in layer._parameters.items():
+            key = f"{name}.{leaf}" if name else leaf
+            if parameter is None or (layer is head and key not in source.shapes and tied):
+                continue
+            whole = cut is None or (parameter.ndim == 1 and cut.dim == COLUMNS)
+            part = source.read(key, None if whole else cut)
+            # Quantising begins on the CPU, and ends on the device.
+            read[leaf], freed = part.to(CPU if shrinks else device, held), freed + part.nbytes
+        if freed > HELD_BACK:
+            return_memory()
+            freed = 0
+        if shrinks:
+            weight = read["weight"]
+            assert weight is not None
+            module.set_submodule(name, quantised(dtype, weight, read.get("bias"), device))
+            continue
+        for leaf, value in read.items():
+            assert value is not None
+            layer._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        if isinstance(layer, nn.Linear) and cut is not None:
+            layer.out_features, layer.in_features = layer.weight.shape
+        for leaf, buffer in layer._buffers.items():
+            layer._buffers[leaf] = None if buffer is None else buffer.to(device)
+    if tied and head.weight.is_meta:
+        head.weight = _tied(module, source, dtype, device, cuts)
+    elif tied and torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+    return_memory()
+
+
+def return_memory() -> None:
+    """Has the C library give what was freed back to the system: glibc keeps pieces of many megabytes."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _tied(
+    module: Any, source: Source, dtype: Dtype, device: torch.device, cuts: dict[str, Cut]
+) -> nn.Parameter:
+    """The head of a tied model: the embedding's rows, of which another rank may hold the ones it needs."""
+    names = {layer: name for name, layer in module.named_modules()}
+    table, head = module.get_input_embeddings(), module.get_output_embeddings()
+    asked, held = cuts.get(names[head]), cuts.get(names[table])
+    if asked is None or asked == held:
+        weight: nn.Parameter = table.weight
+        return weight
+    first, last = asked.spans[0]
+    if table.weight.shape[0] >= last:
+        return nn.Parameter(table.weight[first:last], requires_grad=False)
+    rows = source.read(f"{names[table]}.weight", asked).to(device, TORCH_DTYPES[dtype])
+    return nn.Parameter(rows, requires_grad=False)
+
+
+def differences(module: Any, source: Source) -> dict[str, list[str]]:
+    """What the source lacks, holds in another shape, or holds beyond the module, as transformers says it."""
+    wanted = {n: tuple(p.shape) for n, p in module.named_parameters(remove_duplicate=False)}
+    tied = {"lm_head.weight"} if getattr(module.config, "tie_word_embeddings", False) else set()
+    both = wanted.keys() & source.shapes.keys()
+    return {
+        "missing_keys": sorted(wanted.keys() - source.shapes.keys() - tied),
+        "mismatched_keys": sorted(
+            f"{n}: {source.shapes[n]} not {wanted[n]}" for n in both if source.shapes[n] != wanted[n]
+        ),
+        "unexpected_keys": sorted(source.shapes.keys() - wanted.keys()),
+    }
+
+
+def require_filled(module: nn.Module) -> None:
+    """Refuses a module with a weight that nobody read."""
+    empty = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
+    if empty:
+        raise ModelError(
+            "weights were left unread", where=type(module).__name__, found=f"{len(empty)}: {empty[0]}",
+            fix="report it",
+        )  # fmt: skip

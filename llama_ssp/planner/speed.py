@@ -1,0 +1,243 @@
+"""How long a step takes: bytes over bandwidth, a constant a layer, two sums over ranks a layer. No torch.
+
+    t = bytes_rank / bandwidth + L*c + [ranks > 1] * 2L * (alpha + beta*(ranks - 1))
+
+of the rank that reads most. The four constants are exactly determined by four published runs
+(CALIBRATION); runs that took no part in it are compared in tests. They hold for bf16, one row, CUDA
+graphs and caches made beforehand; elsewhere the band is wide, and task=calibrate measures.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from llama_ssp.config import Dtype, Overlap, TimesConf
+from llama_ssp.planner.weights import BUFFERS, BYTES, EMBEDDING, POSITIONS, Part, held, weights, width
+from llama_ssp.planner.workload import Role
+from llama_ssp.speculative.draft_length import tokens_per_round
+
+# Tokens a second by ranks: gpt-fast README, Llama-2-7B bf16, A100-80 limited to 330 W, one row, 5 tokens
+# of prompt.
+CALIBRATION = {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}
+CALIBRATED_LAYERS, CALIBRATED_MATRICES, CALIBRATED_HEAD = 32, 2 * 6_476_005_376, 2 * 32_000 * 4096
+CALIBRATED_GB_S = 2039.0  # the data sheet's bandwidth of that GPU
+# A pass of 16 rows of tokens reads its weights 3 % slower than one of a single row (A100, aiconfigurator).
+ROWS_COST = {1: 1.0, 16: 1.03}
+# Of peak; a long prompt is read by GEMMs that attain about this much.
+FLOPS_SHARE = 0.5
+# How far off a prediction may be: of a calibrated machine or engine like the published one; of constants
+# that were measured on another machine, and of int8 and nf4, whose kernels took no part.
+BAND, WIDE_BAND = 0.2, 0.5
+PASSES = 2  # gathers beside those of layers: the embedding's sum, the head's logits
+
+
+@dataclass(frozen=True)
+class Times:
+    """The constants, in seconds. `band` is how far off what they predict may be."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    rows_cost: tuple[tuple[int, float], ...]
+    layer: float
+    step: float
+    round: float
+    check: float
+    law: float
+    accept: float
+    reduce: tuple[tuple[int, float], ...]
+    link_per_s: float
+    message: float
+    band: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the busiest rank of a role reads in a pass, of weights and, for each slot, of a row's cache."""
+
+    ranks: int
+    layers: int
+    weights: float
+    slot: float
+    flops: float
+    sums: int
+    width: int
+    vocab: int
+
+
+def calibrated() -> tuple[float, float, float, float]:
+    """Bytes a second, seconds a layer, and of a sum its constant and its seconds a further rank."""
+    total = 2 * CALIBRATED_LAYERS
+    spent = {ranks: 1 / rate for ranks, rate in CALIBRATION.items()}
+    read = {ranks: CALIBRATED_MATRICES / ranks + CALIBRATED_HEAD for ranks in CALIBRATION}
+    fewer, more = spent[2] - spent[4], spent[4] - spent[8]
+    inverse = (2 * fewer - more) / (2 * (read[2] - read[4]) - (read[4] - read[8]))
+    further = ((read[2] - read[4]) * inverse - fewer) / (2 * total)
+    layer = (spent[1] - read[1] * inverse) / CALIBRATED_LAYERS
+    constant = (spent[2] - read[2] * inverse - CALIBRATED_LAYERS * layer) / total - further
+    return 1 / inverse, layer, constant, further
+
+
+def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | None, borrowed: bool) -> Times:
+    """The constants of a cluster, whose own go before the calibrated ones."""
+    speed, layer, constant, further = calibrated()
+    share = speed / 1e9 / CALIBRATED_GB_S if conf.bandwidth_share is None else conf.bandwidth_share
+    reduce = conf.all_reduce_us or {n: 1e6 * (constant + further * (n - 1)) for n in (2, 4, 8, 16)}
+    return Times(
+        bytes_per_s=gb_s * 1e9 * share,
+        flops_per_s=tflops * 1e12 * (FLOPS_SHARE if conf.flops_share is None else conf.flops_share),
+        rows_cost=tuple(sorted((conf.rows_cost or ROWS_COST).items())),
+        layer=layer if conf.layer_us is None else conf.layer_us / 1e6,
+        step=(conf.step_us or 0.0) / 1e6,
+        round=(conf.round_us or 0.0) / 1e6,
+        check=(conf.check_us or 0.0) / 1e6,
+        law=(conf.law_ns or 0.0) / 1e9,
+        accept=(conf.accept_ns or 0.0) / 1e9,
+        reduce=tuple((n, us / 1e6) for n, us in sorted(reduce.items())),
+        link_per_s=(link_gb_s or 1e6) * 1e9,
+        message=(conf.message_us or 0.0) / 1e6,
+        band=WIDE_BAND if borrowed else BAND,
+        source=conf.source or "published runs of Llama-2-7B on A100-80 (gpt-fast)",
+    )
+
+
+def share_of(role: Role, ranks: int, whole_tables: bool = False) -> Share:
+    """The part of the first rank, which holds what does not divide; `whole_tables` as in gpt-fast."""
+    model = role.model
+    part = Part.of(model, ranks)
+    looked_up = (POSITIONS, BUFFERS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS)
+    read = sum(size for group, size in held(part, role.dtype).items() if group not in looked_up)
+    numbers = sum(weight.count * weight.times for weight in weights(part) if weight.group not in looked_up)
+    elsewhere = (part.whole_vocab - part.vocab) * part.dim if whole_tables else 0
+    return Share(
+        ranks=ranks,
+        layers=part.layers,
+        weights=read + elsewhere * width(role.dtype),
+        slot=2.0 * part.layers * part.key_width * width(role.dtype),
+        flops=2.0 * (numbers + elsewhere),
+        sums=2 * part.layers + (0 if whole_tables else PASSES) if ranks > 1 else 0,
+        width=part.dim * width(role.dtype),
+        vocab=part.whole_vocab,
+    )
+
+
+def forward_s(share: Share, times: Times, rows: int, each: int, slots: float) -> float:
+    """One pass over `each` tokens of each row, which looks at `slots` cached ones."""
+    tokens = rows * each
+    reading = share.weights / times.bytes_per_s * between(times.rows_cost, tokens)
+    computing = share.flops * tokens / times.flops_per_s
+    looking = share.slot * rows * slots / times.bytes_per_s
+    traffic = 2 * share.width * tokens * (share.ranks - 1) / share.ranks / times.link_per_s
+    talking = share.sums * (between(times.reduce, share.ranks) + traffic) if share.ranks > 1 else 0.0
+    return max(reading, computing) + looking + share.layers * times.layer + times.step + talking
+
+
+def prefill_s(share: Share, times: Times, rows: int, prompt: int, chunk: int) -> float:
+    """Reading the prompts, a chunk of each at a time."""
+    starts = range(0, prompt, chunk)
+    return sum(forward_s(share, times, rows, min(chunk, prompt - at), at) for at in starts)
+
+
+def between(points: tuple[tuple[int, float], ...], at: int) -> float:
+    """The figure at a number, on the straight lines through what is known; beyond it, on the last line."""
+    if len(points) == 1 or at <= points[0][0]:
+        return points[0][1]
+    index = min(max(bisect_left([n for n, _ in points], at), 1), len(points) - 1)
+    (left, low), (right, high) = points[index - 1], points[index]
+    return low + (high - low) * (at - left) / (right - left)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of the parts of a round, for every K there is: `verify[k]` checks k drafts.
+
+    `overlap` is what the draft does while the target verifies; `off` unless it sits on ranks of its own.
+    """
+
+    draft: float
+    verify: tuple[float, ...]
+    rows: int
+    overlap: Overlap = Overlap.off
+
+    def round_s(self, k: int, acceptance: float) -> float:
+        """One after the other, or both at the same time."""
+        return self._ahead_s(k, acceptance) if self.goes_ahead(k, acceptance) else self._waiting_s(k)
+
+    def goes_ahead(self, k: int, acceptance: float) -> bool:
+        """Whether the draft works while the target verifies; with `auto` it does where that is sooner."""
+        if self.overlap is Overlap.auto:
+            return self._ahead_s(k, acceptance) < self._waiting_s(k)
+        return self.overlap is not Overlap.off and k > 0
+
+    def guessed(self, k: int, acceptance: float) -> float:
+        """In which share of the rounds every row's text is the one that was drafted for.
+
+        All drafts stand, and the token behind them is the guess: two laws that have `a` in common race to
+        the same token with chance a / (2 - a) at least (draws.race).
+        """
+        return float((acceptance**k * acceptance / (2 - acceptance)) ** self.rows)
+
+    def ms_per_token(self, acceptance: float, k: int) -> float:
+        """Of the batch: every row gets its tokens in the same round."""
+        return 1000 * self.round_s(k, acceptance) / (self.rows * tokens_per_round(acceptance, k))
+
+    def best_k(self, acceptance: float) -> int:
+        return min(range(len(self.verify)), key=lambda k: self.ms_per_token(acceptance, k))
+
+    def _waiting_s(self, k: int) -> float:
+        return k * self.draft + self.verify[k]
+
+    def _ahead_s(self, k: int, acceptance: float) -> float:
+        """The guess and K drafts while the target verifies; where it was wrong, K drafts more.
+
+        An ask that comes before they are made waits for the end of a pass first, half of one.
+        """
+        if k == 0:
+            return self._waiting_s(k)
+        ahead, verify, right = (k + 1) * self.draft, self.verify[k], self.guessed(k, acceptance)
+        interrupted = self.draft / 2 if ahead > verify else 0.0
+        return right * max(verify, ahead) + (1 - right) * (self._waiting_s(k) + interrupted)
+
+
+@dataclass(frozen=True)
+class Chance:
+    """What an acceptance gives: the K that suits it, and what that brings over regular sampling."""
+
+    acceptance: float
+    k: int
+    ms_per_token: float
+    speedup: float
+    tokens_per_round: float
+
+
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+
+
+def chance(pace: Pace, acceptance: float, regular_ms: float, k: int | None = None) -> Chance:
+    """At the best K, or at a given one."""
+    k = pace.best_k(acceptance) if k is None else k
+    ms = pace.ms_per_token(acceptance, k)
+    return Chance(acceptance, k, ms, regular_ms / ms, tokens_per_round(acceptance, k))
+
+
+def break_even(pace: Pace, regular_ms: float) -> float | None:
+    """The acceptance from which drafting pays; None if it never does."""
+    kept = range(1, len(pace.verify))
+
+    def pays(acceptance: float) -> bool:
+        return min((pace.ms_per_token(acceptance, k) for k in kept), default=regular_ms) < regular_ms
+
+    if not pays(1.0):
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
+def band_of(times: Times, roles: list[Role]) -> float:
+    """How far off a prediction for these models may be."""
+    quantised = any(BYTES[role.dtype] < BYTES[Dtype.bf16] for role in roles)
+    return WIDE_BAND if quantised else times.band

@@ -1,0 +1,183 @@
+"""What one rank holds of a model: every tensor's size, from the config's integers and the cuts of load.
+
+With one rank the parts are the whole model, so the same table counts parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.models.sharding import Span, head_ranges, mlp_share, vocab_share
+
+# Of a layer's weight; scales come on top.
+BYTES = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.nf4: 0.5}
+NF4_BLOCK = 64  # weights that share an fp32 scale
+NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
+
+LAYER_NORM = ("gpt_neo", "gpt_neox", "opt")  # two vectors each; the others' RMS norms have one
+EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS = (
+    "embedding", "head", "layers", "norms", "quantisation scales", "positions", "buffers",
+)  # fmt: skip
+
+CACHE = "cache"  # keys and values, which are no weights
+HELD = (EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS)  # every group
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sizes of one rank's part of a model; `widest` is the largest share of the vocabulary."""
+
+    family: str
+    layers: int
+    dim: int
+    head_dim: int
+    context: int
+    tied: bool
+    whole_vocab: int
+    world: int
+    queries: int
+    kvs: int
+    ffn: int
+    vocab: int
+    widest: int
+    looked_up: int  # rows of the embedding
+
+    @staticmethod
+    def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
+        """A split draft's first rank holds the embedding whole, the others a row that nobody reads."""
+        queries, kvs, ffn, vocab, widest = (
+            model.n_heads, model.n_kv_heads, model.ffn, model.vocab, model.vocab,
+        )  # fmt: skip
+        if world > 1:
+            heads = head_ranges(model.n_heads, model.n_kv_heads, world, rank)
+            queries, kvs = heads.queries, heads.kvs
+            ffn = size(mlp_share(model.ffn, world, rank))
+            vocab = size(vocab_share(model.vocab, world, rank))
+            widest = size(vocab_share(model.vocab, world, 0))
+        looked_up = vocab
+        if leader_looks_up and world > 1:
+            looked_up = 1 if rank else model.vocab
+        return Part(
+            model.family, model.n_layers, model.dim, model.head_dim, model.context, model.tied,
+            model.vocab, world, queries, kvs, ffn, vocab, widest, looked_up,
+        )  # fmt: skip
+
+    @property
+    def query_width(self) -> int:
+        return self.queries * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.kvs * self.head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """How much of a head is rotated: all of it, but a quarter in GPT-NeoX."""
+        return self.head_dim // 4 if self.family == "gpt_neox" else self.head_dim
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Tensors that are alike: a matrix of `outputs` x `inputs`, or a vector (`inputs` 1)."""
+
+    group: str
+    outputs: int
+    inputs: int
+    times: int = 1
+    linear: bool = False  # of a layer, so that it may be quantised
+
+    @property
+    def count(self) -> int:
+        """Numbers in one of them."""
+        return self.outputs * self.inputs
+
+
+def weights(part: Part) -> Iterator[Weight]:
+    """Every parameter of the part; a tied head is the embedding, where that has its rows."""
+    dim, layers, family = part.dim, part.layers, part.family
+    vectors = 2 if family in LAYER_NORM else 1
+    yield Weight(EMBEDDING, part.looked_up, dim)
+    if family in ("gpt_neo", "opt"):
+        yield Weight(POSITIONS, part.context + (2 if family == "opt" else 0), dim)
+    for outputs, inputs, bias in _matrices(part):
+        yield Weight(LAYERS, outputs, inputs, layers, linear=True)
+        if bias:
+            yield Weight(LAYERS, outputs, 1, layers)
+    yield Weight(NORMS, dim, 1, layers * vectors * (4 if family == "gemma2" else 2))
+    if family == "qwen3":
+        yield Weight(NORMS, part.head_dim, 1, 2 * layers)
+    yield Weight(NORMS, dim, 1, vectors)
+    if not part.tied or part.looked_up < part.vocab:
+        yield Weight(HEAD, part.vocab, dim)
+
+
+def _matrices(part: Part) -> Iterator[tuple[int, int, bool]]:
+    """A layer's matrices, (outputs, inputs, with bias), in the order in which they are read."""
+    family, dim, ffn = part.family, part.dim, part.ffn
+    queries, keys = part.query_width, part.key_width
+    biased = family in ("opt", "gpt_neox")
+    if family in ("gpt_neox", "phi3"):
+        yield queries + 2 * keys, dim, biased
+    else:
+        for width in (queries, keys, keys):
+            yield width, dim, biased or family == "qwen2"
+    yield dim, queries, biased or family == "gpt_neo"
+    if family in LAYER_NORM:
+        yield ffn, dim, True
+    elif family == "phi3":
+        yield 2 * ffn, dim, False
+    else:
+        yield ffn, dim, False
+        yield ffn, dim, False
+    yield dim, ffn, family in LAYER_NORM
+
+
+def buffers(part: Part, dtype: Dtype) -> list[int]:
+    """Bytes of what a module computes for itself: rotary frequencies (twice), GPT-Neo's opened masks."""
+    if part.family == "gpt_neo":
+        return [1] * part.layers
+    if part.family == "opt":
+        return []
+    scale = [width(dtype)] if part.family == "gemma2" else []  # of its embedding
+    return scale + 2 * [4 * (part.rotary_width // 2)]
+
+
+def width(dtype: Dtype) -> int:
+    """Bytes of a number that is not quantised; quantised models keep such numbers, and compute, in bf16."""
+    return int(max(BYTES[dtype], 2))
+
+
+def held(part: Part, dtype: Dtype, unit: int = 1) -> dict[str, int]:
+    """Bytes of each group of tensors, each tensor rounded up to `unit`."""
+    found: dict[str, int] = {}
+    for group, bytes_, times in tensors(part, dtype):
+        found[group] = found.get(group, 0) + -(-bytes_ // unit) * unit * times
+    return found
+
+
+def tensors(part: Part, dtype: Dtype) -> Iterator[tuple[str, int, int]]:
+    """Every tensor: its group, its bytes, and how many are like it."""
+    for weight in weights(part):
+        for group, bytes_ in sizes_of(weight, dtype):
+            yield group, bytes_, weight.times
+    for bytes_ in buffers(part, dtype):
+        yield BUFFERS, bytes_, 1
+
+
+def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
+    """What one such tensor occupies, and beside it the scales of a quantised one."""
+    if weight.linear and dtype is Dtype.int8:
+        yield weight.group, weight.count
+        yield SCALES, 4 * weight.outputs
+    elif weight.linear and dtype is Dtype.nf4:
+        yield weight.group, -(-weight.count // 2)
+        yield SCALES, -(-weight.count // NF4_BLOCK) * 4
+        yield SCALES, NF4_TABLE
+    else:
+        yield weight.group, weight.count * width(dtype)
+
+
+def size(span: Span) -> int:
+    return span[1] - span[0]

@@ -1,0 +1,208 @@
+"""What task=measure makes of its clocks: medians with intervals, ratios, and what theory says of them.
+
+A ratio is taken within one repeat, in which all contenders had their turn on the same prompts; then its
+median is taken. So a machine whose speed drifts favours nobody. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from llama_ssp.report.statistics import Estimate, median_coverage, median_of, percentiles
+from llama_ssp.speculative.draft_length import tokens_per_round
+from llama_ssp.speculative.stats import Counts, ratio
+
+PERCENTILES = (50, 90, 99)
+SHARES = ("ready_share", "draft_lost")  # of the figures of a draft apart, those that do not add up
+DEFINITIONS = {
+    "ms_per_token": "decoding time over committed tokens of all rows; prefill left out",
+    "tokens_per_s": "committed tokens of all rows over decoding time; prefill left out",
+    "time_to_first_token_ms": "prefill of target and draft, and the first round",
+    "inter_token_ms": "a round's time shared equally by the tokens it brought; the first round left out",
+    "delivery_ms": "from one arrival of tokens to the next, a round; the first round left out",
+    "speedup": "target alone over pair, in ms_per_token, within a repeat; prefill left out",
+    "cost_ratio": "draft alone over target alone, in ms_per_token, within a repeat",
+    "alpha": "accepted over decided drafts of every K taken together",
+    "predicted_speedup": "(1-alpha^(K+1)) / ((1-alpha)(K cost_ratio+1)), Leviathan et al.: takes drafts for "
+    "independent, and a target's pass over K+1 positions for as fast as over one",
+    "time_split_ms_per_token": "of a pass of its own, whose clocks slow it: its sum is not ms_per_token",
+    "peak_memory": "since the process began, loading included",
+}
+
+
+@dataclass
+class Sample:
+    """One contender's turn: all prompts once."""
+
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_ms: list[float] = field(default_factory=list)
+    inter_token_ms: list[float] = field(default_factory=list)
+    delivery_ms: list[float] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    by_length: dict[int, tuple[float, int]] = field(default_factory=dict)
+    overlaps: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of a draft on ranks of its own, a batch each
+
+    @property
+    def tokens(self) -> int:
+        return self.counts.committed.total()
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1000 * self.decode_s / self.tokens
+
+    def take(
+        self, prompt_tokens: int, prefill_s: float, decode_s: float, first_token_s: float, counts: Counts
+    ) -> None:
+        """Adds a batch, whose longest prompt has so many tokens."""
+        self.prefill_s += prefill_s
+        self.decode_s += decode_s
+        self.first_token_ms.append(1000 * first_token_s)
+        self.counts.merge(counts)
+        spent, made = self.by_length.get(prompt_tokens, (0.0, 0))
+        self.by_length[prompt_tokens] = (spent + decode_s, made + counts.committed.total())
+
+    def row(self) -> dict[str, Any]:
+        """The sample as a line of a table."""
+        counted = self.counts.summary()
+        kept = ("tokens_committed", "tokens_drafted", "tokens_accepted", "row_rounds", "acceptance_rate",
+                "tokens_per_target_forward")  # fmt: skip
+        return {
+            "ms_per_token": self.ms_per_token,
+            "time_to_first_token_ms": median(self.first_token_ms),
+            "prefill_ms": 1000 * self.prefill_s,
+            "decode_ms": 1000 * self.decode_s,
+            **{name: counted[name] for name in kept},
+        }
+
+
+@dataclass
+class Record:
+    """All turns of one contender."""
+
+    name: str
+    k: int | None
+    samples: list[Sample] = field(default_factory=list)
+    split: dict[str, float] = field(default_factory=dict)
+
+    def figures(self) -> dict[str, Any]:
+        """Under the names of the JSON interface; empty before the first turn has ended."""
+        if not self.samples:
+            return {}
+        counts = Counts()
+        for sample in self.samples:
+            counts.merge(sample.counts)
+        firsts = [median(sample.first_token_ms) for sample in self.samples]
+        return {
+            **interval("ms_per_token", [sample.ms_per_token for sample in self.samples]),
+            **interval("tokens_per_s", [1000 / sample.ms_per_token for sample in self.samples]),
+            **interval("time_to_first_token_ms", firsts),
+            **self._percentiles("inter_token_ms", lambda sample: sample.inter_token_ms),
+            **self._percentiles("delivery_ms", lambda sample: sample.delivery_ms),
+            "by_prompt_length": self._by_length(),
+            "time_split_ms_per_token": self.split,
+            "overlap": overlap_of([one for sample in self.samples for one in sample.overlaps]),
+            "repeats": len(self.samples),
+            **counts.summary(),
+        }
+
+    def _percentiles(self, name: str, taken: Callable[[Sample], list[float]]) -> dict[str, float | None]:
+        found = percentiles([ms for sample in self.samples for ms in taken(sample)], PERCENTILES)
+        return {f"{name}_p{one}": value for one, value in zip(PERCENTILES, found, strict=True)}
+
+    def _by_length(self) -> list[dict[str, Any]]:
+        """Median over repeats, for each length that a batch's longest prompt had."""
+        lengths = sorted({length for sample in self.samples for length in sample.by_length})
+        return [
+            {
+                "prompt_tokens": length,
+                "ms_per_token": median(
+                    1000 * sample.by_length[length][0] / sample.by_length[length][1]
+                    for sample in self.samples
+                ),
+            }
+            for length in lengths
+        ]
+
+
+@dataclass
+class Speeds:
+    """All contenders: the target, the draft where there is a model, the pair at each K."""
+
+    target: Record
+    draft: Record | None
+    pair: list[Record]
+
+    @property
+    def records(self) -> list[Record]:
+        return [self.target, *([self.draft] if self.draft else []), *self.pair]
+
+    def figures(self) -> dict[str, Any]:
+        """The whole, right at any moment."""
+        cost = self._within(self.draft, self.target) if self.draft else []
+        cost_ratio, alpha = (median(cost) if cost else None), self._alpha()
+        pair = [self._of_pair(record, alpha, cost_ratio) for record in self.pair]
+        done = [row for row in pair if row.get("speedup")]
+        best = max(done, key=lambda row: float(row["speedup"]), default=None)
+        repeats = len(self.target.samples)
+        return {
+            "target_alone": self.target.figures(),
+            "draft_alone": self.draft.figures() if self.draft else None,
+            "pair": pair,
+            **interval("cost_ratio", cost),
+            "alpha": alpha,
+            "best": {"k": best["k"], "speedup": best["speedup"]} if best else None,
+            "interval": f"medians of {repeats} interleaved repeats, intervals by order statistics",
+            "interval_coverage": median_coverage(repeats) if repeats else None,
+            "definitions": DEFINITIONS,
+        }
+
+    def _of_pair(self, record: Record, alpha: float | None, cost_ratio: float | None) -> dict[str, Any]:
+        return {
+            "k": record.k,
+            **interval("speedup", self._within(self.target, record)),
+            "predicted_speedup": predicted(alpha, cost_ratio, record.k),
+            **record.figures(),
+        }
+
+    @staticmethod
+    def _within(over: Record, under: Record) -> list[float]:
+        """Ratios of ms/token, repeat by repeat."""
+        return [a.ms_per_token / b.ms_per_token for a, b in zip(over.samples, under.samples, strict=False)]
+
+    def _alpha(self) -> float | None:
+        """The likeliest acceptance of one draft, were they independent."""
+        samples = [sample for record in self.pair for sample in record.samples]
+        accepted = sum(sample.counts.accepted.total() for sample in samples)
+        return ratio(accepted, sum(sample.counts.decided for sample in samples))
+
+
+def interval(name: str, values: list[float]) -> dict[str, float | None]:
+    """A median and its interval, as three figures."""
+    found: Estimate | None = median_of(values) if values else None
+    return {
+        name: found.value if found else None,
+        f"{name}_low": found.low if found else None,
+        f"{name}_high": found.high if found else None,
+    }
+
+
+def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What came of a draft on ranks of its own, all batches taken together; None without one."""
+    if not batches:
+        return None
+    found = {name: sum(one[name] for one in batches) for name in batches[0] if name not in SHARES}
+    lost = next((one["draft_lost"] for one in batches if one["draft_lost"]), None)
+    return {**found, "ready_share": ratio(found["rows_ready"], found["rows_asked"]), "draft_lost": lost}
+
+
+def predicted(alpha: float | None, cost_ratio: float | None, k: int | None) -> float | None:
+    """Leviathan et al., theorem 3.8: expected tokens over expected time of a round."""
+    if alpha is None or cost_ratio is None or k is None:
+        return None
+    return tokens_per_round(alpha, k) / (k * cost_ratio + 1)

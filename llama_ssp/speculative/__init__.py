@@ -1,0 +1,1 @@
+"""One round of speculation over a target and a drafter: prefill, draft, verify, roll back."""

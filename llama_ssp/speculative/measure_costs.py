@@ -1,0 +1,66 @@
+"""What rounds cost the pair at hand, measured when a run begins: adaptive drafting goes by it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+
+from llama_ssp.config import RunConf
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.draft_length import Costs
+from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.native import draws_for
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
+
+log = logging.getLogger(__name__)
+
+TURNS = 4
+SHORT_S = 0.1  # rounds so short are measured at every K
+
+
+def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, slots: int) -> Costs | None:
+    """Seconds of whole rounds, laws and draws included; None where texts are too short to tell.
+
+    On texts of no meaning, half as long as texts may get: the least of a few turns, which is what the machine
+    takes when nothing disturbs it. Nor does a round over more drafts ever take less. On a CPU costs climb by
+    steps, as kernels read weights anew for so many rows: there each K is measured, if rounds are short.
+    """
+    half = min(slots, draft.context) // 2
+    k_max = min(run.speculation.k_max, half - 1)
+    if k_max < 1:
+        return None
+    laws, rule = Laws(run.sampling, (), target.vocab), RULES[run.speculation.verification.value]
+    draws = draws_for(target, rule, 0)
+    engine = Engine(Runner(target), ModelDrafter(Runner(draft), laws, draws), laws, rule, draws)
+    state = engine.prefill([Prompt(str(row), (0,) * half) for row in range(rows)], half)
+    drafting: dict[int, list[float]] = defaultdict(list)
+    rounds: dict[int, list[float]] = defaultdict(list)
+    tried = sorted({0, 1, k_max, *(2**n for n in range(1, 7) if 2**n < k_max)})
+    for _ in range(TURNS):
+        for k in tried:
+            engine.wait()
+            began = time.perf_counter()
+            proposal = engine.draft(state, [k] * rows)
+            engine.wait()
+            drafted = time.perf_counter()
+            engine.verify(state, proposal)
+            engine.roll_back(state)
+            drafting[k].append(drafted - began)
+            rounds[k].append(time.perf_counter() - began)
+        if target.device.type == "cpu" and max(map(min, rounds.values())) < SHORT_S:
+            tried = list(range(k_max + 1))
+    draft_s = max(min(drafting[k_max]) - min(drafting[0]), 0.0) / k_max
+    least = {k: min(min(taken) for more, taken in rounds.items() if more >= k) for k in rounds}
+    verify_s = {k: max(spent - k * draft_s, least[0]) for k, spent in least.items()}
+    costs = Costs.between(draft_s, verify_s, run.speculation.k_max)
+    log.info(
+        "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms; K goes by "
+        "these times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
+        1000 * draft_s, 1000 * costs.verify[0], k_max, 1000 * costs.verify[k_max], draft_s / costs.verify[0],
+    )  # fmt: skip
+    return costs

@@ -1,0 +1,164 @@
+"""One model and its cache: feeds whatever the cache lacks, and forgets on request.
+
+The rule that removes every special case: after a round a cache holds at most len-1 tokens of a row,
+and a runner always feeds from there. Prefill is the first catching up; a draft model that missed its
+own last token after full acceptance heals by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.models.transfer import sent
+
+
+class Model(Protocol):
+    """What a runner needs of a model; `load.causal.CausalModel` is the one that ships."""
+
+    vocab: int
+    context: int
+    device: torch.device
+
+    def new_cache(self, rows: int, capacity: int) -> RaggedCache: ...
+
+    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor: ...
+
+
+# What a draft model lacks after a wholly accepted block; it is fed in one pass, not in two.
+LAG = 2
+
+
+class Runner:
+    """Counts forwards, holds the cache of one batch."""
+
+    def __init__(self, model: Model, prefill_chunk: int = 512) -> None:
+        self.model = model
+        self.prefill_chunk = prefill_chunk
+        self.forwards = 0
+        self.cached: list[int] = []
+        # Texts that grow longer than this are read anew, because then all their positions have another scale.
+        # A draft's runner may mix positions of both scales: its tokens are drawn from what comes of it.
+        self.limit: int | None = getattr(model, "restart", None)
+        self._given: list[int] = []  # how long each text was when it was first read
+        self._cache: RaggedCache | None = None
+
+    def start(self, rows: int, capacity: int) -> None:
+        """A new batch: an empty cache."""
+        self.cached, self._given = [0] * rows, [0] * rows
+        self._cache = self.model.new_cache(rows, capacity)
+
+    def warm(self, token_BS: Tensor, ends: list[int]) -> None:
+        """Feeds up to `ends`, for the keys alone: the texts have one token more."""
+        self._begin(ends, [end + 1 for end in ends])
+        self._warm(token_BS, ends)
+
+    def _warm(self, token_BS: Tensor, ends: list[int]) -> None:
+        while any(c < e for c, e in zip(self.cached, ends, strict=True)):
+            chunk_ends = [min(e, c + self.prefill_chunk) for e, c in zip(ends, self.cached, strict=True)]
+            self._pass(token_BS, chunk_ends, last_only=True)
+
+    def expect(self, row: int, length: int) -> None:
+        """How long the text is that the row is about to read, part by part."""
+        if not self.cached[row]:
+            self._given[row] = length
+
+    def read(self, token_BS: Tensor, row: int, end: int) -> None:
+        """Feeds one row up to `end` in one pass, while the others rest."""
+        assert self._cache is not None, "start() comes first"
+        count = end - self.cached[row]
+        if count > 0:
+            given = (self._given[row],)
+            feed = Feed((self.cached[row],), (count,), self._cache.capacity, self.model.device, given)
+            token_1W = self._readable(token_BS[row : row + 1], feed)
+            self.model.logits(token_1W, feed, self._cache.row(row), last_only=True)
+            self.cached[row] = end
+            self.forwards += 1
+
+    @torch.inference_mode()
+    def forget(self, row: int) -> None:
+        """Another text comes into this row; of a damaged one nothing may stay, as 0 times NaN is NaN."""
+        assert self._cache is not None, "start() comes first"
+        self.cached[row] = self._given[row] = 0
+        self._cache.clear(row)
+
+    def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
+        """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).
+
+        They stand from column 0 on; what is in the columns behind them means nothing. They come from
+        one pass, however small the prefill chunk is.
+        """
+        first = [max(e - w, 0) + 1 for e, w in zip(ends, wanted, strict=True)]
+        self._begin(ends, first)
+        if self.limit is None or not any(f <= self.limit < e for f, e in zip(first, ends, strict=True)):
+            return self._last(token_BS, ends, wanted)
+        return self._over(self.limit, token_BS, ends, wanted)
+
+    def _over(self, limit: int, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
+        """The same where rows grow over the limit: up to it, then beyond it, for which they begin anew."""
+        before = [
+            w if e <= limit or e - w >= limit else w - (e - limit) for e, w in zip(ends, wanted, strict=True)
+        ]
+        behind = [w - b for w, b in zip(wanted, before, strict=True)]
+        stops = [limit if n else e for e, n in zip(ends, behind, strict=True)]
+        near_BWV = self._last(token_BS, stops, before)
+        self._begin(ends, [limit + 1] * len(ends))
+        far_BWV = self._last(token_BS, ends, behind)
+        rows = [
+            torch.cat([near_V[:b], far_V[:n], near_V.new_zeros(max(wanted) - b - n, near_V.shape[1])])
+            for near_V, far_V, b, n in zip(near_BWV, far_BWV, before, behind, strict=True)
+        ]
+        return torch.stack(rows)
+
+    def _begin(self, ends: list[int], lengths: list[int]) -> None:
+        """What rows that are to be fed are read as: texts of these lengths.
+
+        A row whose keys have the other scale begins anew.
+        """
+        for row, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+            if end <= self.cached[row]:
+                continue
+            if self.limit is not None and (length > self.limit) != (self._given[row] > self.limit):
+                self.cached[row] = 0
+            if not self.cached[row]:
+                self._given[row] = length
+
+    def _last(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
+        self._warm(token_BS, [max(e - max(w, LAG), 0) for e, w in zip(ends, wanted, strict=True)])
+        feed, logit_BWV = self._pass(token_BS, ends, last_only=False)
+        first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
+        if not any(first) and feed.width == max(wanted):
+            return logit_BWV
+        column_BW = torch.tensor(first)[:, None] + torch.arange(max(wanted))
+        column_BW = sent(column_BW.clamp(max=feed.width - 1), logit_BWV.device)
+        return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
+
+    def roll_back(self, lengths: list[int]) -> None:
+        """Forgets all but len-1 tokens of each row."""
+        self.cached = [min(c, length - 1) for c, length in zip(self.cached, lengths, strict=True)]
+
+    def _pass(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
+        assert self._cache is not None, "start() comes first"
+        count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
+        given = tuple(self._given)
+        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, given)
+        logits = self.model.logits(self._readable(token_BS, feed), feed, self._cache, last_only)
+        self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
+        self.forwards += 1
+        return feed, logits
+
+    def _readable(self, token_BS: Tensor, feed: Feed) -> Tensor:
+        """The tokens a pass feeds.
+
+        A draft's vocabulary may lack padding rows that the target has. Should one be drawn, the draft
+        reads another token in its place: its law stays the one it draws from, so nothing is lost.
+        """
+        if len(feed.start) == 1:
+            start = feed.start[0]
+            token_BW = token_BS[:, start : start + feed.width].to(feed.device)
+        else:
+            token_BW = torch.take_along_dim(token_BS.to(feed.device), feed.positions(), 1)
+        return token_BW.clamp(max=self.model.vocab - 1)

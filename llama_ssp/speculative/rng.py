@@ -1,0 +1,188 @@
+"""The one source of randomness: `bernoulli` and `categorical`, keyed by what is drawn, not when.
+
+A draw depends only on (run seed, prompt id, base, purpose, offset). `base` is the length of the text
+when the round began. It grows every round, so no key is ever used twice, although block verification
+may discard a drafted token whose value already took part in a decision. A prompt's draws therefore do not
+depend on its batch, on a restart, or on the number of ranks. Nor does its text, as long as its probabilities
+and its K do not: in fp32, with K fixed or chosen by `speculation.cost_ratio`. In 16 bit and less a batch of
+another size rounds differently, and adaptive K goes by measured times: the law is the same, the text is not.
+
+No number has two uses. Each stands in Philox (Salmon et al. 2011) under the key (seed, prompt), in a block of
+four whose counter's words are (block, 0, stream, base). The streams are ROUNDS, with a number for each offset
+and purpose, RACES, with a correction's clocks, and POSITIONS, with the noise of coupled draws, where base is
+the token's position (tests/test_draws.py enumerates them).
+
+Tests replace this source by one that walks every branch (tests/choices.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llama_ssp.models.transfer import sent
+
+
+class Purpose(IntEnum):
+    """What a draw decides."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    CORRECT = 2
+
+
+PURPOSES = len(Purpose)
+ROUNDS, RACES, POSITIONS = range(3)  # streams: a word of the counter, so that they never meet
+PREPARED = 96  # numbers a row that are made at once: enough for 32 drafts
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Names one draw per row: whose text (`keys`), at which length (`bases`), what for, and where."""
+
+    keys: tuple[int, ...]
+    bases: tuple[int, ...]
+    purpose: Purpose
+    offset: int = 0
+
+
+class Draws(Protocol):
+    """Everything random in a run goes through these two calls."""
+
+    def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
+        """Independent coins; column n of the result belongs to offset `slot.offset + n`."""
+
+    def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
+        """One token a row from its law; the law need not be normalised."""
+
+
+def prompt_key(prompt_id: str) -> int:
+    """64 bits that stand for a prompt id, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(prompt_id.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass
+class CounterDraws:
+    """Philox, addressed by counter: (seed, prompt) is its key, the base its counter."""
+
+    seed: int
+    own: dict[int, int] = field(default_factory=dict)  # seeds of prompts that have one, by prompt key
+    _latest: tuple[object, Tensor] = field(default=(None, torch.empty(0, 0)), repr=False)
+    _wound: tuple[object, Tensor] = field(default=(None, torch.empty(0, 0)), repr=False)
+
+    def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
+        uniform_BN = self._uniforms(slot, chance_BN.shape[1], chance_BN.device)
+        return uniform_BN < chance_BN  # strictly: a chance of 0 never passes, of 1 always does
+
+    def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
+        """Corrections by a race, so that a draft that runs ahead guesses them best (engine.ahead).
+
+        The race's clocks are made when the round's first draft is drawn: behind a target's pass they were
+        seen to take many times as long on a CPU, whose caches it has probably filled.
+        """
+        clock_BN = self._clocks(slot, 2 * heat(law_BV.shape[1]), law_BV.device)
+        if slot.purpose is Purpose.CORRECT:
+            return race(law_BV, clock_BN)
+        return self._by_cdf(law_BV, self._uniforms(slot, 1, law_BV.device))
+
+    def _by_cdf(self, law_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+        return inverse_cdf(law_BV, uniform_B1)
+
+    def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
+        """Exponential variables. A round's are made once."""
+        known, clock_BN = self._wound
+        if known != (slot.keys, slot.bases, device) or clock_BN.shape[1] < count:
+            clock_BN = sent(self._of_races(slot.keys, slot.bases, count), device)
+            self._wound = (slot.keys, slot.bases, device), clock_BN
+        return clock_BN[:, :count]
+
+    def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
+        """One number for each row and offset, (B, count)."""
+        first = PURPOSES * slot.offset + slot.purpose
+        end = first + PURPOSES * count
+        return self._table(slot.keys, slot.bases, end, device)[:, first:end:PURPOSES]
+
+    def _table(
+        self, keys: tuple[int, ...], bases: tuple[int, ...], width: int, device: torch.device
+    ) -> Tensor:
+        """All of a round's numbers: made, and brought to the device, when the round's first are asked for.
+
+        A wider table starts with the narrower one, so its width never changes a draw.
+        """
+        known, table = self._latest
+        if known != (keys, bases, device) or table.shape[1] < width:
+            table = sent(self._of_round(keys, bases, max(PREPARED, 2 * width)), device)
+            self._latest = (keys, bases, device), table
+        return table
+
+    def _of_round(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int) -> Tensor:
+        """Uniforms of 53 bits."""
+        return torch.from_numpy(self._rows(keys, bases, width, ROUNDS) * 2.0**-53)
+
+    def _of_races(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int) -> Tensor:
+        """Exponentials of 52 bits, so that none is 0."""
+        halves = (self._rows(keys, bases, width, RACES) >> np.uint64(1)) + 0.5
+        return torch.from_numpy(-np.log(halves * 2.0**-52))
+
+    def _rows(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int, stream: int) -> np.ndarray:
+        return np.stack([self._row(key, base, width, stream) for key, base in zip(keys, bases, strict=True)])
+
+    def _row(self, key: int, base: int, width: int, stream: int) -> np.ndarray:
+        """Numbers of 53 bits."""
+        # As an array: of a list with a number beyond 2**63 numpy makes floats, which cut both keys.
+        keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)
+        return np.random.Philox(key=keys, counter=[0, 0, stream, base]).random_raw(width) >> np.uint64(11)
+
+
+def heat(vocab: int) -> int:
+    """How many run in each heat of a race."""
+    return math.isqrt(vocab - 1) + 1
+
+
+def race(law_BV: Tensor, clock_BN: Tensor) -> Tensor:
+    """The token whose exponential clock, at the rate of its probability, rings first; no impossible one.
+
+    Two laws raced with the same noise agree with chance (1 - TV) / (1 + TV) at least; by an inverted CDF, in
+    which a small shift moves every token behind it, they agree far less often where they are not peaked. The
+    race is run in two heats, of sums and then inside the sum that won: few clocks are enough, little is lost.
+    """
+    rows, vocab = law_BV.shape
+    size = heat(vocab)
+    whole = vocab - vocab % size
+    mass_BH = law_BV[:, :whole].view(rows, -1, size).sum(-1, dtype=torch.float64)
+    if whole < vocab:
+        rest_B1 = law_BV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
+        mass_BH = torch.cat([mass_BH, rest_B1], 1)
+    heat_B1 = _first(clock_BN[:, : mass_BH.shape[1]], mass_BH)
+    token_BC = heat_B1 * size + torch.arange(size, device=law_BV.device)
+    law_BC = law_BV.gather(1, token_BC.clamp(max=vocab - 1)).double()
+    won_B1 = _first(clock_BN[:, size:], law_BC.masked_fill_(token_BC >= vocab, 0))
+    return token_BC.gather(1, won_B1)[:, 0]
+
+
+def _first(clock_BN: Tensor, rate_BN: Tensor) -> Tensor:
+    """Which clock rings first; none at a rate of 0, which may be -0.0, or at one that is no number."""
+    return (clock_BN / rate_BN).masked_fill_(~(rate_BN > 0), torch.inf).argmin(-1, keepdim=True)
+
+
+def inverse_cdf(law_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+    """The token at which the cumulated law first exceeds the uniform; never one of probability 0.
+
+    A uniform is 1 - 2**-53 at most; so much of a number, rounded, is less than the number.
+    """
+    rising_BV = law_BV.cumsum(-1, dtype=torch.float64)
+    mark_B1 = uniform_B1 * rising_BV[:, -1:]
+    token_B1 = torch.searchsorted(rising_BV, mark_B1, right=True)
+    token_B1 = token_B1.clamp_(max=law_BV.shape[1] - 1)  # beyond the last: of NaN, which is no law
+    if law_BV.device.type == "cpu":  # sums one after the other: a token of probability 0 adds nothing
+        return token_B1[:, 0]
+    # A parallel sum may round a token of probability 0 into a sliver; it must not be drawn even so.
+    possible_B1 = law_BV.gather(1, token_B1) > 0
+    return torch.where(possible_B1, token_B1, law_BV.argmax(-1, keepdim=True))[:, 0]

@@ -1,0 +1,208 @@
+"""From logits to the law a token is drawn from: the same code for target and draft.
+
+Shapes: B rows, W positions, V vocabulary, S token buffer. Position w of row b continues the first
+`length_BW` tokens of that row's buffer, and every control looks at that prefix and no further, so the
+K+1 positions of one verification each see their own drafted tokens.
+
+Order: bias and bans, penalties, temperature, top-k, top-p, min-p. Repetition counts the whole prefix;
+frequency and presence count generated tokens only. Logits go to fp32 first (fp64 stays fp64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.models.transfer import sent
+from llama_ssp.speculative.array_ops import Array, greatest, largest, total, where
+
+LEAST_P = 1e-30  # a lower top_p keeps the same tokens, the likeliest, and is 0 in fp32 below 7e-46
+FEW = (256, 4096)  # of the likeliest tokens, among which a nucleus is sought before all are sorted
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The token buffer, how much of it each position continues, and where each prompt ends."""
+
+    token_BS: Tensor
+    length_BW: Tensor
+    prompt_B: Tensor
+
+
+class Laws:
+    """Turns logits into laws under one set of sampling controls."""
+
+    def __init__(self, sampling: SamplingConf, end_ids: tuple[int, ...], vocab: int) -> None:
+        """`vocab` is the target's; a draft's logits beyond it are cut, missing ones get no chance."""
+        self.controls = sampling
+        self.end_ids = tuple(i for i in end_ids if i < vocab)
+        self.vocab = vocab
+
+    def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        """The law at each position. A row of NaN marks logits no law can be made of."""
+        wide = torch.promote_types(logit_BWV.dtype, torch.float32)
+        logit_BWV = logit_BWV[..., : self.vocab].to(wide)
+        law_BWV = self._law(logit_BWV, prefix)
+        if self._hides:
+            damaged_BW1 = ~(logit_BWV.amax(-1, keepdim=True) < torch.inf)  # the most of NaN is NaN
+            law_BWV = law_BWV.masked_fill(damaged_BW1, torch.nan)
+        missing = self.vocab - law_BWV.shape[-1]
+        return torch.nn.functional.pad(law_BWV, (0, missing)) if missing else law_BWV
+
+    def uncut(self) -> Laws:
+        """The same laws before the filters cut them; greedy ones before the choice, at temperature 1."""
+        warmth = self.controls.temperature or 1.0
+        controls = replace(self.controls, temperature=warmth, top_k=0, top_p=1.0, min_p=0.0)
+        return Laws(controls, self.end_ids, self.vocab)
+
+    @property
+    def _hides(self) -> bool:
+        """Whether damaged logits may be covered up. A softmax covers none up: its row is NaN throughout."""
+        c = self.controls
+        moved = c.logit_bias or c.bad_tokens or c.min_new_tokens or c.frequency_penalty or c.presence_penalty
+        return bool(moved) or c.repetition_penalty != 1 or c.temperature == 0
+
+    @property
+    def _forbids(self) -> bool:
+        return bool(self.controls.bad_tokens or self.controls.logit_bias or self.controls.min_new_tokens)
+
+    def _law(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        controls = self.controls
+        logit_BWV = self._penalised(self._biased(logit_BWV, prefix), prefix)
+        if controls.temperature == 0:
+            chosen_BWV = one_hot(logit_BWV.argmax(-1), logit_BWV)
+            nothing_BW1 = logit_BWV.amax(-1, keepdim=True) == -torch.inf  # every token is forbidden
+            return chosen_BWV.masked_fill(nothing_BW1, torch.nan) if self._forbids else chosen_BWV
+        warm_BWV = logit_BWV if controls.temperature == 1 else logit_BWV / controls.temperature
+        law_BWV = torch.softmax(warm_BWV, -1)
+        kept_BWV: Tensor = filtered(law_BWV, controls.top_k, controls.top_p, controls.min_p)
+        return kept_BWV
+
+    def _biased(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        controls, width = self.controls, logit_BWV.shape[-1]
+        if controls.logit_bias or controls.bad_tokens:
+            shift_V = torch.zeros(width, dtype=logit_BWV.dtype)
+            for token, bias in controls.logit_bias.items():
+                if token < width:
+                    shift_V[token] = bias
+            for token in controls.bad_tokens:
+                if token < width:
+                    shift_V[token] = -torch.inf
+            logit_BWV = logit_BWV + sent(shift_V, logit_BWV.device)
+        if controls.min_new_tokens and self.end_ids:
+            ends = torch.zeros(width, dtype=torch.bool)
+            ends[[i for i in self.end_ids if i < width]] = True
+            early_BW = prefix.length_BW - prefix.prompt_B[:, None] < controls.min_new_tokens
+            logit_BWV = logit_BWV.masked_fill(early_BW[..., None] & sent(ends, logit_BWV.device), -torch.inf)
+        return logit_BWV
+
+    def _penalised(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        controls, width = self.controls, logit_BWV.shape[-1]
+        if controls.repetition_penalty != 1:
+            seen_BWV = token_counts(prefix, width, generated_only=False) > 0
+            scaled_BWV = torch.where(
+                logit_BWV > 0,
+                logit_BWV / controls.repetition_penalty,
+                logit_BWV * controls.repetition_penalty,
+            )
+            logit_BWV = torch.where(seen_BWV, scaled_BWV, logit_BWV)
+        if controls.frequency_penalty or controls.presence_penalty:
+            count_BWV = token_counts(prefix, width, generated_only=True).to(logit_BWV.dtype)
+            logit_BWV = logit_BWV - controls.frequency_penalty * count_BWV
+            logit_BWV = logit_BWV - controls.presence_penalty * count_BWV.clamp(max=1)
+        return logit_BWV
+
+
+class RowLaws(Laws):
+    """Laws of a batch whose rows may each have controls of their own."""
+
+    def __init__(self, sampling: SamplingConf, end_ids: tuple[int, ...], vocab: int) -> None:
+        super().__init__(sampling, end_ids, vocab)
+        self._usual = Laws(sampling, end_ids, vocab)
+        self._by_row: dict[int, Laws] = {}  # rows that differ from the others
+
+    def assign(self, row: int, sampling: SamplingConf) -> None:
+        """From now on these are the row's controls."""
+        if sampling == self.controls:
+            self._by_row.pop(row, None)
+        else:
+            alike = (laws for laws in self._by_row.values() if laws.controls == sampling)
+            self._by_row[row] = next(alike, None) or Laws(sampling, self.end_ids, self.vocab)
+
+    def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        if not self._by_row:
+            return super().__call__(logit_BWV, prefix)
+        groups: dict[Laws, list[int]] = {}
+        for row in range(len(logit_BWV)):
+            groups.setdefault(self._by_row.get(row, self._usual), []).append(row)
+        parts = []
+        for laws, rows in groups.items():
+            chosen = sent(rows, logit_BWV.device)
+            own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
+            parts.append(laws(logit_BWV[chosen], own))
+        order = [row for rows in groups.values() for row in rows]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat(parts)[sent(back, logit_BWV.device)]
+
+
+def filtered(law: Array, top_k: int, top_p: float, min_p: float) -> Array:
+    """The law cut by top-k, then top-p, then min-p, each renormalised; tied tokens live or fall together.
+
+    Each filter is a threshold on probability, which makes the law independent of token order.
+    """
+    if 0 < top_k < law.shape[-1]:
+        law = _kept(law, greatest(law, top_k)[..., -1:])
+    if top_p < 1:
+        law = _kept(law, _nucleus_edge(law, max(top_p, LEAST_P)))
+    if min_p > 0:
+        law = _kept(law, largest(law) * min_p)
+    return law
+
+
+def _nucleus_edge(law: Array, top_p: float) -> Array:
+    """The least probability of the nucleus: of the fewest likeliest tokens that together have `top_p`.
+
+    Sought among a few of the likeliest first. They will do if they have as much more than `top_p` as rounding
+    might take from a sum: then no token behind them is in. Their sums are the same as among all, since a CPU
+    adds one after the other; elsewhere all are sorted, as looking would have the host wait.
+    """
+    size, tensor = law.shape[-1], isinstance(law, torch.Tensor)
+    for count in [*(few for few in FEW if tensor and law.device.type == "cpu" and few < size // 4), size]:
+        down = greatest(law, count)
+        rising = down.cumsum(-1)
+        if count == size or bool((rising[..., -1] - 8 * torch.finfo(law.dtype).eps >= top_p).all()):
+            break
+    reach = where(rising - down < top_p, down, 1)  # 1 stands for "not in it"
+    return -largest(-reach)
+
+
+def _kept(law: Array, threshold: Array) -> Array:
+    cut = where(law >= threshold, law, 0)
+    return cut / total(cut)
+
+
+def lawless(law_BWV: Tensor) -> Tensor:
+    """Which positions' logits made no law: all of their row is NaN."""
+    return law_BWV[..., 0].isnan()
+
+
+def one_hot(token: Tensor, like: Tensor) -> Tensor:
+    """The law that is certain of `token`, in the dtype and width of `like`."""
+    return torch.zeros_like(like).scatter_(-1, token[..., None], 1.0)
+
+
+def token_counts(prefix: Prefix, width: int, generated_only: bool) -> Tensor:
+    """How often each token stands in each position's prefix: (B, W, V)."""
+    rows, positions = prefix.length_BW.shape
+    slot_S = torch.arange(prefix.token_BS.shape[1], device=prefix.token_BS.device)
+    inside_BWS = slot_S < prefix.length_BW[..., None]
+    if generated_only:
+        inside_BWS = inside_BWS & (slot_S >= prefix.prompt_B[:, None, None])
+    known_BS = prefix.token_BS < width
+    token_BWS = prefix.token_BS.clamp(max=width - 1)[:, None].expand(-1, positions, -1)
+    counted_BWS = (inside_BWS & known_BS[:, None]).to(torch.int32)
+    count_BWV = torch.zeros(rows, positions, width, dtype=torch.int32, device=token_BWS.device)
+    return count_BWV.scatter_add_(2, token_BWS, counted_BWS)

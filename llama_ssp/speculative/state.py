@@ -1,0 +1,154 @@
+"""The texts a batch is writing, and one round's proposal.
+
+Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.transfer import sent
+from llama_ssp.speculative.rng import Purpose, Slot, prompt_key
+from llama_ssp.speculative.sampling import Prefix
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids; `id` names its random stream."""
+
+    id: str
+    token_ids: tuple[int, ...]
+
+
+AT_ONCE = 16  # positions whose lengths the device is told together
+WAITING = "waiting"  # stands where a row's reason to end will: its prompt is still being read
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What was drafted: the first `count` of each row's K columns are real.
+
+    `draft_BKV` is the very tensor each token was drawn from. `damaged` rows had a draft law that
+    was no law (NaN or infinite logits).
+    """
+
+    drafted_BK: Tensor
+    draft_BKV: Tensor | None
+    count: tuple[int, ...]
+    damaged: Tensor | None = None
+
+    @property
+    def k(self) -> int:
+        return max(self.count)
+
+
+class State:
+    """The batch: each text on the host, and all of them in a buffer on the device.
+
+    Beyond a text's length the buffer holds this round's drafts, which makes them part of the prefix
+    of the positions after them; what was not accepted is overwritten next round.
+    """
+
+    def __init__(self, prompts: list[Prompt], room: int, device: torch.device) -> None:
+        """`room` is how many tokens the longest row can grow to."""
+        self.prompts = list(prompts)
+        self.keys = [prompt_key(prompt.id) for prompt in prompts]
+        self.prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
+        self.texts = [list(prompt.token_ids) for prompt in prompts]
+        self.finished: list[str | None] = [None] * len(prompts)
+        self.capacity = room
+        self._read = [0] * len(prompts)  # of a waiting prompt
+        padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
+        self.token_BS = sent(padded, device)
+        self._moved()
+
+    def _moved(self) -> None:
+        """The texts are others: what the device was told of their lengths holds no longer."""
+        self._prefix: Prefix | None = None
+        self._places: tuple[tuple[int, ...], Tensor] | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.texts)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(text) for text in self.texts]
+
+    def read(self, row: int, count: int) -> int:
+        """Up to where a waiting prompt is to be read now; with its last token but one it takes part."""
+        self._read[row] = min(self._read[row] + count, len(self.texts[row]) - 1)
+        if self._read[row] == len(self.texts[row]) - 1:
+            self.finished[row] = None
+        return self._read[row]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Rows whose prompts are still being read."""
+        return [row for row, reason in enumerate(self.finished) if reason == WAITING]
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_BS.device
+
+    def replace(self, row: int, prompt: Prompt) -> None:
+        """Puts another text into a row whose own has ended; it waits until it has been read."""
+        self.prompts[row] = prompt
+        self.keys[row], self.prompt_lengths[row] = prompt_key(prompt.id), len(prompt.token_ids)
+        self.texts[row], self.finished[row] = list(prompt.token_ids), WAITING
+        self._read[row] = 0
+        padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
+        self.token_BS[row] = sent(padded, self.device)
+        self._moved()
+
+    def generated(self, row: int) -> list[int]:
+        """The row's tokens after its prompt."""
+        return self.texts[row][self.prompt_lengths[row] :]
+
+    def slot(self, purpose: Purpose, offset: int = 0) -> Slot:
+        return Slot(tuple(self.keys), tuple(self.lengths), purpose, offset)
+
+    def prefix(self, first: int, width: int) -> Prefix:
+        """The prefixes of `width` positions a row, the first of them `first` drafts past its length."""
+        end = first + width
+        if self._prefix is None or self._prefix.length_BW.shape[1] < end:
+            lengths = sent([self.lengths, self.prompt_lengths], self.device)
+            length_BW = lengths[0][:, None] + torch.arange(max(end, AT_ONCE), device=self.device)
+            self._prefix = Prefix(self.token_BS, length_BW.clamp_(max=self.capacity), lengths[1])
+        return Prefix(self.token_BS, self._prefix.length_BW[:, first:end], self._prefix.prompt_B)
+
+    def place(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
+        """Writes each row's draft number `offset` behind its text, if it has one."""
+        if offset >= max(count):
+            return
+        if self._places is None or self._places[0] != count:
+            places = [
+                [length + i if i < drafted else self.capacity for i in range(max(count))]
+                for length, drafted in zip(self.lengths, count, strict=True)
+            ]
+            self._places = count, sent(places, self.device)
+        self.token_BS.scatter_(1, self._places[1][:, offset, None], token_B[:, None])
+
+    def beyond(self, blocks: list[list[int]]) -> State:
+        """The batch as it will be once these tokens are committed: to look at, in the same buffer."""
+        later = copy(self)
+        later.keys, later.prompt_lengths = list(self.keys), list(self.prompt_lengths)
+        later.texts = [[*text, *block] for text, block in zip(self.texts, blocks, strict=True)]
+        later._moved()
+        return later
+
+    def lay(self, row: int, start: int) -> None:
+        """Puts a text that is looked at into the buffer, from there on, where another's may stand."""
+        tail = sent(self.texts[row][start:], self.device)
+        self.token_BS[row, start : start + len(tail)] = tail
+
+    def append(self, row: int, tokens: list[int]) -> None:
+        """Commits tokens to a row."""
+        start = len(self.texts[row])
+        self.texts[row] += tokens
+        self.token_BS[row, start : start + len(tokens)] = sent(tokens, self.device)
+        self._moved()

@@ -1,0 +1,137 @@
+"""What is counted. Drafted, accepted and committed are three counters, each by position in the block.
+
+A block is cut where its row ends (EOS, stop string, limit) before anything is counted: drafts behind
+the end are `discarded`, tokens of the verified block behind it are `cut`, both in no other figure. A limit
+is known beforehand, so it keeps a block short rather than cuts it; those blocks are counted apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+
+class CountedStep(Protocol):
+    """What a row's step must have to be counted."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def drafted(self) -> list[int]: ...
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def overlap(self) -> list[float]: ...
+    @property
+    def discarded(self) -> int: ...
+    @property
+    def finish(self) -> str | None: ...
+    @property
+    def cut(self) -> int: ...
+    @property
+    def withheld(self) -> int: ...
+
+    def origin(self, position: int) -> str:
+        """Where the token at this position came from: drafted, corrected, bonus or sampled."""
+
+
+@dataclass
+class Counts:
+    """The counters of a run; `add` takes a row's step."""
+
+    row_rounds: int = 0
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    committed: Counter[int] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+    reached: Counter[int] = field(default_factory=Counter)
+    origins: Counter[str] = field(default_factory=Counter)
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+    cut_by: Counter[str] = field(default_factory=Counter)
+    shortened: int = 0
+    discarded: int = 0
+    cut: int = 0
+    expected: float = 0.0
+
+    @property
+    def decided(self) -> int:
+        """How many drafts were each accepted or rejected, not just behind a rejection."""
+        return self.reached.total()
+
+    def add(self, step: CountedStep) -> None:
+        self.row_rounds += 1
+        self.drafted.update(range(len(step.drafted)))
+        self.accepted.update(range(step.accepted))
+        self.committed.update(range(len(step.tokens)))
+        self.origins.update(step.origin(position) for position in range(len(step.tokens)))
+        self.discarded += step.discarded
+        self.cut += step.cut
+        self.shortened += step.withheld > 0
+        if step.drafted:
+            self.accepted_lengths[step.accepted] += 1
+        # Under the token rule, positions up to the first rejection were each decided by their own draw.
+        reached = min(step.accepted + 1, len(step.drafted))
+        self.reached.update(range(reached))
+        self.expected += sum(step.overlap[:reached])
+        if step.finish:
+            self.finished[step.finish] += 1
+            self.cut_by[step.finish] += step.discarded > 0 or step.cut > 0
+
+    def merge(self, other: Counts) -> None:
+        """Adds what another run has counted."""
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+
+    def summary(self) -> dict[str, Any]:
+        """The counters under the names of the JSON interface."""
+        drafted, accepted = self.drafted.total(), self.accepted.total()
+        committed = self.committed.total()
+        return {
+            "row_rounds": self.row_rounds,
+            "tokens_drafted": drafted,
+            "tokens_accepted": accepted,
+            "tokens_committed": committed,
+            "tokens_committed_by_origin": dict(sorted(self.origins.items())),
+            "tokens_discarded_after_end": self.discarded,
+            "tokens_cut_after_end": self.cut,
+            "blocks_cut_by": {reason: count for reason, count in sorted(self.cut_by.items()) if count},
+            "blocks_shortened_by_limit": self.shortened,
+            "blocks_by_accepted": by_position(self.accepted_lengths),
+            "drafted_by_position": by_position(self.drafted),
+            "accepted_by_position": by_position(self.accepted),
+            "committed_by_position": by_position(self.committed),
+            "acceptance_by_position": _rates(self.accepted, self.drafted),
+            "acceptance_by_position_decided": _rates(self.accepted, self.reached),
+            "acceptance_rate": ratio(accepted, drafted),
+            "tokens_decided": self.decided,
+            "acceptance_rate_decided": ratio(accepted, self.decided),
+            "acceptance_expected": ratio(self.expected, self.decided),
+            "accepted_over_expected": ratio(accepted, self.expected),
+            "tokens_per_target_forward": ratio(committed, self.row_rounds),
+            "finish_reasons": dict(sorted(self.finished.items())),
+        }
+
+
+def by_position(counter: Counter[int]) -> list[int]:
+    return [counter[i] for i in range(max(counter, default=-1) + 1)]
+
+
+def _rates(part: Counter[int], whole: Counter[int]) -> list[float]:
+    return [part[i] / whole[i] for i in range(max(whole, default=-1) + 1)]
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """None where there is nothing to divide by: a rate of nothing is not 0."""
+    return part / whole if whole else None
+
+
+def counted(counts: Counts, prefill_s: float, decode_s: float) -> dict[str, Any]:
+    """Counters and clocks under the names of the JSON interface."""
+    counted = counts.summary()
+    return {
+        **counted,
+        "prefill_ms": 1000 * prefill_s,
+        "decode_ms": 1000 * decode_s,
+        "ms_per_token": ratio(1000 * decode_s, counted["tokens_committed"]),
+    }

@@ -1,0 +1,122 @@
+"""The first token of a round against its exact probabilities, over many rounds that need no pass.
+
+A round's logits are recorded once. Drafts are then drawn anew, from the recorded distributions, by the
+engine's own source, and the engine decides on the recorded logits, for prompts of other names: so only the
+random numbers differ. Whatever the later drafts are, the first token that comes out has the target's
+probabilities at the first position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llama_ssp.report.statistics import sum_band, uniform_band
+from llama_ssp.speculative.rng import Purpose
+from llama_ssp.speculative.state import Prompt, Proposal, State
+from llama_ssp.tasks.certify.recorder import Round, WatchedEngine
+from llama_ssp.tasks.certify.verdict import Check, Outcome
+
+ROUNDS = 24  # for each text that is sampled: 24,576 at the default size
+PREFIXES = 8  # recorded rounds that are drawn from
+LIKELIEST = 4  # tokens of the target that are counted one by one
+Numbers = NDArray[np.float64]
+
+
+class FirstTokens:
+    """First tokens, pooled over prefixes: places in the target's distribution, and counts in a few cells."""
+
+    def __init__(self, seed: int) -> None:
+        self._uniforms = np.random.Generator(np.random.Philox(seed ^ 2))
+        self.rounds = self.impossible = 0
+        self.places: list[float] = []
+        self.counted, self.expected, self.spread = (np.zeros(1 + LIKELIEST) for _ in range(3))
+
+    def see(self, token_N: NDArray[np.int64], target_V: Numbers, draft_V: Numbers) -> None:
+        """First tokens of one prefix. The cells: what the draft likes more than the target, the likeliest."""
+        order = np.argsort(-target_V, kind="stable")
+        before = np.empty_like(target_V)
+        before[order] = np.cumsum(target_V[order]) - target_V[order]
+        self.rounds += len(token_N)
+        self.impossible += int((target_V[token_N] <= 0).sum())
+        placed = before[token_N] + target_V[token_N] * self._uniforms.random(len(token_N))
+        self.places += np.clip(placed, 0, 1).tolist()
+        cells = [draft_V > target_V, *(np.arange(len(target_V)) == token for token in order[:LIKELIEST])]
+        for number, cell in enumerate(cells):
+            share = min(1.0, float(target_V[cell].sum()))
+            self.counted[number] += cell[token_N].sum()
+            self.expected[number] += share * len(token_N)
+            self.spread[number] += share * (1 - share) * len(token_N)
+
+
+def first_tokens(
+    engine: WatchedEngine, rounds: Sequence[Round], count: int, rows: int, seed: int
+) -> FirstTokens:
+    """Draws and decides `count` rounds, `rows` at a time, on a few of the recorded ones."""
+    found = FirstTokens(seed)
+    known = [seen for seen in rounds if seen.logit_WV is not None]
+    chosen = Random(seed).sample(known, min(PREFIXES, len(known)))
+    for number, seen in enumerate(chosen):
+        assert seen.target_WV is not None and seen.draft_KV is not None
+        each = -(-count // len(chosen))
+        tokens: list[int] = []
+        while len(tokens) < each:
+            names = [f"first {number} {len(tokens) + row}" for row in range(min(rows, each - len(tokens)))]
+            tokens += _drawn(engine, seen, names)
+        found.see(np.asarray(tokens), seen.target_WV[0].numpy(), seen.draft_KV[0].numpy())
+    return found
+
+
+@torch.inference_mode()
+def _drawn(engine: WatchedEngine, seen: Round, names: list[str]) -> list[int]:
+    """The first token that a round of each of these prompts brings."""
+    assert seen.logit_WV is not None and seen.draft_KV is not None
+    rows, count, text = len(names), seen.count, seen.text[: len(seen.text) - seen.count]
+    device = engine.target.model.device
+    state = State([Prompt(name, text) for name in names], len(seen.text) + 1, device)
+    state.prompt_lengths = [seen.prompt_length] * rows
+    draft_BKV = seen.draft_KV.to(device).expand(rows, -1, -1)
+    drafted = []
+    for offset in range(count):
+        drafted.append(engine.draws.categorical(draft_BKV[:, offset], state.slot(Purpose.DRAFT, offset)))
+        state.place(drafted[-1], offset, (count,) * rows)
+    proposal = Proposal(torch.stack(drafted, 1), draft_BKV, (count,) * rows)
+    verdict = engine.decided(state, proposal, seen.logit_WV.to(device).expand(rows, -1, -1))
+    return [verdict.tokens(row)[0] for row in range(rows)]
+
+
+def check_first(seen: FirstTokens, level: float) -> Check:
+    """Whether first tokens have their exact probabilities."""
+    figures: dict[str, object] = {"rounds": seen.rounds, "tokens_impossible": seen.impossible}
+    if not seen.rounds:
+        return Check("first token", Outcome.blind, "nothing was drafted", figures)
+    place, rank = np.sort(np.asarray(seen.places)), np.arange(seen.rounds)
+    distance = float(max(np.max((rank + 1) / seen.rounds - place), np.max(place - rank / seen.rounds)))
+    uniform = uniform_band(seen.rounds, level / 2)
+    bands = [sum_band(spread, level / 2 / len(seen.spread)) for spread in seen.spread.tolist()]
+    excess = (seen.counted - seen.expected).tolist()
+    names = ["draft's favourites", *(f"likeliest {n + 1}" for n in range(LIKELIEST))]
+    off = [name for name, more, band in zip(names, excess, bands, strict=True) if abs(more) > band]
+    figures |= {
+        "largest_distance": distance,
+        "largest_distance_by_chance": uniform,
+        "excess_by_cell": [more / seen.rounds for more in excess],
+        "excess_by_cell_by_chance": [band / seen.rounds for band in bands],
+    }
+    if seen.impossible:
+        says = f"{seen.impossible} of {seen.rounds} first tokens have no chance in the target's distribution"
+        return Check("first token", Outcome.failed, says, figures)
+    if off or distance > uniform:
+        most = max([distance, *(abs(more) / seen.rounds for more in excess)])
+        says = (
+            f"first tokens do not have their exact probabilities: {most:.1%} of {seen.rounds} lie elsewhere"
+        )
+        where = f" ({', '.join(off)})" if off else ""
+        return Check("first token", Outcome.failed, says + where, figures)
+    says = f"{seen.rounds} first tokens have their exact probabilities within {distance:.1%}"
+    reach = f"; {bands[0] / seen.rounds:.1%} too many of the draft's favourites would show"
+    return Check("first token", Outcome.passed, says + reach, figures)

@@ -1,0 +1,114 @@
+"""The sampling controls once more, in plain numpy: what the code that ships (sampling.py) is held against.
+
+One position at a time, in fp64, from the logits and the text before the position. It shares no code with
+sampling.py, on purpose: a filter that is wrong there is wrong for the target, for the draft and in regular
+sampling alike, so no comparison of these can show it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llama_ssp.config import SamplingConf
+from llama_ssp.speculative.sampling import Laws
+from llama_ssp.tasks.certify.recorder import Round
+from llama_ssp.tasks.certify.verdict import Check, Outcome
+
+Probs = NDArray[np.float64]
+SLACK = 1e-4  # what fp32 may do to a probability, relative to it, and to a sum of probabilities
+TINY = 1e-30  # below, a probability may vanish in fp32
+
+
+def check_filters(rounds: Sequence[Round], laws: Laws) -> Check:
+    """Whether the recorded target probabilities are those that the controls make of the recorded logits."""
+    found = [
+        distance(seen.logit_WV[at], seen.target_WV[at], laws, seen, at)
+        for seen in rounds
+        if seen.logit_WV is not None and seen.target_WV is not None
+        for at in range(seen.count + 1)
+    ]
+    if not found:
+        return Check("filters", Outcome.blind, "no logits were recorded")
+    wrong, worst = sum(not one <= SLACK for one in found), float(np.max(found))
+    figures = {
+        "positions": len(found),
+        "positions_wrong": wrong,
+        "largest_total_variation": worst,
+        "tolerance_total_variation": SLACK,
+    }
+    if wrong:
+        says = f"the sampling controls give other probabilities than a plain implementation at {wrong} of"
+        most = f"{len(found)} positions: total variation {worst:.2g} at worst"
+        return Check("filters", Outcome.failed, f"{says} {most}", figures)
+    says = f"the sampling controls are those of a plain implementation within {worst:.1g}"
+    return Check("filters", Outcome.passed, f"{says} at {len(found)} positions", figures)
+
+
+def distance(logit_V: torch.Tensor, used_V: torch.Tensor, laws: Laws, seen: Round, at: int) -> float:
+    """Total variation between the probabilities used and the plain ones, but for ties within rounding.
+
+    1 where the cut keeps or drops a token that rounding does not explain.
+    """
+    text = seen.text[: len(seen.text) - seen.count + at]
+    logits, used = logit_V[: laws.vocab].double().cpu().numpy(), used_V.double().cpu().numpy()
+    logits = np.pad(logits, (0, laws.vocab - len(logits)), constant_values=-np.inf)
+    warm = controlled(logits, laws.controls, laws.end_ids, text, seen.prompt_length)
+    kept = used > 0
+    if laws.controls.temperature == 0:
+        slack = SLACK * max(1.0, float(np.abs(warm[np.isfinite(warm)]).max()))
+        best = warm >= warm.max() - slack
+        return float(kept.sum() != 1 or not best[kept].all())
+    uncut = softmax(warm / laws.controls.temperature)
+    if (kept & ~cut(uncut, laws.controls, SLACK)).any():
+        return 1.0
+    if (cut(uncut, laws.controls, -SLACK) & ~kept & (uncut > TINY)).any():
+        return 1.0
+    same = np.where(kept, uncut, 0)
+    return float(np.abs(used - same / same.sum()).sum()) / 2 if same.sum() > 0 else 1.0
+
+
+def controlled(
+    logits: Probs, controls: SamplingConf, end_ids: Sequence[int], text: Sequence[int], prompt: int
+) -> Probs:
+    """Logits after bias, bans, the minimum length and penalties. The first `prompt` tokens are the prompt."""
+    warm, generated = logits.copy(), text[prompt:]
+    for token, bias in controls.logit_bias.items():
+        if token < len(warm):
+            warm[token] += bias
+    banned = [*controls.bad_tokens, *(end_ids if len(generated) < controls.min_new_tokens else ())]
+    for token in banned:
+        if token < len(warm):
+            warm[token] = -np.inf
+    for token in {token for token in text if token < len(warm)}:
+        factor = controls.repetition_penalty
+        warm[token] = warm[token] / factor if warm[token] > 0 else warm[token] * factor
+    for token, times in Counter(generated).items():
+        if token < len(warm):
+            warm[token] -= controls.frequency_penalty * times + controls.presence_penalty
+    return warm
+
+
+def softmax(warm: Probs) -> Probs:
+    weight = np.exp(warm - warm.max())
+    return np.asarray(weight / weight.sum())
+
+
+def cut(probs: Probs, controls: SamplingConf, slack: float) -> NDArray[np.bool_]:
+    """The tokens that top-k, top-p and min-p keep: each of them looser by `slack`, or stricter below 0."""
+    kept = np.ones(len(probs), dtype=bool)
+    if 0 < controls.top_k < len(probs):
+        kept &= probs >= np.sort(probs)[-controls.top_k] * (1 - slack)
+    if controls.top_p < 1 and kept.any():
+        left = np.where(kept, probs, 0) / probs[kept].sum()
+        down = np.sort(left)[::-1]
+        before = np.cumsum(down) - down
+        inside = down[before < controls.top_p + slack]
+        kept &= left >= (inside[-1] if len(inside) else down[0]) * (1 - slack)
+    if controls.min_p > 0 and kept.any():
+        kept &= probs >= probs.max() * controls.min_p * (1 - slack)
+    return kept

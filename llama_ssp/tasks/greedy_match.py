@@ -1,0 +1,142 @@
+"""How far two models agree greedily on a batch of prompts, and what each wants where they part.
+
+The draft writes a chunk, the target reads it in one pass; what stands of it goes on being the text of both.
+The target's own next token is never taken, so that every token was chosen by both.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.model_runner import Model, Runner
+from llama_ssp.speculative.sampling import Laws, Prefix
+from llama_ssp.speculative.state import Prompt, State
+
+Chances = tuple[float, float]  # of the target's token, and of the draft's
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where two models part: what each takes, and how likely each holds the two tokens."""
+
+    target_token: int
+    draft_token: int
+    by_target: Chances | None = None
+    by_draft: Chances | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One prompt: the tokens that both choose, an end token among them, and why there are no more.
+
+    `finish` is "fork", or, where they never part, "eos", "length" or "context".
+    """
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    finish: str
+    fork: Fork | None
+
+
+@dataclass
+class Rounds:
+    """How many there were, and how long they took."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+def agreements(
+    engine: AnyEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
+    rounds: Rounds | None = None,
+) -> list[Agreement]:  # fmt: skip
+    """Runs a batch until every row has parted or ended. The engine must be greedy; `rounds` adds up."""
+    rounds = rounds or Rounds()
+    state = engine.prefill(list(prompts), max_new_tokens)
+    engine.wait()
+    began = time.perf_counter()
+    limits = Limits(max_new_tokens, ends)
+    forks: list[Fork | None] = [None] * state.rows
+    while not limits.reached(state):
+        room = [limits.room(state, row, engine.context) for row in range(state.rows)]
+        proposal = engine.draft(state, [min(chunk, left) for left in room])
+        for row, count in enumerate(proposal.count):
+            if not count and state.finished[row] is None:
+                state.finished[row] = "context"  # the draft's own, which may be shorter
+        verdict = engine.verify(state, proposal)
+        for row, count in enumerate(proposal.count):
+            if not count:
+                continue
+            if verdict.damaged[row]:
+                state.finished[row] = "error"
+                continue
+            stood = verdict.drafted[row][: verdict.accepted[row]]
+            kept, reason = limits.trim(state, row, stood, engine.context)
+            state.append(row, stood[:kept])
+            if reason is None and len(stood) < count:
+                reason = "fork"
+                forks[row] = Fork(verdict.token[row], verdict.drafted[row][len(stood)])
+            state.finished[row] = reason
+        engine.roll_back(state)
+        rounds.count += 1
+    engine.settle()
+    engine.wait()
+    rounds.seconds += time.perf_counter() - began
+    return [_agreement(state, row, fork) for row, fork in enumerate(forks)]
+
+
+def _agreement(state: State, row: int, fork: Fork | None) -> Agreement:
+    finish = state.finished[row]
+    assert finish is not None, "the loop ends when every row has"
+    return Agreement(state.prompts[row], tuple(state.generated(row)), finish, fork)
+
+
+def fork_chances(
+    model: Model | None, found: Sequence[Agreement], laws: Laws, chunk: int
+) -> tuple[list[Chances | None], int]:
+    """How likely the model holds the target's and the draft's token at each fork, and its forwards for it.
+
+    None for texts that never part, and for all where this rank has no part of the model.
+    """
+    parted = [one for one in found if one.fork is not None]
+    if not parted or model is None:
+        return [None] * len(found), 0
+    texts = [(*one.prompt.token_ids, *one.tokens) for one in parted]
+    lengths = [len(text) for text in texts]
+    padded = [[*text, *[0] * (max(lengths) - len(text))] for text in texts]
+    token_BS = torch.tensor(padded, device=model.device)
+    runner = Runner(model, chunk)
+    runner.start(len(texts), max(lengths))
+    logit_B1V = runner.logits(token_BS, lengths, [1] * len(texts))
+    prompt_B = token_BS.new_tensor([len(one.prompt.token_ids) for one in parted])
+    law_BV = laws(logit_B1V, Prefix(token_BS, token_BS.new_tensor(lengths)[:, None], prompt_B))[:, 0]
+    chances = {
+        one.prompt.id: (float(law_V[one.fork.target_token]), float(law_V[one.fork.draft_token]))
+        for one, law_V in zip(parted, law_BV, strict=True)
+        if one.fork is not None
+    }
+    return [chances.get(one.prompt.id) for one in found], runner.forwards
+
+
+def from_any(ranks: Ranks, own: list[Chances | None]) -> list[Chances | None]:
+    """What the rank that knows it says, on every rank; numbers travel as their bits."""
+    unknown = (math.nan, math.nan)
+    packed = [bits for pair in own for bits in struct.unpack("2q", struct.pack("2d", *(pair or unknown)))]
+    every = [
+        struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
+        for bits in ranks.gather_ints(packed)
+    ]
+    found: list[Chances | None] = []
+    for at in range(0, len(packed), 2):
+        known = [(said[at], said[at + 1]) for said in every if not math.isnan(said[at])]
+        found.append(known[0] if known else None)
+    return found

@@ -1,0 +1,120 @@
+"""Prompts that a person types, and the patience of the ranks that have nothing to do meanwhile."""
+
+from __future__ import annotations
+
+import _thread
+import io
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.signals import GUARD
+from llama_ssp.errors import RunError
+
+ASK = "prompt> "
+STILL_BUSY, DONE = 0, 1
+WAKE_S = 0.1
+EVERY_S = 10.0  # well within the time that ranks give each other for a message
+
+
+def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:
+    """What the leader's work gave, on every rank. It may take as long as a person does.
+
+    Ranks end when they hear nothing for minutes, so meanwhile they are told that all is well.
+    """
+    if ranks.world == 1:
+        return work()
+    if ranks.is_leader:
+        with _kept_awake(ranks):
+            found = work()
+        return ranks.broadcast_ints([DONE, *found])[1:]
+    while (told := ranks.broadcast_ints([]))[0] == STILL_BUSY:
+        pass
+    return told[1:]
+
+
+@contextmanager
+def _kept_awake(ranks: Ranks) -> Iterator[None]:
+    done, lost = threading.Event(), list[RunError]()
+
+    def tell() -> None:
+        try:
+            while not done.wait(EVERY_S):
+                ranks.broadcast_ints([STILL_BUSY])
+        except RunError as error:
+            lost.append(error)
+            _thread.interrupt_main()  # the work is of no use any more
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+        if lost:
+            raise lost[0]
+
+
+@contextmanager
+def _awake() -> Iterator[None]:
+    """For a main thread that waits for keys. Ctrl-C in the instant before readline listens would only be
+    seen at the next key; so from the first signal on, another one that does nothing ends its wait."""
+    main, done = threading.get_ident(), threading.Event()
+
+    def wake() -> None:
+        while not done.wait(WAKE_S):
+            signal.pthread_kill(main, signal.SIGURG)
+
+    def begin() -> None:
+        threading.Thread(target=wake, daemon=True).start()
+
+    before = signal.signal(signal.SIGURG, lambda _number, _frame: None)
+    GUARD.on_signal.append(begin)
+    try:
+        yield
+    finally:
+        done.set()
+        GUARD.on_signal.remove(begin)
+        signal.signal(signal.SIGURG, before)
+
+
+class Terminal:
+    """Asks a person for one prompt after the other, with line editing and a history."""
+
+    def __init__(self) -> None:
+        # Python's input() edits lines once this is loaded, where both streams are a terminal.
+        if sys.stdout.isatty() and find_spec("readline"):
+            import readline  # noqa: F401
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+    def ask(self) -> str | None:
+        """The next line that is not empty; None at the end of the input."""
+        while True:
+            try:
+                with _awake():
+                    line = self._line()
+            except EOFError:
+                return None
+            if line.strip():
+                return line
+
+    @staticmethod
+    def _line() -> str:
+        if sys.stdout.isatty():
+            try:
+                return input(ASK)
+            except (EOFError, KeyboardInterrupt):
+                sys.stdout.write("\n")
+                raise
+        sys.stderr.write(ASK)  # standard output goes elsewhere
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")

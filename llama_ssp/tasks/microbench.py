@@ -1,0 +1,172 @@
+"""What a machine is timed with: streamed weights, sums and messages over ranks, and rounds of small models.
+
+The rounds go through the same engine as every task, so that what is measured is what is predicted. All are
+taken in turn, repeatedly, because machines drift; a round's time is the median of its run's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Verification, Weights
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.placement import resolve
+from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.planner.resolve import Entry, drafts
+from llama_ssp.seats import seats, tokens_of
+from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Counts
+
+now = time.perf_counter  # the clock
+PROMPT = tuple(range(4, 36))
+SIDE = 2048  # of the matrices that are streamed
+STREAMED = {"cpu": 2**28, "cuda": 2**32}  # bytes: more than any cache holds
+GEMM_ROWS = 512  # of a long prompt's chunk
+
+
+@dataclass(frozen=True)
+class Case:
+    """A synthetic pair and its K; without a draft, regular sampling."""
+
+    target: ModelConf
+    draft: ModelConf | None = None
+    k: int = 0
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What a case took: seconds of a round, milliseconds of a token, and the counters."""
+
+    seconds: float
+    ms_per_token: float
+    counts: Counts
+
+
+def shape(
+    layers: int, dim: int, vocab: int, ffn: int | None = None, agreement: float = 0.8, head_dim: int = 64
+) -> ModelConf:
+    """A Llama of these sizes, from a seed."""
+    heads = max(dim // head_dim, 1)
+    return ModelConf(
+        name=f"{layers}x{dim}, vocabulary {vocab}", weights=Weights.synthetic, family="llama",
+        agreement=agreement, n_layers=layers, n_heads=heads, n_kv_heads=heads, head_dim=dim // heads,
+        dim=dim, ffn=ffn or 11 * dim // 4, vocab=vocab, context=1024,
+    )  # fmt: skip
+
+
+def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
+    """The least of each work's figures, taken in turn: what disturbs a machine only ever adds.
+
+    The first figure of each does not count.
+    """
+    taken: list[list[float]] = [[] for _ in works]
+    for repeat in range(repeats + 1):
+        for work, figures in zip(works, taken, strict=True):
+            figure = work()
+            if repeat:
+                figures.append(figure)
+    return [min(figures) for figures in taken]
+
+
+def streaming_s(rows: int, weights: list[torch.Tensor]) -> float:
+    """Seconds to multiply rows of tokens with every weight once; on a CPU, as many median multiplications."""
+    x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
+    _wait(x.device)
+    spent, began = [], now()
+    with torch.inference_mode():
+        for weight in weights:
+            functional.linear(x, weight)
+            if x.device.type == "cpu":
+                spent.append(now() - began)
+                began = now()
+    _wait(x.device)
+    return median(spent) * len(weights) if spent else now() - began
+
+
+def streamed(device: torch.device, dtype: Dtype) -> list[torch.Tensor]:
+    """Matrices that no cache holds all of."""
+    kind = TORCH_DTYPES[dtype]
+    size = SIDE * SIDE * torch.finfo(kind).bits // 8
+    count = max(STREAMED[device.type] // size, 2)
+    return [torch.ones(SIDE, SIDE, dtype=kind, device=device) for _ in range(count)]
+
+
+def sum_s(ranks: Ranks, device: torch.device, dtype: Dtype, calls: int = 50) -> float:
+    """Seconds of one sum over the ranks, of a token's residual."""
+    x = torch.zeros(SIDE, dtype=TORCH_DTYPES[dtype], device=device)
+    ranks.barrier()
+    began = now()
+    for _ in range(calls):
+        ranks.all_reduce(x)
+    _wait(device)
+    return (now() - began) / calls
+
+
+def message_s(ranks: Ranks, calls: int = 50) -> float:
+    """Seconds until every rank has heard the leader: as many messages, one after the other."""
+    ranks.barrier()
+    began = now()
+    for number in range(calls):
+        ranks.broadcast_ints([number] * 8)
+    ranks.barrier()
+    return (now() - began) / calls
+
+
+class Player:
+    """Runs cases on an engine of their own; models that were loaded stay loaded."""
+
+    def __init__(self, run: RunConf, ranks: Ranks, new: int) -> None:
+        self._run, self._ranks, self._new = run, ranks, new
+        self._pairs: dict[str, tuple[Pair, Any]] = {}
+
+    def play(self, case: Case, seed: int = 0) -> Rounds:
+        """One text, by the token rule, whose acceptance is the one that plans are asked with."""
+        spec = replace(
+            self._run.speculation, k=case.k, adaptive=False, verification=Verification.token,
+            drafter=Drafting.model if case.draft else Drafting.none,
+        )  # fmt: skip
+        run = replace(self._run, model=case.target, draft=case.draft, speculation=spec)
+        pair, tokens = self._pair(run)
+        engine = engine_for(pair, run, tokens, frozenset(), seed, len(PROMPT))
+        state = engine.prefill([Prompt(str(seed), PROMPT)], self._new)
+        engine.wait()
+        spent, counts = [], Counts()
+        began = now()
+        for step in generate(engine, state, Limits(self._new), lookahead_for(run, 1)):
+            spent.append(now() - began)
+            counts.add(step.rows[0])
+            began = now()
+        tokens_made = counts.committed.total()
+        return Rounds(median(spent), 1000 * median(spent) * len(spent) / tokens_made, counts)
+
+    @property
+    def held_bytes(self) -> int:
+        """Weights and caches of the models that are loaded."""
+        return sum(pair.held_bytes for pair, _ in self._pairs.values())
+
+    def round_s(self, case: Case) -> float:
+        return self.play(case).seconds
+
+    def _pair(self, run: RunConf) -> tuple[Pair, Any]:
+        key = f"{run.model} {run.draft}"
+        if key not in self._pairs:
+            placement = resolve(run.placement, self._ranks.world, drafts(run))
+            found = seats(Entry(run, None, None, placement))
+            tokens = tokens_of(found)
+            pair = open_pair(found, run, 1, len(PROMPT) + self._new, self._ranks)
+            self._pairs[key] = (pair, tokens)
+        return self._pairs[key]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

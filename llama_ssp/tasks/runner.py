@@ -1,0 +1,150 @@
+"""From checked inputs to a finished task: what every task shares."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from llama_ssp.config import (
+    AgreeConf,
+    BatchConf,
+    CalibrateConf,
+    CertifyConf,
+    CompareConf,
+    EvalConf,
+    GenerateConf,
+    MeasureConf,
+    Output,
+    TaskConf,
+)
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.placement import Placement
+from llama_ssp.distributed.process_group import open_ranks
+from llama_ssp.distributed.told import told
+from llama_ssp.errors import FAILED_CHECK, OK
+from llama_ssp.models.devices import device_of
+from llama_ssp.planner.comparison import Memory, Way, beside, in_words
+from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, config_sha256, deciding, versions
+from llama_ssp.tasks.agree import AgreeTask
+from llama_ssp.tasks.batch import BatchTask
+from llama_ssp.tasks.calibrate import CalibrateTask
+from llama_ssp.tasks.certify.task import CertifyTask
+from llama_ssp.tasks.compare import CompareTask
+from llama_ssp.tasks.eval import EvalTask
+from llama_ssp.tasks.generate import GenerateTask
+from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.measure import MeasureTask
+from llama_ssp.tasks.run_measurement import memory_of_ranks, most_held
+from llama_ssp.text.prompts import Reading, TextPrompt
+
+log = logging.getLogger(__name__)
+
+
+class Task(Protocol):
+    """One run of a task."""
+
+    def run(self) -> str:
+        """Does the work; the status that the summary shows: done, or failed where a check did."""
+
+    def has_output(self) -> bool:
+        """Whether there is anything to report, should it have been stopped."""
+
+    def figures(self) -> dict[str, Any]:
+        """The task's part of the summary, right at any moment."""
+
+    def ways(self) -> list[Way]:
+        """The ways in which texts were written so far, for comparison with the plan."""
+
+
+TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]] = {
+    GenerateConf: GenerateTask,
+    BatchConf: BatchTask,
+    EvalConf: EvalTask,
+    CompareConf: CompareTask,
+    MeasureConf: MeasureTask,
+    CertifyConf: CertifyTask,
+    AgreeConf: AgreeTask,
+    CalibrateConf: CalibrateTask,
+}
+
+
+def execute(inputs: Inputs) -> int:
+    """Runs the task on every rank there is; the exit code. A rank that fails ends all, by its cause."""
+    placement = inputs.run.placement
+    ranks = open_ranks(device_of(placement.target_device, "placement.target_device"), placement.timeout_s)
+    try:
+        code = _run(shared(inputs, ranks), ranks)
+        ranks.close()
+        return code
+    except BaseException as error:
+        cause = ranks.cause_of(error)
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def shared(inputs: Inputs, ranks: Ranks) -> Inputs:
+    """The leader's seed, prompts and placements, on every rank; their configs have to be the same already."""
+    if ranks.world == 1:
+        return inputs
+    compared = {**deciding(inputs.run), "versions": versions()}
+    ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
+    placements = [pair.placement.as_plain() for pair in inputs.pairs]
+    own = {"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements}
+    heard = told(own, ranks)
+    prompts = [TextPrompt(**prompt) for prompt in heard["reading"]["prompts"]]
+    pairs = tuple(
+        replace(pair, placement=Placement.of_plain(plain))
+        for pair, plain in zip(inputs.pairs, heard["placements"], strict=True)
+    )
+    reading = Reading(prompts, heard["reading"]["skipped"])
+    return replace(inputs, seed=heard["seed"], pairs=pairs, reading=reading)
+
+
+def _run(inputs: Inputs, ranks: Ranks) -> int:
+    """The task, of which only the leader prints and writes. Whatever stops it, what is done is reported."""
+    run = inputs.run
+    console = Console() if ranks.is_leader else NoConsole()
+    folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed)
+    ranks.keep_errors_in(folder.path)
+    began = time.perf_counter()
+    task = TASKS[type(run.task)](inputs, console, folder, ranks)
+    device = device_of(run.placement.target_device, "placement.target_device")
+    status, memory = "error", list[Memory]()
+    try:
+        status = task.run()
+        memory = memory_of_ranks(most_held(task.ways()), device, ranks)
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        plan = beside(task.ways(), memory)
+        summary: dict[str, Any] = {
+            "task": run.task.name,
+            "status": status,
+            "config_sha256": config_sha256(run),
+            "seed": inputs.seed,
+            "versions": versions(),
+            **task.figures(),
+            "plan": plan,
+            "wall_s": time.perf_counter() - began,
+            "run_folder": str(folder.path) if folder.path else None,
+        }
+        try:
+            folder.close(summary)
+        finally:  # a full disk must not cost what was done
+            for words in in_words(plan) if plan and ranks.is_leader else ():
+                log.info("%s", words)
+            if status in ("done", "failed", "partial") or task.has_output():
+                _show(console, run.output, summary)
+    return FAILED_CHECK if status == "failed" else OK
+
+
+def _show(console: Console, output: Output, summary: dict[str, Any]) -> None:
+    """The JSON document, which a piped text run leaves out: there the text alone is the product."""
+    if output is Output.json or console.is_terminal or summary["task"] != "generate":
+        console.document(summary)

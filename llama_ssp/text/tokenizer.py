@@ -1,0 +1,262 @@
+"""Tokenizers: one interface, prompts and chats as tokens, and the check of a pair's vocabularies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from llama_ssp.errors import DataError, ModelError
+from llama_ssp.text.pairing import Paired, Pairing, pair
+from llama_ssp.text.surface import notation_guessed
+from llama_ssp.text.vocabulary import Vocabulary, at_work, end_ids_of, vocabulary_of
+
+log = logging.getLogger(__name__)
+
+PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
+TEMPLATE_S = 5.0  # for one rendering of a chat template
+TEMPLATE_BYTES = 2**30  # for it, beside what the process has
+AGAIN_S = 1.0  # until a late template is interrupted again: a destructor swallows what is raised in it
+MARK = "\ue000"  # stands for what a person typed, while a template is looked through
+WORD = "7046215937"  # the same, of characters that templates leave as they are
+
+
+Message = dict[str, str]  # its role and its content
+
+
+class Tokens(Protocol):
+    """Text to token ids and back."""
+
+    end_ids: frozenset[int]
+    bos_id: int | None
+    size: int  # ids from here on have no token: rows that pad a model's vocabulary
+    paired: Paired | None  # how it goes with the draft's; None without one, and for bytes
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """A prompt. Names of special tokens in it are text, unless they are to be read as those tokens."""
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        """A conversation by the model's own template, up to where it answers."""
+
+
+def conversation(text: str, system: str | None) -> list[Message]:
+    """What a user says, after what the system says."""
+    said = [{"role": "system", "content": system}] if system else []
+    return [*said, {"role": "user", "content": text}]
+
+
+class HubTokens:
+    """A Hugging Face tokenizer, read from a local folder."""
+
+    paired: Paired | None = None
+
+    def __init__(self, path: Path, end_ids: frozenset[int]) -> None:
+        from transformers import AutoTokenizer
+
+        self._path, self._warned = path, False
+        try:
+            with _quiet():
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                    path, local_files_only=True, trust_remote_code=False, use_fast=True
+                )
+        except MemoryError:
+            raise
+        except Exception as error:  # the Rust tokenizers raise bare Exceptions
+            raise _unreadable(path, str(error)) from None
+        if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
+            raise _unreadable(path, "no tokens but special ones")  # a class without its files
+        own = self._tokenizer.eos_token_id
+        self.end_ids = end_ids or (frozenset({own}) if own is not None else frozenset())
+        self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        with at_work(self._path):
+            ids: list[int] = self._tokenizer.encode(text, split_special_tokens=not special)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        """The template's special tokens count; those that a person typed are text."""
+        rendered, typed = self._rendered(messages), [message["content"] for message in messages]
+        if self._special_in(typed) is None:
+            return self._bare(rendered, special=True)
+        marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
+        frame = self._rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
+        for trimmed in (str, str.strip):  # templates take content as it is, or without spaces around it
+            told = {mark: trimmed(content) for mark, content in zip(marks, typed, strict=True)}
+            pieces = re.split(f"({'|'.join(marks)})", frame)
+            if "".join(told.get(piece, piece) for piece in pieces) == rendered:
+                return [i for p in pieces for i in self._bare(told.get(p, p), special=p not in told)]
+        raise DataError(
+            "the prompt names special tokens, and the chat template changes it", where="task.chat=true",
+            found=self._special_in(typed),
+            fix="take the special token out of the prompt",
+        )  # fmt: skip
+
+    def _special_in(self, texts: list[str]) -> str | None:
+        """A special token that is named in the texts: any of them, not only those that have a role."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        names = [str(token) for token in added if token.special]
+        return next((name for name in names if any(name in text for text in texts)), None)
+
+    def vocabulary(self) -> Vocabulary:
+        """What its ids mean."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        ids: dict[str, int] = self._tokenizer.get_vocab()
+        if backend is not None:
+            content, notation = json.loads(backend.to_str()), None
+        else:
+            added = self._tokenizer.added_tokens_decoder
+            content = {"added_tokens": [{"id": i, "special": t.special} for i, t in added.items()]}
+            notation = notation_guessed(list(ids))
+        return vocabulary_of(
+            content, ids, self._bare, self.encode, self.end_ids, self._tokenizer.chat_template, notation
+        )
+
+    def _bare(self, text: str, special: bool = False) -> list[int]:
+        with at_work(self._path):
+            ids: list[int] = self._tokenizer.encode(
+                text, add_special_tokens=False, split_special_tokens=not special
+            )
+        return ids
+
+    def _rendered(self, messages: list[Message]) -> str:
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                "the model has no chat template", where="task.chat=true",
+                fix="use an instruct model, or task.chat=false",
+            )  # fmt: skip
+        try:
+            with _bounded():
+                rendered: str = self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False
+                )
+        except Exception as error:  # a template may raise anything
+            raise DataError(
+                "the model's chat template refuses the prompt", where="task.chat=true",
+                found=str(error)[:200] or type(error).__name__,
+                fix="leave out task.system, or use task.chat=false",
+            ) from None  # fmt: skip
+        if any(m["role"] == "system" and m["content"].strip() not in rendered for m in messages):
+            raise DataError(
+                "the model's chat template leaves the system prompt out", where="task.system",
+                fix="leave out task.system, or begin the prompt with it",
+            )  # fmt: skip
+        changed = [m for m in messages if m["role"] == "user" and m["content"].strip() not in rendered]
+        if any(m["content"].startswith(WORD) for m in changed):
+            raise DataError(
+                "the model's chat template leaves the prompt out", where=str(self._path),
+                fix="correct chat_template in tokenizer_config.json, or use task.chat=false",
+            )  # fmt: skip
+        if changed:  # as some templates do, with words that they quote; or else they are not there at all
+            self._rendered(
+                [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]
+            )
+            if not self._warned:
+                log.warning("the chat template of %s changes the words of prompts", self._path)
+            self._warned = True
+        return rendered
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Ends a chat template that takes too much time or memory, which transformers' sandbox does not.
+
+    Raises TimeoutError or MemoryError. Time is bounded in the main thread: no other can be interrupted.
+    """
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {TEMPLATE_S:g} seconds")
+
+    statm = Path("/proc/self/statm").read_text(encoding="ascii")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = int(statm.split()[0]) * resource.getpagesize() + TEMPLATE_BYTES
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, late) if in_main else None
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S, AGAIN_S)
+        try:
+            yield
+        except MemoryError:
+            raise MemoryError(f"more than {TEMPLATE_BYTES >> 20} MiB") from None
+        finally:
+            if in_main:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        if in_main:  # once more: it may have come between the text and its end
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns at length of packages that it lacks; what follows from that is said in a line."""
+    from transformers.utils import logging as hub_logging
+
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
+
+
+def _unreadable(path: Path, found: str) -> ModelError:
+    fix = "put the model's tokenizer.json and tokenizer_config.json beside its weights"
+    if (path / PIECES).is_file() and not (path / "tokenizer.json").exists():
+        package = "sentencepiece" if (path / PIECES).read_bytes()[:1] == b"\n" else "tiktoken"
+        fix = f"install what reads {PIECES} (pip install 'llama-ssp[{package}]'), or {fix}"
+    return ModelError("the tokenizer cannot be read", where=str(path), found=found[:200], fix=fix)
+
+
+class ByteTokens:
+    """Bytes as tokens, for models without a tokenizer (synthetic weights). Ids above 255 have no text."""
+
+    end_ids: frozenset[int] = frozenset()
+    bos_id: int | None = None
+    paired: Paired | None = None
+
+    def __init__(self, vocab: int) -> None:
+        self.size = vocab
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return [byte % self.size for byte in text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        raise DataError("synthetic models have no chat template", fix="use task.chat=false")
+
+
+def read_tokens(path: Path | None, vocab: int) -> Tokens:
+    """The tokenizer of a model folder; bytes where there is no folder."""
+    return ByteTokens(vocab) if path is None else HubTokens(path, end_ids_of(path))
+
+
+def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], asked: Pairing) -> Paired | None:
+    """How the two go together, or a refusal; None for bytes. `widths` are how many logits each has."""
+    if isinstance(target, HubTokens) and isinstance(draft, HubTokens):
+        return pair(target.vocabulary(), draft.vocabulary(), widths, asked)
+    if type(target) is not type(draft):
+        raise ModelError(
+            "one model has a tokenizer and the other has none",
+            fix="give both by path, or both weights=synthetic",
+        )
+    return None
