@@ -36,9 +36,9 @@ from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
 from llama_ssp.distributed.process_group import Group, checksum  # noqa: E402
 from llama_ssp.pair import engine_for, open_pair  # noqa: E402
-from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.distributed.pairs import Case, opened, written  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402
@@ -88,8 +88,8 @@ def cost(ranks: Ranks, repeats: int, new: int) -> Cost:
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", ["placement=leader", "sampling.temperature=0.5"]))
-    entry = entries(run, [], ranks.world)[0]
-    found = seats(entry)
+    entry = pair_specs(run, [], ranks.world)[0]
+    found = model_placements(entry)
     tokens = tokens_of(found)
     pair = open_pair(found, entry.run.cluster.reserve, None, 1, 256 + new, ranks)
     clock = Timed()

@@ -28,11 +28,11 @@ from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.pair import Pair, engine_with, lookahead_for, open_pair  # noqa: E402
-from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
-from llama_ssp.speculative.sampling import RowLaws  # noqa: E402
+from llama_ssp.speculative.sampling import RowTransforms  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
@@ -52,8 +52,8 @@ def main() -> None:
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", [f"{key}={value}" for key, value in given.items()]))
-    entry = entries(run, [], 1)[0]
-    run, found = entry.run, seats(entry)
+    entry = pair_specs(run, [], 1)[0]
+    run, found = entry.run, model_placements(entry)
     tokens, rows = tokens_of(found), int(own["rows"])
     works = mixed(int(own["prompts"]), tokens, run)
     pair = open_pair(found, run, rows, max(work.longest for work in works))
@@ -109,7 +109,7 @@ def dealt(works: list[Work], rows: int) -> list[list[Work]]:
 
 def pace(pair: Pair, run: RunConf, tokens: Tokens, batches: list[list[Work]], rows: int) -> float:
     """Tokens a second, reading prompts included."""
-    laws = RowLaws(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
+    laws = RowTransforms(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
     draws = CounterDraws(1)
     engine = engine_with(pair, run, tokens, laws, draws, 512)
     writer = Rows(engine, laws, draws, tokens.decode, partial(lookahead_for, run), tokens.end_ids, 512)

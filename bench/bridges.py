@@ -4,8 +4,8 @@
 
 The target is `demo`. `demo_draft` has its tokens; so has its copy with other ids, which a bridge has to find
 out; `demo_bytes` has bytes. Every repeat runs each contender once, in turn, on the same prompts; ratios are
-taken within a repeat. The ceiling is the share of the target's law, at the positions of texts it wrote
-itself, on tokens that the draft has, too: no more of them can be accepted one for one. A text has none.
+taken within a repeat. The ceiling is the share of the target's distribution, at the positions of texts it
+wrote itself, on tokens that the draft has, too: no more of them can be accepted one for one. A text has none.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
 from llama_ssp.pair import Pair, engine_for, open_pair  # noqa: E402
-from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.seats import seats, tokens_of  # noqa: E402
+from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.sampling import one_hot  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
@@ -57,8 +57,8 @@ class Opened:
 def opened(name: str, overrides: list[str], new: int) -> Opened:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = to_run(compose("run", ["seed=1", *overrides]))
-    entry = entries(run, [], 1)[0]
-    found = seats(entry)
+    entry = pair_specs(run, [], 1)[0]
+    found = model_placements(entry)
     tokens = tokens_of(found)
     return Opened(name, entry.run, open_pair(found, entry.run, 1, 256 + new), tokens)
 
@@ -82,7 +82,7 @@ def drafts(heat: float, new: int, scratch: Path) -> list[Opened]:
 
 
 def ceiling(one: Opened, new: int) -> float | None:
-    """The share of the target's law that the draft could propose, over texts by regular sampling."""
+    """The share of the target's distribution that the draft could propose, over texts by regular sampling."""
     if one.tokens.paired is None or not isinstance(one.tokens.paired.bridge, Intersection):
         return None
     match, heat = one.tokens.paired.diagnosis.match, one.run.sampling.temperature
@@ -98,8 +98,8 @@ def ceiling(one: Opened, new: int) -> float | None:
         with torch.inference_mode():
             logits = one.pair.target.module(torch.tensor([[*ids, *written]])).logits[0, len(ids) - 1 : -1]
         logits = logits[:, : len(shared)].float()
-        law = (logits / heat).softmax(-1) if heat else one_hot(logits.argmax(-1), logits)
-        shares += (law @ shared).tolist()
+        probs = (logits / heat).softmax(-1) if heat else one_hot(logits.argmax(-1), logits)
+        shares += (probs @ shared).tolist()
     return sum(shares) / len(shares)
 
 

@@ -18,8 +18,8 @@ from llama_ssp.config import Drafting, RunConf
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
-from llama_ssp.planner.resolve import Entry
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.generate import Limits, RowStep
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -36,8 +36,8 @@ def wait() -> None:
 
 def opened(run: RunConf, slots: int) -> tuple[Pair, Any, RunConf]:
     """The run's pair, ready; its tokenizer, which knows bytes."""
-    entry = Entry(run, None, None, resolve(run.placement, 1, run.draft is not None))
-    found = seats(entry)
+    entry = PairSpec(run, None, None, resolve(run.placement, 1, run.draft is not None))
+    found = model_placements(entry)
     return open_pair(found, run, 1, slots), tokens_of(found), run
 
 
@@ -97,8 +97,8 @@ def rounds(
 ) -> list[list[str]]:  # fmt: skip
     """A round beside its parts: K steps of the draft's module and one of the target's, timed in turn.
 
-    Parts are the models' steps alone, behind a text of the same length: no laws, no draws, no tokens. The
-    middle of the turns counts.
+    Parts are the models' steps alone, behind a text of the same length: no distributions, no draws, no
+    tokens. The middle of the turns counts.
     """
     pair, tokens, run = opened
     assert pair.target is not None and pair.draft is not None

@@ -27,10 +27,10 @@ from bench.surroundings import surroundings, write  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, Verification, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.pair import Pair, engine_for, open_pair  # noqa: E402
-from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.seats import seats, tokens_of  # noqa: E402
-from llama_ssp.speculative.draft_length import FixedLookahead  # noqa: E402
+from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
+from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.generate import Limits, generate  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
@@ -62,8 +62,8 @@ def opened(sampling: str, new: int) -> tuple[Pair, RunConf, Tokens]:
         run = to_run(
             compose("run", [f"sampling={sampling}", "model.dtype=fp32", "draft.dtype=fp32", "placement=cpu"])
         )
-    entry = entries(run, [], 1)[0]
-    found = seats(entry)
+    entry = pair_specs(run, [], 1)[0]
+    found = model_placements(entry)
     tokens = tokens_of(found)
     return open_pair(found, entry.run, len(PROMPTS), 256 + new), entry.run, tokens
 
@@ -75,7 +75,7 @@ def once(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int, into: Fo
     prompts = [Prompt(str(n), tuple(tokens.encode(text))) for n, text in enumerate(PROMPTS)]
     state = engine.prefill(prompts, new)
     began = time.perf_counter()
-    for step in generate(engine, state, Limits(new), FixedLookahead(k, state.rows)):
+    for step in generate(engine, state, Limits(new), FixedDraftLength(k, state.rows)):
         for row in step.rows:
             into.counts.add(row)
     into.seconds += time.perf_counter() - began

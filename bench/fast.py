@@ -2,12 +2,13 @@
 
     python bench/fast.py [repeats=5] [new=96] [ks=2,4,8] [agreement=0.89] [threads=2] [write=FILE.md]
 
-The pair is synthetic (llama_ssp/models/synthetic.py): 222 million parameters with 7 million, bf16, their laws
-overlapping as asked. Every repeat gives each contender one turn on every prompt; ratios are taken within a
-repeat, and their median is reported with the least and the most. Tokens are counted the same for all: those
-after the prompt (contenders.py). The last lines set a round beside its parts: K steps of the draft and one of
-the target, alone. Each contender stands beside what bounds it: the bytes that its own forward passes read
-over the bandwidth measured here, and, for ours, its steps alone. With write=, the same as JSON and a plot.
+The pair is synthetic (llama_ssp/models/synthetic.py): 222 million parameters with 7 million, bf16, their
+distributions overlapping as asked. Every repeat gives each contender one turn on every prompt; ratios are
+taken within a repeat, and their median is reported with the least and the most. Tokens are counted the same
+for all: those after the prompt (contenders.py). The last lines set a round beside its parts: K steps of the
+draft and one of the target, alone. Each contender stands beside what bounds it: the bytes that its own
+forward passes read over the bandwidth measured here, and, for ours, its steps alone. With write=, the same as
+JSON and a plot.
 """
 
 from __future__ import annotations

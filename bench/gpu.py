@@ -77,7 +77,7 @@ class Asked(Words):
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
     def model(self, name: str, dtype: Dtype = Dtype.bf16) -> ModelConf:
-        """A Llama of this size, its laws as near to the target's as asked."""
+        """A Llama of this size, its distributions as near to the target's as asked."""
         layers, dim, ffn = SIZES[self.small][name]
         model = shape(layers, dim, VOCAB, ffn, AGREEMENT, head_dim=128)
         return replace(model, name=name, context=2048, dtype=dtype)

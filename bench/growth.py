@@ -75,7 +75,7 @@ class Point:
 
 
 def pair_of(vocabulary: int, engine: Steps, slots: int) -> tuple[Any, Any, RunConf]:
-    """A pair of 256 x 4 and 128 x 2, whose laws are as wide as asked."""
+    """A pair of 256 x 4 and 128 x 2, whose distributions are as wide as asked."""
     models = (
         replace(shape(*size, vocabulary), context=4608, dtype=Dtype.bf16) for size in ((4, 256), (2, 128))
     )

@@ -1,12 +1,12 @@
-"""What a round costs beside its passes: laws, draws and the decision, on models that take no time.
+"""What a round costs beside its passes: distributions, draws and the decision, on models that take no time.
 
     python bench/overhead.py [ks=1,4,8,12] [vocabs=8192,32000,128256] [turns=60] [threads=1] [write=FILE.md]
 
-The passes of both models are replaced by logits that are there already, of a steep law as models have them.
-Rounds are drawn and decided as draws.py and verify.py define it, and by the kernel that a CPU has for it.
-Then, for five laws of each vocabulary, what top-k and top-p take beside sorting all tokens, as they are
-defined; of flat laws, too, whose nucleus is most of the vocabulary. The least time of all turns counts, as
-what disturbs a machine only ever adds.
+The passes of both models are replaced by logits that are there already, of a steep distribution as models
+have them. Rounds are drawn and decided as draws.py and verify.py define it, and by the kernel that a CPU has
+for it. Then, for five distributions of each vocabulary, what top-k and top-p take beside sorting all tokens,
+as they are defined; of flat distributions, too, whose nucleus is most of the vocabulary. The least time of
+all turns counts, as what disturbs a machine only ever adds.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from contenders import one_round  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from llama_ssp.config import SamplingConf  # noqa: E402
+from llama_ssp.config import SamplingConfig  # noqa: E402
 from llama_ssp.models.kv_cache import Feed, RaggedCache  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.drafters.local import ModelDrafter  # noqa: E402
 from llama_ssp.speculative.engine import Engine  # noqa: E402
-from llama_ssp.speculative.model_runner import Runner  # noqa: E402
+from llama_ssp.speculative.model_runner import ModelRunner  # noqa: E402
 from llama_ssp.speculative.native import by_kernel  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
-from llama_ssp.speculative.sampling import Laws, filtered  # noqa: E402
+from llama_ssp.speculative.sampling import SamplingTransform, filtered  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.verification import RULES  # noqa: E402
 
 SPREAD = {"steep": 3.0, "flat": 0.3}  # standard deviations of logits
 CONTROLS = {
-    "plain": SamplingConf(),
-    "top-k 50": SamplingConf(top_k=50),
-    "top-p 0.95": SamplingConf(top_p=0.95),
-    "penalties": SamplingConf(repetition_penalty=1.1, frequency_penalty=0.1),
+    "plain": SamplingConfig(),
+    "top-k 50": SamplingConfig(top_k=50),
+    "top-p 0.95": SamplingConfig(top_p=0.95),
+    "penalties": SamplingConfig(repetition_penalty=1.1, frequency_penalty=0.1),
 }
 
 
@@ -75,21 +75,21 @@ def least_ms(work: Callable[[], object], turns: int) -> float:
     return 1000 * min(taken)
 
 
-def round_ms(vocab: int, k: int, sampling: SamplingConf, turns: int, draws: CounterDraws) -> float:
-    laws, model = Laws(sampling, (), vocab), Instant(vocab, k + 1)
-    drafter = ModelDrafter(Runner(model, k + 1), laws, draws)
-    engine = Engine(Runner(model, k + 1), drafter, laws, RULES["block"], draws)
+def round_ms(vocab: int, k: int, sampling: SamplingConfig, turns: int, draws: CounterDraws) -> float:
+    transform, model = SamplingTransform(sampling, (), vocab), Instant(vocab, k + 1)
+    drafter = ModelDrafter(ModelRunner(model, k + 1), transform, draws)
+    engine = Engine(ModelRunner(model, k + 1), drafter, transform, RULES["block"], draws)
     state = engine.prefill([Prompt("0", tuple(range(64)))], turns + 2 * (k + 1))
     return least_ms(lambda: one_round(engine, state, k), turns)
 
 
-def sorting_all(law: Tensor, top_k: int, top_p: float) -> Tensor:
+def sorting_all(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """Top-k and top-p as they are defined."""
-    down = law.sort(-1, descending=True).values
+    down = probs.sort(-1, descending=True).values
     least = down[..., top_k - 1 : top_k] if top_k else down
     if top_p < 1:
         least = torch.where(down.cumsum(-1) - down < top_p, down, 1).amin(-1, keepdim=True)
-    kept = torch.where(law >= least, law, 0)
+    kept = torch.where(probs >= least, probs, 0)
     return kept / kept.sum(-1, keepdim=True)
 
 
@@ -111,11 +111,11 @@ def main() -> None:
     filters = [["vocabulary", "laws", "cut", "sorting all, ms", "ours, ms"]]
     for vocab in vocabs:
         for kind, spread in SPREAD.items():
-            law = torch.softmax(spread * random(5, vocab), -1)
+            probs = torch.softmax(spread * random(5, vocab), -1)
             for cut in ((50, 1.0), (0, 0.95)):
                 both = (
-                    least_ms(lambda law=law, cut=cut: sorting_all(law, *cut), turns // 4),
-                    least_ms(lambda law=law, cut=cut: filtered(law, *cut, 0.0), turns // 4),
+                    least_ms(lambda probs=probs, cut=cut: sorting_all(probs, *cut), turns // 4),
+                    least_ms(lambda probs=probs, cut=cut: filtered(probs, *cut, 0.0), turns // 4),
                 )
                 named = f"top-k {cut[0]}" if cut[0] else f"top-p {cut[1]}"
                 filters.append([str(vocab), kind, named, *(f"{ms:.2f}" for ms in both)])

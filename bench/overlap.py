@@ -38,13 +38,13 @@ from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf
 from llama_ssp.distributed.comm import Ranks  # noqa: E402
 from llama_ssp.distributed.placement import resolve  # noqa: E402
 from llama_ssp.models.loader import load  # noqa: E402
-from llama_ssp.pair import Pair, Shelf, engine_for  # noqa: E402
-from llama_ssp.planner.resolve import Entry  # noqa: E402
+from llama_ssp.pair import ModelCache, Pair, engine_for  # noqa: E402
+from llama_ssp.planner.resolve import PairSpec  # noqa: E402
 from llama_ssp.planner.speed import BAND, Pace  # noqa: E402
 from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.seats import seats, tokens_of  # noqa: E402
-from llama_ssp.speculative.draft_length import FixedLookahead, best_k  # noqa: E402
+from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
+from llama_ssp.speculative.draft_length import FixedDraftLength, best_k  # noqa: E402
 from llama_ssp.speculative.drafters.remote import Exchange  # noqa: E402
 from llama_ssp.speculative.engine import Engine  # noqa: E402
 from llama_ssp.speculative.generate import Limits  # noqa: E402
@@ -122,20 +122,20 @@ def job(ranks: Ranks, asked: Asked) -> list[Found]:
     """On each of the two ranks alike."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[ranks.rank % len(cores)]})
-    shelf, found = Shelf(ranks), []
+    shelf, found = ModelCache(ranks), []
     for agreement in map(float, asked.agreements.split(",")):
         for ratio in map(float, asked.ratios.split(",")):
             found.append(compared(ranks, shelf, asked, agreement, ratio))
     return found
 
 
-def compared(ranks: Ranks, shelf: Shelf, asked: Asked, agreement: float, ratio: float) -> Found:
+def compared(ranks: Ranks, shelf: ModelCache, asked: Asked, agreement: float, ratio: float) -> Found:
     """Both modes in turn; the first repeat does not count."""
     k = asked.k or best_k(agreement, ratio, 16)
     target, draft = sized(asked.layers), sized(draft_layers(ranks, asked, ratio, k), agreement)
     run = RunConf(model=target, draft=draft, placement=PlacementConf(draft=DraftSeat.own), engine=Steps.eager)
-    entry = Entry(run, None, None, resolve(run.placement, ranks.world, drafts=True))
-    sat = seats(entry)
+    entry = PairSpec(run, None, None, resolve(run.placement, ranks.world, drafts=True))
+    sat = model_placements(entry)
     pair, tokens = shelf.open(sat), tokens_of(sat)
     found = Found(agreement, ratio, k)
     for repeat in range(asked.repeats + 1):
@@ -177,7 +177,7 @@ def turn(pair: Pair, run: RunConf, tokens: Any, found: Found, mode: Overlap, rep
     for number, ids in enumerate(PROMPTS):
         engine = engine_for(pair, run, tokens, frozenset(), repeat, 512)
         timed = TimedRun(engine, [Prompt(str(number), ids)], new)
-        for _ in timed.rounds(Limits(new), FixedLookahead(found.k, 1)):
+        for _ in timed.rounds(Limits(new), FixedDraftLength(found.k, 1)):
             pass
         spent += timed.decode_s
         if isinstance(engine, Engine) and engine.overlap is not None and repeat:

@@ -29,10 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from llama_ssp.config import Dtype, ModelConf, SamplingConf, Weights  # noqa: E402
+from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights  # noqa: E402
 from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
 from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
-from llama_ssp.distributed.roles import Crew  # noqa: E402
+from llama_ssp.distributed.roles import Roles  # noqa: E402
 from llama_ssp.models.loader import load, load_part  # noqa: E402
 from llama_ssp.models.synthetic import build  # noqa: E402
 from llama_ssp.planner.activations import DRAFT as DRAFTING  # noqa: E402
@@ -50,9 +50,9 @@ from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter  # noqa: E402
 from llama_ssp.speculative.engine import Engine  # noqa: E402
 from llama_ssp.speculative.follower import AnyEngine, Follower  # noqa: E402
-from llama_ssp.speculative.model_runner import Runner  # noqa: E402
+from llama_ssp.speculative.model_runner import ModelRunner  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
-from llama_ssp.speculative.sampling import Laws  # noqa: E402
+from llama_ssp.speculative.sampling import SamplingTransform  # noqa: E402
 from llama_ssp.speculative.state import Prompt, Proposal, State  # noqa: E402
 from llama_ssp.speculative.verification import RULES  # noqa: E402
 
@@ -178,7 +178,11 @@ def actual(case: Case, ranks: Ranks) -> int:
         model = load(role.model, None, role.dtype, CPU, TARGET)
     else:
         model = load_part(role.model, None, role.dtype, CPU, TARGET, ranks)
-    laws, draws, runner = Laws(SamplingConf(), (), VOCAB), CounterDraws(0), Runner(model, CHUNK)
+    transform, draws, runner = (
+        SamplingTransform(SamplingConfig(), (), VOCAB),
+        CounterDraws(0),
+        ModelRunner(model, CHUNK),
+    )
     prompts = [Prompt(name, tuple(range(PROMPT))) for name in "ab"]
     state = State(prompts, ROOM, CPU)
     before = model.weights_bytes + state.token_BS.nbytes
@@ -188,12 +192,12 @@ def actual(case: Case, ranks: Ranks) -> int:
     assert runner._cache is not None
     before += runner._cache.nbytes()
     if case.role == DRAFT:
-        drafter = ModelDrafter(runner, laws, draws)
+        drafter = ModelDrafter(runner, transform, draws)
         return before + _peak(lambda: drafter.propose(state, (case.k,) * ROWS))
-    crew = Crew(ranks, ranks, None)
+    crew = Roles(ranks, ranks, None)
     engine: AnyEngine
     if ranks.is_leader:
-        engine = Engine(runner, NoDrafter(), laws, RULES["block"], draws, crew)
+        engine = Engine(runner, NoDrafter(), transform, RULES["block"], draws, crew)
     else:
         engine = Follower(runner, None, crew, ROOM, CPU)
     proposal = _proposal(case.k, ranks.is_leader)
@@ -203,15 +207,15 @@ def actual(case: Case, ranks: Ranks) -> int:
     return before + most
 
 
-def _warm(runner: Runner, state: State) -> None:
+def _warm(runner: ModelRunner, state: State) -> None:
     runner.start(ROWS, ROOM)
     runner.warm(state.token_BS, [PROMPT - 1] * ROWS)
 
 
 def _proposal(k: int, leads: bool) -> Proposal:
     drafted_BK = torch.arange(ROWS * k).view(ROWS, k)
-    law_BKV = torch.full((ROWS, k, VOCAB), 1 / VOCAB) if k and leads else None
-    return Proposal(drafted_BK, law_BKV, (k,) * ROWS)
+    probs_BKV = torch.full((ROWS, k, VOCAB), 1 / VOCAB) if k and leads else None
+    return Proposal(drafted_BK, probs_BKV, (k,) * ROWS)
 
 
 def _peak(run: Any) -> int:

@@ -31,10 +31,10 @@ from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.pair import Pair, engine_for, open_pair  # noqa: E402
-from llama_ssp.planner.resolve import entries  # noqa: E402
+from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.seats import seats, tokens_of  # noqa: E402
-from llama_ssp.speculative.draft_length import FixedLookahead  # noqa: E402
+from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
+from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
@@ -63,8 +63,8 @@ def main() -> None:
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", overrides))
-    entry = entries(run, [], 1)[0]
-    run, found = entry.run, seats(entry)
+    entry = pair_specs(run, [], 1)[0]
+    run, found = entry.run, model_placements(entry)
     tokens = tokens_of(found)
     new = int(own["new"])
     pair = open_pair(found, run, 1, 256 + new)
@@ -131,7 +131,7 @@ def by_us(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int, k: int)
     for number, text in enumerate(PROMPTS):
         engine = engine_for(plain, replace(run, speculation=spec), tokens, frozenset(), seed, 512)
         timed = TimedRun(engine, [Prompt(str(number), tuple(tokens.encode(text)))], new)
-        for _ in timed.rounds(Limits(new), FixedLookahead(k, 1)):
+        for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1)):
             pass
         counts.merge(timed.counts)
         spent += timed.decode_s

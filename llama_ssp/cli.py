@@ -54,9 +54,9 @@ from llama_ssp.errors import (
     lacks_memory,
     one_line,
 )
-from llama_ssp.planner.resolve import entries
+from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report.plots import check_plot, check_record
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import Reading, read_prompts
 
 GRACE_S = 4.0  # for a rank to obey a signal
@@ -197,7 +197,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
         check_plot(task.plot)
     if isinstance(task, CompareConf):
         check_record(task.record)
-    pairs = entries(checked, folders, ranks())
+    pairs = pair_specs(checked, folders, ranks())
     named = isinstance(task, EvalConf) and task.pairs
     recorded = checked if named else pairs[0].run
     # The leader reads, and draws the seed; the other ranks are told.
@@ -209,7 +209,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     if checked.seed is None and held is None:
         logging.getLogger(__name__).info("seed=%d (drawn; give it again to repeat this run)", seed)
     job = job_of(recorded, pairs[0].files, seed) if isinstance(task, BatchConf) and _is_leader() else None
-    inputs = Inputs(recorded, seed, pairs, reading, job)
+    inputs = RunInputs(recorded, seed, pairs, reading, job)
     with GUARD.held("stopped by a signal before the run began"):
         from llama_ssp.tasks.runner import execute
 

@@ -11,8 +11,8 @@ import torch
 
 from llama_ssp.config import USUAL_COST_RATIO, Drafting, OnDraftLoss, RunConf, Splitting, home_expanded
 from llama_ssp.distributed.comm import ALONE, Ranks
-from llama_ssp.distributed.draft_messages import Answerer, Asker
-from llama_ssp.distributed.roles import Crew, crew_of
+from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
+from llama_ssp.distributed.roles import Roles, roles_of
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.compile import CompiledModel, Kind, compiled, quickened
 from llama_ssp.models.cuda_graphs import GraphedModel
@@ -24,19 +24,19 @@ from llama_ssp.models.loader import DRAFT, load, load_part
 from llama_ssp.planner.resolve import drafts
 from llama_ssp.planner.run_plan import Prediction
 from llama_ssp.report.run_folder import Progress
-from llama_ssp.seats import Seat, may_draft, require_loadable
-from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead, Lookahead
-from llama_ssp.speculative.drafters.ahead import AheadAssistant
+from llama_ssp.seats import ModelPlacement, may_draft, require_loadable
+from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
+from llama_ssp.speculative.drafters.ahead import AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
-from llama_ssp.speculative.drafters.local import Assistant, Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, NgramDrafter, NoDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter, SendingDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine, Follower
 from llama_ssp.speculative.measure_costs import measured
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.rng import Draws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES, Rule
 from llama_ssp.text.tokenizer import Tokens
 from llama_ssp.text.translation import Bridge, Intersection
@@ -52,7 +52,7 @@ class Pair:
     target: CausalModel | None
     draft: CausalModel | None
     devices: dict[str, str]
-    crew: Crew
+    crew: Roles
     vocab: int
     context: int
     draft_context: int
@@ -67,12 +67,12 @@ class Pair:
 
 
 def open_pair(
-    found: list[Seat], run: RunConf, rows: int, slots: int, ranks: Ranks = ALONE,
+    found: list[ModelPlacement], run: RunConf, rows: int, slots: int, ranks: Ranks = ALONE,
     caches: tuple[int, int] = (1, 1),
 ) -> Pair:  # fmt: skip
     """Loads the models, if they fit with so many caches of each of `rows` texts of `slots` tokens."""
     prediction = require_loadable(found, run, rows, slots, caches)
-    pair = replace(Shelf(ranks).open(found), prediction=prediction)
+    pair = replace(ModelCache(ranks).open(found), prediction=prediction)
     prepare(pair, run, rows)
     unknown = run.speculation.adaptive and run.speculation.cost_ratio is None
     if unknown and ranks.world == 1 and pair.target is not None and pair.draft is not None:
@@ -97,15 +97,15 @@ def prepare(pair: Pair, run: RunConf, rows: int) -> None:
                 progress.advance(1)
 
 
-class Shelf:
+class ModelCache:
     """Keeps the models of the last pair, so that what the next one shares is not loaded again."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._crews: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Crew] = {}
-        self._held: list[tuple[Seat, CausalModel]] = []
+        self._crews: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
+        self._held: list[tuple[ModelPlacement, CausalModel]] = []
 
-    def open(self, found: list[Seat]) -> Pair:
+    def open(self, found: list[ModelPlacement]) -> Pair:
         """Loads what this rank holds of the pair; what it does not need is let go of first."""
         if self._held:
             self._held = [(seat, model) for seat, model in self._held if seat in found]
@@ -128,15 +128,15 @@ class Shelf:
         draft_dtype = TORCH_DTYPES[found[-1].dtype]
         return Pair(target, draft, devices, crew, vocab, context, draft_context, draft_dtype)
 
-    def _crew(self, found: list[Seat]) -> Crew:
+    def _crew(self, found: list[ModelPlacement]) -> Roles:
         """Groups are made once: they cost connections."""
         target, draft = found[0].ranks, found[1].ranks if len(found) > 1 else ()
         key = target, draft, found[-1].copies
         if key not in self._crews:
-            self._crews[key] = crew_of(*key, self._ranks)
+            self._crews[key] = roles_of(*key, self._ranks)
         return self._crews[key]
 
-    def _model(self, seat: Seat, crew: Crew) -> CausalModel | None:
+    def _model(self, seat: ModelPlacement, crew: Roles) -> CausalModel | None:
         """This rank's part of it, if it has one."""
         group = crew.draft if seat.role == DRAFT else crew.target
         if group is None:
@@ -149,7 +149,7 @@ class Shelf:
         return model
 
 
-def _loaded(seat: Seat, group: Ranks) -> CausalModel:
+def _loaded(seat: ModelPlacement, group: Ranks) -> CausalModel:
     """By the engine that the placement names."""
     what = seat.model, seat.path, seat.dtype
     if seat.splitting is Splitting.layers:
@@ -171,8 +171,8 @@ def engine_for(
     pair: Pair, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int
 ) -> AnyEngine:
     """One engine with caches and draws of its own; only real tokens are ever drawn."""
-    laws = Laws(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
-    return engine_with(pair, run, tokens, laws, draws_for(pair.target, rule_of(run), seed), chunk)
+    transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
+    return engine_with(pair, run, tokens, transform, draws_for(pair.target, rule_of(run), seed), chunk)
 
 
 def rule_of(run: RunConf) -> Rule:
@@ -180,47 +180,49 @@ def rule_of(run: RunConf) -> Rule:
     return RULES[run.speculation.verification.value]
 
 
-def engine_with(pair: Pair, run: RunConf, tokens: Tokens, laws: Laws, draws: Draws, chunk: int) -> AnyEngine:
-    """One engine with caches of its own, for these laws and draws."""
+def engine_with(
+    pair: Pair, run: RunConf, tokens: Tokens, transform: SamplingTransform, draws: Draws, chunk: int
+) -> AnyEngine:
+    """One engine with caches of its own, for these distributions and draws."""
     bridge = tokens.paired.bridge if tokens.paired else None
     essential = run.placement.on_draft_loss is OnDraftLoss.stop
     pair.crew.everyone.may_lose(() if essential else pair.crew.apart)
-    if isinstance(pair.crew.line, Asker):
+    if isinstance(pair.crew.line, DraftClient):
         pair.crew.line.essential, pair.crew.line.patience_s = essential, run.placement.draft_timeout_s
-    crew, drafter = pair.crew, _drafter(pair, run, laws, draws, chunk, bridge)
+    crew, drafter = pair.crew, _drafter(pair, run, transform, draws, chunk, bridge)
     if not drafts(run) and not crew.drafts_apart:
         crew = replace(crew, asked=None)
-    target = Runner(pair.target, chunk) if pair.target else None
+    target = ModelRunner(pair.target, chunk) if pair.target else None
     if target is not None and crew.leads:
-        return Engine(target, drafter or NoDrafter(), laws, rule_of(run), draws, crew)
+        return Engine(target, drafter or NoDrafter(), transform, rule_of(run), draws, crew)
     device = next(model.device for model in (pair.target, pair.draft) if model)
     return Follower(target, drafter, crew, pair.context, device)
 
 
 def _drafter(
-    pair: Pair, run: RunConf, laws: Laws, draws: Draws, chunk: int, bridge: Bridge | None
+    pair: Pair, run: RunConf, transform: SamplingTransform, draws: Draws, chunk: int, bridge: Bridge | None
 ) -> Drafter | None:
     """This rank's part in drafting; None where it has none."""
     crew, wide = pair.crew, partial(torch.promote_types, torch.float32)
     spec = run.speculation
     if pair.target and crew.leads and spec.drafter is Drafting.ngram and may_draft(run):
-        return NgramDrafter(spec.ngram_min, spec.ngram_max, laws.vocab, wide(pair.target.dtype))
+        return NgramDrafter(spec.ngram_min, spec.ngram_max, transform.vocab, wide(pair.target.dtype))
     if not drafts(run):
         return NoDrafter() if pair.draft and crew.drafts_apart else None
     if pair.draft is None:
-        if not isinstance(crew.line, Asker):
+        if not isinstance(crew.line, DraftClient):
             return None
-        return RemoteDrafter(crew.line, pair.draft_context, laws.vocab, wide(pair.draft_dtype))
-    runner = Runner(pair.draft, chunk)
+        return RemoteDrafter(crew.line, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
+    runner = ModelRunner(pair.draft, chunk)
     if crew.draft is not None and not crew.draft.is_leader:
-        return AheadAssistant(runner, crew.draft, spec.overlap) if crew.drafts_apart else Assistant(runner)
-    if isinstance(crew.line, Answerer) and crew.draft is not None:
-        return SendingDrafter(runner, laws, draws, crew.draft, crew.line, spec.overlap)
+        return AheadDraftShard(runner, crew.draft, spec.overlap) if crew.drafts_apart else DraftShard(runner)
+    if isinstance(crew.line, DraftServer) and crew.draft is not None:
+        return SendingDrafter(runner, transform, draws, crew.draft, crew.line, spec.overlap)
     if isinstance(bridge, Intersection):
-        return IntersectionDrafter(runner, laws, draws, bridge)
+        return IntersectionDrafter(runner, transform, draws, bridge)
     if bridge is not None:
-        return TextDrafter(runner, bridge, laws.vocab, wide(pair.draft_dtype))
-    return ModelDrafter(runner, laws, draws)
+        return TextDrafter(runner, bridge, transform.vocab, wide(pair.draft_dtype))
+    return ModelDrafter(runner, transform, draws)
 
 
 def draft_alone(pair: Pair) -> Pair | None:
@@ -228,19 +230,19 @@ def draft_alone(pair: Pair) -> Pair | None:
     group = pair.crew.draft
     if pair.draft is None or group is None or (group.world == 1 and not pair.crew.leads):
         return None
-    crew = Crew(pair.crew.everyone if group.world == 1 else group, group, None)
+    crew = Roles(pair.crew.everyone if group.world == 1 else group, group, None)
     return replace(
         pair, target=pair.draft, draft=None, crew=crew, vocab=pair.draft.vocab, context=pair.draft_context
     )
 
 
-def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> Lookahead:
+def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftLength:
     """How K is chosen for a batch of this many rows; an adaptive choice goes by `costs`, if known."""
     spec = run.speculation
     if spec.adaptive:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
-        return AdaptiveLookahead(costs or Costs.of_ratio(ratio, spec.k_max), rows)
-    return FixedLookahead(spec.k, rows)
+        return AdaptiveDraftLength(costs or Costs.of_ratio(ratio, spec.k_max), rows)
+    return FixedDraftLength(spec.k, rows)
 
 
 def _facts(model: CausalModel | None) -> tuple[int, int]:
@@ -248,7 +250,7 @@ def _facts(model: CausalModel | None) -> tuple[int, int]:
     return (model.vocab, model.context) if model else (0, 0)
 
 
-def _seated(seat: Seat) -> str:
+def _seated(seat: ModelPlacement) -> str:
     """Where a role sits, in words for records."""
     over = f", over {seat.degree} ranks" if seat.degree > 1 else ""
     copies = f", {len(seat.ranks)} copies" if len(seat.ranks) > seat.degree else ""

@@ -16,7 +16,7 @@ from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.loader import DRAFT, require_supported
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.hardware import CPU
-from llama_ssp.planner.resolve import Entry
+from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.room import Bill, bill, parameters, require_room
 from llama_ssp.planner.run_plan import Prediction, asked_of_run, predict, require_fit
 from llama_ssp.planner.workload import Role, Workload
@@ -34,7 +34,7 @@ COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
 
 
 @dataclass(frozen=True)
-class Seat:
+class ModelPlacement:
     """One role's model, its files, and where and how it is held: by which ranks, and on this one's device."""
 
     role: str
@@ -58,7 +58,7 @@ class Seat:
         return 1 if self.copies else len(self.ranks)
 
 
-def seats(entry: Entry) -> list[Seat]:
+def model_placements(entry: PairSpec) -> list[ModelPlacement]:
     """The roles this pair needs, each with its device and number format."""
     found = [_seat(entry, "model", entry.run.model, entry.target_path)]
     if entry.run.draft is not None and entry.placement.draft:
@@ -67,7 +67,7 @@ def seats(entry: Entry) -> list[Seat]:
     return found
 
 
-def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
+def _seat(entry: PairSpec, role: str, model: ModelConf, path: Path | None) -> ModelPlacement:
     asked, placement = entry.run.placement, entry.placement
     key, name = (
         ("draft_device", asked.draft_device) if role == DRAFT else ("target_device", asked.target_device)
@@ -82,10 +82,12 @@ def _seat(entry: Entry, role: str, model: ModelConf, path: Path | None) -> Seat:
     compiled = compiles(entry.run, role, model, device, dtype, splitting, 1 if copies else len(ranks))
     memory = {str(key): size for key, size in asked.max_memory.items()}, asked.offload_folder
     quickened = not compiled and quickens(entry.run, dtype, splitting)
-    return Seat(role, model, path, device, dtype, *how, *memory, Pairing.of(entry.run), compiled, quickened)
+    return ModelPlacement(
+        role, model, path, device, dtype, *how, *memory, Pairing.of(entry.run), compiled, quickened
+    )
 
 
-def tokens_of(found: list[Seat]) -> Tokens:
+def tokens_of(found: list[ModelPlacement]) -> Tokens:
     """The target's tokenizer, after a look at how the draft's goes with it."""
     for seat in found:
         if seat.path is not None:  # first: a tokenizer is chosen by config.json, too
@@ -100,7 +102,7 @@ def tokens_of(found: list[Seat]) -> Tokens:
     return own[0]
 
 
-def require_bridgeable(draft: Seat, found: Paired) -> None:
+def require_bridgeable(draft: ModelPlacement, found: Paired) -> None:
     """Texts are translated where the decisions are taken."""
     if found.bridge is not None and draft.ranks != (LEADER,):
         raise UsageError(
@@ -111,7 +113,7 @@ def require_bridgeable(draft: Seat, found: Paired) -> None:
 
 
 def require_loadable(
-    found: list[Seat], run: RunConf, rows: int, slots: int, caches: tuple[int, int] = (1, 1)
+    found: list[ModelPlacement], run: RunConf, rows: int, slots: int, caches: tuple[int, int] = (1, 1)
 ) -> Prediction | None:
     """Refuses what cannot be run or does not fit, before weights are read; else what the plan says of it.
 
@@ -129,7 +131,7 @@ def require_loadable(
 
 
 def _predicted(
-    found: list[Seat], run: RunConf, rows: int, slots: int, caches: tuple[int, int]
+    found: list[ModelPlacement], run: RunConf, rows: int, slots: int, caches: tuple[int, int]
 ) -> Prediction | None:
     """The plan of this run; None where it has none: other layers, devices of their own, engines not ours."""
     target, draft = found[0], found[1] if len(found) > 1 else None
@@ -149,7 +151,7 @@ def _predicted(
     return predict(run, asked, Placement(target.splitting, target.world, target.ranks, *drafting))
 
 
-def _require_room(found: list[Seat], run: RunConf, rows: int, slots: int) -> None:
+def _require_room(found: list[ModelPlacement], run: RunConf, rows: int, slots: int) -> None:
     """Weights and caches alone, device by device; a model that accelerate spreads, over all there is."""
     by_device: dict[torch.device | None, list[Bill]] = {}
     for seat in found:
@@ -173,7 +175,7 @@ def may_draft(run: RunConf) -> bool:
     return run.speculation.k > 0 or run.speculation.adaptive
 
 
-def _warn(found: list[Seat], run: RunConf) -> None:
+def _warn(found: list[ModelPlacement], run: RunConf) -> None:
     target, draft = found[0], found[1] if len(found) > 1 else None
     if run.sampling.top_k > target.model.vocab:
         log.warning(

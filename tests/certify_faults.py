@@ -43,7 +43,7 @@ from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.rng import PURPOSES, ROUNDS, CounterDraws, Purpose, Slot, prompt_key
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.tasks.certify import acceptance as tallies
 from llama_ssp.tasks.certify import checks as examine
@@ -109,8 +109,9 @@ def _by_kernel(_: Any, rule: verify.Rule, seed: int) -> CounterDraws:
     return deciding.by_kernel(source(rule, seed))
 
 
-def _unfiltered_target(self: Laws, logits: Any, prefix: Any) -> Any:
-    """Filters the draft, not the blocks that the target verifies; a greedy law has nothing to filter."""
+def _unfiltered_target(self: SamplingTransform, logits: Any, prefix: Any) -> Any:
+    """Filters the draft, not the blocks that the target verifies; a greedy distribution has nothing to
+    filter."""
     if self.controls.temperature == 0:
         return mutants.laws_law(self, logits, prefix)
     return mutants._unfiltered_target(self, logits, prefix)
@@ -127,8 +128,8 @@ def _shared_counters(self: CounterDraws, key: int, base: int, width: int, stream
     return draws_row(self, key, base, width, ROUNDS)[of_purpose]
 
 
-def _wider_nucleus(law: Any, top_p: float) -> Any:
-    return nucleus_edge(law, top_p + 0.01)
+def _wider_nucleus(probs: Any, top_p: float) -> Any:
+    return nucleus_edge(probs, top_p + 0.01)
 
 
 state_slot, draws_row, nucleus_edge = State.slot, CounterDraws._row, sampling._nucleus_edge
@@ -136,8 +137,8 @@ NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
 PENALTY = ("sampling.repetition_penalty=1.3",)
 FAULTS = [
     Fault("ratio swapped", verify, "_ratios", mutants._swapped, "law"),
-    Fault("correction from the target's whole law", verify, "_remaining_law", mutants._target_again, "law"),
-    Fault("filters on the draft alone", Laws, "_law", _unfiltered_target, "law", NUCLEUS),
+    Fault("correction from the target's whole law", verify, "_residual_probs", mutants._target_again, "law"),
+    Fault("filters on the draft alone", SamplingTransform, "_probs", _unfiltered_target, "law", NUCLEUS),
     Fault(
         "draft law declared 5 % uniform",
         drafters.ModelDrafter,
@@ -152,7 +153,7 @@ FAULTS = [
     Fault(
         "penalties ignore the block", State, "prefix", mutants._committed_prefix_only, "filters", PENALTY
     ),
-    Fault("bonus token from the draft", verify, "_remaining_law", mutants._bonus_from_draft, "law"),
+    Fault("bonus token from the draft", verify, "_residual_probs", mutants._bonus_from_draft, "law"),
 ]  # fmt: skip
 KERNEL_FAULTS = [
     KernelFault("kernel lenient by 2 %", "coin_step] < chance) accepted = i + 1, weight = carried;",
@@ -169,12 +170,12 @@ def _by_rule() -> str | None:
     seen = Round(1, (0, 1, 2, 3), 3, 0, target, draft)
     with patch.object(verify, "_ratios", lambda block: mutants.verify_ratios(block) * 1.002):
         nodes = [calculus.node(verify.RULES["token"], seen, at) for at in range(4)]
-    found = examine._law_finding(NOISE, [NO_DEPARTURE], [one for one in nodes if one])
+    found = examine._probs_finding(NOISE, [NO_DEPARTURE], [one for one in nodes if one])
     return None if found.outcome is Outcome.failed else "a rule 0.2 % too lenient passes"
 
 
 def _by_departure(departures: list[Departure]) -> str | None:
-    found = examine._law_finding(NOISE, departures, [])
+    found = examine._probs_finding(NOISE, departures, [])
     return None if found.outcome is Outcome.failed else f"{departures[0]} of {len(departures)} passes"
 
 

@@ -21,7 +21,7 @@ import torch
 from bench.surroundings import surroundings, write
 from llama_ssp.config import CertifyConf
 from llama_ssp.speculative.rng import heat, inverse_cdf
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES, Block
 from llama_ssp.tasks.certify import task as certify
 from llama_ssp.tasks.certify.checks import RANDOM_CHECKS
@@ -37,12 +37,12 @@ DECISIONS = 28_276  # of a default run: 3700 of texts, 24,576 of first tokens
 LEVEL = CertifyConf().false_alarm / RANDOM_CHECKS
 
 
-def recorded(*overrides: str) -> tuple[list[Round], Laws]:
+def recorded(*overrides: str) -> tuple[list[Round], SamplingTransform]:
     """The rounds that a default run records, and the controls they were drawn with."""
     found: list[Any] = []
 
-    def kept(rounds: list[Round], laws: Laws) -> None:
-        found.extend((list(rounds), laws))
+    def kept(rounds: list[Round], transform: SamplingTransform) -> None:
+        found.extend((list(rounds), transform))
         raise KeyboardInterrupt
 
     with patch.object(certify, "check_filters", kept):
@@ -60,9 +60,13 @@ def block_of(rounds: list[Round], drafted_BK: torch.Tensor | None = None) -> Blo
     return Block(target_BWV, draft_BKV, own if drafted_BK is None else drafted_BK, count_B)
 
 
-def filters(rounds: list[Round], laws: Laws) -> Iterator[tuple[str, str, str]]:
+def filters(rounds: list[Round], transform: SamplingTransform) -> Iterator[tuple[str, str, str]]:
     for off in (0.01, 0.001, 0.0003):
-        other = Laws(replace(laws.controls, top_p=laws.controls.top_p - off), laws.end_ids, laws.vocab)
+        other = SamplingTransform(
+            replace(transform.controls, top_p=transform.controls.top_p - off),
+            transform.end_ids,
+            transform.vocab,
+        )
         gaps = [
             distance(r.logit_WV[at], r.target_WV[at], other, r, at) for r in rounds for at in range(r.count)
         ]
@@ -135,14 +139,16 @@ def main() -> None:
     about[0] = f"Command: `python -m tests.certify_power {shlex.join(sys.argv[1:])}`"
     head = ["| check | fault | seen in |", "|---|---|---|"]
     print(*about, "", *head, sep="\n", flush=True)
-    rounds, laws = recorded("sampling=nucleus")
+    rounds, transform = recorded("sampling=nucleus")
     plain, _ = recorded()
     alike = [seen for seen in plain if seen.count == max(one.count for one in plain)]
     lines = []
     for found in (
-        filters(rounds, laws), decisions(block_of(alike), random, repeats), first(alike, random, repeats),
+        filters(rounds, transform),
+        decisions(block_of(alike), random, repeats),
+        first(alike, random, repeats),
         numbers(alike[:32], random, max(1, repeats // 20)),
-    ):  # fmt: skip
+    ):
         for row in found:
             lines.append(f"| {' | '.join(row)} |")
             print(lines[-1], flush=True)

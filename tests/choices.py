@@ -34,20 +34,20 @@ class ReplayDraws:
         ]
         return torch.tensor(outcome)
 
-    def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
-        laws = law_BV.double() / law_BV.double().sum(-1, keepdim=True)
-        return torch.tensor([self._choose(law.tolist(), slot, row, 0) for row, law in enumerate(laws)])
+    def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
+        laws = probs_BV.double() / probs_BV.double().sum(-1, keepdim=True)
+        return torch.tensor([self._choose(probs.tolist(), slot, row, 0) for row, probs in enumerate(laws)])
 
-    def _choose(self, law: list[float], slot: Slot, row: int, column: int) -> int:
-        assert all(share == share for share in law), "a law holds NaN"
-        possible = [index for index, share in enumerate(law) if share > 0]
+    def _choose(self, probs: list[float], slot: Slot, row: int, column: int) -> int:
+        assert all(share == share for share in probs), "a law holds NaN"
+        possible = [index for index, share in enumerate(probs) if share > 0]
         if len(possible) == 1:
             return possible[0]
         key = (slot.keys[row], slot.bases[row], int(slot.purpose), slot.offset + column)
         assert key not in self.drawn, f"two draws share the key {key}"
         self.drawn.add(key)
         chosen = possible[self._next(len(possible))]
-        self.weight *= law[chosen]
+        self.weight *= probs[chosen]
         return chosen
 
     def _next(self, options: int) -> int:
@@ -62,7 +62,8 @@ class ReplayDraws:
 
 @dataclass
 class SharedReplay(ReplayDraws):
-    """The same of coupled draws: walks all that the noise of a position may be, as far as laws ask of it.
+    """The same of coupled draws: walks all that the noise of a position may be, as far as distributions ask
+    of it.
 
     What the races of a position have shown of its noise is remembered for the next one there.
     """
@@ -72,19 +73,21 @@ class SharedReplay(ReplayDraws):
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
         raise AssertionError("coupled draws leave nothing to a coin")
 
-    def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
-        return torch.tensor([self._race(law.double().tolist(), slot, row) for row, law in enumerate(law_BV)])
+    def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
+        return torch.tensor(
+            [self._race(probs.double().tolist(), slot, row) for row, probs in enumerate(probs_BV)]
+        )
 
-    def _race(self, law: list[float], slot: Slot, row: int) -> int:
-        assert all(share == share for share in law), "a law holds NaN"
-        possible = [token for token, share in enumerate(law) if share > 0]
+    def _race(self, probs: list[float], slot: Slot, row: int) -> int:
+        assert all(share == share for share in probs), "a law holds NaN"
+        possible = [token for token, share in enumerate(probs) if share > 0]
         if len(possible) == 1:
             return possible[0]
         place = (slot.keys[row], slot.bases[row] + slot.offset)
         races = self.races.get(place, ())
-        chances = odds(races, tuple(law))
+        chances = odds(races, tuple(probs))
         token = list(chances)[self._next(len(chances))]
-        self.races[place] = (*races, (tuple(law), token))
+        self.races[place] = (*races, (tuple(probs), token))
         self.weight *= chances[token]
         return token
 
@@ -92,22 +95,22 @@ class SharedReplay(ReplayDraws):
 def every_branch(
     play: Callable[[Any], Hashable], limit: int = 200_000, source: type[ReplayDraws] = ReplayDraws
 ) -> tuple[dict, int]:
-    """The exact law of what `play` returns, and how many branches it has."""
-    law: dict[Hashable, float] = {}
+    """The exact distribution of what `play` returns, and how many branches it has."""
+    probs: dict[Hashable, float] = {}
     choices: list[int] = []
     for branch in range(1, limit + 1):
         draws = source(choices)
         outcome = play(draws)
-        law[outcome] = law.get(outcome, 0.0) + draws.weight
+        probs[outcome] = probs.get(outcome, 0.0) + draws.weight
         taken = draws.taken
         while taken and taken[-1] + 1 == draws.options[len(taken) - 1]:
             taken.pop()
         if not taken:
-            return law, branch
+            return probs, branch
         choices = [*taken[:-1], taken[-1] + 1]
     raise AssertionError(f"more than {limit} branches")
 
 
 def distance(one: dict, other: dict) -> float:
-    """Total variation between two laws over the same outcomes."""
+    """Total variation between two distributions over the same outcomes."""
     return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2

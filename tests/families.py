@@ -1,6 +1,6 @@
 """Small random models of every tested family, as transformers builds them, made to write varied texts.
 
-Weights as transformers draws them give laws so flat, and attention so even, that a greedy text soon
+Weights as transformers draws them give distributions so flat, and attention so even, that a greedy text soon
 repeats one token, and a test on such a text sees little. Here attention is sharp and outweighs the
 embedding of the last token, so that a text hangs on all of its prefix.
 """
@@ -76,7 +76,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
 def build(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, mild: bool = False, **changes: Any
 ) -> Any:
-    """A random model with a law that is neither flat nor certain.
+    """A random model with a distribution that is neither flat nor certain.
 
     A `mild` one attends evenly: its logits move little with rounding, its texts vary less.
     """

@@ -23,7 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 torch.inference_mode = torch.no_grad  # of which views of tensors like these cannot be made
 
-from llama_ssp.config import SamplingConf  # noqa: E402
+from llama_ssp.config import SamplingConfig  # noqa: E402
 from llama_ssp.models.causal_lm import CausalModel  # noqa: E402
 from llama_ssp.models.compile import traced  # noqa: E402
 from llama_ssp.models.cuda_graphs import GraphedModel  # noqa: E402
@@ -147,10 +147,10 @@ class Replayed(GraphedModel):
 
 
 CONTROLS = {
-    "plain": SamplingConf(),
-    "greedy": SamplingConf(temperature=0.0),
-    "filtered": SamplingConf(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
-    "penalised": SamplingConf(
+    "plain": SamplingConfig(),
+    "greedy": SamplingConfig(temperature=0.0),
+    "filtered": SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+    "penalised": SamplingConfig(
         repetition_penalty=1.2, frequency_penalty=0.1, presence_penalty=0.1, logit_bias={5: 1.0},
         bad_tokens=[7], min_new_tokens=3,
     ),

@@ -19,16 +19,16 @@ import torch
 
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import ALONE
-from llama_ssp.distributed.draft_messages import Answerer, Asker, Kind, Letter
-from llama_ssp.distributed.roles import Crew
+from llama_ssp.distributed.draft_messages import DraftClient, DraftServer, Message, MessageKind
+from llama_ssp.distributed.roles import Roles
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.remote import RemoteDrafter, SendingDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import Runner
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.choices import ReplayDraws, distance, every_branch
@@ -42,23 +42,24 @@ SLIVER = 1e-14  # intervals that are there by rounding alone
 class SharedDraws(ReplayDraws):
     """One tree of choices for both sides, in which a key stands for one uniform number, as it does in a run.
 
-    A choice says in which part of its interval the number lies. Who asks again, with the same law or another,
-    chooses within that part: so draws that share a key depend on each other just as they do in a run.
+    A choice says in which part of its interval the number lies. Who asks again, with the same distribution or
+    another, chooses within that part: so draws that share a key depend on each other just as they do in a
+    run.
     """
 
     known: dict[tuple[int, int, int, int], tuple[float, float]] = field(default_factory=dict)
 
-    def _choose(self, law: list[float], slot: Any, row: int, column: int) -> int:
+    def _choose(self, probs: list[float], slot: Any, row: int, column: int) -> int:
         key = (slot.keys[row], slot.bases[row], int(slot.purpose), slot.offset + column)
         low, high = self.known.get(key, (0.0, 1.0))
-        ends = [sum(law[: index + 1]) for index in range(len(law))]
-        parts = [(max(low, end - share), min(high, end)) for share, end in zip(law, ends, strict=True)]
+        ends = [sum(probs[: index + 1]) for index in range(len(probs))]
+        parts = [(max(low, end - share), min(high, end)) for share, end in zip(probs, ends, strict=True)]
         weights = [right - left if right - left > SLIVER else 0.0 for left, right in parts]
         if sum(weight > 0 for weight in weights) > 1:
             self.drawn.discard(key)
             chosen = super()._choose([weight / sum(weights) for weight in weights], slot, row, column)
         else:
-            chosen = max(range(len(law)), key=weights.__getitem__)
+            chosen = max(range(len(probs)), key=weights.__getitem__)
         self.known[key] = parts[chosen]
         return chosen
 
@@ -131,9 +132,9 @@ class StagedLink:
     def send(self, frame: bytes) -> None:
         stage = self._stage
         stage.mail[self._far].append(frame)
-        letter = Letter.opened(frame)
+        letter = Message.opened(frame)
         stage.waiting.discard(self._far)
-        if letter.kind is Kind.REPLY:
+        if letter.kind is MessageKind.REPLY:
             stage.looked = 0
             if stage.schedule.twice:
                 stage.mail[self._far].append(frame)
@@ -170,14 +171,14 @@ def overlapped(
 ) -> Outcome:  # fmt: skip
     """One run of the shipping loop on both sides."""
     stage = Stage(schedule)
-    asker = Asker(StagedLink(stage, "leader"), PATIENCE_S)
-    answerer = Answerer(StagedLink(stage, "draft"))
-    laws = Laws(s.sampling, tuple(s.ends), target.vocab)
-    remote = RemoteDrafter(asker, draft.context, laws.vocab, torch.float64)
-    leads = Crew(ALONE, ALONE, None, asker, asker, apart=(1,))
-    helps = Crew(ALONE, None, ALONE, answerer, answerer, apart=(1,))
-    sender = SendingDrafter(Runner(draft, s.chunk), laws, draws, ALONE, answerer, Overlap.ahead)
-    engine = Engine(Runner(target, s.chunk), remote, laws, RULES[s.rule], draws, leads)
+    asker = DraftClient(StagedLink(stage, "leader"), PATIENCE_S)
+    answerer = DraftServer(StagedLink(stage, "draft"))
+    transform = SamplingTransform(s.sampling, tuple(s.ends), target.vocab)
+    remote = RemoteDrafter(asker, draft.context, transform.vocab, torch.float64)
+    leads = Roles(ALONE, ALONE, None, asker, asker, apart=(1,))
+    helps = Roles(ALONE, None, ALONE, answerer, answerer, apart=(1,))
+    sender = SendingDrafter(ModelRunner(draft, s.chunk), transform, draws, ALONE, answerer, Overlap.ahead)
+    engine = Engine(ModelRunner(target, s.chunk), remote, transform, RULES[s.rule], draws, leads)
     follower = Follower(None, sender, helps, target.context, torch.device("cpu"))
 
     def part(engine: Any) -> Outcome:
@@ -185,7 +186,7 @@ def overlapped(
         limits = Limits(s.new, s.ends, StopAt(s.stop, state.rows) if s.stop else None)
         rows = state.rows
         costs = Costs.of_ratio(0.3, s.k)
-        lookahead = AdaptiveLookahead(costs, rows) if s.adaptive else FixedLookahead(s.k, rows)
+        lookahead = AdaptiveDraftLength(costs, rows) if s.adaptive else FixedDraftLength(s.k, rows)
         for _ in generate(engine, state, limits, lookahead):
             pass
         return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
@@ -212,22 +213,22 @@ class Seen:
     used: int = 0
     discarded: int = 0
 
-    def __call__(self, asker: Asker, tally: Any) -> None:
+    def __call__(self, asker: DraftClient, tally: Any) -> None:
         self.runs += 1
         self.drafted, self.used = self.drafted + tally.drafted, self.used + tally.used
         self.discarded += asker.discarded
 
 
 def walk(s: Scenario, which: Iterator[Schedule]) -> tuple[float, Seen]:
-    """The greatest total variation of any schedule's joint law from the target's."""
+    """The greatest total variation of any schedule's joint distribution from the target's."""
     target, draft = models(s)
     assert draft is not None
-    law, worst, seen = expected(s, target.module), 0.0, Seen()
+    probs, worst, seen = expected(s, target.module), 0.0, Seen()
     for schedule in which:
         found, _ = every_branch(
             lambda draws, schedule=schedule: overlapped(s, target, draft, draws, schedule, seen),
             source=SharedDraws,
         )
         seen.schedules += 1
-        worst = max(worst, distance(found, law))
+        worst = max(worst, distance(found, probs))
     return worst, seen

@@ -27,7 +27,7 @@ from llama_ssp.models.synthetic import build
 from llama_ssp.models.tensor_parallel import cut_module
 from llama_ssp.models.tp_table import Cut
 from llama_ssp.planner.workload import DRAFT, Role
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 
 DEPTHS = (2, 3)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -151,7 +151,7 @@ def _trace(role: Role, passes: list[Pass], rows: int, capacity: int, world: int,
     module.tie_weights()
     with FakeTensorMode(allow_non_fake_inputs=True):
         causal = _filled(module, role, world, rank)
-        count, runner = LiveBytes(), Runner(causal, prefill_chunk=capacity)
+        count, runner = LiveBytes(), ModelRunner(causal, prefill_chunk=capacity)
         token_BS = torch.zeros(rows, capacity + 1, dtype=torch.int64)
         count.ignore([*causal.module.parameters(), *causal.module.buffers(), token_BS])
         runner.start(rows, capacity)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative import coupled, engine
@@ -32,7 +32,7 @@ from llama_ssp.speculative.drafters import cross_vocab as bridged
 from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.drafters.memos import Memo
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
-from llama_ssp.speculative.sampling import Laws, Prefix, RowLaws, one_hot
+from llama_ssp.speculative.sampling import Prefix, RowTransforms, SamplingTransform, one_hot
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, TokenRule
 from tests import rational, rig, trees
@@ -85,7 +85,7 @@ def coupled_texts(draft: int | None, k: int) -> rig.Run:
     """Twelve texts by coupled draws; the target is toy 0."""
     drafting = toy(6, draft) if draft is not None else None
     prompts = [Prompt(str(n), (n % 6, 1)) for n in range(12)]
-    plain = SamplingConf()
+    plain = SamplingConfig()
     return rig.speculate(toy(6, 0), prompts, drafting, k=k, rule="coupled", max_new=16, sampling=plain)
 
 
@@ -105,11 +105,11 @@ def by_agreement() -> str | None:
 
 
 def by_race() -> str | None:
-    """A race is won by each token as often as its law says."""
-    law = torch.tensor([0.7, 0.2, 0.1])
+    """A race is won by each token as often as its distribution says."""
+    probs = torch.tensor([0.7, 0.2, 0.1])
     slot = Slot((1,) * 20_000, tuple(range(20_000)), Purpose.DRAFT)
-    won = CoupledDraws(3).categorical(law.expand(20_000, -1), slot).bincount(minlength=3) / 20_000
-    off = float((won - law).abs().max())
+    won = CoupledDraws(3).categorical(probs.expand(20_000, -1), slot).bincount(minlength=3) / 20_000
+    off = float((won - probs).abs().max())
     return f"off by {off:.3f}" if off > 0.02 else None  # six standard deviations
 
 
@@ -145,7 +145,7 @@ def _lenient(original: Any) -> Any:
 
 
 def _shifted(block: Block) -> Any:
-    """Ratios against the law of the position before."""
+    """Ratios against the distribution of the position before."""
     late = np if isinstance(block.draft_BKV, np.ndarray) else torch
     moved = late.concatenate([block.draft_BKV[:, :1], block.draft_BKV[:, :-1]], 1)
     return verify_ratios(replace(block, draft_BKV=moved))
@@ -164,7 +164,7 @@ def _target_again(block: Block, accepted: Any, weight: Any) -> Any:
 
 
 def _residual(shape: Callable[[Any, Any, Any], Any]) -> Any:
-    """A remaining law whose rest is computed by a faulty `shape(target, draft, drafted)`."""
+    """A remaining distribution whose rest is computed by a faulty `shape(target, draft, drafted)`."""
 
     def fault(block: Block, accepted: Any, weight: Any) -> Any:
         target = row_by_row(block.target_BWV, accepted)
@@ -185,15 +185,15 @@ def _masked(target: Any, draft: Any, drafted: Any) -> Any:
 
 
 def _bonus_from_draft(block: Block, accepted: Any, weight: Any) -> Any:
-    law = verify_remaining(block, accepted, weight)
+    probs = verify_remaining(block, accepted, weight)
     last = row_by_row(block.draft_BKV, where(accepted > 0, accepted - 1, 0))
-    return where((accepted == block.k)[:, None], last, law)
+    return where((accepted == block.k)[:, None], last, probs)
 
 
 def _bonus_too_early(block: Block, accepted: Any, weight: Any) -> Any:
-    law = verify_remaining(block, accepted, weight)
+    probs = verify_remaining(block, accepted, weight)
     early = row_by_row(block.target_BWV, where(accepted > 0, accepted - 1, 0))
-    return where((accepted == block.count_B)[:, None], early, law)
+    return where((accepted == block.count_B)[:, None], early, probs)
 
 
 def _plain_h(self: BlockRule, block: Block) -> Any:
@@ -202,7 +202,7 @@ def _plain_h(self: BlockRule, block: Block) -> Any:
 
 
 def _token_residual(self: BlockRule, block: Block, accepted: Any) -> Any:
-    return verify._remaining_law(block, accepted, accepted * 0 + 1)
+    return verify._residual_probs(block, accepted, accepted * 0 + 1)
 
 
 def _uncapped(block: Block) -> Any:
@@ -219,10 +219,10 @@ def _first_failure(self: BlockRule, passed: Any) -> Any:
 
 def _keeps_the_draft(self: Any, rule: CoupledRule, state: State, block: Block) -> Any:
     """Where both winners differ, the draft's is taken."""
-    accepted, law = engine_coupled(self, rule, state, block)
+    accepted, probs = engine_coupled(self, rule, state, block)
     last = accepted.clamp(max=block.k - 1)
-    drafted = one_hot(block.drafted_BK.gather(1, last[:, None])[:, 0], law)
-    return accepted, torch.where((accepted < block.count_B)[:, None], drafted, law)
+    drafted = one_hot(block.drafted_BK.gather(1, last[:, None])[:, 0], probs)
+    return accepted, torch.where((accepted < block.count_B)[:, None], drafted, probs)
 
 
 def _all_that_agree(self: Any, passed: Any) -> Any:
@@ -239,10 +239,10 @@ def _slot(position: Callable[[int, int], int]) -> Any:
     return fault
 
 
-def _own_noise(self: CoupledDraws, law: Any, slot: Slot) -> Any:
+def _own_noise(self: CoupledDraws, probs: Any, slot: Slot) -> Any:
     """Another noise for the target than for the draft."""
     apart = 1000 if slot.purpose is Purpose.CORRECT else 0
-    return coupled_draw(self, law, replace(slot, offset=slot.offset + apart))
+    return coupled_draw(self, probs, replace(slot, offset=slot.offset + apart))
 
 
 def _uniform_noise(self: CoupledDraws, key: int, position: int, count: int) -> Any:
@@ -253,12 +253,12 @@ def _declares_mixture(self: Any, state: State, count: tuple[int, ...]) -> Propos
     proposal = model_propose(self, state, count)
     if proposal.draft_BKV is None:
         return proposal
-    law = 0.95 * proposal.draft_BKV + 0.05 / proposal.draft_BKV.shape[-1]
-    return replace(proposal, draft_BKV=law)
+    probs = 0.95 * proposal.draft_BKV + 0.05 / proposal.draft_BKV.shape[-1]
+    return replace(proposal, draft_BKV=probs)
 
 
 def _drops_what_it_saw(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
-    """Drops the last token if its law was not confident: it was drawn, so it must be submitted."""
+    """Drops the last token if its distribution was not confident: it was drawn, so it must be submitted."""
     proposal = model_propose(self, state, count)
     if proposal.draft_BKV is None:
         return proposal
@@ -317,19 +317,19 @@ def _runs_past_the_end(self: Any, state: State, row: int, tokens: list[int], con
     return (len(tokens), None) if kept < len(tokens) else (kept, reason)
 
 
-def _first_row_decides(self: Any, state: State, proposal: Proposal, law: Any) -> Any:
-    accepted, correction, shared = engine_decide(self, state, proposal, law)
+def _first_row_decides(self: Any, state: State, proposal: Proposal, probs: Any) -> Any:
+    accepted, correction, shared = engine_decide(self, state, proposal, probs)
     return accepted, correction[:1].expand_as(correction), shared
 
 
-def _unfiltered_target(self: Laws, logits: Any, prefix: Prefix) -> Any:
+def _unfiltered_target(self: SamplingTransform, logits: Any, prefix: Prefix) -> Any:
     """Filters the draft (one position at a time), not the target."""
     if logits.shape[1] == 1:
         return laws_law(self, logits, prefix)
     return torch.softmax(logits / self.controls.temperature, -1)
 
 
-def _soft_at_zero(self: Laws, logits: Any, prefix: Prefix) -> Any:
+def _soft_at_zero(self: SamplingTransform, logits: Any, prefix: Prefix) -> Any:
     """Temperature 0 as a small temperature."""
     controls = self.controls
     return torch.softmax(logits / 0.3, -1) if controls.temperature == 0 else laws_law(self, logits, prefix)
@@ -351,7 +351,7 @@ def _adapts_to_the_future(self: Any, state: State, wanted: list[int]) -> Proposa
 
 
 def _declares(change: Callable[[Any, Any], Any]) -> Any:
-    """A bridged draft whose declared law is changed by `change(law, drafter)` after it was drawn from."""
+    """A bridged draft whose declared distribution is changed by `change(distribution, drafter)` after it was drawn from."""
 
     def fault(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
         proposal = shared_propose(self, state, count)
@@ -362,24 +362,24 @@ def _declares(change: Callable[[Any, Any], Any]) -> Any:
     return fault
 
 
-def _scattered_in_id_order(law: Any, drafter: Any) -> Any:
+def _scattered_in_id_order(probs: Any, drafter: Any) -> Any:
     """Chances of shared tokens, taken in the draft's order, go to the target's in ascending order."""
-    wrong = torch.zeros_like(law)
-    wrong[..., drafter._to_S.sort().values] = law[..., drafter._to_S]
+    wrong = torch.zeros_like(probs)
+    wrong[..., drafter._to_S.sort().values] = probs[..., drafter._to_S]
     return wrong
 
 
-def _rest_kept(law: Any, drafter: Any) -> Any:
+def _rest_kept(probs: Any, drafter: Any) -> Any:
     """What the draft gave to tokens of its own is not shared out: it stays where no shared token is."""
-    alone = [t for t in range(law.shape[-1]) if t not in drafter._to_S.tolist()]
-    kept = 0.7 * law
+    alone = [t for t in range(probs.shape[-1]) if t not in drafter._to_S.tolist()]
+    kept = 0.7 * probs
     kept[..., alone[0]] += 0.3
     return kept
 
 
-def _counted_twice(law: Any, drafter: Any) -> Any:
+def _counted_twice(probs: Any, drafter: Any) -> Any:
     """A token that two of the draft's stand for has their sum once for each."""
-    return law * torch.bincount(drafter._to_S, minlength=law.shape[-1])
+    return probs * torch.bincount(drafter._to_S, minlength=probs.shape[-1])
 
 
 def _text_by_its_own_law(self: Any, state: State, count: tuple[int, ...]) -> Proposal:
@@ -434,29 +434,31 @@ def _rounded(self: CoupledDraws, key: int, position: int, count: int) -> Any:
 def _keeps(*filters: str) -> Any:
     """Probabilities before the filters, but for these."""
 
-    def fault(self: Laws) -> Laws:
+    def fault(self: SamplingTransform) -> SamplingTransform:
         whole = laws_uncut(self)
         kept = {name: getattr(self.controls, name) for name in filters}
-        return Laws(replace(whole.controls, **kept), self.end_ids, self.vocab)
+        return SamplingTransform(replace(whole.controls, **kept), self.end_ids, self.vocab)
 
     return fault
 
 
-def _in_groups(self: RowLaws, logits: Any, prefix: Prefix) -> Any:
+def _in_groups(self: RowTransforms, logits: Any, prefix: Prefix) -> Any:
     """Rows of equal controls stay together, in whatever order."""
-    groups: dict[Laws, list[int]] = {}
+    groups: dict[SamplingTransform, list[int]] = {}
     for row in range(len(logits)):
         groups.setdefault(self._by_row.get(row, self._usual), []).append(row)
     parts = [
-        laws(logits[rows], Prefix(prefix.token_BS[rows], prefix.length_BW[rows], prefix.prompt_B[rows]))
-        for laws, rows in groups.items()
+        transform(logits[rows], Prefix(prefix.token_BS[rows], prefix.length_BW[rows], prefix.prompt_B[rows]))
+        for transform, rows in groups.items()
     ]
     return torch.cat(parts)
 
 
-def _as_any_other(self: RowLaws, row: int, sampling: SamplingConf) -> None:
+def _as_any_other(self: RowTransforms, row: int, sampling: SamplingConfig) -> None:
     """A row with controls of its own has those of the first such row."""
-    self._by_row[row] = next(iter(self._by_row.values()), None) or Laws(sampling, self.end_ids, self.vocab)
+    self._by_row[row] = next(iter(self._by_row.values()), None) or SamplingTransform(
+        sampling, self.end_ids, self.vocab
+    )
 
 
 def _merged(part: str) -> Any:
@@ -485,20 +487,20 @@ def _kernel(whole: str, faulty: str) -> Any:
     return test_deciding.kernel_with(whole, faulty)
 
 
-def _forgets_the_broken(self: Any, draws: Any, state: State, proposal: Proposal, law: Any) -> Any:
-    return engine_by_kernel(self, draws, state, replace(proposal, damaged=None), law)
+def _forgets_the_broken(self: Any, draws: Any, state: State, proposal: Proposal, probs: Any) -> Any:
+    return engine_by_kernel(self, draws, state, replace(proposal, damaged=None), probs)
 
 
 # The originals that faults build on, taken before anything is patched.
 draws_uniforms, draws_bernoulli = CounterDraws._uniforms, CounterDraws.bernoulli
-laws_uncut, memos_merged = Laws.uncut, ahead.merged
+laws_uncut, memos_merged = SamplingTransform.uncut, ahead.merged
 engine_by_kernel = engine.Engine._by_kernel
-verify_ratios, verify_remaining = verify._ratios, verify._remaining_law
+verify_ratios, verify_remaining = verify._ratios, verify._residual_probs
 model_propose, ngram_propose = drafters.ModelDrafter.propose, drafters.NgramDrafter.propose
 shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.TextDrafter.propose
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
-engine_decide, engine_draft, laws_law = engine.Engine._decide, engine.Engine.draft, Laws._law
+engine_decide, engine_draft, laws_law = engine.Engine._decide, engine.Engine.draft, SamplingTransform._probs
 engine_coupled, coupled_draw = engine.Engine._coupled, CoupledDraws.categorical
 coupled_noise = CoupledDraws._exponentials
 
@@ -510,18 +512,18 @@ MUTANTS = [
     Mutant("draft law of the position before", verify, "_ratios", _shifted, by_rational("token")),
     Mutant("accepts only where the target is surer", TokenRule, "accept_chances", _greedy_accept, by_rational("token")),
     Mutant("accepts always", TokenRule, "accept_chances", _always, by_rational("token")),
-    Mutant("correction from the target's whole law", verify, "_remaining_law", _target_again, by_rational("token")),
-    Mutant("residual |target - draft|", verify, "_remaining_law", _residual(lambda t, d, _: abs(t - d)), by_rational("token")),
-    Mutant("residual masks the rejected token", verify, "_remaining_law", _residual(_masked), by_rational("token")),
-    Mutant("residual max(draft - target)", verify, "_remaining_law", _residual(lambda t, d, _: positive(d - t)), by_rational("block")),
-    Mutant("bonus token from the draft", verify, "_remaining_law", _bonus_from_draft, by_rational("token")),
-    Mutant("bonus token one position early", verify, "_remaining_law", _bonus_too_early, by_rational("block")),
+    Mutant("correction from the target's whole law", verify, "_residual_probs", _target_again, by_rational("token")),
+    Mutant("residual |target - draft|", verify, "_residual_probs", _residual(lambda t, d, _: abs(t - d)), by_rational("token")),
+    Mutant("residual masks the rejected token", verify, "_residual_probs", _residual(_masked), by_rational("token")),
+    Mutant("residual max(draft - target)", verify, "_residual_probs", _residual(lambda t, d, _: positive(d - t)), by_rational("block")),
+    Mutant("bonus token from the draft", verify, "_residual_probs", _bonus_from_draft, by_rational("token")),
+    Mutant("bonus token one position early", verify, "_residual_probs", _bonus_too_early, by_rational("block")),
     Mutant("block: h = P everywhere", BlockRule, "accept_chances", _plain_h, by_rational("block")),
-    Mutant("block: the token rule's residual", BlockRule, "correction_law", _token_residual, by_rational("block", 60)),
+    Mutant("block: the token rule's residual", BlockRule, "correction_probs", _token_residual, by_rational("block", 60)),
     Mutant("block: P forgets what came before", verify, "_carried", _uncapped, by_rational("block")),
     Mutant("block: stops at the first failure", BlockRule, "accepted", _first_failure, by_rational("block")),
     Mutant("coupled: the token rule's chances", CoupledRule, "accept_chances", TokenRule.accept_chances, by_rational("coupled")),
-    Mutant("coupled: the token rule's residual", CoupledRule, "correction_law", TokenRule.correction_law, by_rational("coupled")),
+    Mutant("coupled: the token rule's residual", CoupledRule, "correction_probs", TokenRule.correction_probs, by_rational("coupled")),
     Mutant("coupled: the draft's token kept where both differ", engine.Engine, "_coupled", _keeps_the_draft, by_tree("plain", "coupled")),
     Mutant("coupled: drafts stand behind one that fell", CoupledRule, "accepted", _all_that_agree, by_tree("plain", "coupled")),
     Mutant("coupled: one noise for two positions", State, "slot", _slot(lambda n, at: (n + at) // 2), by_tree("plain", "coupled")),
@@ -542,8 +544,8 @@ MUTANTS = [
     Mutant("positions one too late", Feed, "positions", _late_positions, by_tree("plain")),
     Mutant("controls see the committed prefix only", State, "prefix", _committed_prefix_only, by_tree("penalties, long block")),
     Mutant("minimum length by the committed prefix only", State, "prefix", _committed_prefix_only, by_tree("minimum length")),
-    Mutant("filters on the draft's side only", Laws, "_law", _unfiltered_target, by_tree("every control")),
-    Mutant("temperature 0 as a small number", Laws, "_law", _soft_at_zero, by_tree("greedy")),
+    Mutant("filters on the draft's side only", SamplingTransform, "_probs", _unfiltered_target, by_tree("every control")),
+    Mutant("temperature 0 as a small number", SamplingTransform, "_probs", _soft_at_zero, by_tree("greedy")),
     Mutant("one random number for accept and correct", State, "slot", _one_purpose, by_tree("plain")),
     Mutant("draws not keyed by length", State, "slot", _one_slot_a_text, by_tree("plain")),
     Mutant("accepts at u = ratio = 0", CounterDraws, "bernoulli", _loose, strict_draws),
@@ -562,10 +564,10 @@ MUTANTS = [
     Mutant("a wider table has other numbers", CounterDraws, "_row", _counted(lambda stream, base, width: [0, width, stream, base]), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("clocks kept over rounds", CounterDraws, "_clocks", _any_clock, by_test("test_draws", "test_a_run_asks_for_no_number_twice", CounterDraws)),
     Mutant("coupled noise rounded to fp16", CoupledDraws, "_exponentials", _rounded, by_test("test_coupled", "test_noise_is_as_fine_as_its_numbers")),
-    Mutant("uncut keeps min-p", Laws, "uncut", _keeps("min_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"min_p": 0.9}, 0.7)),
-    Mutant("uncut keeps top-k and top-p", Laws, "uncut", _keeps("top_k", "top_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"top_p": 0.3}, 0.7)),
-    Mutant("rows of a batch are not put back in order", RowLaws, "__call__", _in_groups, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
-    Mutant("controls of rows are merged", RowLaws, "assign", _as_any_other, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
+    Mutant("uncut keeps min-p", SamplingTransform, "uncut", _keeps("min_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"min_p": 0.9}, 0.7)),
+    Mutant("uncut keeps top-k and top-p", SamplingTransform, "uncut", _keeps("top_k", "top_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"top_p": 0.3}, 0.7)),
+    Mutant("rows of a batch are not put back in order", RowTransforms, "__call__", _in_groups, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
+    Mutant("controls of rows are merged", RowTransforms, "assign", _as_any_other, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
     *(
         Mutant(f"merged drafts have the second one's {what}", ahead, "merged", _merged(part), by_test("test_overlap", "test_rows_of_two_memos_are_merged_whole"))
         for part, what in (("token_B", "tokens"), ("law_BV", "probabilities"))

@@ -1,7 +1,8 @@
-"""Exact enumeration of one round over random laws in fractions: the functions that ship, no rounding.
+"""Exact enumeration of one round over random distributions in fractions: the functions that ship, no
+rounding.
 
-Every path of drafts, of accept draws and of corrections is followed. The law of the first K+1 tokens
-(the block, continued by the target's own law) must equal the target's, with total variation 0.
+Every path of drafts, of accept draws and of corrections is followed. The distribution of the first K+1 tokens
+(the block, continued by the target's own distribution) must equal the target's, with total variation 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class Laws:
-    """Context-dependent random laws, zeros included; the same prefix always gives the same law."""
+    """Context-dependent random distributions, zeros included; the same prefix always gives the same law."""
 
     seed: int
     vocab: int
@@ -41,16 +42,16 @@ class Laws:
                 weights = [chance.choice((0, 0, 1, 1, 2, 5, 30)) for _ in range(self.vocab)]
             if not sum(weights):
                 weights[chance.randrange(self.vocab)] = 1
-            law = np.array([Fraction(w, sum(weights)) for w in weights], dtype=object)
+            probs = np.array([Fraction(w, sum(weights)) for w in weights], dtype=object)
             if self.cut is not None:
-                law = self.cut(law[None])[0]
-            self.known[prefix] = tuple(law)
+                probs = self.cut(probs[None])[0]
+            self.known[prefix] = tuple(probs)
         return self.known[prefix]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One pair of laws and how far it is drafted; `stops` ends a draft early by what it kept."""
+    """One pair of distributions and how far it is drafted; `stops` ends a draft early by what it kept."""
 
     target: Laws
     draft: Laws
@@ -59,16 +60,16 @@ class Case:
 
 
 def total_variation(rule: Rule, case: Case) -> Fraction:
-    """Between the law of the first K+1 tokens under the rule and under the target alone."""
+    """Between the distribution of the first K+1 tokens under the rule and under the target alone."""
     vocab, length = case.target.vocab, case.k + 1
     paths = drafts(case)
     block = as_block(case, paths)
     chances = rule.accept_chances(block)
-    law: dict[Prefix, Fraction] = {}
+    probs: dict[Prefix, Fraction] = {}
     for passed in itertools.product((False, True), repeat=case.k):
         weights = [weight * _chance(chances[row], passed) for row, (_, weight) in enumerate(paths)]
         accepted = rule.accepted(np.array([passed] * len(paths)))
-        corrections = rule.correction_law(block, accepted)
+        corrections = rule.correction_probs(block, accepted)
         for row, (path, _) in enumerate(paths):
             if not weights[row]:
                 continue
@@ -76,11 +77,14 @@ def total_variation(rule: Rule, case: Case) -> Fraction:
             for token in range(vocab):
                 if corrections[row, token]:
                     key = (*kept, token)
-                    law[key] = law.get(key, Fraction(0)) + weights[row] * corrections[row, token]
+                    probs[key] = probs.get(key, Fraction(0)) + weights[row] * corrections[row, token]
     distance = Fraction(0)
     for text in itertools.product(range(vocab), repeat=length):
         mine = sum(
-            (law.get(text[:n], Fraction(0)) * _continued(case.target, text, n) for n in range(1, length + 1)),
+            (
+                probs.get(text[:n], Fraction(0)) * _continued(case.target, text, n)
+                for n in range(1, length + 1)
+            ),
             Fraction(0),
         )
         distance += abs(mine - _continued(case.target, text, 0))
@@ -120,7 +124,7 @@ def as_block(case: Case, paths: list[tuple[Prefix, Fraction]]) -> Block:
 
 
 def filters(name: str) -> Callable[[np.ndarray], np.ndarray] | None:
-    """The shipped filters by name, at values that cut laws of up to four tokens."""
+    """The shipped filters by name, at values that cut distributions of up to four tokens."""
     settings = {
         "none": None,
         "top_k": (2, 1, 0),
@@ -128,7 +132,7 @@ def filters(name: str) -> Callable[[np.ndarray], np.ndarray] | None:
         "min_p": (0, 1, Fraction(1, 4)),
         "all": (3, Fraction(9, 10), Fraction(1, 10)),
     }[name]
-    return None if settings is None else lambda law: filtered(law, *settings)
+    return None if settings is None else lambda probs: filtered(probs, *settings)
 
 
 def cases(

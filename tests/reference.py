@@ -1,16 +1,17 @@
-"""The sampling law once more, in plain Python and one position at a time: what the proofs compare with."""
+"""The sampling distribution once more, in plain Python and one position at a time: what the proofs compare
+with."""
 
 from __future__ import annotations
 
 import math
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 
 
 def reference_law(
-    logits: list[float], prefix: list[int], prompt: int, sampling: SamplingConf, ends: frozenset[int]
+    logits: list[float], prefix: list[int], prompt: int, sampling: SamplingConfig, ends: frozenset[int]
 ) -> list[float]:
-    """The law after `prefix`, whose first `prompt` tokens were given."""
+    """The distribution after `prefix`, whose first `prompt` tokens were given."""
     generated = prefix[prompt:]
     scores = list(logits)
     for token in range(len(scores)):
@@ -26,23 +27,23 @@ def reference_law(
         best = scores.index(max(scores))
         return [1.0 if token == best else 0.0 for token in range(len(scores))]
     top = max(scores)
-    law = _normalised([math.exp((score - top) / sampling.temperature) for score in scores])
-    if 0 < sampling.top_k < len(law):
-        law = _at_least(law, sorted(law, reverse=True)[sampling.top_k - 1])
+    probs = _normalised([math.exp((score - top) / sampling.temperature) for score in scores])
+    if 0 < sampling.top_k < len(probs):
+        probs = _at_least(probs, sorted(probs, reverse=True)[sampling.top_k - 1])
     if sampling.top_p < 1:
         mass, last = 0.0, 1.0
-        for share in sorted(law, reverse=True):
+        for share in sorted(probs, reverse=True):
             if mass >= sampling.top_p:
                 break
             mass, last = mass + share, share
-        law = _at_least(law, last)
+        probs = _at_least(probs, last)
     if sampling.min_p > 0:
-        law = _at_least(law, sampling.min_p * max(law))
-    return law
+        probs = _at_least(probs, sampling.min_p * max(probs))
+    return probs
 
 
-def _at_least(law: list[float], threshold: float) -> list[float]:
-    return _normalised([share if share >= threshold else 0.0 for share in law])
+def _at_least(probs: list[float], threshold: float) -> list[float]:
+    return _normalised([share if share >= threshold else 0.0 for share in probs])
 
 
 def _normalised(weights: list[float]) -> list[float]:

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative.coupled import source
-from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import Runner
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import WAITING, Prompt, State
 from llama_ssp.speculative.verification import RULES
 
-GREEDY = SamplingConf(temperature=0.0)
+GREEDY = SamplingConfig(temperature=0.0)
 
 
 class Contrary(CausalModel):
@@ -66,19 +66,22 @@ def speculate(
     max_new: int = 24,
     ends: frozenset[int] = frozenset(),
     chunk: int = 512,
-    sampling: SamplingConf = GREEDY,
+    sampling: SamplingConfig = GREEDY,
     seed: int = 0,
     adaptive: bool = False,
-    runner: type[Runner] = Runner,
+    runner: type[ModelRunner] = ModelRunner,
 ) -> Run:
     """One batch through the engine. `draft` is a model, "ngram", or None."""
-    laws, draws = Laws(sampling, tuple(sorted(ends)), target.vocab), source(RULES[rule], seed)
+    transform, draws = (
+        SamplingTransform(sampling, tuple(sorted(ends)), target.vocab),
+        source(RULES[rule], seed),
+    )
     drafter: Drafter = NoDrafter()
     if isinstance(draft, CausalModel):
-        drafter = ModelDrafter(Runner(draft, chunk), laws, draws)
+        drafter = ModelDrafter(ModelRunner(draft, chunk), transform, draws)
     elif draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
-    engine = Engine(runner(target, chunk), drafter, laws, RULES[rule], draws)
+    engine = Engine(runner(target, chunk), drafter, transform, RULES[rule], draws)
     return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive)
 
 
@@ -109,7 +112,7 @@ def drive_refilled(
     """All prompts through a few rows, each refilled as soon as its text ends; what each got."""
     queue = Queue(prompts[rows:], chunk)
     state = engine.prefill(prompts[:rows], max_new, longest)
-    lookahead = AdaptiveLookahead(Costs.of_ratio(0.1, k), rows) if adaptive else FixedLookahead(k, rows)
+    lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, k), rows) if adaptive else FixedDraftLength(k, rows)
     for _ in generate(engine, state, Limits(max_new, ends), lookahead, queue):
         pass
     return queue.texts
@@ -122,9 +125,9 @@ def drive(
     """One batch through any rank's engine; `most` rounds of it."""
     state = engine.prefill(prompts, max_new)
     lookahead = (
-        AdaptiveLookahead(Costs.of_ratio(0.1, k), len(prompts))
+        AdaptiveDraftLength(Costs.of_ratio(0.1, k), len(prompts))
         if adaptive
-        else FixedLookahead(k, len(prompts))
+        else FixedDraftLength(k, len(prompts))
     )
     run = Run([], [])
     for step in generate(engine, state, Limits(max_new, ends), lookahead):

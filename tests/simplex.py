@@ -1,10 +1,10 @@
 """Races in finite form: what shared noise comes to, exactly.
 
 Independent exponentials, divided by their sum, are a point that is uniform on the simplex; who wins a race
-hangs on that point alone. A law cuts the simplex into one piece for each token that can win, with flat
-walls, and the piece's share of the volume is the chance of that token. Further laws that race with the same
-noise cut the pieces again. Pieces are unions of simplices, whose volumes are determinants: exact in
-fractions, and within rounding in floats.
+hangs on that point alone. A distribution cuts the simplex into one piece for each token that can win, with
+flat walls, and the piece's share of the volume is the chance of that token. Further distributions that race
+with the same noise cut the pieces again. Pieces are unions of simplices, whose volumes are determinants:
+exact in fractions, and within rounding in floats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Number = Any  # float or Fraction
 Point = tuple[Number, ...]
 Simplex = tuple[Point, ...]
 Piece = list[Simplex]
-Races = tuple[tuple[tuple[Number, ...], int], ...]  # laws that raced with one noise, and who won
+Races = tuple[tuple[tuple[Number, ...], int], ...]  # distributions that raced with one noise, and who won
 
 FLAT = 1e-15  # a wall this close to a corner goes through it, as far as floats can tell
 
@@ -32,12 +32,12 @@ def volume(piece: Piece) -> Number:
     return sum(abs(_determinant(simplex)) for simplex in piece)
 
 
-def pieces(piece: Piece, law: Sequence[Number]) -> dict[int, Piece]:
-    """Where in the piece each token wins the race of this law; only tokens that can."""
+def pieces(piece: Piece, probs: Sequence[Number]) -> dict[int, Piece]:
+    """Where in the piece each token wins the race of this distribution; only tokens that can."""
     found = {}
-    for token, chance in enumerate(law):
+    for token, chance in enumerate(probs):
         part = piece if chance > 0 else []
-        for other, rival in enumerate(law):
+        for other, rival in enumerate(probs):
             if other != token and rival > 0:
                 part = [cut for simplex in part for cut in _ahead(simplex, token, chance, other, rival)]
         if volume(part) > FLAT:
@@ -46,10 +46,10 @@ def pieces(piece: Piece, law: Sequence[Number]) -> dict[int, Piece]:
 
 
 @cache
-def odds(races: Races, law: tuple[Number, ...]) -> dict[int, Number]:
+def odds(races: Races, probs: tuple[Number, ...]) -> dict[int, Number]:
     """The chance of each token to win one more race, after those that are known."""
-    before = _piece(races, len(law))
-    return {token: volume(piece) / volume(before) for token, piece in pieces(before, law).items()}
+    before = _piece(races, len(probs))
+    return {token: volume(piece) / volume(before) for token, piece in pieces(before, probs).items()}
 
 
 @cache
@@ -57,8 +57,8 @@ def _piece(races: Races, size: int) -> Piece:
     """What noise is left by races that are known."""
     if not races:
         return whole(size)
-    *earlier, (law, token) = races
-    return pieces(_piece(tuple(earlier), size), law)[token]
+    *earlier, (probs, token) = races
+    return pieces(_piece(tuple(earlier), size), probs)[token]
 
 
 def _ahead(simplex: Simplex, token: int, chance: Number, other: int, rival: Number) -> Piece:

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.tasks.greedy_match import Agreement, agreements, fork_chances
+from llama_ssp.tasks.greedy_match import GreedyMatch, agreements, fork_chances
 from tests.conftest import Answer, Command
 from tests.rig import GREEDY, Contrary
 from tests.toy import Toy, toy
@@ -32,10 +32,10 @@ END = frozenset({0})
 def agreed(
     target: CausalModel, draft: CausalModel, prompts: list[Prompt], chunk: int = 4,
     ends: frozenset[int] = END,
-) -> list[Agreement]:  # fmt: skip
-    laws, draws = Laws(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
-    drafter = ModelDrafter(Runner(draft), laws, draws)
-    engine = Engine(Runner(target), drafter, laws, RULES["token"], draws)
+) -> list[GreedyMatch]:  # fmt: skip
+    transform, draws = SamplingTransform(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
+    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
+    engine = Engine(ModelRunner(target), drafter, transform, RULES["token"], draws)
     return agreements(engine, prompts, chunk, NEW, ends)
 
 
@@ -52,12 +52,12 @@ def naive(target: CausalModel, draft: CausalModel, prompt: Prompt, ends: frozens
         both = [logits(model, text) for model in (target, draft)]
         one, other = (int(logit_V.argmax()) for logit_V in both)
         if one != other:
-            laws = [logit_V.softmax(-1) for logit_V in both]
+            transform = [logit_V.softmax(-1) for logit_V in both]
             return (
                 text[len(prompt.token_ids) :],
                 "fork",
                 (one, other),
-                [(law[one], law[other]) for law in laws],
+                [(probs[one], probs[other]) for probs in transform],
             )
         text.append(one)
         if one in ends:
@@ -78,12 +78,12 @@ def test_equals_asking_token_by_token(chunk: int) -> None:
         Prompt(str(n), tuple(chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))))
         for n in range(50)
     ]
-    laws = Laws(GREEDY, tuple(END), VOCAB).uncut()
+    transform = SamplingTransform(GREEDY, tuple(END), VOCAB).uncut()
     reasons = set()
     for first in range(0, 50, 8):
         part = prompts[first : first + 8]
         found = agreed(target, draft, part, chunk)
-        by_target, by_draft = (fork_chances(model, found, laws, 512)[0] for model in (target, draft))
+        by_target, by_draft = (fork_chances(model, found, transform, 512)[0] for model in (target, draft))
         for prompt, one, *chances in zip(part, found, by_target, by_draft, strict=True):
             tokens, reason, fork, expected = naive(target, draft, prompt, END)
             assert (list(one.tokens), one.finish) == (tokens, reason)
@@ -93,8 +93,8 @@ def test_equals_asking_token_by_token(chunk: int) -> None:
             else:
                 assert one.fork is not None
                 assert (one.fork.target_token, one.fork.draft_token) == fork
-                for side, law in zip(chances, expected, strict=True):
-                    assert side == pytest.approx([float(p) for p in law], abs=1e-12)
+                for side, probs in zip(chances, expected, strict=True):
+                    assert side == pytest.approx([float(p) for p in probs], abs=1e-12)
     assert reasons == {"fork", "eos", "length"}
 
 
@@ -126,9 +126,13 @@ def test_an_end_that_both_choose_is_the_last_token() -> None:
 
 
 def test_one_forward_a_chunk() -> None:
-    laws, draws = Laws(GREEDY, (), VOCAB), CounterDraws(0)
+    transform, draws = SamplingTransform(GREEDY, (), VOCAB), CounterDraws(0)
     engine = Engine(
-        Runner(toy(VOCAB, 3)), ModelDrafter(Runner(toy(VOCAB, 3)), laws, draws), laws, RULES["token"], draws
+        ModelRunner(toy(VOCAB, 3)),
+        ModelDrafter(ModelRunner(toy(VOCAB, 3)), transform, draws),
+        transform,
+        RULES["token"],
+        draws,
     )
     agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset())
     assert engine.target.forwards == 1 + NEW // 5  # the prompt, then ten tokens by fives
@@ -138,9 +142,16 @@ def test_penalties_hold_for_both() -> None:
     """A ban moves both argmaxes: two equal models agree all the same, on other tokens."""
     target = toy(VOCAB, 3)
     best = int(logits(target, [1, 2, 3]).argmax())
-    laws, draws = Laws(SamplingConf(temperature=0.0, bad_tokens=[best]), (), VOCAB), CounterDraws(0)
+    transform, draws = (
+        SamplingTransform(SamplingConfig(temperature=0.0, bad_tokens=[best]), (), VOCAB),
+        CounterDraws(0),
+    )
     engine = Engine(
-        Runner(target), ModelDrafter(Runner(toy(VOCAB, 3)), laws, draws), laws, RULES["token"], draws
+        ModelRunner(target),
+        ModelDrafter(ModelRunner(toy(VOCAB, 3)), transform, draws),
+        transform,
+        RULES["token"],
+        draws,
     )
     (found,) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
     assert found.finish == "length" and best not in found.tokens

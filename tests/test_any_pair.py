@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, Weights
 from llama_ssp.errors import UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER, folder_at_hand
-from llama_ssp.planner.resolve import entries
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.seats import model_placements, tokens_of
 from tests import checkpoints
 from tests.conftest import Answer, Command, Saved
 from tests.distributed.faults import Started
@@ -71,7 +71,7 @@ def test_a_draft_with_a_larger_vocabulary(command: Command) -> None:
 
 
 def test_agreement_of_other_tokenizers(command: Command) -> None:
-    """Where they part, only the target's law is one over the target's tokens."""
+    """Where they part, only the target's distribution is one over the target's tokens."""
     found = summary(command("task=agree", *DEMO, "task.prompts=['def hello','12 * 34 = ']"))
     forks = [prompt["fork"] for prompt in found["prompts"] if prompt["fork"]]
     assert forks
@@ -127,13 +127,13 @@ def test_what_is_at_hand() -> None:
 def test_on_several_ranks_the_draft_of_another_tokenizer_sits_with_the_leader() -> None:
     target, draft = SHIPPED_FOLDER / "demo", SHIPPED_FOLDER / "demo_bytes"
     run = entry_of(target, draft, PlacementConf(), 1).run
-    (entry,) = entries(run, [], 2)
+    (entry,) = pair_specs(run, [], 2)
     assert entry.placement.draft == (0,) and len(entry.placement.target) == 2
-    assert tokens_of(seats(entry)).paired is not None
+    assert tokens_of(model_placements(entry)).paired is not None
     elsewhere = replace(run, placement=PlacementConf(draft=DraftSeat.sharded))
-    (entry,) = entries(elsewhere, [], 2)
+    (entry,) = pair_specs(elsewhere, [], 2)
     with pytest.raises(UsageError, match=r"sits with the leader.*placement=leader"):
-        tokens_of(seats(entry))
+        tokens_of(model_placements(entry))
 
 
 @pytest.mark.few(1)

@@ -13,8 +13,8 @@ import pytest
 from llama_ssp.config import Output, RunConf, TaskConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import StorageError
-from llama_ssp.planner.comparison import Way
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.planner.comparison import RunMeasurement
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.runner import TASKS, _run
 from llama_ssp.text.prompts import Reading
 from tests.bad_inputs import (
@@ -139,7 +139,7 @@ class Done:
     def figures(self) -> dict[str, Any]:
         return {"figure": 5}
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         return []
 
 
@@ -165,7 +165,7 @@ def test_a_full_disk_costs_no_document(
     monkeypatch.setitem(TASKS, kind, Done)
     run = RunConf(task=kind(name=kind.__name__), out=str(tmp_path), output=Output.json)
     with pytest.raises(StorageError, match="cannot write the run folder: No space left"):
-        _run(Inputs(run, 1, (), Reading([], []), None), ALONE)
+        _run(RunInputs(run, 1, (), Reading([], []), None), ALONE)
     found = json.loads(capsys.readouterr().out)
     assert (found["status"], found["figure"]) == ("done", 5)
 

@@ -17,7 +17,7 @@ import pytest
 from llama_ssp import cli
 from llama_ssp.batch.continuous_batching import Rows
 from llama_ssp.batch.journal import Journal
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from tests.conftest import Answer, Command
 from tests.test_journal import KILLED, Deadly, in_child
 
@@ -106,14 +106,14 @@ def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyP
     """As long as texts wait, no row rests: a round has fewer than the ones before it at the end alone."""
     write_input(9)
     busy: list[int] = []
-    whole = Runner.logits
+    whole = ModelRunner.logits
 
-    def watched(self: Runner, token_BS: Any, ends: list[int], wanted: list[int]) -> Any:
+    def watched(self: ModelRunner, token_BS: Any, ends: list[int], wanted: list[int]) -> Any:
         if self.model.name == "tiny":
             busy.append(sum(end > cached for end, cached in zip(ends, self.cached, strict=True)))
         return whole(self, token_BS, ends, wanted)
 
-    monkeypatch.setattr(Runner, "logits", watched)
+    monkeypatch.setattr(ModelRunner, "logits", watched)
     one_shard = [o for o in SMALL if not o.startswith("task.shard_size")]
     command(*one_shard, "task.output=out.jsonl", "speculation=none")
     assert sum(busy) == sum(line["output_tokens"] for line in lines("out.jsonl"))

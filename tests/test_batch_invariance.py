@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB, build
@@ -16,9 +16,9 @@ from tests.rig import Run, perturbed, speculate
 NEW = 24
 END = 7
 CONTROLS = {
-    "plain": SamplingConf(),
-    "filtered": SamplingConf(top_k=40, top_p=0.95, min_p=0.01),
-    "penalised": SamplingConf(
+    "plain": SamplingConfig(),
+    "filtered": SamplingConfig(top_k=40, top_p=0.95, min_p=0.01),
+    "penalised": SamplingConfig(
         temperature=0.9, top_p=0.98, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2,
         logit_bias={9: 2.0}, bad_tokens=[11], min_new_tokens=4,
     ),

@@ -1,4 +1,5 @@
-"""Drafters of another vocabulary: the laws they declare, the caches they keep, what they leave alone."""
+"""Drafters of another vocabulary: the distributions they declare, the caches they keep, what they leave
+alone."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConf
-from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.config import SamplingConfig
+from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.matching import NONE
@@ -30,22 +31,23 @@ KINDS = (Intersection, Text)
 PROMPTS = [Prompt(str(n), ids) for n, ids in enumerate([(0, 1, 1, 0), (1,), (0, 0, 1), (1, 0, 1, 1, 0)])]
 
 
-def made(name: str, kind: Any, draft: Any, draws: Any, controls: SamplingConf | None = None) -> Any:
+def made(name: str, kind: Any, draft: Any, draws: Any, controls: SamplingConfig | None = None) -> Any:
     how = bridge(name, kind)
     target = PAIRS[name][0]
-    laws = Laws(controls or SamplingConf(), tuple(target.ends), target.size)
+    transform = SamplingTransform(controls or SamplingConfig(), tuple(target.ends), target.size)
     if isinstance(how, Intersection):
-        return IntersectionDrafter(Runner(draft, 512), laws, draws, how), laws
-    return TextDrafter(Runner(draft, 512), how, target.size, torch.float64), laws
+        return IntersectionDrafter(ModelRunner(draft, 512), transform, draws, how), transform
+    return TextDrafter(ModelRunner(draft, 512), how, target.size, torch.float64), transform
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "nothing shared"])
 def test_the_shared_law_is_the_draft_s_own(name: str, temperature: float) -> None:
-    """Against plain sums over the draft's whole law: a token has the chances of all its namesakes."""
+    """Against plain sums over the draft's whole distribution: a token has the chances of all its
+    namesakes."""
     target, draft = PAIRS[name]
     model = toy(draft.size, 1)
-    drafter, _ = made(name, Intersection, model, ReplayDraws([]), SamplingConf(temperature=temperature))
+    drafter, _ = made(name, Intersection, model, ReplayDraws([]), SamplingConfig(temperature=temperature))
     how = bridge(name, Intersection)
     state = State([PROMPTS[0]], 16, torch.device("cpu"))
     drafter.start(1, 16)
@@ -69,8 +71,8 @@ def test_what_it_kept_is_what_it_would_compute_anew(name: str, kind: Any) -> Non
     """Round by round, rows of different lengths: with the cache that was kept, and with none."""
     target, draft = PAIRS[name]
     model, small = toy(target.size, 0), toy(draft.size, 1)
-    drafter, laws = made(name, kind, small, CounterDraws(3))
-    engine = Engine(Runner(model, 512), drafter, laws, RULES["block"], CounterDraws(3))
+    drafter, transform = made(name, kind, small, CounterDraws(3))
+    engine = Engine(ModelRunner(model, 512), drafter, transform, RULES["block"], CounterDraws(3))
     state = engine.prefill(PROMPTS[:3], 12)
     compared = 0
     proposed = drafter.propose
@@ -89,7 +91,7 @@ def test_what_it_kept_is_what_it_would_compute_anew(name: str, kind: Any) -> Non
         return kept
 
     drafter.propose = both
-    for _ in generate(engine, state, Limits(12), FixedLookahead(3, 3)):
+    for _ in generate(engine, state, Limits(12), FixedDraftLength(3, 3)):
         pass
     assert compared > 20
 
@@ -101,8 +103,10 @@ def test_rows_are_refilled(kind: Any, adaptive: bool) -> None:
     target, draft = PAIRS["target within draft"]
 
     def texts(prompts: list[Prompt], rows: int, longest: int) -> dict[str, list[int]]:
-        drafter, laws = made("target within draft", kind, toy(draft.size, 1), CounterDraws(5))
-        engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
+        drafter, transform = made("target within draft", kind, toy(draft.size, 1), CounterDraws(5))
+        engine = Engine(
+            ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
+        )
         return drive_refilled(
             engine, prompts, rows, k=3, longest=longest, max_new=24, chunk=2, adaptive=adaptive
         )
@@ -115,11 +119,13 @@ def test_rows_are_refilled(kind: Any, adaptive: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_too_long_for_the_draft_are_continued_without_it(kind: Any) -> None:
     target, draft = PAIRS["overlapping"]
-    drafter, laws = made("overlapping", kind, toy(draft.size, 1, context=2), CounterDraws(5))
-    engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
+    drafter, transform = made("overlapping", kind, toy(draft.size, 1, context=2), CounterDraws(5))
+    engine = Engine(
+        ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
+    )
     state = engine.prefill([PROMPTS[3], PROMPTS[1]], 6)
     drafted = [0, 0]
-    for step in generate(engine, state, Limits(6), FixedLookahead(2, 2)):
+    for step in generate(engine, state, Limits(6), FixedDraftLength(2, 2)):
         for row in step.rows:
             drafted[row.row] += len(row.drafted)
     assert drafted[0] == 0 < drafted[1]
@@ -131,9 +137,11 @@ def test_the_draft_model_is_not_changed(kind: Any) -> None:
     target, draft = PAIRS["overlapping"]
     small = toy(draft.size, 1)
     before = {key: tensor.clone() for key, tensor in small.module.state_dict().items()}
-    drafter, laws = made("overlapping", kind, small, CounterDraws(5))
-    engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
-    for _ in generate(engine, engine.prefill(PROMPTS, 6), Limits(6), FixedLookahead(2, 4)):
+    drafter, transform = made("overlapping", kind, small, CounterDraws(5))
+    engine = Engine(
+        ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
+    )
+    for _ in generate(engine, engine.prefill(PROMPTS, 6), Limits(6), FixedDraftLength(2, 4)):
         pass
     after = small.module.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
@@ -145,10 +153,12 @@ def test_logits_that_are_no_numbers_are_noticed(kind: Any) -> None:
     small = toy(draft.size, 1)
     with torch.no_grad():
         small.module.head.weight[0] = torch.nan
-    drafter, laws = made("overlapping", kind, small, CounterDraws(5))
-    engine = Engine(Runner(toy(target.size, 0), 512), drafter, laws, RULES["block"], CounterDraws(5))
+    drafter, transform = made("overlapping", kind, small, CounterDraws(5))
+    engine = Engine(
+        ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
+    )
     state = engine.prefill(PROMPTS[:1], 6)
-    list(generate(engine, state, Limits(6), FixedLookahead(2, 1)))
+    list(generate(engine, state, Limits(6), FixedDraftLength(2, 1)))
     assert state.finished == ["error"]
 
 
@@ -187,9 +197,9 @@ def test_padding_of_the_draft_is_never_its_text() -> None:
 def test_shared_tokens_beyond_the_law_are_left_out() -> None:
     """A tokenizer may have more tokens than the target's model has rows."""
     name = "target within draft"
-    drafter, laws = made(name, Intersection, toy(PAIRS[name][1].size, 1), CounterDraws(0))
+    drafter, transform = made(name, Intersection, toy(PAIRS[name][1].size, 1), CounterDraws(0))
     narrow = replace(drafter._mirror._bridge)
-    small = Laws(SamplingConf(), (), 1)
-    cut = IntersectionDrafter(Runner(toy(4, 1), 512), small, CounterDraws(0), narrow)
-    assert cut._to_S.tolist() == [0] and laws.vocab == 2
+    small = SamplingTransform(SamplingConfig(), (), 1)
+    cut = IntersectionDrafter(ModelRunner(toy(4, 1), 512), small, CounterDraws(0), narrow)
+    assert cut._to_S.tolist() == [0] and transform.vocab == 2
     assert sum(t != NONE for t in narrow.match.target_of) == 2

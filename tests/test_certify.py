@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.errors import FAILED_CHECK
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.report.statistics import sum_band, uniform_band
 from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.coupled import source
-from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, Rule, TokenRule
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
-from llama_ssp.tasks.certify.checks import Plan, check_greedy_texts, check_laws, check_samples, spread
+from llama_ssp.tasks.certify.checks import Plan, check_greedy_texts, check_probs, check_samples, spread
 from llama_ssp.tasks.certify.first_tokens import FirstTokens, check_first, first_tokens
 from llama_ssp.tasks.certify.permutation_test import Samples
 from llama_ssp.tasks.certify.plain_filters import check_filters
@@ -45,7 +45,7 @@ from tests.toy import toy
 
 SURE = 1e-7  # false-alarm rate of a check in these tests
 VOCAB = 8
-BY_CHANCE = ["token", "block"]  # the rules that leave something to chance when both laws are known
+BY_CHANCE = ["token", "block"]  # the rules that leave something to chance when both distributions are known
 PLAN = Plan(
     samples=40, new_tokens=6, law_tokens=12, law_rounds=12, law_positions=60, greedy_tokens=12,
     false_alarm=0.01, shuffles=2000, rows=16, chunk=512, seed=5,
@@ -54,16 +54,16 @@ PROMPTS = [Prompt("a", (1, 2, 3)), Prompt("b", (4,)), Prompt("c", (5, 6))]
 
 
 def random_round(seed: int, vocab: int, k: int, flat: bool = False) -> Round:
-    """Random laws, with zeros unless flat, and drafts drawn from theirs."""
+    """Random distributions, with zeros unless flat, and drafts drawn from theirs."""
     generator = torch.Generator().manual_seed(seed)
 
-    def laws(count: int) -> torch.Tensor:
+    def transform(count: int) -> torch.Tensor:
         weight = torch.rand(count, vocab, generator=generator, dtype=torch.float64)
         weight = weight if flat else weight * (torch.rand(count, vocab, generator=generator) < 0.7) + 1e-9
         weight = torch.where(weight < 1e-6, 0, weight**3)
         return weight / weight.sum(-1, keepdim=True)
 
-    target_WV, draft_KV = laws(k + 1), laws(k)
+    target_WV, draft_KV = transform(k + 1), transform(k)
     drafted = torch.multinomial(draft_KV, 1, generator=generator)[:, 0].tolist()
     return Round(1, (0, *drafted), k, 0, target_WV, draft_KV)
 
@@ -114,19 +114,22 @@ def test_there_are_planted_faults() -> None:
 
 def sampler(
     name: str, rule: Rule, draft: CausalModel | str | None, witness: Witness | None = None,
-    sampling: SamplingConf | None = None, target: CausalModel | None = None, k: int = 3,
+    sampling: SamplingConfig | None = None, target: CausalModel | None = None, k: int = 3,
     ends: frozenset[int] = frozenset(), rows: int = 16,
 ) -> Any:  # fmt: skip
     """Toy models behind the interface that certify judges."""
     target = target or toy(VOCAB, 0, sharpness=0.8)
-    laws, draws = Laws(sampling or SamplingConf(), tuple(ends), target.vocab), source(rule, 11)
+    transform, draws = (
+        SamplingTransform(sampling or SamplingConfig(), tuple(ends), target.vocab),
+        source(rule, 11),
+    )
     drafter: Drafter = NoDrafter()
     if isinstance(draft, CausalModel):
-        drafter = ModelDrafter(Runner(draft), laws, draws)
+        drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     elif draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.float64)
-    engine = Engine(Runner(target), drafter, laws, rule, draws)
-    lookahead = lambda count: FixedLookahead(k if draft else 0, count)  # noqa: E731
+    engine = Engine(ModelRunner(target), drafter, transform, rule, draws)
+    lookahead = lambda count: FixedDraftLength(k if draft else 0, count)  # noqa: E731
     if witness is None:
         return EngineSampler(name, engine, lookahead, ends, rows)
     return WatchedEngineSampler(name, WatchedEngine(engine, witness), lookahead, ends, rows)
@@ -207,20 +210,20 @@ def test_nothing_drafted_proves_nothing() -> None:
 
 
 SAMPLINGS = {
-    "plain": SamplingConf(),
-    "nucleus": SamplingConf(temperature=0.9, top_p=0.8),
-    "top-k": SamplingConf(top_k=3),
-    "penalties": SamplingConf(repetition_penalty=1.3, presence_penalty=0.4, bad_tokens=[3]),
-    "greedy": SamplingConf(temperature=0.0),
+    "plain": SamplingConfig(),
+    "nucleus": SamplingConfig(temperature=0.9, top_p=0.8),
+    "top-k": SamplingConfig(top_k=3),
+    "penalties": SamplingConfig(repetition_penalty=1.3, presence_penalty=0.4, bad_tokens=[3]),
+    "greedy": SamplingConfig(temperature=0.0),
 }
 
 
 def law_check(rule: str = "block", plan: Plan = PLAN, **settings: Any) -> Check:
-    sampling = settings.setdefault("sampling", SamplingConf())
-    found = check_laws(
+    sampling = settings.setdefault("sampling", SamplingConfig())
+    found = check_probs(
         watched(rule, **settings),
         toy(VOCAB, 0, sharpness=0.8),
-        Laws(sampling, (), VOCAB),
+        SamplingTransform(sampling, (), VOCAB),
         PROMPTS,
         plan,
         True,
@@ -236,7 +239,7 @@ def test_the_laws_are_the_targets_own(rule: str, controls: str) -> None:
     assert found.outcome is Outcome.passed, found.says
     assert found.figures["positions"] >= 30
     assert found.figures["largest_total_variation_rule"] < 1e-12
-    assert found.figures["largest_total_variation"] < 1e-6  # laws are made in fp32 or wider
+    assert found.figures["largest_total_variation"] < 1e-6  # distributions are made in fp32 or wider
 
 
 @pytest.mark.parametrize(
@@ -258,17 +261,22 @@ def test_filters_are_those_of_a_plain_implementation(controls: str) -> None:
 
 
 FILTER_FAULTS = [
-    (certify_faults.sampling, "_nucleus_edge", certify_faults._wider_nucleus, SamplingConf(top_p=0.8)),
-    (certify_faults.sampling, "greatest", lambda law, k: mutants_greatest(law, k + 1), SAMPLINGS["top-k"]),
+    (certify_faults.sampling, "_nucleus_edge", certify_faults._wider_nucleus, SamplingConfig(top_p=0.8)),
+    (
+        certify_faults.sampling,
+        "greatest",
+        lambda probs, k: mutants_greatest(probs, k + 1),
+        SAMPLINGS["top-k"],
+    ),
     (mutants.State, "prefix", mutants._committed_prefix_only, SAMPLINGS["penalties"]),
-    (mutants.Laws, "_law", mutants._soft_at_zero, SAMPLINGS["greedy"]),
+    (mutants.Laws, "_probs", mutants._soft_at_zero, SAMPLINGS["greedy"]),
 ]
 mutants_greatest = certify_faults.sampling.greatest
 
 
 @pytest.mark.parametrize(("place", "attribute", "fault", "sampling"), FILTER_FAULTS)
 def test_filters_that_are_wrong_everywhere_show(
-    place: Any, attribute: str, fault: Any, sampling: SamplingConf
+    place: Any, attribute: str, fault: Any, sampling: SamplingConfig
 ) -> None:
     """In the target, the draft and regular passes alike."""
     with patch.object(place, attribute, fault):
@@ -276,11 +284,11 @@ def test_filters_that_are_wrong_everywhere_show(
     assert found.outcome is Outcome.failed
 
 
-def filter_check(sampling: SamplingConf) -> Check:
+def filter_check(sampling: SamplingConfig) -> Check:
     subject = watched("block", sampling=sampling)
     subject.witness.room = 20
     subject.texts(PROMPTS, 20)
-    return check_filters(subject.witness.rounds, Laws(sampling, (), VOCAB))
+    return check_filters(subject.witness.rounds, SamplingTransform(sampling, (), VOCAB))
 
 
 @pytest.mark.parametrize(("rule", "draft"), [("token", 1), ("block", 1), ("block", 0), ("coupled", 1)])
@@ -293,16 +301,16 @@ def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
     assert expected is Outcome.skipped or found.figures["decisions"] > 300
 
 
-def _lenient_decision(self: Engine, state: Any, proposal: Any, law_BWV: Any) -> Any:
+def _lenient_decision(self: Engine, state: Any, proposal: Any, probs_BWV: Any) -> Any:
     """The engine takes a tenth more than the rule that it is asked to go by."""
     chances = BlockRule.accept_chances
     with patch.object(BlockRule, "accept_chances", lambda rule, block: 1.1 * chances(rule, block)):
-        return mutants.engine_decide(self, state, proposal, law_BWV)
+        return mutants.engine_decide(self, state, proposal, probs_BWV)
 
 
 @pytest.mark.parametrize("fault", [_lenient_decision, mutants._first_row_decides])
 def test_decisions_that_the_rule_does_not_take_show(fault: Any) -> None:
-    """The rule itself is right, so the law check sees nothing of this."""
+    """The rule itself is right, so the distribution check sees nothing of this."""
     with patch.object(Engine, "_decide", fault):
         decisions = watched("block", texts=50).witness.decisions
     assert check_decisions(decisions).outcome is Outcome.failed
@@ -362,8 +370,8 @@ def test_certify_itself_is_sharp(blunted: mutants.Mutant) -> None:
 
 WORLD_FAULTS = [
     (mutants.RaggedCache, "update", mutants._keeps_stale, "plain"),
-    (mutants.Laws, "_law", mutants._unfiltered_target, "nucleus"),
-    (mutants.Laws, "_law", mutants._unfiltered_target, "top-k"),
+    (mutants.Laws, "_probs", mutants._unfiltered_target, "nucleus"),
+    (mutants.Laws, "_probs", mutants._unfiltered_target, "top-k"),
     (mutants.State, "prefix", mutants._committed_prefix_only, "penalties"),
 ]
 
@@ -379,13 +387,14 @@ def test_laws_that_are_not_the_targets_own_show(
 
 
 def test_a_cut_may_fall_differently_within_rounding() -> None:
-    """A law that keeps one near tie more is excused; one that keeps a token far below the cut is not."""
+    """A distribution that keeps one near tie more is excused; one that keeps a token far below the cut is
+    not."""
     target = toy(VOCAB, 0, sharpness=0.8)
-    laws = Laws(SamplingConf(top_k=2), (), VOCAB)
+    transform = SamplingTransform(SamplingConfig(top_k=2), (), VOCAB)
     text = (1, 2, 3)
     seen = Round(2, text, 1, 0, torch.zeros(2, VOCAB), torch.zeros(1, VOCAB))
     reference = Reference(target, [seen], 2, 8, 512)
-    uncut_V = reference._law(laws.uncut(), 0, 0, 0)
+    uncut_V = reference._probs(transform.uncut(), 0, 0, 0)
     down = uncut_V.sort(descending=True).indices
     for kept, excused in ((2, True), (3, True), (VOCAB, False)):
         recorded_V = torch.zeros(VOCAB, dtype=torch.float64)
@@ -394,7 +403,7 @@ def test_a_cut_may_fall_differently_within_rounding() -> None:
         seen.target_WV[0] = recorded_V / recorded_V.sum()
         gap = math.log(float(uncut_V[down[1]] / uncut_V[down[2]]))
         noise = Noise(total_variation=1e-7, log=gap / 4 + 1e-6)
-        assert reference.departure(laws, noise, 0, 0).within(noise) is excused, kept
+        assert reference.departure(transform, noise, 0, 0).within(noise) is excused, kept
 
 
 def two_samples(subject: Any, wrong: Any = None) -> dict[str, Check]:
@@ -425,7 +434,7 @@ def test_a_control_that_passes_leaves_it_open() -> None:
 
 @pytest.mark.slow
 def test_false_alarms_are_as_frequent_as_stated() -> None:
-    """200 pairs of samples of one law: at most 5 % are told apart, and not many fewer."""
+    """200 pairs of samples of one distribution: at most 5 % are told apart, and not many fewer."""
     random = np.random.default_rng(0)
 
     def draw(count: int) -> list[list[int]]:
@@ -448,7 +457,7 @@ def test_texts_that_end_differ_from_texts_that_go_on() -> None:
 
 
 def test_greedy_texts() -> None:
-    greedy = SamplingConf(temperature=0.0)
+    greedy = SamplingConfig(temperature=0.0)
     regular = sampler("regular", TokenRule(), None, sampling=greedy)
     ours = sampler("ours", RULES["block"], draft_model(), sampling=greedy)
     wrong = sampler("keeps every draft", KeepsEveryDraft(), draft_model(), sampling=greedy)

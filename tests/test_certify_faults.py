@@ -12,17 +12,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llama_ssp.config import CertifyConf, Dtype, ModelConf, SamplingConf
+from llama_ssp.config import CertifyConf, Dtype, ModelConf, SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER, complete
 from llama_ssp.models.loader import load
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.native import HostDraws, by_kernel
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, TokenRule
 from llama_ssp.tasks.certify.acceptance import check_drafts
-from llama_ssp.tasks.certify.checks import Plan, check_laws, check_samples
+from llama_ssp.tasks.certify.checks import Plan, check_probs, check_samples
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Witness
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
@@ -36,7 +36,7 @@ from tests.test_deciding import needs_compiler
 
 pytestmark = pytest.mark.slow
 
-NUCLEUS = SamplingConf(temperature=0.8, top_p=0.95)
+NUCLEUS = SamplingConfig(temperature=0.8, top_p=0.95)
 DEFAULT = CertifyConf()
 PLAN = Plan(
     samples=DEFAULT.samples, new_tokens=DEFAULT.max_new_tokens, law_tokens=DEFAULT.law_tokens,
@@ -59,18 +59,18 @@ def prompts_of(tokens: Tokens) -> list[Prompt]:
     return [Prompt(str(n), tuple(tokens.encode(text))) for n, text in enumerate(SHORT)]
 
 
-def laws_checked(shipped: Shipped, sampling: SamplingConf, rule: str = "block") -> Check:
+def laws_checked(shipped: Shipped, sampling: SamplingConfig, rule: str = "block") -> Check:
     target, draft, tokens = shipped
     ours = sampler("ours", RULES[rule], draft, Witness(rule, 1), sampling, target, 4, tokens.end_ids, 64)
-    laws = Laws(sampling, tuple(tokens.end_ids), target.vocab)
+    transform = SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab)
     with torch.inference_mode():
-        found = check_laws(ours, target, laws, prompts_of(tokens), PLAN, True)
+        found = check_probs(ours, target, transform, prompts_of(tokens), PLAN, True)
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize("sampling", [SamplingConf(), NUCLEUS], ids=["plain", "nucleus"])
-def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConf) -> None:
+@pytest.mark.parametrize("sampling", [SamplingConfig(), NUCLEUS], ids=["plain", "nucleus"])
+def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConfig) -> None:
     found = laws_checked(shipped, sampling)
     assert found.outcome is Outcome.passed, found.says
     assert found.figures["positions"] > 250
@@ -79,7 +79,7 @@ def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConf) -> None:
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.check == "law"], ids=lambda fault: fault.name)
 def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
     with fault.planted():
-        found = laws_checked(shipped, NUCLEUS if fault.overrides else SamplingConf())
+        found = laws_checked(shipped, NUCLEUS if fault.overrides else SamplingConfig())
     assert found.outcome is Outcome.failed
     shown = found.figures["median_total_variation"] > 3 * found.figures["rounding_median_total_variation"]
     assert shown or found.figures["positions_rule_wrong"] + found.figures["positions_astray"] > 5
@@ -105,7 +105,7 @@ def test_faults_of_the_drafts(shipped: Shipped, fault: Fault | None) -> None:
 
 OWN_CHECKS = ["decisions", "numbers", "filters"]
 OTHERS = [fault for fault in (*KERNEL_FAULTS, *FAULTS) if fault.check in OWN_CHECKS]
-CONTROLS = {NUCLEUS_RUN: NUCLEUS, PENALTY: SamplingConf(repetition_penalty=1.3)}
+CONTROLS = {NUCLEUS_RUN: NUCLEUS, PENALTY: SamplingConfig(repetition_penalty=1.3)}
 
 
 def test_eight_faults_and_more_have_their_checks() -> None:
@@ -115,7 +115,7 @@ def test_eight_faults_and_more_have_their_checks() -> None:
     }  # fmt: skip
 
 
-def by_rounds(shipped: Shipped, sampling: SamplingConf, kernel: bool, texts: int) -> dict[str, Outcome]:
+def by_rounds(shipped: Shipped, sampling: SamplingConfig, kernel: bool, texts: int) -> dict[str, Outcome]:
     """What the checks of decisions, numbers and filters say of so many texts of 8 tokens."""
     target, draft, tokens = shipped
     chosen = (lambda rule, seed: by_kernel(source(rule, seed))) if kernel else source
@@ -127,10 +127,13 @@ def by_rounds(shipped: Shipped, sampling: SamplingConf, kernel: bool, texts: int
     ours.witness.room = PLAN.law_rounds
     asked = prompts_of(tokens)
     ours.texts([replace(one, id=f"{one.id} {n}") for one in asked for n in range(texts // len(asked))], 8)
-    decisions, laws = ours.witness.decisions, Laws(sampling, tuple(tokens.end_ids), target.vocab)
+    decisions, transform = (
+        ours.witness.decisions,
+        SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab),
+    )
     found = [
         check_decisions(decisions), check_numbers(decisions, PLAN.level),
-        check_filters(ours.witness.rounds, laws),
+        check_filters(ours.witness.rounds, transform),
     ]  # fmt: skip
     return {check.name: check.outcome for check in found}
 
@@ -147,12 +150,13 @@ def test_faults_of_rounds(shipped: Shipped, fault: Fault | KernelFault) -> None:
     """A quarter of the default run's texts; the kernel decides beside eager steps."""
     with fault.planted():
         kernel = isinstance(fault, KernelFault)
-        found = by_rounds(shipped, CONTROLS.get(fault.overrides, SamplingConf()), kernel, 256)
+        found = by_rounds(shipped, CONTROLS.get(fault.overrides, SamplingConfig()), kernel, 256)
     assert {name for name, outcome in found.items() if outcome is Outcome.failed} == {fault.check}
 
 
 def test_transformers_with_another_tokenizer(shipped: Shipped) -> None:
-    """A quarter of the default run's texts, and nothing but the texts: its law is far from the target's."""
+    """A quarter of the default run's texts, and nothing but the texts: its distribution is far from the
+    target's."""
     target, draft, tokens = shipped
     plan = replace(PLAN, samples=PLAN.samples // 4)
     regular = sampler("regular", TokenRule(), None, None, None, target, 4, tokens.end_ids, 64)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.tasks import compare
-from llama_ssp.tasks.contestant import Side
+from llama_ssp.tasks.contestant import Contestant
 from llama_ssp.text.prompts import Reading
 from tests.conftest import Answer, Command, Saved
 
@@ -118,14 +118,14 @@ def test_bad_prompts_of_a_pipe_can_be_skipped(command: Command) -> None:
 def test_what_was_compared_remains_when_it_is_stopped(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = Side.begin
+    finish = Contestant.begin
 
-    def stopped(side: Side, prompt: Any, *rest: Any) -> None:
+    def stopped(side: Contestant, prompt: Any, *rest: Any) -> None:
         if prompt.id == "1":
             raise KeyboardInterrupt
         finish(side, prompt, *rest)
 
-    monkeypatch.setattr(Side, "begin", stopped)
+    monkeypatch.setattr(Contestant, "begin", stopped)
     answer = command(*COMPARE, 'task.prompts=["a","b","c"]', "task.record=a.svg")
     assert answer.code == 130
     found = document(answer)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConf, Splitting, Steps
+from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.models import compile as compiling
 from llama_ssp.models import compile_cache as keeping
 from llama_ssp.models import cuda_graphs as graphs
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.compile import CompiledModel, traced
-from llama_ssp.models.compile_cache import Kept
+from llama_ssp.models.compile_cache import StepFile
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.build import is_ours
@@ -24,16 +24,16 @@ from llama_ssp.models.kernels.linear import PackedLinear, operators, packable
 from llama_ssp.seats import compiles, impossible, quickens, unproven
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build
 from tests.rig import GREEDY, drive_refilled, perturbed, speculate
 
 CPU = torch.device("cpu")
-SAMPLED = SamplingConf(temperature=0.9, top_p=0.95)
+SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95)
 needs_compiler = pytest.mark.slow  # the kernel takes some ten seconds to build, a step as long
 
 
@@ -106,8 +106,14 @@ def test_texts_are_those_of_eager_steps():
             prompt.id: speculate(target, [prompt], draft, k=3, sampling=sampling, max_new=20).texts[0]
             for prompt in prompts(5)
         }
-        laws, draws = Laws(sampling, (), VOCAB), CounterDraws(0)
-        engine = Engine(Runner(fast), ModelDrafter(Runner(quick), laws, draws), laws, RULES["block"], draws)
+        transform, draws = SamplingTransform(sampling, (), VOCAB), CounterDraws(0)
+        engine = Engine(
+            ModelRunner(fast),
+            ModelDrafter(ModelRunner(quick), transform, draws),
+            transform,
+            RULES["block"],
+            draws,
+        )
         assert drive_refilled(engine, prompts(5), 2, k=3, longest=40, max_new=20) == alone
     assert not fast._failed and not quick._failed
     assert set(fast._steps) == {(False, True), (True, False), (True, True)}
@@ -144,7 +150,7 @@ def test_in_bf16_logits_differ_by_rounding():
     token_BS = torch.randint(3, VOCAB, (1, 60))
     found = []
     for model in (wide, narrow, fast):
-        runner = Runner(model)
+        runner = ModelRunner(model)
         runner.start(1, 60)
         runner.warm(token_BS, [10])
         found.append(torch.cat([runner.logits(token_BS, [end], [5]).double() for end in range(15, 60, 5)], 1))
@@ -166,9 +172,9 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     other, plain = CompiledModel(CausalModel(_noisy("llama-gqa"), "other")), _noisy("llama-gqa")
     found = speculate(other, prompts(1), "ngram", k=3).texts
     assert found == speculate(CausalModel(plain, "plain"), prompts(1), "ngram", k=3).texts != texts
-    assert Kept(again, (True, True)).load() is None
-    assert Kept(CompiledModel(CausalModel(build("gpt_neox"), "alien")), (False, True)).load() is None
-    kept = Kept(again, (False, True))
+    assert StepFile(again, (True, True)).load() is None
+    assert StepFile(CompiledModel(CausalModel(build("gpt_neox"), "alien")), (False, True)).load() is None
+    kept = StepFile(again, (False, True))
     kept.path.write_bytes(kept.path.read_bytes()[:1000])
     assert kept.load() is None
 
@@ -210,7 +216,7 @@ def test_what_a_graph_reads_stays_where_it_was(monkeypatch):
             del call
             return lambda: made
 
-    runner = Runner(Captured(CausalModel(build("llama-gqa"), "target")))
+    runner = ModelRunner(Captured(CausalModel(build("llama-gqa"), "target")))
     runner.start(1, 40)
     token_BS = torch.arange(3, 44).view(1, 41)
     runner.warm(token_BS, [4])
@@ -231,7 +237,7 @@ def test_graphs_have_buffers_for_each_shape_and_bucket(monkeypatch):
             plain = speculate(target, prompts(count), draft if k else None, **how)
             found = speculate(fast, prompts(count), quick if k else None, **how)
             assert found.texts == plain.texts
-    runner = Runner(fast)
+    runner = ModelRunner(fast)
     runner.start(2, 40)
     token_BS = torch.arange(3, 85).view(2, 41)
     runner.warm(token_BS, [4, 9])

@@ -123,8 +123,8 @@ def test_the_closed_form_counts_what_transformers_builds(name: str, hydra: None)
 def test_the_defaults_are_the_schema_s(hydra: None) -> None:
     """A preset says what it changes; what it leaves out is what the dataclass says."""
     run = composed()
-    assert run.sampling == config.SamplingConf()
-    assert run.speculation == config.SpeculationConf()
+    assert run.sampling == config.SamplingConfig()
+    assert run.speculation == config.SpeculationConfig()
     assert run.placement == config.PlacementConf()
     assert run.cluster == config.ClusterConf()
     assert isinstance(run.task, GenerateConf)

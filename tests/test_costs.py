@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import USUAL_COST_RATIO, ModelConf, RunConf, SpeculationConf
+from llama_ssp.config import USUAL_COST_RATIO, ModelConf, RunConf, SpeculationConfig
 from llama_ssp.pair import lookahead_for
-from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.measure_costs import measured
 from tests.toy import toy
 
-RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConf(adaptive=True, k_max=8))
+RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConfig(adaptive=True, k_max=8))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -35,12 +35,12 @@ def test_k_is_chosen_by_what_is_known_of_costs():
 
     def by(run: RunConf, costs: Costs | None) -> Costs:
         lookahead = lookahead_for(run, 2, costs)
-        assert isinstance(lookahead, AdaptiveLookahead)
+        assert isinstance(lookahead, AdaptiveDraftLength)
         return lookahead.costs
 
     pinned = replace(RUN, speculation=replace(RUN.speculation, cost_ratio=0.25))
     assert by(RUN, known) == known
     assert by(pinned, None) == Costs.of_ratio(0.25, 8)
     assert by(RUN, None) == Costs.of_ratio(USUAL_COST_RATIO, 8)
-    fixed = lookahead_for(replace(RUN, speculation=SpeculationConf(k=3)), 2, known)
-    assert isinstance(fixed, FixedLookahead) and fixed.k == 3
+    fixed = lookahead_for(replace(RUN, speculation=SpeculationConfig(k=3)), 2, known)
+    assert isinstance(fixed, FixedDraftLength) and fixed.k == 3

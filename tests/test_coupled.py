@@ -1,5 +1,5 @@
-"""Coupled draws: races are drawn from their laws, two that share noise meet as often as the rule says, and a
-seed gives the same text for any draft and any K.
+"""Coupled draws: races are drawn from their distributions, two that share noise meet as often as the rule
+says, and a seed gives the same text for any draft and any K.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import pytest
 import torch
 from scipy import stats
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.coupled import CoupledDraws, source, winner
 from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.translation import Intersection, Text
@@ -32,7 +32,7 @@ from tests.toy import toy
 from tests.trees import bridged
 
 DRAWS = 20_000
-SAMPLED = SamplingConf(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
+SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
 PROMPTS = [Prompt("a", (5, 9, 4, 3)), Prompt("b", (7,)), Prompt("c", (3, 8)), Prompt("d", (6, 6, 4))]
 
 
@@ -42,14 +42,14 @@ def places(first: int, count: int) -> Slot:
 
 
 def pairs_of_laws() -> list[tuple[Law, Law]]:
-    """The target's and the draft's first laws of random cases, in fractions, zeros included."""
+    """The target's and the draft's first distributions of random cases, in fractions, zeros included."""
     return [(case.target(()), case.draft(())) for case in cases(40, 12)]
 
 
 def test_a_law_cuts_off_pieces_of_its_own_size():
-    for law, _ in pairs_of_laws():
-        found = pieces(whole(len(law), Fraction(1)), law)
-        assert [volume(found.get(token, [])) for token in range(len(law))] == list(law)
+    for probs, _ in pairs_of_laws():
+        found = pieces(whole(len(probs), Fraction(1)), probs)
+        assert [volume(found.get(token, [])) for token in range(len(probs))] == list(probs)
 
 
 def test_the_rule_says_how_two_races_end():
@@ -59,7 +59,7 @@ def test_the_rule_says_how_two_races_end():
         case = type(case)(case.target, case.draft, 1)
         block, target = as_block(case, drafts(case)), case.target(())
         chances = rule.accept_chances(block)
-        others = rule.correction_law(block, block.count_B * 0)
+        others = rule.correction_probs(block, block.count_B * 0)
         for row, ((drafted,), weight) in enumerate(drafts(case)):
             won = pieces(whole(len(target), Fraction(1)), case.draft(()))[drafted]
             both = pieces(won, target)
@@ -72,29 +72,29 @@ def test_the_rule_says_how_two_races_end():
 
 def test_the_race_is_won_where_the_piece_lies():
     generator = torch.Generator().manual_seed(0)
-    for law, _ in pairs_of_laws():
-        noise = -torch.rand(len(law), generator=generator, dtype=torch.float64).log()
-        token = int(winner(torch.tensor([[float(share) for share in law]]), noise[None]))
-        mine = noise[token] / float(law[token])
-        assert law[token] > 0
-        assert all(mine <= noise[z] / float(share) for z, share in enumerate(law) if share > 0)
+    for probs, _ in pairs_of_laws():
+        noise = -torch.rand(len(probs), generator=generator, dtype=torch.float64).log()
+        token = int(winner(torch.tensor([[float(share) for share in probs]]), noise[None]))
+        mine = noise[token] / float(probs[token])
+        assert probs[token] > 0
+        assert all(mine <= noise[z] / float(share) for z, share in enumerate(probs) if share > 0)
 
 
 def test_a_race_draws_its_law():
-    law, counts = random_law(0), np.zeros(27, dtype=int)
-    moved = law.clone()
+    probs, counts = random_law(0), np.zeros(27, dtype=int)
+    moved = probs.clone()
     moved[1] += 0.03
-    moved[law.argmax()] -= 0.03
+    moved[probs.argmax()] -= 0.03
     for first in range(0, DRAWS, 1000):
-        won = CoupledDraws(0).categorical(law.expand(1000, -1), places(first, 1000))
+        won = CoupledDraws(0).categorical(probs.expand(1000, -1), places(first, 1000))
         counts += np.bincount(won.numpy(), minlength=27)
-    assert g_test(counts, law.numpy()) > FALSE_ALARM
+    assert g_test(counts, probs.numpy()) > FALSE_ALARM
     assert g_test(counts, moved.numpy()) < FALSE_ALARM
 
 
 def test_two_races_meet_as_often_as_the_rule_says():
-    """The joint law of both winners; two races of separate noise are told from it."""
-    target, draft = (torch.tensor(law, dtype=torch.float64) for law in ((0.5, 0.3, 0.2), (0.2, 0.3, 0.5)))
+    """The joint distribution of both winners; two races of separate noise are told from it."""
+    target, draft = (torch.tensor(probs, dtype=torch.float64) for probs in ((0.5, 0.3, 0.2), (0.2, 0.3, 0.5)))
     joint = np.zeros((3, 3))
     for drafted, piece in pieces(whole(3), draft.tolist()).items():
         for token, both in pieces(piece, target.tolist()).items():
@@ -111,19 +111,19 @@ def test_two_races_meet_as_often_as_the_rule_says():
 
 
 def test_neighbouring_positions_are_independent():
-    law = torch.tensor([0.5, 0.3, 0.2])
-    won = CoupledDraws(4).categorical(law.expand(DRAWS // 2, -1), places(0, DRAWS // 2)).numpy()
+    probs = torch.tensor([0.5, 0.3, 0.2])
+    won = CoupledDraws(4).categorical(probs.expand(DRAWS // 2, -1), places(0, DRAWS // 2)).numpy()
     table = np.zeros((3, 3))
     np.add.at(table, (won[:-1:2], won[1::2]), 1)
     assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
 
 
 def test_noise_is_named_by_seed_prompt_and_position_alone():
-    law = random_law(2)[None]
+    probs = random_law(2)[None]
     draws = CoupledDraws(5)
 
     def token(key: int, base: int, offset: int, purpose: Purpose, by: CoupledDraws = draws) -> int:
-        return int(by.categorical(law, Slot((key,), (base,), purpose, offset)))
+        return int(by.categorical(probs, Slot((key,), (base,), purpose, offset)))
 
     for position in range(8, 20):
         every = {token(3, position - at, at, purpose) for at in range(8) for purpose in Purpose}
@@ -133,7 +133,7 @@ def test_noise_is_named_by_seed_prompt_and_position_alone():
     seeds = [token(3, position, 0, Purpose.DRAFT, CoupledDraws(6)) for position in range(40)]
     own = [token(3, position, 0, Purpose.DRAFT, CoupledDraws(5, {3: 6})) for position in range(40)]
     assert here != others and here != seeds and own == seeds
-    padded = torch.nn.functional.pad(law, (0, 100))
+    padded = torch.nn.functional.pad(probs, (0, 100))
     assert [int(draws.categorical(padded, Slot((3,), (n,), Purpose.DRAFT))) for n in range(40)] == here
 
 
@@ -147,11 +147,11 @@ def test_noise_is_as_fine_as_its_numbers():
 
 def test_little_noise_is_kept(monkeypatch: pytest.MonkeyPatch):
     """What was let go of comes again as it was."""
-    law = random_law(2)
-    kept = CoupledDraws(5).categorical(law.expand(50, -1), places(0, 50)).tolist()
+    probs = random_law(2)
+    kept = CoupledDraws(5).categorical(probs.expand(50, -1), places(0, 50)).tolist()
     monkeypatch.setattr("llama_ssp.speculative.coupled.HELD_NUMBERS", 27 * 4)
     draws = CoupledDraws(5)
-    assert draws.categorical(law.expand(50, -1), places(0, 50)).tolist() == kept
+    assert draws.categorical(probs.expand(50, -1), places(0, 50)).tolist() == kept
     assert len(draws._noise) <= 4
 
 
@@ -198,10 +198,10 @@ def test_one_text_alone_in_a_batch_and_in_a_row_that_is_refilled(models):
     for prompt in PROMPTS:
         run = speculate(models["target"], [prompt], models["far"], k=2, rule="coupled", sampling=SAMPLED)
         assert run.texts == [together[prompt.id]]
-    rule, laws = RULES["coupled"], Laws(SAMPLED, (), VOCAB)
+    rule, transform = RULES["coupled"], SamplingTransform(SAMPLED, (), VOCAB)
     draws = source(rule, 0)
-    drafter = ModelDrafter(Runner(models["near"]), laws, draws)
-    engine = Engine(Runner(models["target"]), drafter, laws, rule, draws)
+    drafter = ModelDrafter(ModelRunner(models["near"]), transform, draws)
+    engine = Engine(ModelRunner(models["target"]), drafter, transform, rule, draws)
     assert drive_refilled(engine, PROMPTS, 2, k=3, longest=30) == together
 
 
@@ -213,12 +213,12 @@ def test_the_target_for_a_draft_stands_whole(models):
 @pytest.mark.parametrize("name", list(PAIRS))
 def test_a_bridged_draft_changes_no_text(name):
     target, draft = PAIRS[name]
-    rule, laws = RULES["coupled"], Laws(SamplingConf(), tuple(target.ends), target.size)
+    rule, transform = RULES["coupled"], SamplingTransform(SamplingConfig(), tuple(target.ends), target.size)
     prompts = [Prompt(str(n), (n % target.size, 1)) for n in range(6)]
     found = []
     for kind in (None, Intersection, Text):
         draws = source(rule, 2)
-        drafter = bridged((name, kind), Runner(toy(draft.size, 1)), laws, draws) if kind else None
-        engine = Engine(Runner(toy(target.size, 0)), drafter or NoDrafter(), laws, rule, draws)
+        drafter = bridged((name, kind), ModelRunner(toy(draft.size, 1)), transform, draws) if kind else None
+        engine = Engine(ModelRunner(toy(target.size, 0)), drafter or NoDrafter(), transform, rule, draws)
         found.append(drive_refilled(engine, list(prompts), 3, k=3, longest=20, ends=target.ends))
     assert found[0] == found[1] == found[2]

@@ -15,16 +15,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.kernels import build
 from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import HostDraws, by_kernel
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES, BlockRule
 from tests.rig import drive
@@ -75,12 +75,14 @@ class Case:
     @torch.inference_mode()
     def decided(self, draws):
         """What an engine with these draws makes of it."""
-        engine = Engine(Runner(toy(self.vocab, 0), 8), NoDrafter(), self.laws, RULES[self.rule], draws)
+        engine = Engine(
+            ModelRunner(toy(self.vocab, 0), 8), NoDrafter(), self.transform, RULES[self.rule], draws
+        )
         return engine._judge(self.state, self.proposal(), self.target)
 
     @staticmethod
-    def laws(law_BWV, _prefix):
-        return law_BWV
+    def transform(probs_BWV, _prefix):
+        return probs_BWV
 
 
 class Told(HostDraws):
@@ -132,7 +134,7 @@ def test_decisions_are_those_of_the_rules():
 
 
 def test_broken_laws_are_told():
-    """NaN in a row's laws damages that row, and its padding does not."""
+    """NaN in a row's distributions damages that row, and its padding does not."""
     found = []
     for case in (Case(seed, 40) for seed in range(60)):
         case.target[-1, -1], case.draft[:1, -1:] = torch.nan, torch.nan
@@ -157,7 +159,9 @@ def test_chances_are_exact(rule):
     """A coin just below the chance that the rule defines passes, one just above it does not."""
     tried = 0
     for case in (case for case in CASES if case.rule == rule and case.k):
-        engine = Engine(Runner(toy(case.vocab, 0), 8), NoDrafter(), case.laws, RULES[rule], CounterDraws(0))
+        engine = Engine(
+            ModelRunner(toy(case.vocab, 0), 8), NoDrafter(), case.transform, RULES[rule], CounterDraws(0)
+        )
         chance_BK = RULES[rule].accept_chances(engine._block(case.state, case.proposal(), case.target))
         clock_BN = torch.ones(case.state.rows, 2 * heat(case.vocab), dtype=torch.float64)
         for row, count in enumerate(case.count):
@@ -197,7 +201,7 @@ def test_a_small_weight_is_carried_as_it_is():
         target, draft = torch.rand(2, 1, 3, 10, generator=random, dtype=torch.float64)
         draft[0, 1, ::2] = 0  # which leaves the target something, however little is carried,
         target[0, 1, 1], draft[0, 1, 1] = 5, 0.1  # and here, where much is
-        target, draft = (law / law.sum(-1, keepdim=True) for law in (target, draft))
+        target, draft = (probs / probs.sum(-1, keepdim=True) for probs in (target, draft))
         target[0, 0, 0] = weight * draft[0, 0, 0]
         target[0, 0, 1:] *= (1 - target[0, 0, 0]) / target[0, 0, 1:].sum()
         case.target, case.draft, case.drafted = target, draft[:, :2].contiguous(), torch.tensor([[0, 1]])
@@ -213,9 +217,9 @@ def tokens_behind(case: Case, coin_BK) -> int:
     """
     ones_BN = torch.ones(case.state.rows, 2 * heat(case.vocab), dtype=torch.float64)
     accepted = case.decided(Told(coin_BK, ones_BN)).accepted[0]
-    law_V, size = law_behind(case, accepted), heat(case.vocab)
-    padded = torch.nn.functional.pad(law_V, (0, -case.vocab % size)).view(-1, size)
-    possible = law_V.nonzero().flatten().tolist()
+    probs_V, size = law_behind(case, accepted), heat(case.vocab)
+    padded = torch.nn.functional.pad(probs_V, (0, -case.vocab % size)).view(-1, size)
+    possible = probs_V.nonzero().flatten().tolist()
     for token in possible:
         clock_N = ones_BN[0].clone()
         clock_N[: len(padded)] = padded.sum(-1)
@@ -230,10 +234,12 @@ def law_behind(case: Case, accepted: int):
     """Of the first row."""
     if case.k == 0:
         return case.target[0, 0].double()
-    engine = Engine(Runner(toy(case.vocab, 0), 8), NoDrafter(), case.laws, RULES[case.rule], CounterDraws(0))
+    engine = Engine(
+        ModelRunner(toy(case.vocab, 0), 8), NoDrafter(), case.transform, RULES[case.rule], CounterDraws(0)
+    )
     block = engine._block(case.state, case.proposal(), case.target)
     rows = torch.full((case.state.rows,), accepted).minimum(torch.tensor(case.count))
-    return RULES[case.rule].correction_law(block, rows)[0]
+    return RULES[case.rule].correction_probs(block, rows)[0]
 
 
 def test_of_equal_laws_every_draft_stands():
@@ -290,7 +296,7 @@ def test_planted_faults_show(fault):
     operators = kernel_with(*FAULTS[fault])
     operators()
     with patch.object(deciding, "operators", operators):
-        if "equals" in fault:  # of dyadic laws: a chance of exactly a half
+        if "equals" in fault:  # of dyadic distributions: a chance of exactly a half
             assert coin_on_the_edge() == 1
         else:
             assert different([replaced(case) for case in CASES])
@@ -307,7 +313,7 @@ def coin_on_the_edge() -> int:
 
 
 def replaced(case: Case) -> Case:
-    """The same laws, not quite normalised, as those of 16 bits are."""
+    """The same distributions, not quite normalised, as those of 16 bits are."""
     case = Case(case.seed, case.vocab, case.rule, case.dtype)
     case.target, case.draft = case.target * 1.001, case.draft * 0.999
     return case
@@ -331,38 +337,38 @@ def test_numbers_are_the_same():
 def test_tokens_are_the_same(vocab):
     for dtype in (torch.float32, torch.float64):
         logit_BV = 3 * torch.randn(40, vocab, dtype=dtype, generator=torch.Generator().manual_seed(vocab))
-        law_BV = torch.softmax(logit_BV.masked_fill(logit_BV < logit_BV[:, :1] - 1, -torch.inf), -1)
+        probs_BV = torch.softmax(logit_BV.masked_fill(logit_BV < logit_BV[:, :1] - 1, -torch.inf), -1)
         slot = Slot(tuple(range(40)), (5,) * 40, Purpose.DRAFT)
-        expected = CounterDraws(3).categorical(law_BV, slot)
-        assert torch.equal(HostDraws(3).categorical(law_BV, slot), expected)
+        expected = CounterDraws(3).categorical(probs_BV, slot)
+        assert torch.equal(HostDraws(3).categorical(probs_BV, slot), expected)
         for mark in (0.0, LAST):
             uniform_B1 = torch.full((40, 1), mark, dtype=torch.float64)
-            found = HostDraws(0)._by_cdf(law_BV, uniform_B1)
-            assert (law_BV.gather(1, found[:, None]) > 0).all()
-            assert mark or torch.equal(found, inverse_cdf(law_BV, uniform_B1))
+            found = HostDraws(0)._by_cdf(probs_BV, uniform_B1)
+            assert (probs_BV.gather(1, found[:, None]) > 0).all()
+            assert mark or torch.equal(found, inverse_cdf(probs_BV, uniform_B1))
 
 
 def test_impossible_tokens_are_never_drawn():
-    """Also where a uniform falls on the very edge, and where a law is none."""
-    law_BV = torch.tensor([[0, 0.25, 0, 0.25, 0.5, 0]])
+    """Also where a uniform falls on the very edge, and where a distribution is none."""
+    probs_BV = torch.tensor([[0, 0.25, 0, 0.25, 0.5, 0]])
     for uniform, token in ((0.0, 1), (0.25, 3), (0.5, 4), (LAST, 4)):
-        found = HostDraws(0)._by_cdf(law_BV, torch.full((1, 1), uniform, dtype=torch.float64))
+        found = HostDraws(0)._by_cdf(probs_BV, torch.full((1, 1), uniform, dtype=torch.float64))
         assert found.tolist() == [token]
     nothing = torch.full((1, 300), torch.nan)
     assert 0 <= HostDraws(0)._by_cdf(nothing, torch.full((1, 1), 0.5, dtype=torch.float64)) < 300
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("sampling", [SamplingConf(), SamplingConf(top_p=0.8, temperature=0.7)])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_p=0.8, temperature=0.7)])
 def test_texts_are_the_same(rule, sampling):
     """Of a whole run, row by row; K = 0 too."""
     target, draft = toy(40, 0), toy(40, 1)
     for k in (0, 3):
         texts = []
         for draws in (CounterDraws(4), HostDraws(4)):
-            laws = Laws(sampling, (), 40)
-            drafter = ModelDrafter(Runner(draft, 8), laws, draws) if k else NoDrafter()
-            engine = Engine(Runner(target, 8), drafter, laws, RULES[rule], draws)
+            transform = SamplingTransform(sampling, (), 40)
+            drafter = ModelDrafter(ModelRunner(draft, 8), transform, draws) if k else NoDrafter()
+            engine = Engine(ModelRunner(target, 8), drafter, transform, RULES[rule], draws)
             prompts = [Prompt(str(row), (1, 2, 3 + row)) for row in range(3)]
             texts.append(drive(engine, prompts, k=k, max_new=30).texts)
         assert texts[0] == texts[1]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from scipy import stats
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.config.validation.groups import MAX_K
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.speculative import coupled
@@ -27,10 +27,10 @@ from llama_ssp.speculative import rng as draws
 from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import HostDraws
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf, prompt_key, race
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests import trees
@@ -42,64 +42,66 @@ CPU = torch.device("cpu")
 DRAWS = 60_000
 
 
-def g_test(counts: np.ndarray, law: np.ndarray) -> float:
+def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
     """The p-value of a G-test; tokens of probability 0 must not occur."""
-    assert not counts[law == 0].any()
-    seen = law > 0
-    return float(stats.power_divergence(counts[seen], law[seen] * counts.sum(), lambda_="log-likelihood")[1])
+    assert not counts[probs == 0].any()
+    seen = probs > 0
+    return float(
+        stats.power_divergence(counts[seen], probs[seen] * counts.sum(), lambda_="log-likelihood")[1]
+    )
 
 
 def test_a_race_has_its_law_and_never_ends_with_the_impossible():
     for vocab in (1, 2, 5, 9, 10):
-        law = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab)) + 0.05
-        law[1::3] = -0.0
-        law /= law.sum()
+        probs = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab)) + 0.05
+        probs[1::3] = -0.0
+        probs /= probs.sum()
         noise = (
             -torch.rand(200_000, 2 * heat(vocab), generator=torch.Generator().manual_seed(1)).double().log()
         )
-        found = torch.bincount(race(law.expand(200_000, vocab), noise), minlength=vocab) / 200_000
-        assert (found[law == 0] == 0).all() and float((found - law).abs().max()) < 0.006
+        found = torch.bincount(race(probs.expand(200_000, vocab), noise), minlength=vocab) / 200_000
+        assert (found[probs == 0] == 0).all() and float((found - probs).abs().max()) < 0.006
 
 
-def draws_of(law: torch.Tensor, purpose: Purpose = Purpose.CORRECT, seed: int = 0) -> np.ndarray:
+def draws_of(probs: torch.Tensor, purpose: Purpose = Purpose.CORRECT, seed: int = 0) -> np.ndarray:
     """Counts over many positions of one text, as a run would make them."""
     source, rows = CounterDraws(seed), 200
-    counts = np.zeros(len(law), dtype=int)
+    counts = np.zeros(len(probs), dtype=int)
     for first in range(0, DRAWS, rows):
         slot = Slot((7,) * rows, tuple(range(first, first + rows)), purpose)
-        counts += np.bincount(source.categorical(law.expand(rows, -1), slot).numpy(), minlength=len(law))
+        counts += np.bincount(source.categorical(probs.expand(rows, -1), slot).numpy(), minlength=len(probs))
     return counts
 
 
-def power(law: np.ndarray, other: np.ndarray) -> float:
+def power(probs: np.ndarray, other: np.ndarray) -> float:
     """The probability that the G-test rejects `law` when `other` is drawn from."""
-    seen = law > 0
-    noncentrality = DRAWS * float(((other - law)[seen] ** 2 / law[seen]).sum())
+    seen = probs > 0
+    noncentrality = DRAWS * float(((other - probs)[seen] ** 2 / probs[seen]).sum())
     freedom = int(seen.sum()) - 1
     return float(stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, noncentrality))
 
 
 def random_law(seed: int, size: int = 27) -> torch.Tensor:
-    law = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 2
-    law[::9] = 0
-    return law / law.sum()
+    probs = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 2
+    probs[::9] = 0
+    return probs / probs.sum()
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_categorical_draws_its_law(purpose):
-    law = random_law(0)
-    assert g_test(draws_of(law, purpose), law.numpy()) > FALSE_ALARM
+    probs = random_law(0)
+    assert g_test(draws_of(probs, purpose), probs.numpy()) > FALSE_ALARM
 
 
 @pytest.mark.slow
 def test_a_law_3_percent_away_is_rejected():
-    law = random_law(0)
-    moved = law.clone()
+    probs = random_law(0)
+    moved = probs.clone()
     moved[1] += 0.03
-    moved[law.argmax()] -= 0.03
-    assert power(law.numpy(), moved.numpy()) > 0.999
-    assert g_test(draws_of(moved), law.numpy()) < FALSE_ALARM
+    moved[probs.argmax()] -= 0.03
+    assert power(probs.numpy(), moved.numpy()) > 0.999
+    assert g_test(draws_of(moved), probs.numpy()) < FALSE_ALARM
 
 
 @pytest.mark.few(1)
@@ -137,22 +139,22 @@ def test_draws_with_different_keys_are_independent():
 
 def test_a_draw_depends_on_its_key_alone():
     """Whatever was drawn before, in whichever batch, however many at a time."""
-    law = random_law(3)
+    probs = random_law(3)
     alone = [
-        int(CounterDraws(9).categorical(law[None], Slot((k,), (5,), Purpose.DRAFT, 2))) for k in range(6)
+        int(CounterDraws(9).categorical(probs[None], Slot((k,), (5,), Purpose.DRAFT, 2))) for k in range(6)
     ]
     source = CounterDraws(9)
     source.bernoulli(torch.rand(6, 40), Slot(tuple(range(6)), (5,) * 6, Purpose.ACCEPT))
-    together = source.categorical(law.expand(6, -1), Slot(tuple(range(6)), (5,) * 6, Purpose.DRAFT, 2))
+    together = source.categorical(probs.expand(6, -1), Slot(tuple(range(6)), (5,) * 6, Purpose.DRAFT, 2))
     assert together.tolist() == alone
     assert len(set(alone)) > 1
     assert prompt_key("a") != prompt_key("b")
 
 
 def test_never_a_token_of_probability_zero():
-    law = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
+    probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
     for uniform in (0.0, 1e-300, 0.3 - 1e-12, 0.3, 1 - 2**-53):
-        assert int(inverse_cdf(law, torch.tensor([[uniform]], dtype=torch.float64))) in (1, 3)
+        assert int(inverse_cdf(probs, torch.tensor([[uniform]], dtype=torch.float64))) in (1, 3)
 
 
 def test_no_uniform_reaches_a_token_of_probability_zero_or_none():
@@ -161,17 +163,17 @@ def test_no_uniform_reaches_a_token_of_probability_zero_or_none():
     ends = torch.tensor([0.0, 2.0**-53, 0.5, 1 - 2.0**-52, 1 - 2.0**-53], dtype=torch.float64)
     for size in (1, 2, 33, 1000):
         for dtype in (torch.float32, torch.float64):
-            law = torch.rand(len(ends), size, generator=generator, dtype=dtype) ** 40
-            law[:, torch.rand(size, generator=generator) < 0.5] = 0
-            law[:, size // 2] += 1e-38
-            token = inverse_cdf(law, ends[:, None])
-            assert (law.gather(1, token[:, None]) > 0).all()
+            probs = torch.rand(len(ends), size, generator=generator, dtype=dtype) ** 40
+            probs[:, torch.rand(size, generator=generator) < 0.5] = 0
+            probs[:, size // 2] += 1e-38
+            token = inverse_cdf(probs, ends[:, None])
+            assert (probs.gather(1, token[:, None]) > 0).all()
 
 
 def test_what_is_no_law_gives_some_token():
     """Its row ends with an error; the rows beside it go on."""
-    law = torch.tensor([[0.5, 0.5, 0.0], [torch.nan] * 3])
-    token = inverse_cdf(law, torch.tensor([[0.6], [0.6]], dtype=torch.float64))
+    probs = torch.tensor([[0.5, 0.5, 0.0], [torch.nan] * 3])
+    token = inverse_cdf(probs, torch.tensor([[0.6], [0.6]], dtype=torch.float64))
     assert token[0] == 1 and 0 <= token[1] < 3
 
 
@@ -252,9 +254,9 @@ def read(source: CounterDraws, ks: Iterator[int] | tuple, vocabs: Any) -> Iterat
         for kind, purpose in (("draft", Purpose.DRAFT), ("coin", Purpose.ACCEPT)):
             yield from _uses(kind, source.seed, _halved(source, Slot(keys, bases, purpose), k))
     for vocab in vocabs:
-        law_BV = torch.ones(1).expand(len(keys), vocab)
+        probs_BV = torch.ones(1).expand(len(keys), vocab)
         with _noted(draws, "race") as clocks:
-            source.categorical(law_BV, Slot(keys, bases, Purpose.CORRECT))
+            source.categorical(probs_BV, Slot(keys, bases, Purpose.CORRECT))
         yield from _uses("clock", source.seed, np.exp(-clocks[0][:, : 2 * heat(vocab)]))
 
 
@@ -271,9 +273,9 @@ def _halved(source: CounterDraws, slot: Slot, count: int) -> np.ndarray:
         if slot.purpose is Purpose.ACCEPT:
             passed_BN = source.bernoulli(mark_BN, slot)
         else:
-            laws = torch.stack([mark_BN, 1 - mark_BN], -1)
+            transform = torch.stack([mark_BN, 1 - mark_BN], -1)
             drawn = [
-                source.categorical(laws[:, n], Slot(slot.keys, slot.bases, slot.purpose, n))
+                source.categorical(transform[:, n], Slot(slot.keys, slot.bases, slot.purpose, n))
                 for n in range(count)
             ]
             passed_BN = torch.stack(drawn, 1) == 0
@@ -286,9 +288,9 @@ def _noted(place: Any, race: str) -> Iterator[list[np.ndarray]]:
     """The noise that a race is given."""
     found: list[np.ndarray] = []
 
-    def noted(law_BV: torch.Tensor, noise_BN: torch.Tensor) -> torch.Tensor:
+    def noted(probs_BV: torch.Tensor, noise_BN: torch.Tensor) -> torch.Tensor:
         found.append(noise_BN.numpy())
-        return torch.zeros(len(law_BV), dtype=torch.int64)
+        return torch.zeros(len(probs_BV), dtype=torch.int64)
 
     with patch.object(place, race, noted):
         yield found
@@ -376,9 +378,9 @@ class Noting:
 def test_a_run_asks_for_no_number_twice(kind):
     """Of one row after the other, round for round: every coin and draft has a number that no other has."""
     for rule in ("token", "block"):
-        noted, laws = type("Noted", (Noting, kind), {})(3), Laws(SamplingConf(), (), 12)
-        drafter = ModelDrafter(Runner(toy(12, 1), 8), laws, noted)
-        engine = Engine(Runner(toy(12, 0), 8), drafter, laws, RULES[rule], noted)
+        noted, transform = type("Noted", (Noting, kind), {})(3), SamplingTransform(SamplingConfig(), (), 12)
+        drafter = ModelDrafter(ModelRunner(toy(12, 1), 8), transform, noted)
+        engine = Engine(ModelRunner(toy(12, 0), 8), drafter, transform, RULES[rule], noted)
         prompts = [Prompt(str(n), tuple(range(1, 2 + n % 3))) for n in range(6)]
         texts = drive_refilled(engine, prompts, 1, k=5, longest=60, max_new=30)
         assert [len(text) for text in texts.values()] == [30] * 6
@@ -386,7 +388,7 @@ def test_a_run_asks_for_no_number_twice(kind):
         assert len(noted.clocks) > 400 and {len(rounds) for rounds in noted.clocks.values()} == {1}
 
 
-# Texts by real draws: their law is the target's, whichever draws share a round.
+# Texts by real draws: their distribution is the target's, whichever draws share a round.
 
 TEXT = trees.Scenario(draft=3, new=3)  # three tokens of three, drafts of two
 TEXTS_DRAWN = 2000
@@ -398,9 +400,9 @@ def text_p_value(kind: type[CounterDraws], rule: str) -> float:
     target, draft = trees.models(TEXT)
     with torch.inference_mode():
         found = Counter(trees.play(many, target, draft, kind(5)))
-    law = {texts[0]: share for texts, share in trees.expected(TEXT, target.module).items()}
-    assert found.keys() <= law.keys()
-    return g_test(np.array([found[text] for text in law]), np.array(list(law.values())))
+    probs = {texts[0]: share for texts, share in trees.expected(TEXT, target.module).items()}
+    assert found.keys() <= probs.keys()
+    return g_test(np.array([found[text] for text in probs]), np.array(list(probs.values())))
 
 
 def shared_by_races(self: CounterDraws, *texts: Any) -> torch.Tensor:

@@ -93,7 +93,7 @@ def calculators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_quick(command: Command) -> None:
-    """The synthetic pair: two modes of the same law on ten prompts, a table, then the document."""
+    """The synthetic pair: two modes of the same distribution on ten prompts, a table, then the document."""
     answer = command(*EVAL, "task.quick=true")
     assert (answer.code, answer.errors) == (0, [])
     head, regular, speculative, difference, _ = answer.out.splitlines()

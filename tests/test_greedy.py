@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from tests.families import FAMILIES, VOCAB, WHOLE, WINDOW, build, tiny
 from tests.rig import Contrary, perturbed, speculate
@@ -282,7 +282,7 @@ def test_cached_logits_equal_plain_ones(family: str, dtype: torch.dtype) -> None
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(0, VOCAB, (4, 50), generator=generator)
     wrong = torch.randint(0, VOCAB, (4, 50), generator=generator)
-    runner = Runner(CausalModel(build(family, dtype=dtype), family), prefill_chunk=7)
+    runner = ModelRunner(CausalModel(build(family, dtype=dtype), family), prefill_chunk=7)
     runner.start(4, 50)
     reference_module = build(family, dtype=dtype)
     with torch.inference_mode():
@@ -333,7 +333,7 @@ def test_keys_that_the_architecture_ignores_are_ignored(architecture: str, left:
     changes = LEFTOVERS[left]
     with torch.inference_mode():
         expected = tiny(architecture, **changes)(text).logits[0]
-    runner = Runner(CausalModel(tiny(architecture, **changes), architecture))
+    runner = ModelRunner(CausalModel(tiny(architecture, **changes), architecture))
     runner.start(1, 40)
     logits = runner.logits(text, [40], [40])[0]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)

@@ -12,22 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import (
-    AdaptiveLookahead,
+    AdaptiveDraftLength,
     Costs,
-    FixedLookahead,
+    FixedDraftLength,
     best_k,
     tokens_per_round,
 )
 from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, commit, generate
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.round_protocol import Verdict
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.round_protocol import RoundResult
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import RULES
@@ -37,15 +37,15 @@ from tests.toy import Toy, toy
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
 
-def verdict(drafted: list[int], accepted: int, token: int) -> Verdict:
-    return Verdict([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
+def verdict(drafted: list[int], accepted: int, token: int) -> RoundResult:
+    return RoundResult([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
 
 
 def one_row(prompt: tuple[int, ...] = (1, 2), room: int = 50) -> State:
     return State([Prompt("a", prompt)], room, torch.device("cpu"))
 
 
-def committed(result: Verdict, limits: Limits, context: int = 50):
+def committed(result: RoundResult, limits: Limits, context: int = 50):
     state = one_row()
     step = commit(state, result, limits, context, 0, [0])
     return state, step.rows[0]
@@ -116,10 +116,10 @@ def test_damaged_logits_stop_their_row_only():
         return result
 
     target.forward = broken
-    laws, draws = Laws(SamplingConf(), (), 5), CounterDraws(0)
-    engine = Engine(Runner(CausalModel(target, "broken")), NoDrafter(), laws, RULES["block"], draws)
+    transform, draws = SamplingTransform(SamplingConfig(), (), 5), CounterDraws(0)
+    engine = Engine(ModelRunner(CausalModel(target, "broken")), NoDrafter(), transform, RULES["block"], draws)
     state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(3)], 6)
-    list(generate(engine, state, Limits(6), FixedLookahead(0, 3)))
+    list(generate(engine, state, Limits(6), FixedDraftLength(0, 3)))
     assert state.finished == ["length", "error", "length"]
     assert [len(state.generated(row)) for row in range(3)] == [6, 0, 6]
 
@@ -132,11 +132,17 @@ def test_damaged_logits_stop_their_row_only():
 def test_counters_add_up(prompts, k, new, ends, rule, seed):
     """Committed tokens are the texts; nothing follows EOS; no limit is passed; accepted <= drafted."""
     end_ids = frozenset({2}) if ends else frozenset()
-    draws, laws = CounterDraws(seed), Laws(SamplingConf(), tuple(end_ids), 5)
+    draws, transform = CounterDraws(seed), SamplingTransform(SamplingConfig(), tuple(end_ids), 5)
     target, draft = toy(5, 0, context=14), toy(5, 1, context=10)
-    engine = Engine(Runner(target, 3), ModelDrafter(Runner(draft, 3), laws, draws), laws, RULES[rule], draws)
+    engine = Engine(
+        ModelRunner(target, 3),
+        ModelDrafter(ModelRunner(draft, 3), transform, draws),
+        transform,
+        RULES[rule],
+        draws,
+    )
     state = engine.prefill([Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)], new)
-    counts, lookahead = Counts(), FixedLookahead(k, len(prompts))
+    counts, lookahead = Counts(), FixedDraftLength(k, len(prompts))
     for step in generate(engine, state, Limits(new, end_ids), lookahead):
         for row in step.rows:
             counts.add(row)
@@ -173,7 +179,7 @@ class Seen:
 
 
 def test_adaptive_k_grows_shrinks_and_tries_again():
-    lookahead = AdaptiveLookahead(Costs.of_ratio(0.2, 16), 1)
+    lookahead = AdaptiveDraftLength(Costs.of_ratio(0.2, 16), 1)
     start = lookahead.choose()[0]
     for _ in range(30):
         lookahead.observe([Seen([1.0] * 4)])
@@ -192,7 +198,7 @@ def test_adaptive_k_grows_shrinks_and_tries_again():
 
 def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
     """Two rows whose first drafts stand alike; behind them one's draft is sure, the other's useless."""
-    lookahead = AdaptiveLookahead(Costs.of_ratio(0.1, 8), 2)
+    lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, 8), 2)
     for _ in range(30):
         sure = Seen([0.5, 1.0, 1.0, 1.0], row=0)
         useless = Seen([0.5, 0.0, 0.0, 0.0], row=1)
@@ -202,17 +208,17 @@ def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
     assert first.first == pytest.approx(second.first, abs=0.05)
     assert first.later > 0.95 and second.later < 0.1
     lookahead.restart(0)
-    assert lookahead.choose()[0] == AdaptiveLookahead(Costs.of_ratio(0.1, 8), 1).choose()[0]
+    assert lookahead.choose()[0] == AdaptiveDraftLength(Costs.of_ratio(0.1, 8), 1).choose()[0]
 
 
 def test_a_draft_token_costs_one_draft_forward():
     """Also after wholly accepted blocks, when the draft model lacks two tokens."""
-    draws, laws, rows, k = CounterDraws(0), Laws(SamplingConf(), (), 5), 3, 4
-    drafter = ModelDrafter(Runner(toy(5, 0)), laws, draws)
-    engine = Engine(Runner(toy(5, 0)), drafter, laws, RULES["block"], draws)
+    draws, transform, rows, k = CounterDraws(0), SamplingTransform(SamplingConfig(), (), 5), 3, 4
+    drafter = ModelDrafter(ModelRunner(toy(5, 0)), transform, draws)
+    engine = Engine(ModelRunner(toy(5, 0)), drafter, transform, RULES["block"], draws)
     state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(rows)], 4 * (k + 1))
     before, target_before = drafter.forwards, engine.target.forwards
-    steps = list(generate(engine, state, Limits(4 * (k + 1)), FixedLookahead(k, rows)))
+    steps = list(generate(engine, state, Limits(4 * (k + 1)), FixedDraftLength(k, rows)))
     assert all(row.accepted == len(row.drafted) == k for step in steps for row in step.rows)
     assert drafter.forwards - before == k * len(steps) == 4 * k
     assert engine.target.forwards - target_before == len(steps)
@@ -228,7 +234,7 @@ def test_costs_between_measured_ones():
 
 def emulated(alpha: float, costs: Costs, tokens: int, seed: int) -> float:
     """Time of one text by the clock of `costs`, K adaptive; drafts stand with chance alpha on average."""
-    generator, lookahead = random.Random(seed), AdaptiveLookahead(costs, 1)
+    generator, lookahead = random.Random(seed), AdaptiveDraftLength(costs, 1)
     spent, made = 0.0, 0
     while made < tokens:
         k = lookahead.choose()[0]

@@ -1,4 +1,4 @@
-"""The loop that ships gives the target's law over whole texts: every branch walked."""
+"""The loop that ships gives the target's distribution over whole texts: every branch walked."""
 
 from __future__ import annotations
 

@@ -6,15 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_ssp.config import SamplingConf
-from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.config import SamplingConfig
+from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, commit, generate
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.round_protocol import Verdict
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.round_protocol import RoundResult
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import RULES
@@ -36,7 +36,7 @@ TRACE = [
 def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
     for number, (drafted, accepted, token, withheld) in enumerate(TRACE):
-        verdict = Verdict([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
+        verdict = RoundResult([drafted], [accepted], [token], [[0.5] * len(drafted)], [False], [[]])
         step = commit(state, verdict, Limits(40, frozenset({EOS})), 50, number, [withheld])
         counts.add(step.rows[0])
     assert state.generated(0) == [1, 2, 3, 4, 5, 1, 6, 7, 1, EOS] and state.finished == ["eos"]
@@ -68,14 +68,14 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
 
 def test_an_end_that_cuts_nothing_cuts_no_block() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    verdict = Verdict([[1, 2]], [1], [EOS], [[0.5, 0.5]], [False], [[]])
+    verdict = RoundResult([[1, 2]], [1], [EOS], [[0.5, 0.5]], [False], [[]])
     counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0, [0]).rows[0])
     assert counts.summary()["blocks_cut_by"] == {} and counts.summary()["finish_reasons"] == {"eos": 1}
 
 
 def test_a_bonus_behind_eos_is_cut_though_no_draft_is() -> None:
     state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
-    verdict = Verdict([[1, EOS]], [2], [7], [[0.5, 0.5]], [False], [[]])
+    verdict = RoundResult([[1, EOS]], [2], [7], [[0.5, 0.5]], [False], [[]])
     counts.add(commit(state, verdict, Limits(40, frozenset({EOS})), 50, 0, [0]).rows[0])
     summary = counts.summary()
     assert (summary["tokens_cut_after_end"], summary["tokens_discarded_after_end"]) == (1, 0)
@@ -87,7 +87,7 @@ class Submissions(Engine):
 
     submitted = verified = 0
 
-    def verify(self, state: State, proposal: Proposal) -> Verdict:
+    def verify(self, state: State, proposal: Proposal) -> RoundResult:
         verdict = super().verify(state, proposal)
         live = [row for row, finish in enumerate(state.finished) if finish is None]
         self.submitted += sum(len(verdict.drafted[row]) for row in live)
@@ -107,14 +107,14 @@ def test_counts_add_up_exactly(
     """Committed is final lengths less prompt lengths; nothing that was drafted or verified is lost."""
     end_ids = frozenset({2}) if ends in ("eos", "both") else frozenset[int]()
     stops = ["bd", "dde"] if ends in ("stop", "both") else []
-    draws, laws = CounterDraws(seed), Laws(SamplingConf(), tuple(end_ids), 5)
+    draws, transform = CounterDraws(seed), SamplingTransform(SamplingConfig(), tuple(end_ids), 5)
     target, draft = toy(5, 0, context=14), toy(5, 1, context=10)
-    drafter = ModelDrafter(Runner(draft, 3), laws, draws)
-    engine = Submissions(Runner(target, 3), drafter, laws, RULES[rule], draws)
+    drafter = ModelDrafter(ModelRunner(draft, 3), transform, draws)
+    engine = Submissions(ModelRunner(target, 3), drafter, transform, RULES[rule], draws)
     rows = [Prompt(str(i), tuple(p)) for i, p in enumerate(prompts)]
     state, counts = engine.prefill(rows, new), Counts()
     writing = Writing(lambda ids: "".join("abcde"[i] for i in ids), [p.token_ids for p in rows], stops)
-    for step in generate(engine, state, Limits(new, end_ids, writing), FixedLookahead(k, len(rows))):
+    for step in generate(engine, state, Limits(new, end_ids, writing), FixedDraftLength(k, len(rows))):
         for row in step.rows:
             counts.add(row)
     found = counts.summary()

@@ -6,15 +6,15 @@ from unittest.mock import patch
 
 import pytest
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative import verification as verify
-from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.speculative.verification import RULES
@@ -29,12 +29,14 @@ VOCAB, ROWS, NEW, K = 8, 725, 150, 4
 
 def run(rule: str, rows: int = ROWS) -> Counts:
     draws = CounterDraws(11)
-    laws = Laws(SamplingConf(temperature=2.0), (), VOCAB)
+    transform = SamplingTransform(SamplingConfig(temperature=2.0), (), VOCAB)
     target, draft = (toy(VOCAB, seed, context=NEW + 8, sharpness=0.8) for seed in (0, 1))
-    engine = Engine(Runner(target), ModelDrafter(Runner(draft), laws, draws), laws, RULES[rule], draws)
+    engine = Engine(
+        ModelRunner(target), ModelDrafter(ModelRunner(draft), transform, draws), transform, RULES[rule], draws
+    )
     state = engine.prefill([Prompt(str(row), (row % VOCAB, 1)) for row in range(rows)], NEW)
     counts = Counts()
-    for step in generate(engine, state, Limits(NEW), FixedLookahead(K, rows)):
+    for step in generate(engine, state, Limits(NEW), FixedDraftLength(K, rows)):
         for row in step.rows:
             counts.add(row)
     return counts

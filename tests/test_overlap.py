@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConf
-from llama_ssp.distributed.draft_messages import Asker, Kind, Letter
+from llama_ssp.config import SamplingConfig
+from llama_ssp.distributed.draft_messages import DraftClient, Message, MessageKind
 from llama_ssp.speculative.drafters import ahead
 from llama_ssp.speculative.drafters import remote as apart
 from llama_ssp.speculative.drafters.ahead import AheadDrafter
@@ -23,8 +23,8 @@ from llama_ssp.speculative.state import Prompt, State
 from tests.interleaved import Schedule, Seen, SharedDraws, overlapped, schedules, walk
 from tests.trees import Scenario, models, play
 
-CUT = SamplingConf(top_p=0.75)  # some laws are certain then, and trees smaller
-CUT_LESS = SamplingConf(top_p=0.85)
+CUT = SamplingConfig(top_p=0.75)  # some distributions are certain then, and trees smaller
+CUT_LESS = SamplingConfig(top_p=0.85)
 TWO, OTHER_TWO = ((1,), (0, 1, 1)), ((1, 1, 0), (0,))
 
 # A scenario, and for how many rounds all schedules are tried.
@@ -120,12 +120,12 @@ def test_the_text_is_that_of_one_process():
 @pytest.mark.parametrize("zeros", [0, 5, 11, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_laws_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
-    law = torch.rand(12, dtype=dtype)
-    law[:zeros] = 0
-    law = law.view(1, 2, 6)
-    how, load = written(law)
-    assert torch.equal(read(how, load, (1, 2, 6), dtype), law)
-    assert len(load) <= law.nbytes
+    probs = torch.rand(12, dtype=dtype)
+    probs[:zeros] = 0
+    probs = probs.view(1, 2, 6)
+    how, load = written(probs)
+    assert torch.equal(read(how, load, (1, 2, 6), dtype), probs)
+    assert len(load) <= probs.nbytes
 
 
 def test_two_laws_alike_are_raced_to_the_same_token():
@@ -144,17 +144,17 @@ def test_two_laws_alike_are_raced_to_the_same_token():
     assert alike[0] > (1 - apart) / (1 + apart) - 0.05 and alike[0] > alike[1] + 0.2
 
 
-# Faults, each of which must show in the law (or break the run).
+# Faults, each of which must show in the distribution (or break the run).
 
 
-def _any_reply(asker: Asker, seconds: float) -> bool:
+def _any_reply(asker: DraftClient, seconds: float) -> bool:
     """Takes whatever reply comes for the one to this ask."""
     frame = asker.link.receive(seconds)
     if frame is None:
         return False
-    letter = Letter.opened(frame)
+    letter = Message.opened(frame)
     asker._heard = letter.number
-    if letter.kind is Kind.REPLY:
+    if letter.kind is MessageKind.REPLY:
         asker._reply = letter
     return True
 
@@ -186,7 +186,7 @@ def _with_own_draws(state: State, blocks: list[list[int]]) -> State:
 def _law_of_another_text(drafter: AheadDrafter, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
     drawn = _step(drafter, state, offset, count)
     ready = offset < max(drafter._ready)
-    return replace(drawn, law_BV=drawn.law_BV.flip(-1)) if ready else drawn
+    return replace(drawn, probs_BV=drawn.probs_BV.flip(-1)) if ready else drawn
 
 
 def _of_another_correction(memo: Memo, state: State, row: int) -> bool:
@@ -209,7 +209,7 @@ class Fault:
 WHIM, ALIKE = "whether it is used depends on a token that nobody committed", "every guess is right"
 FAULTS = {
     "a stale proposal is used": Fault(
-        ((Asker, "_take", _any_reply), (apart, "tags", _about_anything)),
+        ((DraftClient, "_take", _any_reply), (apart, "tags", _about_anything)),
         schedule=Schedule((0,) * 6, twice=True),
     ),
     "a proposal for another prefix is used": Fault(((Memo, "stands", _of_any_text),)),
@@ -239,7 +239,8 @@ def test_a_planted_fault_shows(name: str):
     assert shows(FAULTS[name]) is not None
 
 
-# Faults by which each draft still comes with its law: the law of the texts holds, but not a seed's text.
+# Faults by which each draft still comes with its distribution: the distribution of the texts holds, but not a
+# seed's text.
 ASIDE = {"a guess is used behind another correction": (Memo, "stands", _of_another_correction)}
 
 

@@ -7,9 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config import Drafting, DraftSeat, Dtype, PlacementConf, PlanningConf, RunConf, SpeculationConf
+from llama_ssp.config import (
+    Drafting,
+    DraftSeat,
+    Dtype,
+    PlacementConf,
+    PlanningConf,
+    RunConf,
+    SpeculationConfig,
+)
 from llama_ssp.errors import DistributedError
-from llama_ssp.planner.comparison import Memory, Way, beside, counted, in_words
+from llama_ssp.planner.comparison import Memory, RunMeasurement, beside, counted, in_words
 from llama_ssp.planner.memory import tensor_lines
 from llama_ssp.planner.room import GIB
 from llama_ssp.planner.run_plan import Prediction, asked_of_run, placed, predict, require_fit
@@ -101,7 +109,7 @@ def test_predicted_beside_measured():
     prediction = prediction_of(run())
     pace, bill = prediction.pace(1), prediction.option.bills[0]
     said = counted(bill)
-    slow = Way("speculative", prediction, 1, 4, 2 * pace.ms_per_token(0.7, 4), 0.7)
+    slow = RunMeasurement("speculative", prediction, 1, 4, 2 * pace.ms_per_token(0.7, 4), 0.7)
     half = Memory(0, {name: size // 2 for name, size in said.items()})
     plan = beside([slow, replace(slow, name="regular", k=0, ms_per_token=None)], [half])
     assert plan is not None and plan["verdict"] == "fits"
@@ -117,21 +125,23 @@ def test_predicted_beside_measured():
 
 def test_a_run_without_a_plan_has_nothing_beside_it():
     assert beside([], []) is None
-    assert beside([Way("regular", None, 1, 0, 1.0, None)], [Memory(0, {})]) is None
+    assert beside([RunMeasurement("regular", None, 1, 0, 1.0, None)], [Memory(0, {})]) is None
 
 
 def test_adaptive_ways_are_predicted_at_their_best_k_and_counted_rounds_as_they_were():
     prediction = prediction_of(run())
     pace = prediction.pace(2)
-    k, ms = Way("adaptive", prediction, 2, None, 1.0, 0.9).predicted(prediction)
+    k, ms = RunMeasurement("adaptive", prediction, 2, None, 1.0, 0.9).predicted(prediction)
     assert (k, ms) == (pace.best_k(0.9), pace.ms_per_token(0.9, pace.best_k(0.9)))
-    _, by_round = Way("agreeing", prediction, 2, 8, 1.0, None, tokens_per_round=5.0).predicted(prediction)
+    _, by_round = RunMeasurement("agreeing", prediction, 2, 8, 1.0, None, tokens_per_round=5.0).predicted(
+        prediction
+    )
     assert by_round == pytest.approx(1000 * pace.round_s(8, 0.7) / 5)
 
 
 def test_of_several_pairs_the_one_that_needs_most_counts():
     small, large = prediction_of(run()), prediction_of(run(), 4)
-    ways = [Way(name, one, 1, 0, 1.0, None) for name, one in (("a", small), ("b", large))]
+    ways = [RunMeasurement(name, one, 1, 0, 1.0, None) for name, one in (("a", small), ("b", large))]
     plan = beside(ways, [Memory(0, dict.fromkeys(counted(large.option.bills[0])))])
     assert plan is not None and plan["placement"] == large.option.placement.in_words()
     assert plan["memory"][0]["device_bytes"]["predicted"] == large.option.bills[0].total
@@ -151,14 +161,14 @@ def test_caches_of_other_engines_are_billed():
 
 
 def test_adaptive_runs_are_billed_at_their_largest_k():
-    conf = run(speculation=SpeculationConf(adaptive=True, k=0, k_max=3), plan=PlanningConf(acceptance=0.95))
+    conf = run(speculation=SpeculationConfig(adaptive=True, k=0, k_max=3), plan=PlanningConf(acceptance=0.95))
     asked = asked_of_run(conf, ROLES, WORK)
     prediction = predict(conf, asked, placed(PlacementConf(), asked, 8, drafts=True))
     assert prediction is not None and prediction.option.k == 3
 
 
 def test_text_drafts():
-    conf = run(speculation=SpeculationConf(drafter=Drafting.ngram, k=8), draft=None)
+    conf = run(speculation=SpeculationConfig(drafter=Drafting.ngram, k=8), draft=None)
     asked = asked_of_run(conf, (ROLES[0], None), WORK)
     assert asked is not None and asked.text_drafts
     place = placed(PlacementConf(), asked, 8, drafts=False)

@@ -140,7 +140,7 @@ def test_the_draft_has_a_cache_of_its_own() -> None:
 
 
 def test_the_shape_of_verification_is_counted() -> None:
-    """vLLM #37521: the warm-up saw one token a request, the run K+1 with laws for each."""
+    """vLLM #37521: the warm-up saw one token a request, the run K+1 with distributions for each."""
     target = role(TARGET, "7B", vocab=152064, context=4096)
     draft = role(DRAFT, "7B", n_layers=1, vocab=152064, context=4096)
     work = Workload(rows=16, prompt_tokens=64, new_tokens=64, k=8)

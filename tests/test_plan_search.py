@@ -11,7 +11,7 @@ from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError
 from llama_ssp.planner.advice import advice, largest, overrides
 from llama_ssp.planner.constants import communicators, constant_lines
-from llama_ssp.planner.fit import GpuBill, Verdict, bill_of
+from llama_ssp.planner.fit import FitVerdict, GpuBill, bill_of
 from llama_ssp.planner.memory import segments, tensor_lines
 from llama_ssp.planner.outcome import outcome, parts, worlds_of
 from llama_ssp.planner.room import GIB
@@ -72,25 +72,25 @@ def test_placements_are_asked_for_as_they_are_said(world):
 def test_the_fastest_that_fits_comes_first():
     found = search(asked("65B", "7B", P4D, prompt_tokens=1536), list(range(1, 9)))
     assert [one.verdict.rank for one in found] == sorted(one.verdict.rank for one in found)
-    fitting = [one for one in found if one.verdict is Verdict.fits]
+    fitting = [one for one in found if one.verdict is FitVerdict.fits]
     assert [one.ms_per_token for one in fitting] == sorted(one.ms_per_token for one in fitting)
     assert found[0].placement.in_words() == "target 0-7, draft 0-7 (split)"
-    assert {one.verdict for one in found} >= {Verdict.fits, Verdict.does_not_fit}
+    assert {one.verdict for one in found} >= {FitVerdict.fits, FitVerdict.does_not_fit}
 
 
 def test_a_sharded_draft_saves_what_the_whole_one_spoils():
     """65B over 4 GPUs of 40 GB: with the whole 7B on the leader it does not fit, split it does."""
     on = asked("65B", "7B", P4D, prompt_tokens=1536)
-    assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is Verdict.does_not_fit
-    assert option(on, named("target 0-3, draft 0-3 (split)", 4)).verdict is Verdict.fits
+    assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is FitVerdict.does_not_fit
+    assert option(on, named("target 0-3, draft 0-3 (split)", 4)).verdict is FitVerdict.fits
 
 
 def test_the_draft_is_counted():
     """vLLM issues 9995 and 8073: it fitted without the draft, then ran out of memory with it."""
     on = asked("65B", "7B", P4D, prompt_tokens=1536)
     alone = replace(on, draft=None)
-    assert search(alone, [4])[0].verdict is Verdict.fits
-    assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is Verdict.does_not_fit
+    assert search(alone, [4])[0].verdict is FitVerdict.fits
+    assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is FitVerdict.does_not_fit
 
 
 def test_the_drafts_cache_is_counted():
@@ -98,14 +98,14 @@ def test_the_drafts_cache_is_counted():
     on = asked("7B", "7B", P4D, rows=16, prompt_tokens=1900)
     (bill,) = option(on, named("target 0, draft 0 (whole)", 1)).bills
     assert parts(bill.lines)["draft caches"] == parts(bill.lines)["target caches"] > 15 * GIB
-    assert bill.verdict is Verdict.does_not_fit
+    assert bill.verdict is FitVerdict.does_not_fit
 
 
 def test_a_batch_is_counted():
     """accelerate issue 608: it fitted at one row, and ran out of memory with a batch."""
     one, many = (asked("13B", None, machine("p4d", gpus=1), rows=n, prompt_tokens=1900) for n in (1, 12))
-    assert search(one, [1])[0].verdict is Verdict.fits
-    assert search(many, [1])[0].verdict is not Verdict.fits
+    assert search(one, [1])[0].verdict is FitVerdict.fits
+    assert search(many, [1])[0].verdict is not FitVerdict.fits
 
 
 def test_checked_positions_are_counted():
@@ -147,12 +147,12 @@ def test_ranks_that_hold_alike_have_the_same_bill_as_each_alone():
 @pytest.mark.parametrize(
     ("total", "capacity", "verdict"),
     [
-        (10 * GIB, 11 * GIB, Verdict.fits),
-        (10 * GIB, int(10.2 * GIB), Verdict.uncertain),
-        (10 * GIB, int(9.8 * GIB), Verdict.uncertain),
-        (10 * GIB, 9 * GIB, Verdict.does_not_fit),
-        (40 * GIB, 41 * GIB, Verdict.uncertain),  # 3 % of a large bill
-        (0, 0, Verdict.uncertain),
+        (10 * GIB, 11 * GIB, FitVerdict.fits),
+        (10 * GIB, int(10.2 * GIB), FitVerdict.uncertain),
+        (10 * GIB, int(9.8 * GIB), FitVerdict.uncertain),
+        (10 * GIB, 9 * GIB, FitVerdict.does_not_fit),
+        (40 * GIB, 41 * GIB, FitVerdict.uncertain),  # 3 % of a large bill
+        (0, 0, FitVerdict.uncertain),
     ],
 )
 def test_verdict(total, capacity, verdict):
@@ -167,7 +167,7 @@ def test_the_largest_is_the_largest():
 
     def fits(**work: int) -> bool:
         other = replace(on, work=replace(on.work, k=chosen.k, **work))
-        return option(other, chosen.placement, chosen.k).verdict is Verdict.fits
+        return option(other, chosen.placement, chosen.k).verdict is FitVerdict.fits
 
     assert 1 < room.rows < 100
     assert fits(rows=room.rows) and not fits(rows=room.rows + 1)
@@ -198,7 +198,7 @@ def test_more_ranks_are_advised():
 def test_int8_is_advised_where_it_helps():
     on = asked("13B", None, machine("l4x4", gpus=1))
     chosen = search(on, [1])[0]
-    assert chosen.verdict is Verdict.does_not_fit
+    assert chosen.verdict is FitVerdict.does_not_fit
     assert "model.dtype=int8 (target 0)" in advice(on, chosen, [1])
 
 
@@ -218,7 +218,7 @@ def test_both_in_nf4_where_one_is_not_enough():
         name: replace(role, dtype=Dtype.nf4, model=replace(role.model, dtype=Dtype.nf4))
         for name, role in (("target", on.target), ("draft", on.roles[1]))
     })  # fmt: skip
-    assert search(fits, [1])[0].verdict is Verdict.fits
+    assert search(fits, [1])[0].verdict is FitVerdict.fits
 
 
 def test_nf4_is_billed_with_its_scales_and_refused_where_the_loader_refuses_it():

@@ -13,7 +13,7 @@ from llama_ssp.distributed.placement import resolve
 from llama_ssp.models import synthetic
 from llama_ssp.models.device_map import spread_of
 from llama_ssp.planner.activations import GPU
-from llama_ssp.planner.fit import Verdict
+from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.room import GIB
 from llama_ssp.planner.search import option
 from llama_ssp.planner.stages import Stage, stage_lines, stages
@@ -74,8 +74,8 @@ def test_what_passes_through_a_full_gpu_is_counted() -> None:
     """accelerate #608: a device_map that fills the cards runs with one row, and out of memory with eight."""
     card = machine("p4d", gpus=2, gib=17.0)
     few, many = (asked("13B", None, card, rows=rows, prompt_tokens=1900) for rows in (1, 8))
-    assert option(few, BY_LAYERS).verdict is Verdict.fits
-    assert option(many, BY_LAYERS).verdict is Verdict.does_not_fit
+    assert option(few, BY_LAYERS).verdict is FitVerdict.fits
+    assert option(many, BY_LAYERS).verdict is FitVerdict.does_not_fit
     weights = [
         sum(line.bytes for line in bill.lines if line.name in HELD) for bill in option(many, BY_LAYERS).bills
     ]

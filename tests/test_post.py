@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llama_ssp.distributed.draft_link import Calling, LinkLost, Listener, call
-from llama_ssp.distributed.draft_messages import Answerer, Asker, Dismissed, Kind, Letter
+from llama_ssp.distributed.draft_messages import Dismissed, DraftClient, DraftServer, Message, MessageKind
 from llama_ssp.errors import DistributedError
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.state import Prompt, State
@@ -18,7 +18,7 @@ from llama_ssp.speculative.state import Prompt, State
 def test_each_reply_is_its_own_and_every_ask_is_heard_in_order():
     """Though the leader does not wait for some of them, nor the draft take up each ask at once."""
     near, far = line()
-    asker, answerer, chance = Asker(near, 60.0), Answerer(far), random.Random(1)
+    asker, answerer, chance = DraftClient(near, 60.0), DraftServer(far), random.Random(1)
     asked, heard, stale = [], [], 0
     for number in range(300):
         asked.append([number, chance.randrange(4)])
@@ -40,8 +40,11 @@ def test_each_reply_is_its_own_and_every_ask_is_heard_in_order():
 
 
 def test_letters_survive_their_frames():
-    for letter in (Letter(Kind.ASK, 0, []), Letter(Kind.REPLY, 2**40, [-1, 2**62], b"\0laws")):
-        assert Letter.opened(letter.frame()) == letter
+    for letter in (
+        Message(MessageKind.ASK, 0, []),
+        Message(MessageKind.REPLY, 2**40, [-1, 2**62], b"\0laws"),
+    ):
+        assert Message.opened(letter.frame()) == letter
 
 
 def line():
@@ -71,7 +74,7 @@ def test_frames_go_over_tcp_in_order_and_whole():
 
 def test_a_draft_that_is_given_up_hears_so():
     near, far = line()
-    asker, answerer = Asker(near, 0.1), Answerer(far)
+    asker, answerer = DraftClient(near, 0.1), DraftServer(far)
     asker.broadcast_ints([4])
     assert asker.reply() is None and asker.lost == "it has not answered for 0.1 s"
     asker.patience_s = 3600.0
@@ -85,7 +88,7 @@ def test_a_draft_that_is_given_up_hears_so():
 
 def test_a_proposal_about_another_text_is_never_used():
     near, far = line()
-    asker, answerer = Asker(near, 60.0), Answerer(far)
+    asker, answerer = DraftClient(near, 60.0), DraftServer(far)
     asker.broadcast_ints([2])
     answerer.broadcast_ints([])
     answerer.answer([1, 17, 2, *range(20)], b"")
@@ -96,7 +99,7 @@ def test_a_proposal_about_another_text_is_never_used():
 
 def test_a_draft_that_went_is_noticed_at_once():
     near, far = line()
-    asker = Asker(near, 60.0)
+    asker = DraftClient(near, 60.0)
     far.close()
     asker.broadcast_ints([4])
     assert asker.reply() is None and asker.lost

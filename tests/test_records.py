@@ -15,10 +15,10 @@ from llama_ssp.batch.manifest import shards_of
 from llama_ssp.batch.requests import Form, Refused, Request
 from llama_ssp.batch.responses import Reply, answer, refusal
 from llama_ssp.batch.source import read_shard, read_source
-from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConf
+from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
 
-SAMPLING = SamplingConf(temperature=0.7)
+SAMPLING = SamplingConfig(temperature=0.7)
 CHAT = "/v1/chat/completions"
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build
 from tests.rig import GREEDY, Queue, drive_refilled, perturbed, speculate
 
-SAMPLED = SamplingConf(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
+SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
 LENGTHS = (9, 4, 1, 6, 2, 13, 1, 5, 3, 7)
 
 
@@ -54,13 +54,13 @@ def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sam
         prompt.id: speculate(target, [prompt], chosen, sampling=sampling, ends=ends, **how).texts[0]
         for prompt in prompts()
     }
-    laws, draws = Laws(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(0)
+    transform, draws = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(0)
     drafter: Drafter = {
         "none": lambda: NoDrafter(),
-        "model": lambda: ModelDrafter(Runner(draft, 512), laws, draws),
+        "model": lambda: ModelDrafter(ModelRunner(draft, 512), transform, draws),
         "ngram": lambda: NgramDrafter(1, 4, target.vocab, target.dtype),
     }[drafting]()
-    engine = Engine(Runner(target, 512), drafter, laws, RULES["block"], draws)
+    engine = Engine(ModelRunner(target, 512), drafter, transform, RULES["block"], draws)
     found = drive_refilled(engine, prompts(), rows, longest=max(LENGTHS) + 20, ends=ends, **how)
     assert found == alone
     assert len({len(text) for text in found.values()}) > 1  # rows ended at different times
@@ -70,7 +70,7 @@ def test_nothing_of_a_damaged_text_stays_in_its_row(models):
     """0 times NaN is NaN: what a mask hides must be numbers."""
     target, _ = models
     token_BS = torch.arange(3, 33).view(2, 15)
-    runner, fresh = Runner(target), Runner(target)
+    runner, fresh = ModelRunner(target), ModelRunner(target)
     for one in (runner, fresh):
         one.start(2, 14)
         one.warm(token_BS, [12, 12])
@@ -89,11 +89,15 @@ def test_a_rows_lookahead_begins_with_its_text(models):
     target, _ = models
     long = Prompt("long", tuple(range(3, 43)))
     engine = Engine(
-        Runner(target, 512), NoDrafter(), Laws(GREEDY, (), target.vocab), RULES["block"], CounterDraws(0)
+        ModelRunner(target, 512),
+        NoDrafter(),
+        SamplingTransform(GREEDY, (), target.vocab),
+        RULES["block"],
+        CounterDraws(0),
     )
     told: list[tuple[int, int | None]] = []
 
-    class Noted(FixedLookahead):
+    class Noted(FixedDraftLength):
         def restart(self, row):
             told.append((row, len(state.texts[row]) if state.finished[row] is None else None))
 
@@ -110,12 +114,16 @@ def test_a_long_prompt_is_read_between_the_rounds_of_others(models):
     target, _ = models
     long = Prompt("long", tuple(range(3, 43)))
     engine = Engine(
-        Runner(target, 512), NoDrafter(), Laws(GREEDY, (), target.vocab), RULES["block"], CounterDraws(0)
+        ModelRunner(target, 512),
+        NoDrafter(),
+        SamplingTransform(GREEDY, (), target.vocab),
+        RULES["block"],
+        CounterDraws(0),
     )
     fed: list[int] = []
-    whole = Runner.read
+    whole = ModelRunner.read
 
-    class Watched(Runner):
+    class Watched(ModelRunner):
         def read(self, token_BS, row, end):
             fed.append(end - self.cached[row])
             whole(self, token_BS, row, end)

@@ -1,4 +1,4 @@
-"""The vectorised law against the plain one, and what must hold for every law."""
+"""The vectorised distribution against the plain one, and what must hold for every law."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_ssp.config import SamplingConf
-from llama_ssp.speculative.sampling import Laws, Prefix, RowLaws, filtered, lawless
+from llama_ssp.config import SamplingConfig
+from llama_ssp.speculative.sampling import Prefix, RowTransforms, SamplingTransform, filtered, has_nan
 from tests.reference import reference_law
 
 VOCAB, SLOTS, ENDS = 11, 16, frozenset({4, 9})
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=150)
 
 controls = st.builds(
-    SamplingConf,
+    SamplingConfig,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 3, 10, 50]),
     top_p=st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
@@ -45,7 +45,7 @@ def batch(seed: int) -> tuple[torch.Tensor, Prefix]:
 @given(controls, st.integers(0, 10**6))
 def test_equals_the_plain_law_at_every_position(sampling, seed):
     logits, prefix = batch(seed)
-    laws = Laws(sampling, tuple(ENDS), VOCAB)(logits, prefix)
+    transform = SamplingTransform(sampling, tuple(ENDS), VOCAB)(logits, prefix)
     for row in range(3):
         for column in range(5):
             text = prefix.token_BS[row, : int(prefix.length_BW[row, column])].tolist()
@@ -53,39 +53,41 @@ def test_equals_the_plain_law_at_every_position(sampling, seed):
                 logits[row, column].tolist(), text, int(prefix.prompt_B[row]), sampling, ENDS
             )
             expected = torch.tensor(plain, dtype=torch.float64)
-            assert torch.allclose(laws[row, column], expected, rtol=0, atol=1e-12)
+            assert torch.allclose(transform[row, column], expected, rtol=0, atol=1e-12)
 
 
 @quiet
 @given(controls, st.integers(0, 10**6))
 def test_laws_are_laws(sampling, seed):
     logits, prefix = batch(seed)
-    laws = Laws(sampling, tuple(ENDS), VOCAB)(logits.to(torch.bfloat16), prefix)
-    assert laws.dtype == torch.float32
-    assert (laws >= 0).all() and torch.allclose(laws.sum(-1), torch.ones(3, 5), atol=1e-5)
-    assert (laws[..., sampling.bad_tokens] == 0).all()
+    transform = SamplingTransform(sampling, tuple(ENDS), VOCAB)(logits.to(torch.bfloat16), prefix)
+    assert transform.dtype == torch.float32
+    assert (transform >= 0).all() and torch.allclose(transform.sum(-1), torch.ones(3, 5), atol=1e-5)
+    assert (transform[..., sampling.bad_tokens] == 0).all()
 
 
 @quiet
 @given(st.integers(0, 10**6), st.sampled_from([(3, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (4, 0.8, 0.1)]))
 def test_filters_do_not_depend_on_the_order_of_tokens(seed, cut):
     generator = torch.Generator().manual_seed(seed)
-    law = torch.softmax(torch.randint(0, 4, (1, VOCAB), generator=generator).double(), -1)  # many ties
+    probs = torch.softmax(torch.randint(0, 4, (1, VOCAB), generator=generator).double(), -1)  # many ties
     order = torch.randperm(VOCAB, generator=generator)
-    assert torch.allclose(filtered(law, *cut)[:, order], filtered(law[:, order], *cut), rtol=0, atol=1e-15)
+    assert torch.allclose(
+        filtered(probs, *cut)[:, order], filtered(probs[:, order], *cut), rtol=0, atol=1e-15
+    )
 
 
-def filtered_by_sorting(law: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+def filtered_by_sorting(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """Top-k and top-p as they are defined: all tokens in order."""
-    if 0 < top_k < law.shape[-1]:
-        kept = torch.where(law >= law.sort(-1, descending=True).values[..., top_k - 1 : top_k], law, 0)
-        law = kept / kept.sum(-1, keepdim=True)
+    if 0 < top_k < probs.shape[-1]:
+        kept = torch.where(probs >= probs.sort(-1, descending=True).values[..., top_k - 1 : top_k], probs, 0)
+        probs = kept / kept.sum(-1, keepdim=True)
     if top_p < 1:
-        down = law.sort(-1, descending=True).values
+        down = probs.sort(-1, descending=True).values
         least = torch.where(down.cumsum(-1) - down < top_p, down, 1).amin(-1, keepdim=True)
-        kept = torch.where(law >= least, law, 0)
-        law = kept / kept.sum(-1, keepdim=True)
-    return law
+        kept = torch.where(probs >= least, probs, 0)
+        probs = kept / kept.sum(-1, keepdim=True)
+    return probs
 
 
 @quiet
@@ -96,42 +98,43 @@ def filtered_by_sorting(law: torch.Tensor, top_k: int, top_p: float) -> torch.Te
     st.sampled_from([0, 2, 30]),
 )  # fmt: skip
 def test_filters_without_a_sort_keep_what_sorting_keeps(seed, size, dtype, top_k, top_p, spread, levels):
-    """To the bit: flat laws and steep ones, ties at the edge, nuclei of one token and of nearly all."""
+    """To the bit: flat distributions and steep ones, ties at the edge, nuclei of one token and of nearly
+    all."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, size, generator=generator, dtype=dtype) * spread
     if levels:
         logits = (logits * levels).round() / levels
-    law = torch.softmax(logits, -1)
-    assert torch.equal(filtered(law, top_k, top_p, 0.0), filtered_by_sorting(law, top_k, top_p))
+    probs = torch.softmax(logits, -1)
+    assert torch.equal(filtered(probs, top_k, top_p, 0.0), filtered_by_sorting(probs, top_k, top_p))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("top_p", [5e-324, 1e-50, 6e-46, 1e-30, 1e-12])
 def test_the_smallest_top_p_keeps_the_likeliest(top_p: float, dtype: torch.dtype):
-    law = torch.tensor([[0.2, 0.3, 0.3, 0.2], [0.1, 0.2, 0.3, 0.4]], dtype=dtype)
+    probs = torch.tensor([[0.2, 0.3, 0.3, 0.2], [0.1, 0.2, 0.3, 0.4]], dtype=dtype)
     kept = torch.tensor([[0, 0.5, 0.5, 0], [0, 0, 0, 1]], dtype=dtype)
-    assert torch.equal(filtered(law, 0, top_p, 0.0), kept)
+    assert torch.equal(filtered(probs, 0, top_p, 0.0), kept)
 
 
 def test_a_law_of_nan_stays_one_beside_laws_that_are_filtered():
-    law = torch.softmax(torch.arange(4000.0).view(1, -1) / 100, -1).repeat(2, 1)
-    law[1] = torch.nan
+    probs = torch.softmax(torch.arange(4000.0).view(1, -1) / 100, -1).repeat(2, 1)
+    probs[1] = torch.nan
     for cut in ((5, 1.0), (600, 1.0), (0, 0.9), (7, 0.5)):
-        found = filtered(law, *cut, 0.0)
-        assert torch.equal(found[0], filtered_by_sorting(law[:1], *cut)[0]) and found[1].isnan().all()
+        found = filtered(probs, *cut, 0.0)
+        assert torch.equal(found[0], filtered_by_sorting(probs[:1], *cut)[0]) and found[1].isnan().all()
 
 
 def test_temperature_zero_is_exactly_argmax():
     logits, prefix = batch(1)
-    laws = Laws(SamplingConf(temperature=0.0), (), VOCAB)(logits, prefix)
-    assert torch.equal(laws, torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double())
+    transform = SamplingTransform(SamplingConfig(temperature=0.0), (), VOCAB)(logits, prefix)
+    assert torch.equal(transform, torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_every_token_is_forbidden_there_is_no_law(temperature: float):
     logits, prefix = batch(1)
-    banned = SamplingConf(temperature=temperature, bad_tokens=list(range(VOCAB)))
-    assert Laws(banned, (), VOCAB)(logits, prefix).isnan().all()
+    banned = SamplingConfig(temperature=temperature, bad_tokens=list(range(VOCAB)))
+    assert SamplingTransform(banned, (), VOCAB)(logits, prefix).isnan().all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -139,10 +142,12 @@ def test_where_every_token_is_forbidden_there_is_no_law(temperature: float):
 def test_uncut_probabilities_are_those_of_no_filter(cut: dict[str, float], temperature: float):
     """Also of a greedy model: there they are those at temperature 1. The other controls stay."""
     logits, prefix = batch(5)
-    others = SamplingConf(repetition_penalty=1.4, logit_bias={2: 1.5}, bad_tokens=[1])
+    others = SamplingConfig(repetition_penalty=1.4, logit_bias={2: 1.5}, bad_tokens=[1])
     sampling = replace(others, temperature=temperature, **cut)
-    found = Laws(sampling, tuple(ENDS), VOCAB).uncut()(logits, prefix)
-    wanted = Laws(replace(others, temperature=temperature or 1.0), tuple(ENDS), VOCAB)(logits, prefix)
+    found = SamplingTransform(sampling, tuple(ENDS), VOCAB).uncut()(logits, prefix)
+    wanted = SamplingTransform(replace(others, temperature=temperature or 1.0), tuple(ENDS), VOCAB)(
+        logits, prefix
+    )
     assert torch.equal(found, wanted) and ((found > 0).sum(-1) == VOCAB - 1).all()
 
 
@@ -151,23 +156,23 @@ def test_each_row_of_a_batch_has_its_own_controls():
     logits, prefix = batch(6)
     logits = logits.repeat(3, 1, 1)
     prefix = Prefix(prefix.token_BS.repeat(3, 1), prefix.length_BW.repeat(3, 1), prefix.prompt_B.repeat(3))
-    usual, cool, few = SamplingConf(), SamplingConf(temperature=0.5), SamplingConf(top_k=2)
-    laws = RowLaws(usual, (), VOCAB)
+    usual, cool, few = SamplingConfig(), SamplingConfig(temperature=0.5), SamplingConfig(top_k=2)
+    transform = RowTransforms(usual, (), VOCAB)
     for asked in (
         [cool, usual, few, usual, cool, few, few, usual, cool],
         [usual, few, few, cool] * 2 + [usual],
     ):
         for row, sampling in enumerate(asked):
-            laws.assign(row, sampling)
-        found = laws(logits, prefix)
+            transform.assign(row, sampling)
+        found = transform(logits, prefix)
         for row, sampling in enumerate(asked):
-            assert torch.equal(found[row], Laws(sampling, (), VOCAB)(logits, prefix)[row])
+            assert torch.equal(found[row], SamplingTransform(sampling, (), VOCAB)(logits, prefix)[row])
 
 
 def test_a_vanishing_top_p_keeps_the_likeliest_token():
     logits, prefix = batch(2)
-    laws = Laws(SamplingConf(top_p=1e-12), (), VOCAB)(logits, prefix)
-    assert torch.equal(laws.argmax(-1), logits.argmax(-1)) and (laws.amax(-1) == 1).all()
+    transform = SamplingTransform(SamplingConfig(top_p=1e-12), (), VOCAB)(logits, prefix)
+    assert torch.equal(transform.argmax(-1), logits.argmax(-1)) and (transform.amax(-1) == 1).all()
 
 
 @pytest.mark.parametrize("width", [VOCAB - 3, VOCAB + 3])
@@ -175,24 +180,30 @@ def test_a_padded_vocabulary_is_cut_or_filled(width):
     """A draft's logits beyond the target's vocabulary are never drawn; missing ones have no chance."""
     logits, prefix = batch(3)
     changed = torch.nn.functional.pad(logits, (0, width - VOCAB), value=50.0)
-    laws = Laws(SamplingConf(), (), VOCAB)(changed, prefix)
-    assert laws.shape[-1] == VOCAB and torch.allclose(laws.sum(-1), torch.ones(3, 5, dtype=torch.float64))
-    assert (laws[..., width:] == 0).all()
+    transform = SamplingTransform(SamplingConfig(), (), VOCAB)(changed, prefix)
+    assert transform.shape[-1] == VOCAB and torch.allclose(
+        transform.sum(-1), torch.ones(3, 5, dtype=torch.float64)
+    )
+    assert (transform[..., width:] == 0).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingConf(), SamplingConf(temperature=0.0), SamplingConf(temperature=0.7, top_k=3),
-        SamplingConf(top_p=0.5, min_p=0.1), SamplingConf(bad_tokens=[5]), SamplingConf(min_new_tokens=9),
-        SamplingConf(repetition_penalty=1.3, frequency_penalty=0.1, presence_penalty=0.1),
+        SamplingConfig(),
+        SamplingConfig(temperature=0.0),
+        SamplingConfig(temperature=0.7, top_k=3),
+        SamplingConfig(top_p=0.5, min_p=0.1),
+        SamplingConfig(bad_tokens=[5]),
+        SamplingConfig(min_new_tokens=9),
+        SamplingConfig(repetition_penalty=1.3, frequency_penalty=0.1, presence_penalty=0.1),
     ],
-)  # fmt: skip
+)
 def test_damaged_logits_are_marked_and_only_they(sampling, bad):
     """Throughout their row, also where a control forbids the very token that is damaged."""
     logits, prefix = batch(4)
     logits[1, 2, 5] = bad
-    laws = Laws(sampling, (5,), VOCAB)(logits, prefix)
-    assert lawless(laws).nonzero().tolist() == [[1, 2]]
-    assert torch.equal(laws.isnan(), lawless(laws)[..., None].expand_as(laws))
+    transform = SamplingTransform(sampling, (5,), VOCAB)(logits, prefix)
+    assert has_nan(transform).nonzero().tolist() == [[1, 2]]
+    assert torch.equal(transform.isnan(), has_nan(transform)[..., None].expand_as(transform))

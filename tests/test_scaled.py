@@ -16,9 +16,9 @@ from llama_ssp.models.compile import CompiledModel, compiled
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests import checkpoints
@@ -102,9 +102,9 @@ def test_the_scale_matters(name: str) -> None:
 def test_scaled_rows_are_refilled(name: str) -> None:
     """A prompt that is read in chunks, between the rounds of others, has its whole length's scale at once."""
     expected, target = scaled_texts(name), CausalModel(scaled(name), name)
-    laws, draws = Laws(GREEDY, (), target.vocab), CounterDraws(0)
-    drafter = ModelDrafter(Runner(CausalModel(perturbed(scaled(name), 0.02), name)), laws, draws)
-    engine = Engine(Runner(target), drafter, laws, RULES["block"], draws)
+    transform, draws = SamplingTransform(GREEDY, (), target.vocab), CounterDraws(0)
+    drafter = ModelDrafter(ModelRunner(CausalModel(perturbed(scaled(name), 0.02), name)), transform, draws)
+    engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
     found = drive_refilled(engine, list(expected), 2, k=4, longest=80)
     assert found == {prompt.id: text for prompt, text in expected.items()}
 

@@ -76,11 +76,11 @@ def test_growth_is_seen() -> None:
 
 
 def test_a_wrong_law_is_seen() -> None:
-    law, wrong = Law(), Law()
+    probs, wrong = Law(), Law()
     for _ in range(100):
-        law.add(CALM, {"tokens_decided": 100, "tokens_accepted": 70, "acceptance_expected": 0.695})
+        probs.add(CALM, {"tokens_decided": 100, "tokens_accepted": 70, "acceptance_expected": 0.695})
         wrong.add(CALM, {"tokens_decided": 100, "tokens_accepted": 70, "acceptance_expected": 0.66})
-    assert law.decided == 10_000 and law.wrong == []
+    assert probs.decided == 10_000 and probs.wrong == []
     assert "+8.4 standard deviations off" in wrong.wrong[0]
     never = Law()
     never.add(CALM, {"tokens_decided": 100, "tokens_accepted": 0, "acceptance_expected": 0.6})

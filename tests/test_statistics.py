@@ -104,7 +104,7 @@ def test_no_counts(counts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize(("n", "coverage"), [(1, 0.0), (2, 0.5), (5, 0.9375), (6, 0.96875), (9, 0.9609375)])
 def test_the_medians_interval_covers_what_it_says(n: int, coverage: float) -> None:
-    """Against the binomial law of how many values are below the median."""
+    """Against the binomial distribution of how many values are below the median."""
     found = median_of([float(i) for i in range(n)])
     left_out = int(found.low)
     assert found.high == n - 1 - left_out

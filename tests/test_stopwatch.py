@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
-from llama_ssp.speculative.draft_length import FixedLookahead
+from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks import profiling as stopwatch
@@ -64,9 +64,13 @@ def test_a_part_that_fails_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def engine() -> Engine:
-    draws, laws = CounterDraws(3), Laws(SamplingConf(), (), 5)
+    draws, transform = CounterDraws(3), SamplingTransform(SamplingConfig(), (), 5)
     return Engine(
-        Runner(toy(5, 0)), ModelDrafter(Runner(toy(5, 1)), laws, draws), laws, RULES["block"], draws
+        ModelRunner(toy(5, 0)),
+        ModelDrafter(ModelRunner(toy(5, 1)), transform, draws),
+        transform,
+        RULES["block"],
+        draws,
     )
 
 
@@ -76,12 +80,12 @@ PROMPTS = [Prompt("a", (1, 2, 3)), Prompt("b", (4,))]
 def test_a_timed_engine_gives_the_same_texts_and_its_parts_add_up() -> None:
     plain = engine()
     state = plain.prefill(PROMPTS, 20)
-    list(generate(plain, state, Limits(20), FixedLookahead(3, 2)))
+    list(generate(plain, state, Limits(20), FixedDraftLength(3, 2)))
     watch, measured = Stopwatch(), engine()
     measured.part = watch.part
     timed = TimedRun(measured, PROMPTS, 20)
     with watch.running(lambda: None):
-        list(timed.rounds(Limits(20), FixedLookahead(3, 2)))
+        list(timed.rounds(Limits(20), FixedDraftLength(3, 2)))
     assert [timed.state.generated(row) for row in range(2)] == [state.generated(row) for row in range(2)]
     assert set(watch.spent) == {DRAFT, VERIFY, DECIDE, HOST}
     assert all(spent > 0 for spent in watch.spent.values())
@@ -106,7 +110,7 @@ def test_a_run_counts_prefill_apart_and_the_caller_not_at_all(monkeypatch: pytes
     monkeypatch.setattr(slow, "prefill", lambda *given: (clock.work(5), prefill(*given))[1])
     monkeypatch.setattr(slow, "verify", lambda *given: (clock.work(2), verify(*given))[1])
     timed, spent = TimedRun(slow, PROMPTS, 20), []
-    for _, seconds in timed.rounds(Limits(20), FixedLookahead(3, 2)):
+    for _, seconds in timed.rounds(Limits(20), FixedDraftLength(3, 2)):
         spent.append(seconds)
         clock.work(60)
     assert spent == [2.0] * len(spent)

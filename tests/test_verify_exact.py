@@ -102,13 +102,13 @@ def test_torch_runs_the_same_functions(rule):
         assert all(np.allclose(one.numpy(), other.astype(float), atol=1e-15) for one, other in said)
         for accepted in range(case.k + 1):
             reached = np.minimum(exact.count_B, accepted)
-            mine = RULES[rule].correction_law(block, torch.tensor(reached))
-            theirs = RULES[rule].correction_law(exact, reached)
+            mine = RULES[rule].correction_probs(block, torch.tensor(reached))
+            theirs = RULES[rule].correction_probs(exact, reached)
             if rule != "coupled":
                 assert np.allclose(mine.numpy(), theirs.astype(float), atol=1e-15)
                 continue
-            # Its law is a sum of many terms; and behind a draft that surely stands, where no correction is,
-            # it is what rounding makes of nothing.
+            # Its distribution is a sum of many terms; and behind a draft that surely stands, where no
+            # correction is, it is what rounding makes of nothing.
             surely_B = chances[np.arange(len(reached)), reached.clip(max=case.k - 1)] >= 1
             open_B = (reached == exact.count_B) | ~surely_B
             assert np.allclose(mine.numpy()[open_B], theirs[open_B].astype(float), atol=1e-14)

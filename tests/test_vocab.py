@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from llama_ssp.config import Bridging
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.text.compatibility import Verdict, diagnose
+from llama_ssp.text.compatibility import VocabularyMatch, diagnose
 from llama_ssp.text.matching import NONE, match
 from llama_ssp.text.pairing import Paired, Pairing, chosen, pair
 from llama_ssp.text.surface import Notation, notation_guessed, surface
@@ -128,14 +128,14 @@ def test_several_ends_are_one_end() -> None:
 @pytest.mark.parametrize(
     ("widths", "verdict"),
     [
-        ((300, 300), Verdict.same),
-        ((32000, 32016), Verdict.padded),
-        ((32064, 32000), Verdict.padded),
-        ((151936, 152064), Verdict.padded),
-        ((320, 320), Verdict.padded),
+        ((300, 300), VocabularyMatch.same),
+        ((32000, 32016), VocabularyMatch.padded),
+        ((32064, 32000), VocabularyMatch.padded),
+        ((151936, 152064), VocabularyMatch.padded),
+        ((320, 320), VocabularyMatch.padded),
     ],
 )
-def test_padding_is_no_difference(tmp_path: Path, widths: tuple[int, int], verdict: Verdict) -> None:
+def test_padding_is_no_difference(tmp_path: Path, widths: tuple[int, int], verdict: VocabularyMatch) -> None:
     checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer())
     known = read_vocabulary(tmp_path)
     assert known is not None
@@ -152,13 +152,13 @@ def test_added_tokens_on_top_are_padding_to_the_other(tmp_path: Path) -> None:
     assert base is not None and chat is not None
     for target, draft in ((base, chat), (chat, base)):
         found = pair(target, draft, (target.size, draft.size), Pairing())
-        assert (found.diagnosis.verdict, found.bridge) == (Verdict.padded, None)
+        assert (found.diagnosis.verdict, found.bridge) == (VocabularyMatch.padded, None)
         assert "<pad>" in found.in_words()
 
 
 def test_other_tokens_are_bridged_and_said(words: Vocabulary, bytes_: Vocabulary) -> None:
     found = pair(words, bytes_, (4096, 258), Pairing())
-    assert found.diagnosis.verdict is Verdict.different
+    assert found.diagnosis.verdict is VocabularyMatch.different
     assert found.diagnosis.match.shared == 258
     assert 0 < found.diagnosis.ceiling < 1 < found.diagnosis.expansion
     assert "258 of the target's 4096 tokens" in found.in_words() and "bridge: text" in found.in_words()

@@ -1,7 +1,7 @@
 """A causal model of one attention layer in fp64, with transformers' calling convention.
 
 Small enough that the whole tree of a run can be walked; real enough that a wrong position, a stale
-key or a mask that looks ahead changes its law.
+key or a mask that looks ahead changes its distribution.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Scenarios whose whole tree is walked: the loop that ships against the target's law, text by text."""
+"""Scenarios whose whole tree is walked: the loop that ships against the target's distribution, text by
+text."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from typing import Any
 
 import torch
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.speculative.draft_length import AdaptiveLookahead, Costs, FixedLookahead
+from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
 from llama_ssp.speculative.drafters.local import ModelDrafter, NgramDrafter, NoDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.model_runner import Runner
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, CoupledRule
 from llama_ssp.text.translation import Intersection, Text
@@ -45,7 +46,7 @@ class Scenario:
     adaptive: bool = False
     ends: frozenset[int] = frozenset()
     stop: tuple[int, ...] | None = None
-    sampling: SamplingConf = field(default_factory=SamplingConf)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chunk: int = 512
     build: Callable[..., CausalModel] = toy
     plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
@@ -77,7 +78,7 @@ def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | None]:
 
 
 def walk(scenario: Scenario) -> tuple[float, int]:
-    """Total variation between the loop's joint law and the target's, and the number of branches."""
+    """Total variation between the loop's joint distribution and the target's, and the number of branches."""
     target, draft = models(scenario)
     found, branches = every_branch(
         lambda draws: play(scenario, target, draft, draws), source=source_of(scenario)
@@ -93,35 +94,42 @@ def source_of(scenario: Scenario) -> type[ReplayDraws]:
 
 def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any) -> Outcome:
     """One run of the shipping loop under the given draws."""
-    laws = Laws(s.sampling, tuple(s.ends), target.vocab)
+    transform = SamplingTransform(s.sampling, tuple(s.ends), target.vocab)
     drafter: Any = NoDrafter()
     if draft is not None and s.bridge is not None:
-        drafter = bridged(s.bridge, Runner(draft, s.chunk), laws, draws)
+        drafter = bridged(s.bridge, ModelRunner(draft, s.chunk), transform, draws)
     elif draft is not None:
-        drafter = ModelDrafter(Runner(draft, s.chunk), laws, draws)
+        drafter = ModelDrafter(ModelRunner(draft, s.chunk), transform, draws)
     elif s.draft == "ngram":
         drafter = NgramDrafter(1, 2, target.vocab, torch.float64)
-    engine = Engine(Runner(target, s.chunk), drafter, laws, RULES[s.rule], draws)
+    engine = Engine(ModelRunner(target, s.chunk), drafter, transform, RULES[s.rule], draws)
     prompts = [Prompt(str(row), ids) for row, ids in enumerate(s.prompts)]
     state = engine.prefill(prompts, s.new)
     limits = Limits(s.new, s.ends, StopAt(s.stop, len(prompts)) if s.stop else None)
     rows = len(prompts)
-    lookahead = AdaptiveLookahead(Costs.of_ratio(0.3, s.k), rows) if s.adaptive else FixedLookahead(s.k, rows)
+    lookahead = (
+        AdaptiveDraftLength(Costs.of_ratio(0.3, s.k), rows) if s.adaptive else FixedDraftLength(s.k, rows)
+    )
     for _ in generate(engine, state, limits, lookahead):
         pass
     return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
 
 
-def bridged(how: tuple[str, type[Intersection] | type[Text]], draft: Runner, laws: Laws, draws: Any) -> Any:
+def bridged(
+    how: tuple[str, type[Intersection] | type[Text]],
+    draft: ModelRunner,
+    transform: SamplingTransform,
+    draws: Any,
+) -> Any:
     """The drafter of a pair of vocabularies."""
     made = bridge(*how)
     if isinstance(made, Text):
-        return TextDrafter(draft, made, laws.vocab, torch.float64)
-    return IntersectionDrafter(draft, laws, draws, made)
+        return TextDrafter(draft, made, transform.vocab, torch.float64)
+    return IntersectionDrafter(draft, transform, draws, made)
 
 
 def expected(s: Scenario, module: Any) -> dict[Outcome, float]:
-    """The target's own law over whole texts: no cache, no draft, one forward a prefix."""
+    """The target's own distribution over whole texts: no cache, no draft, one forward a prefix."""
     joint: dict[Outcome, float] = {(): 1.0}
     for prompt in s.prompts:
         row: dict[tuple[tuple[int, ...], str | None], float] = {}
@@ -131,17 +139,17 @@ def expected(s: Scenario, module: Any) -> dict[Outcome, float]:
 
 
 def _grow(
-    s: Scenario, module: Any, prompt: tuple[int, ...], text: tuple[int, ...], weight: float, law: dict
+    s: Scenario, module: Any, prompt: tuple[int, ...], text: tuple[int, ...], weight: float, probs: dict
 ) -> None:
     reason = _ended(s, prompt, text)
     if reason is not None:
-        law[text, reason] = law.get((text, reason), 0.0) + weight
+        probs[text, reason] = probs.get((text, reason), 0.0) + weight
         return
     ids = [*prompt, *text]
     logits = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].tolist()
     for token, share in enumerate(reference_law(logits, ids, len(prompt), s.sampling, s.ends)):
         if share > 0:
-            _grow(s, module, prompt, (*text, token), weight * share, law)
+            _grow(s, module, prompt, (*text, token), weight * share, probs)
 
 
 def _ended(s: Scenario, prompt: tuple[int, ...], text: tuple[int, ...]) -> str | None:
@@ -154,7 +162,7 @@ def _ended(s: Scenario, prompt: tuple[int, ...], text: tuple[int, ...]) -> str |
     return "context" if len(prompt) + len(text) == s.context else None
 
 
-_CONTROLS = SamplingConf(
+_CONTROLS = SamplingConfig(
     temperature=2.5, top_k=3, top_p=0.98, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.2,
     presence_penalty=0.3, logit_bias={0: 0.5}, bad_tokens=[3], min_new_tokens=2,
 )  # fmt: skip
@@ -176,10 +184,10 @@ BASE: dict[str, Scenario] = {
     "draft equals target": Scenario(draft="same", vocab=2, k=3, new=5),
     "every control": Scenario(vocab=4, k=2, new=3, sampling=_CONTROLS, ends=frozenset({2})),
     "penalties, long block": Scenario(
-        vocab=2, k=3, new=4, sampling=SamplingConf(repetition_penalty=2.0, frequency_penalty=0.7)
+        vocab=2, k=3, new=4, sampling=SamplingConfig(repetition_penalty=2.0, frequency_penalty=0.7)
     ),
-    "minimum length": Scenario(k=3, sampling=SamplingConf(min_new_tokens=2), ends=frozenset({0})),
-    "greedy": Scenario(sampling=SamplingConf(temperature=0.0), new=3, k=2),
+    "minimum length": Scenario(k=3, sampling=SamplingConfig(min_new_tokens=2), ends=frozenset({0})),
+    "greedy": Scenario(sampling=SamplingConfig(temperature=0.0), new=3, k=2),
     "the context ends": Scenario(context=5, new=10, vocab=2, k=3),
     "the draft's context ends": Scenario(draft_context=4, new=4, vocab=2, k=3),
     "two ragged rows, one a token from the context's end": Scenario(
@@ -215,7 +223,7 @@ for _kind in (Intersection, Text):
     for _name in PAIRS:
         BRIDGED[f"{_kind.__name__}, {_name}"] = _between(_name, _kind)
     BRIDGED[f"{_kind.__name__}, greedy"] = _between(
-        "overlapping", _kind, sampling=SamplingConf(temperature=0.0)
+        "overlapping", _kind, sampling=SamplingConfig(temperature=0.0)
     )
     BRIDGED[f"{_kind.__name__}, two ragged rows"] = _between(
         "target within draft", _kind, prompts=((1,), (0, 1, 1)), k=1
@@ -227,7 +235,7 @@ for _kind in (Intersection, Text):
         "draft within target", _kind, sampling=_CONTROLS, ends=frozenset({2})
     )
     BRIDGED[f"{_kind.__name__}, all that is shared is forbidden"] = _between(
-        "draft within target", _kind, sampling=SamplingConf(bad_tokens=[0, 1])
+        "draft within target", _kind, sampling=SamplingConfig(bad_tokens=[0, 1])
     )
     BRIDGED[f"{_kind.__name__}, the draft's context ends"] = _between("overlapping", _kind, draft_context=4)
     BRIDGED[f"{_kind.__name__}, chunks of one"] = _between(

@@ -83,7 +83,7 @@ def overlaps(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
 def overlap_on_text(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tok, texts: list[str], tokens: int
 ) -> float:
-    """Mean overlap of the two laws along held-out text."""
+    """Mean overlap of the two distributions along held-out text."""
     found = [
         overlaps(target(input_ids=ids).logits[0, :-1], draft(input_ids=ids).logits[0, :-1])
         for ids in token_rows(tokenizer, texts, tokens)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from llama_ssp.config import SamplingConf
-from llama_ssp.speculative.draft_length import Lookahead
+from llama_ssp.config import SamplingConfig
+from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.rng import CounterDraws, prompt_key
-from llama_ssp.speculative.sampling import RowLaws
+from llama_ssp.speculative.sampling import RowTransforms
 from llama_ssp.speculative.state import WAITING, Prompt, State
 from llama_ssp.speculative.stats import Counts, counted
 from llama_ssp.text.detokenizer import Decode, Writing
@@ -25,7 +25,7 @@ class Work:
 
     index: int
     prompt: Prompt
-    sampling: SamplingConf
+    sampling: SamplingConfig
     max_new_tokens: int
     stop: tuple[str, ...]
     seed: int | None = None
@@ -44,7 +44,7 @@ class Work:
         return Work(
             plain["index"],
             Prompt(plain["prompt"]["id"], tuple(plain["prompt"]["token_ids"])),
-            SamplingConf(**{**plain["sampling"], "logit_bias": biases}),
+            SamplingConfig(**{**plain["sampling"], "logit_bias": biases}),
             plain["max_new_tokens"],
             tuple(plain["stop"]),
             plain["seed"],
@@ -67,10 +67,10 @@ class Rows:
     """Writes texts on one engine. `figures` is right at any moment, also after a failure."""
 
     engine: AnyEngine
-    laws: RowLaws
+    laws: RowTransforms
     draws: CounterDraws
     decode: Decode
-    lookahead: Callable[[int], Lookahead]
+    lookahead: Callable[[int], DraftLength]
     ends: frozenset[int]
     chunk: int
     _counts: Counts = field(default_factory=Counts)

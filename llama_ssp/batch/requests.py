@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from llama_ssp.config import BatchConf, RunConf, SamplingConf
+from llama_ssp.config import BatchConf, RunConf, SamplingConfig
 from llama_ssp.config.validation import check, check_context
 from llama_ssp.config.validation.groups import MAX_SEED
 from llama_ssp.errors import DataError, RunError
@@ -19,7 +19,7 @@ Message = dict[str, str]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROLES = ("system", "user", "assistant")
 TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every vocabulary
-SAMPLING = tuple(entry.name for entry in fields(SamplingConf))
+SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 OWN = ("prompt", "messages", "max_new_tokens", "stop", "seed", *SAMPLING)
 # What an OpenAI request may also say, if it says what we do anyway; None is: whatever it says.
@@ -48,7 +48,7 @@ class Request:
     where: str
     prompt: str
     messages: tuple[Message, ...]
-    sampling: SamplingConf
+    sampling: SamplingConfig
     max_new_tokens: int
     stop: tuple[str, ...]
     seed: int | None = None

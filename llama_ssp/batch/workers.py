@@ -22,7 +22,7 @@ from llama_ssp.config import BatchConf, RunConf
 from llama_ssp.config.overrides import ranks
 from llama_ssp.errors import UsageError
 from llama_ssp.planner.hardware import machine_of
-from llama_ssp.planner.resolve import Entry, drafts, entries
+from llama_ssp.planner.resolve import PairSpec, drafts, pair_specs
 from llama_ssp.planner.run_plan import Prediction, asked_of_run, predict, require_fit
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.report.run_folder import config_sha256, versions
@@ -75,7 +75,7 @@ def share(run: RunConf, folders: list[Path], world: int) -> Share:
             "groups are started by the command itself", where=f"cluster.groups={run.cluster.groups}",
             found=f"{ranks()} ranks of torchrun", fix="start it without torchrun",
         )  # fmt: skip
-    entry = entries(run, folders, world)[0]
+    entry = pair_specs(run, folders, world)[0]
     held = held_seed(run)
     seed = next((known for known in (run.seed, held) if known is not None), secrets.randbelow(2**31))
     if run.seed is None and held is None:
@@ -111,7 +111,7 @@ def counted(logs: Iterable[Path]) -> Counter[str]:
     return found
 
 
-def _predicted(entry: Entry, job: Job) -> Prediction | None:
+def _predicted(entry: PairSpec, job: Job) -> Prediction | None:
     """By the figures of the cluster that is named; None where it says too little."""
     run, task = entry.run, entry.run.task
     assert isinstance(task, BatchConf)

@@ -30,10 +30,10 @@ from llama_ssp.config.schema import (
     Overlap,
     PlacementConf,
     PlanningConf,
-    SamplingConf,
+    SamplingConfig,
     Scheduler,
     SlurmConf,
-    SpeculationConf,
+    SpeculationConfig,
     Splitting,
     Steps,
     TimesConf,
@@ -84,10 +84,10 @@ __all__ = [
     "PlanningConf",
     "PromptedConf",
     "RunConf",
-    "SamplingConf",
+    "SamplingConfig",
     "Scheduler",
     "SlurmConf",
-    "SpeculationConf",
+    "SpeculationConfig",
     "Splitting",
     "Steps",
     "TaskConf",
@@ -110,8 +110,8 @@ class RunConf:
     draft: ModelConf | None = None
     placement: PlacementConf = field(default_factory=PlacementConf)
     cluster: ClusterConf = field(default_factory=ClusterConf)
-    sampling: SamplingConf = field(default_factory=SamplingConf)
-    speculation: SpeculationConf = field(default_factory=SpeculationConf)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     task: TaskConf = field(default_factory=TaskConf)
     plan: PlanningConf = field(default_factory=PlanningConf)
     engine: Steps = Steps.auto

@@ -97,7 +97,7 @@ class DraftSeat(Enum):
 class Steps(Enum):
     """How models take their steps: as their modules are, or compiled; `auto` compiles where that pays.
 
-    The law is the same. In 16 bit the two round differently, as any two kernels do.
+    The distribution is the same. In 16 bit the two round differently, as any two kernels do.
     """
 
     auto = "auto"
@@ -182,10 +182,10 @@ class TimesConf:
     """What times are made of, beside bytes; null is as calibrated on published runs (plan/speed.py).
 
     Of peak, a GEMV attains `bandwidth_share` and a long GEMM `flops_share`. A pass costs `step_us`, and
-    `layer_us` a layer; a round `round_us`, and `check_us` if it has drafts. A law costs `law_ns` an entry of
-    the vocabulary, and `accept_ns` if drafts are checked against it. A message is what the leader tells the
-    other ranks. Maps go from a number of ranks (all_reduce_us), or of tokens in one pass (rows_cost, over
-    the cost of one), to a figure; what lies between two of them is interpolated.
+    `layer_us` a layer; a round `round_us`, and `check_us` if it has drafts. A distribution costs `law_ns` an
+    entry of the vocabulary, and `accept_ns` if drafts are checked against it. A message is what the leader
+    tells the other ranks. Maps go from a number of ranks (all_reduce_us), or of tokens in one pass
+    (rows_cost, over the cost of one), to a figure; what lies between two of them is interpolated.
     """
 
     source: str = ""
@@ -269,8 +269,8 @@ class PlanningConf:
 
 
 @dataclass
-class SamplingConf:
-    """The sampling law. Every control acts on the target's and on the draft's law alike."""
+class SamplingConfig:
+    """The sampling distribution. Every control acts on the target's and on the draft's distribution alike."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -285,7 +285,7 @@ class SamplingConf:
 
 
 @dataclass
-class SpeculationConf:
+class SpeculationConfig:
     """How tokens are drafted and verified.
 
     `adaptive` chooses K for each row, up to `k_max`, by its acceptance and by what steps cost: as measured

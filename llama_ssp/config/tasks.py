@@ -48,7 +48,7 @@ class GenerateConf(PromptedConf):
 class EvalConf(TaskConf):
     """task=eval: few-shot multiplications, answered by regular and by speculative sampling.
 
-    `sampling=` says by which law: the score is highest with sampling=greedy; the ancestor had
+    `sampling=` says by which distribution: the score is highest with sampling=greedy; the ancestor had
     sampling.temperature=0.5. An entry of `pairs` is TARGET or TARGET/DRAFT, presets under conf/model;
     with none, the run's own model and draft are scored. The first n questions of each seed are scored for
     every n of `sizes`; `quick` asks 10 of one seed. `plot` null puts plot.png into the run folder.
@@ -101,7 +101,7 @@ class MeasureConf(PromptedConf):
 
 @dataclass
 class CertifyConf(PromptedConf):
-    """task=certify: is what speculation draws the target's law?
+    """task=certify: is what speculation draws the target's distribution?
 
     `samples` texts of `max_new_tokens` are drawn of each prompt, by regular sampling, by speculation and by a
     rule that is wrong on purpose; up to `law_rounds` rounds of texts of `law_tokens` are computed exactly;

@@ -1,10 +1,11 @@
 """A line between two ranks, on which whole frames go: over TCP, beside the groups.
 
 Why not by a group: who waits in a collective, or in a receive of gloo's or NCCL's, cannot look whether
-something has come, cannot give up without breaking the group, and ends with the other side. On a line of
-its own a rank looks, waits for so long, and goes on when the other is gone. Frames are bytes: laws go by
-way of the host also where models are on GPUs. That costs a copy of K laws a round (2 MiB at K = 4 and
-128 k entries), which is small beside a target step, and nothing that hangs in a stream can hold a frame up.
+something has come, cannot give up without breaking the group, and ends with the other side. On a line of its
+own a rank looks, waits for so long, and goes on when the other is gone. Frames are bytes: distributions go by
+way of the host also where models are on GPUs. That costs a copy of K distributions a round (2 MiB at K = 4
+and 128 k entries), which is small beside a target step, and nothing that hangs in a stream can hold a frame
+up.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Dismissed(LinkLost):
     """The leader goes on without this rank."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     ASK = 1
     HEARD = 2
     REPLY = 3
@@ -34,10 +34,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Letter:
+class Message:
     """A frame, opened. `number` is that of the ask, or of the one it answers."""
 
-    kind: Kind
+    kind: MessageKind
     number: int
     values: list[int]
     load: bytes = b""
@@ -47,16 +47,16 @@ class Letter:
         return head + array("q", self.values).tobytes() + self.load
 
     @staticmethod
-    def opened(frame: bytes) -> Letter:
+    def opened(frame: bytes) -> Message:
         kind, number, count = HEAD.unpack_from(frame)
         body = memoryview(frame)[HEAD.size :]
         values = array("q")
         values.frombytes(body[: 8 * count])
-        return Letter(Kind(kind), number, list(values), bytes(body[8 * count :]))
+        return Message(MessageKind(kind), number, list(values), bytes(body[8 * count :]))
 
 
 @dataclass
-class Asker:
+class DraftClient:
     """The leader's end. When the line is lost it says so in `lost`, and is silent from then on.
 
     It has `broadcast_ints` as groups of ranks have, so that decisions are told by it as by them.
@@ -70,7 +70,7 @@ class Asker:
     discarded: int = 0  # replies to earlier asks
     _number: int = 0  # of the last ask
     _heard: int = 0  # of the last ask that the draft took up
-    _reply: Letter | None = None
+    _reply: Message | None = None
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         """Asks; returns at once."""
@@ -79,12 +79,12 @@ class Asker:
             while self._take(0.0):  # what nobody waits for any more must not fill the line
                 pass
             try:
-                self.link.send(Letter(Kind.ASK, self._number, values).frame())
+                self.link.send(Message(MessageKind.ASK, self._number, values).frame())
             except LinkLost as lost:
                 self.give_up(str(lost))
         return values
 
-    def reply(self) -> Letter | None:
+    def reply(self) -> Message | None:
         """The reply to what was asked last; None if the line is lost."""
         self._wait(lambda: self._reply is not None)
         return self._reply
@@ -98,7 +98,7 @@ class Asker:
         if self.lost is None:
             self.lost, self._reply = why, None
             with suppress(LinkLost):  # then it knows
-                self.link.send(Letter(Kind.ADIEU, self._number, []).frame())
+                self.link.send(Message(MessageKind.ADIEU, self._number, []).frame())
             self.link.close()
 
     def _wait(self, done: Callable[[], bool]) -> None:
@@ -119,23 +119,23 @@ class Asker:
             return False
         if frame is None:
             return False
-        letter = Letter.opened(frame)
+        letter = Message.opened(frame)
         self._heard = letter.number
-        if letter.kind is Kind.REPLY and letter.number == self._number:
+        if letter.kind is MessageKind.REPLY and letter.number == self._number:
             self._reply = letter
-        elif letter.kind is Kind.REPLY:
+        elif letter.kind is MessageKind.REPLY:
             self.discarded += 1
         return True
 
 
 @dataclass
-class Answerer:
+class DraftServer:
     """The draft's end. It hears every ask once, in order."""
 
     link: Link
     waited_s: float = 0.0
     _number: int = 0  # of the last ask that was heard
-    _ask: Letter | None = None  # that has come and was not yet heard
+    _ask: Message | None = None  # that has come and was not yet heard
 
     def come(self) -> bool:
         """Whether the next ask is there; does not wait."""
@@ -148,17 +148,17 @@ class Answerer:
             pass
         self.waited_s += time.monotonic() - began
         self._number, self._ask = ask.number, None
-        self.link.send(Letter(Kind.HEARD, self._number, []).frame())
+        self.link.send(Message(MessageKind.HEARD, self._number, []).frame())
         return ask.values
 
     def answer(self, values: list[int], load: bytes) -> None:
         """The reply to the last ask."""
-        self.link.send(Letter(Kind.REPLY, self._number, values, load).frame())
+        self.link.send(Message(MessageKind.REPLY, self._number, values, load).frame())
 
-    def _next(self, seconds: float) -> Letter | None:
+    def _next(self, seconds: float) -> Message | None:
         if self._ask is None and (frame := self.link.receive(seconds)) is not None:
-            letter = Letter.opened(frame)
-            if letter.kind is Kind.ADIEU:
+            letter = Message.opened(frame)
+            if letter.kind is MessageKind.ADIEU:
                 raise Dismissed("the leader goes on alone")
             self._ask = letter
         return self._ask
@@ -168,7 +168,7 @@ class Answerer:
 class Relay:
     """The draft's first rank hears the leader, and the draft's other ranks hear it."""
 
-    leader: Answerer
+    leader: DraftServer
     draft: Ranks
 
     def broadcast_ints(self, _values: list[int]) -> list[int]:

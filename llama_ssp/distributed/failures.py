@@ -13,11 +13,11 @@ from pathlib import Path
 
 from llama_ssp.distributed.draft_link import LinkLost
 from llama_ssp.distributed.draft_messages import Dismissed
-from llama_ssp.distributed.heartbeat import BEAT_S, LEAVE_S, QUIET_S, Watch
+from llama_ssp.distributed.heartbeat import BEAT_S, LEAVE_S, QUIET_S, Heartbeat
 from llama_ssp.distributed.peers import Peers
-from llama_ssp.distributed.rendezvous import Meeting
+from llama_ssp.distributed.rendezvous import Rendezvous
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.distributed.store import END, Board, Cause, Place, stopped
+from llama_ssp.distributed.store import END, Cause, Place, Store, stopped
 from llama_ssp.errors import DISTRIBUTED, INPUT_OUTPUT, OK, DistributedError, JointError, RunError
 
 FIND_S = QUIET_S + 2 * BEAT_S  # for the watch to find whose fault it is
@@ -30,15 +30,15 @@ class LostPeer(DistributedError):
 class Report:
     """One rank's account of what it is doing, and of what ended it."""
 
-    def __init__(self, meeting: Meeting, patience_s: float) -> None:
+    def __init__(self, meeting: Rendezvous, patience_s: float) -> None:
         address = meeting.address
         self.rank, self.world = address.rank, address.world
         self.place = Place("start")
         self.folder: Path | None = None  # where records are kept
         self._keeps_store = address.hosts
-        self._board = Board(meeting.store, self.rank, self.world)
+        self._board = Store(meeting.store, self.rank, self.world)
         peers = Peers(meeting.everyone, self.rank)
-        self._watch = Watch(
+        self._watch = Heartbeat(
             self._board.clone(), peers, self.rank, self.world, patience_s, not address.launched
         )
         self._watch.start()

@@ -8,7 +8,7 @@ import time
 from llama_ssp.distributed.peers import Peers
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, PAUSED_S
-from llama_ssp.distributed.store import END, Board, Cause, Place, View, stopped
+from llama_ssp.distributed.store import END, Cause, Place, Store, View, stopped
 from llama_ssp.errors import DISTRIBUTED
 
 BEAT_S = 1.0
@@ -17,10 +17,10 @@ LEAVE_S = 3.0  # for a rank to end in good order once the cause is known
 SETTLE_S = 0.05  # until what a rank said before it went has come to the store
 
 
-class Watch(threading.Thread):
+class Heartbeat(threading.Thread):
     """Finds the cause, or hears it from the board; then sees to it that this process ends."""
 
-    def __init__(self, board: Board, peers: Peers, rank: int, world: int, patience_s: float, hosted: bool):
+    def __init__(self, board: Store, peers: Peers, rank: int, world: int, patience_s: float, hosted: bool):
         """`hosted`: the leader's own process keeps the store, not torchrun."""
         super().__init__(name="watch", daemon=True)
         self.found = threading.Event()

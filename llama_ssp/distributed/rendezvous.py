@@ -20,7 +20,7 @@ from llama_ssp.config.environment import START, number_of, rank_environment
 from llama_ssp.distributed.peers import Identity, own_identity
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.distributed.store import Board, Cause, Place, stopped
+from llama_ssp.distributed.store import Cause, Place, Store, stopped
 from llama_ssp.errors import DistributedError, JointError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -49,7 +49,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """All ranks have come."""
 
     address: Address
@@ -57,18 +57,18 @@ class Meeting:
     everyone: dict[int, Identity]
 
 
-def meet(patience_s: float) -> Meeting:
+def meet(patience_s: float) -> Rendezvous:
     """Waits until every rank has come, this long at most."""
     address = _address()
     if _on_one_machine(address.world):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     until = time.monotonic() + patience_s
     store = _store(address, until, patience_s)
-    board = Board(store, address.rank, address.world)
+    board = Store(store, address.rank, address.world)
     try:
         board.open()  # whoever is here can be read
         store.set(f"here/{address.rank}", json.dumps(asdict(own_identity())))
-        return Meeting(address, store, _arrived(store, board, address, until, patience_s))
+        return Rendezvous(address, store, _arrived(store, board, address, until, patience_s))
     except KeyboardInterrupt as stop:
         own = stopped(address.rank, stop.args[0], Place("start"))
         cause, speaks = board.settle(own, stopped=True)
@@ -98,7 +98,7 @@ def announce(line: str, code: int, stopped: bool, say: Callable[[], None]) -> in
     GUARD.grace_s = EARLY_S  # a rank that is stopped now has its line to say
     GUARD.arm("cause", 2 * EARLY_S, code, "" if stopped else line)
     store = _store(address, time.monotonic() + EARLY_S, EARLY_S)
-    board = Board(store, address.rank, address.world)
+    board = Store(store, address.rank, address.world)
     cause, speaks = board.settle(Cause(line, code), stopped)
     if speaks:
         say()
@@ -176,7 +176,7 @@ def _reach(address: Address, until: float, patience_s: float) -> None:
 
 
 def _arrived(
-    store: Any, board: Board, address: Address, until: float, patience_s: float
+    store: Any, board: Store, address: Address, until: float, patience_s: float
 ) -> dict[int, Identity]:
     every = range(address.world)
     while not all(here := [store.check([f"here/{rank}"]) for rank in every]):

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from llama_ssp.distributed.comm import ALONE, Ranks
-from llama_ssp.distributed.draft_messages import Answerer, Asker, Relay
+from llama_ssp.distributed.draft_messages import DraftClient, DraftServer, Relay
 from llama_ssp.distributed.placement import LEADER
 
 
-class Told(Protocol):
+class LeaderChannel(Protocol):
     """Whoever is told by the leader, seen from either side."""
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
@@ -18,7 +18,7 @@ class Told(Protocol):
 
 
 @dataclass(frozen=True)
-class Crew:
+class Roles:
     """The groups that this rank is in; None where it is not.
 
     `target` shares the target, `draft` shares one draft model. `asked` is whom the leader asks for drafts, or
@@ -29,8 +29,8 @@ class Crew:
     everyone: Ranks
     target: Ranks | None
     draft: Ranks | None
-    asked: Told | None = None
-    line: Asker | Answerer | None = None  # between the leader and the first rank of a draft apart
+    asked: LeaderChannel | None = None
+    line: DraftClient | DraftServer | None = None  # between the leader and the first rank of a draft apart
     apart: tuple[int, ...] = ()  # the ranks of a draft apart
 
     @property
@@ -43,10 +43,10 @@ class Crew:
         return bool(self.apart)
 
 
-SOLE = Crew(ALONE, ALONE, ALONE)
+SOLE = Roles(ALONE, ALONE, ALONE)
 
 
-def crew_of(target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks: Ranks) -> Crew:
+def roles_of(target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks: Ranks) -> Roles:
     """The rank's groups, given who holds what (placement). Every rank makes all groups, in one order."""
     holding = ranks.among(target)
     if copies:
@@ -54,20 +54,20 @@ def crew_of(target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks
     else:
         drafting = ranks.among(draft) if draft else None
     if draft and LEADER not in draft:
-        return _apart(Crew(ranks, holding, drafting, apart=draft))
+        return _apart(Roles(ranks, holding, drafting, apart=draft))
     others = tuple(rank for rank in draft if rank != LEADER)
     asked = ranks.among((LEADER, *others)) if others else None
-    return Crew(ranks, holding, drafting, asked)
+    return Roles(ranks, holding, drafting, asked)
 
 
-def _apart(crew: Crew) -> Crew:
+def _apart(crew: Roles) -> Roles:
     """With a line from the leader to the draft's first rank, which tells the others."""
     link = crew.everyone.link(LEADER, crew.apart[0])
     if link is not None and crew.leads:
-        line = Asker(link, crew.everyone.patience_s)
+        line = DraftClient(link, crew.everyone.patience_s)
         return replace(crew, asked=line, line=line)
     if link is not None and crew.draft is not None:
-        answerer = Answerer(link)
+        answerer = DraftServer(link)
         asked = Relay(answerer, crew.draft) if crew.draft.world > 1 else answerer
         return replace(crew, asked=asked, line=answerer)
     return replace(crew, asked=crew.draft)

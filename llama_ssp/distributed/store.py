@@ -54,7 +54,7 @@ class View:
     cause: Cause | None
 
 
-class Board:
+class Store:
     """One connection to the store; a thread has its own, as one that waits blocks the others."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
@@ -67,8 +67,8 @@ class Board:
         self.beat(0)
         self.move(Place("start"))
 
-    def clone(self) -> Board:
-        return Board(self._store.clone(), self._rank, self._world)
+    def clone(self) -> Store:
+        return Store(self._store.clone(), self._rank, self._world)
 
     def beat(self, number: int) -> None:
         self._store.set(f"beat/{self._rank}", str(number))

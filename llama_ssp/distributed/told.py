@@ -8,7 +8,7 @@ from typing import Any
 from llama_ssp.distributed.comm import Ranks
 
 
-def told(plain: Any, ranks: Ranks) -> Any:
+def broadcast_json(plain: Any, ranks: Ranks) -> Any:
     """What the leader passes, on every rank; what the others pass is not looked at."""
     if ranks.world == 1:
         return plain

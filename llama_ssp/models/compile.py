@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.compile_cache import Kept
+from llama_ssp.models.compile_cache import StepFile
 from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kernels.linear import pack
 from llama_ssp.models.kv_cache import Feed, RaggedCache
@@ -149,7 +149,7 @@ class CompiledModel(CausalModel):
 
     def _first(self, kind: Kind, arguments: Arguments) -> Tensor | None:
         """The first step of its kind, which compiles it; None where the model is not one to be compiled."""
-        began, kept = time.perf_counter(), Kept(self, kind) if self.device.type == "cpu" else None
+        began, kept = time.perf_counter(), StepFile(self, kind) if self.device.type == "cpu" else None
         loaded = kept.load() if kept else None
         if loaded is not None:
             log.info("engine: loaded %s for %s", self.name, _in_words(kind))
@@ -168,7 +168,7 @@ class CompiledModel(CausalModel):
         self._steps[kind] = step
         return logits_BWV
 
-    def _made(self, kind: Kind, arguments: Arguments, kept: Kept | None) -> Step:
+    def _made(self, kind: Kind, arguments: Arguments, kept: StepFile | None) -> Step:
         """The step's program; what is to be kept is compiled for such arguments before it is called."""
         step: Any = self._compiled(kind)
         if kept is None or not hasattr(step, "aot_compile"):

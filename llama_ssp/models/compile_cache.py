@@ -27,7 +27,7 @@ TRACED = (
 )  # fmt: skip
 
 
-class Kept:
+class StepFile:
     """One step of one model, on disk or not yet."""
 
     def __init__(self, model: Any, kind: tuple[bool, bool]) -> None:

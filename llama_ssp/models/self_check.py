@@ -1,6 +1,6 @@
 """A trial of a model that is not among the tested families: does it obey positions and masks?
 
-An architecture that reads positions or causality off slot numbers would give wrong laws in ragged
+An architecture that reads positions or causality off slot numbers would give wrong distributions in ragged
 batches without a word. So its logits, fed raggedly and in pieces, are compared with its own plain
 forward pass. The texts are longer than every length that the config names, as far as a quick start
 allows, because an architecture may behave otherwise beyond such a length.

@@ -1,10 +1,10 @@
 """Models of any real shape from a seed: for trying a machine and for benchmarks, no checkpoint needed.
 
-All of the work of a real model is done, on weights that do not matter: what layers write into the
-residual stream is multiplied by zero. The law comes from a code that every synthetic model of a seed
-shares. Token t is a vector of signs; its next-token logits are sums of products of signs, which the
-final norm's signs keep from favouring t itself. So target and draft have the same law, whatever their
-sizes; a draft flips a share of its signs, found by bisection, until the laws overlap as asked
+All of the work of a real model is done, on weights that do not matter: what layers write into the residual
+stream is multiplied by zero. The distribution comes from a code that every synthetic model of a seed shares.
+Token t is a vector of signs; its next-token logits are sums of products of signs, which the final norm's
+signs keep from favouring t itself. So target and draft have the same distribution, whatever their sizes; a
+draft flips a share of its signs, found by bisection, until the distributions overlap as asked
 (`draft.agreement` = mean of sum(min(target, draft)) at temperature 1).
 """
 
@@ -146,7 +146,8 @@ class SyntheticSource:
 
 
 def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> float:
-    """The mean overlap of the shared law and the law of a draft that flips this share of signs."""
+    """The mean overlap of the shared distribution and the distribution of a draft that flips this share of
+    signs."""
     signs_VH = _signs(vocab, seed)
     draft_VH = _flipped(signs_VH, flipped, seed)
     chosen = torch.arange(0, vocab, max(1, vocab // tokens))[:tokens]

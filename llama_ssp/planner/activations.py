@@ -249,7 +249,7 @@ class Round:
         return replace(model, columns=columns, span=self.room, logits=self.rows * columns)
 
     def _drafting(self, draft: Forward, before: int) -> Iterator[Parts]:
-        """K steps of the draft model, then all laws as one tensor, beside those it is made of."""
+        """K steps of the draft model, then all distributions as one tensor, beside those it is made of."""
         one, wide, small = self.rows * self.vocab, max(draft.w, FP32), self._small()
         laws = self.k * one * wide if self.drafts else 0
         yield {MASKS: before}
@@ -259,7 +259,9 @@ class Round:
             yield {MASKS: first.masks(), LOGITS: first.picked(self.rows), LAWS: small}
             for moment in later.moments():
                 yield _sum(moment, {LAWS: laws + small})
-        if self.k and self.drafts:  # logits; their law, and what is cumulated of it in fp64 to draw from
+        if (
+            self.k and self.drafts
+        ):  # logits; their distribution, and what is cumulated of it in fp64 to draw from
             logits = one * draft.w
             yield {LOGITS: logits, LAWS: laws + max(2 * FP64, wide) * one + small}
             yield {LOGITS: logits, LAWS: 2 * laws + small}
@@ -267,22 +269,26 @@ class Round:
             yield {LAWS: 2 * self.k * one * wide + small}
 
     def _verifying(self, target: Forward, before: int) -> Iterator[Parts]:
-        """The target over K drafts and one more; then its laws, in fp32 and, where drafts stand, in fp64."""
+        """The target over K drafts and one more; then its distributions, in fp32 and, where drafts stand, in
+        fp64."""
         model, wide, one = self._step(target, self.k + 1), max(target.w, FP32), self.rows * self.vocab
         own = wide if self.draft is None else max(self.draft.w, FP32)
         has_laws = self.decides or (self.drafts and self.draft is not None)
-        drafted = self.k * one * own if has_laws else 0  # the laws of the proposal
+        drafted = self.k * one * own if has_laws else 0  # the distributions of the proposal
         for moment in model.moments(before):
             yield _sum(moment, {LAWS: drafted})
         if not self.decides:
             return
-        logits, law = model.picked(0), (self.k + 1) * one * wide
-        if self.draft is None:  # looked-up tokens are certain: their laws are made, and made like another
+        logits, probs = model.picked(0), (self.k + 1) * one * wide
+        if (
+            self.draft is None
+        ):  # looked-up tokens are certain: their distributions are made, and made like another
             yield {LAWS: 2 * drafted}
-        yield {MASKS: model.masks(), LOGITS: logits, LAWS: drafted + 2 * law + self._small()}
-        # In fp64: both laws; of the drafts what is left over, or common; four laws of one position.
+        yield {MASKS: model.masks(), LOGITS: logits, LAWS: drafted + 2 * probs + self._small()}
+        # In fp64: both distributions; of the drafts what is left over, or common; four distributions of one
+        # position.
         double = (2 * self.k + 1 + max(self.k + 1, 4)) * one * FP64 if self.k else 2 * one * FP64
-        yield {MASKS: model.masks(), LOGITS: logits, LAWS: drafted + law + double + self._small()}
+        yield {MASKS: model.masks(), LOGITS: logits, LAWS: drafted + probs + double + self._small()}
 
     def _small(self) -> int:
         """Numbers a row and a position: tokens, chances, coins; the clocks of a draw by races."""

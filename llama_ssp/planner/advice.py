@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from llama_ssp.config import Dtype, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
-from llama_ssp.planner.fit import Verdict, bill_of, worst
+from llama_ssp.planner.fit import FitVerdict, bill_of, worst
 from llama_ssp.planner.search import Asked, Option, search
 from llama_ssp.planner.weights import BYTES
 from llama_ssp.planner.workload import Role, Workload
@@ -45,7 +45,7 @@ def largest(asked: Asked, chosen: Option) -> Largest:
 
 def advice(asked: Asked, chosen: Option, worlds: list[int]) -> list[str]:
     """Changes that make it fit, each on its own; empty where it fits already, or none was found."""
-    if chosen.verdict is Verdict.fits:
+    if chosen.verdict is FitVerdict.fits:
         return []
     return [words for words, _ in zip(_tried(asked, chosen, worlds), range(MOST_ADVICE), strict=False)]
 
@@ -93,14 +93,14 @@ def _tried(asked: Asked, chosen: Option, worlds: list[int]) -> Iterator[str]:
 
 def _fits(asked: Asked, placement: Placement, work: Workload) -> bool:
     bills = bill_of(asked.machine, asked.target, asked.draft, placement, work)
-    return worst(bills).verdict is Verdict.fits
+    return worst(bills).verdict is FitVerdict.fits
 
 
 def _best(asked: Asked, worlds: list[int]) -> Option | None:
     """The fastest of the most telling placements that fits, if there is one."""
     with suppress(DistributedError):
         best = search(asked, worlds, every=False)[0]
-        return best if best.verdict is Verdict.fits else None
+        return best if best.verdict is FitVerdict.fits else None
     return None
 
 

@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Way:
+class RunMeasurement:
     """One way in which texts were written: how many rows and drafts a round, how fast, and what stood.
 
     `k` is None where it was chosen while running. `held_bytes` are weights and caches on this rank.
@@ -62,7 +62,7 @@ class Memory:
     bytes: dict[str, int | None]
 
 
-def beside(ways: Sequence[Way], measured: Sequence[Memory]) -> dict[str, Any] | None:
+def beside(ways: Sequence[RunMeasurement], measured: Sequence[Memory]) -> dict[str, Any] | None:
     """The `plan` of a summary; None where the run was not planned."""
     predictions = list({id(way.prediction): way.prediction for way in ways if way.prediction}.values())
     if not predictions:
@@ -89,7 +89,7 @@ def in_words(plan: dict[str, Any]) -> Iterator[str]:
             yield f"plan against actual: rank {memory['rank']}, {'; '.join(words)}"
 
 
-def _pace(way: Way, prediction: Prediction) -> dict[str, Any]:
+def _pace(way: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
     k, ms = way.predicted(prediction)
     return {
         "name": way.name,

@@ -18,7 +18,7 @@ from llama_ssp.planner.workload import Line, Role, Workload
 UNCERTAIN_SHARE, UNCERTAIN_BYTES = 0.03, 300 * MIB
 
 
-class Verdict(Enum):
+class FitVerdict(Enum):
     """`uncertain`: whether it fits hangs on what the bill cannot know."""
 
     fits = "fits"
@@ -27,7 +27,7 @@ class Verdict(Enum):
 
     @property
     def rank(self) -> int:
-        return list(Verdict).index(self)
+        return list(FitVerdict).index(self)
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class GpuBill:
         return self.capacity - self.total
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FitVerdict:
         if self.margin >= self.uncertainty:
-            return Verdict.fits
-        return Verdict.uncertain if self.margin >= -self.uncertainty else Verdict.does_not_fit
+            return FitVerdict.fits
+        return FitVerdict.uncertain if self.margin >= -self.uncertainty else FitVerdict.does_not_fit
 
 
 def bill_of(

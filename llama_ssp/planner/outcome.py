@@ -9,7 +9,7 @@ from typing import Any
 from llama_ssp.config import Overlap, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.planner.advice import Largest, advice, largest, overrides
-from llama_ssp.planner.fit import GpuBill, Verdict
+from llama_ssp.planner.fit import FitVerdict, GpuBill
 from llama_ssp.planner.room import GIB
 from llama_ssp.planner.search import Asked, Option, option, regular_ms, search
 from llama_ssp.planner.speed import ACCEPTANCES, Chance, break_even, chance, prefill_s, share_of
@@ -45,19 +45,19 @@ class Outcome:
     @property
     def fewest(self) -> Option | None:
         """The fastest placement that fits on the fewest GPUs."""
-        fitting = [one for one in self.options if one.verdict is Verdict.fits]
+        fitting = [one for one in self.options if one.verdict is FitVerdict.fits]
         return min(fitting, key=lambda one: one.placement.world, default=None)
 
     def sentence(self) -> str:
         """The answer in plain words."""
-        if self.chosen.verdict is Verdict.does_not_fit:
+        if self.chosen.verdict is FitVerdict.does_not_fit:
             worst = self.chosen.worst
             changes = f"; {self.advice[0]} would make it fit" if self.advice else ""
             return (
                 f"It does not fit: {worst.total / GIB:.1f} GiB needed where there are "
                 f"{worst.capacity / GIB:.1f} ({self.chosen.placement.in_words()}){changes}."
             )
-        fit = "It fits" if self.chosen.verdict is Verdict.fits else "Whether it fits is uncertain"
+        fit = "It fits" if self.chosen.verdict is FitVerdict.fits else "Whether it fits is uncertain"
         where = self.chosen.placement.in_words()
         if not self.drafts:
             return f"{fit}, {where}: {self.regular_ms:.2f} ms/token without drafting."

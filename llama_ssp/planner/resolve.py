@@ -27,7 +27,7 @@ USUAL_TOKENS = 512  # of a prompt, for plans that are made before there is one
 
 
 @dataclass(frozen=True)
-class Entry:
+class PairSpec:
     """One pair: its run, where the models' files are (None: synthetic), and which ranks hold what."""
 
     run: RunConf
@@ -60,14 +60,14 @@ def drafts(run: RunConf) -> bool:
     return run.draft is not None and spec.drafter is Drafting.model and (spec.k > 0 or spec.adaptive)
 
 
-def entries(run: RunConf, folders: list[Path], world: int) -> tuple[Entry, ...]:
+def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec, ...]:
     """Every pair of the run on so many ranks; `folders` are private ones that may hold presets, too."""
     named = run.task.pairs if isinstance(run.task, EvalConf) else []
     runs = [_with_presets(run, name, folders) for name in named] or [run]
     return tuple(_completed(one, world) for one in runs)
 
 
-def _completed(run: RunConf, world: int) -> Entry:
+def _completed(run: RunConf, world: int) -> PairSpec:
     model, target_path = complete(run.model, "model")
     draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft")
     whole = replace(run, model=model, draft=draft)
@@ -80,7 +80,7 @@ def _completed(run: RunConf, world: int) -> Entry:
     if draft is not None and placement.draft_degree > 1:
         require_split(draft, placement.draft_degree, "draft")
     require_apart(whole, placement)
-    return Entry(whole, target_path, draft_path, placement)
+    return PairSpec(whole, target_path, draft_path, placement)
 
 
 def require_apart(run: RunConf, placement: Placement) -> None:

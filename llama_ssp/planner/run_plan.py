@@ -17,7 +17,7 @@ from llama_ssp.config import Drafting, DraftSeat, PlacementConf, RunConf, Splitt
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.planner.advice import advice
-from llama_ssp.planner.fit import Verdict
+from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.hardware import machine_of
 from llama_ssp.planner.room import GIB
 from llama_ssp.planner.search import Asked, Option, best_placement, option, pace_of
@@ -85,12 +85,12 @@ def predict(run: RunConf, asked: Asked | None, placement: Placement) -> Predicti
 
 def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     """Refuses a run that does not fit, with the plan's advice; where it is uncertain, says so."""
-    if prediction is None or prediction.option.verdict is Verdict.fits:
+    if prediction is None or prediction.option.verdict is FitVerdict.fits:
         return
     asked, worst = prediction.asked, prediction.option.worst
     where = f"rank {worst.rank} of {prediction.option.placement.in_words()}, {asked.machine.in_words()}"
     found, allowed = f"{worst.total / GIB:.2f} GiB needed", f"{worst.capacity / GIB:.2f} GiB"
-    if prediction.option.verdict is Verdict.uncertain or not enforce:
+    if prediction.option.verdict is FitVerdict.uncertain or not enforce:
         log.warning("it may not fit: %s: %s of %s", where, found, allowed)
         return
     changes = advice(asked, prediction.option, [prediction.option.placement.world])

@@ -14,7 +14,7 @@ from llama_ssp.config import DraftSeat, Overlap, PlacementConf, Splitting
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split
-from llama_ssp.planner.fit import GpuBill, Verdict, bill_of, worst
+from llama_ssp.planner.fit import FitVerdict, GpuBill, bill_of, worst
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.speed import Pace, Share, band_of, forward_s, share_of
 from llama_ssp.planner.workload import Role, Workload
@@ -61,7 +61,7 @@ class Option:
         return worst(self.bills)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FitVerdict:
         return self.worst.verdict
 
     @property
@@ -169,10 +169,10 @@ def pace_of(asked: Asked, placement: Placement) -> Pace:
     step = 0.0
     if draft is not None and placement.draft:
         share = share_of(draft, placement.draft_degree)
-        law = work.rows * share.vocab
-        step = forward_s(share, times, work.rows, 1, slots) + law * times.law
+        probs = work.rows * share.vocab
+        step = forward_s(share, times, work.rows, 1, slots) + probs * times.probs
         if placement.draft_apart:
-            step += law * LAW_BYTES / times.link_per_s
+            step += probs * LAW_BYTES / times.link_per_s
     drafts = (draft is not None and bool(placement.draft)) or asked.text_drafts
     most = asked.k_max if drafts else 0
     verify = tuple(_verify_s(asked, target, k, slots) + messages for k in range(most + 1))
@@ -184,7 +184,7 @@ def regular_ms(asked: Asked, options: list[Option], worlds: list[int]) -> float:
     alone = replace(asked, draft=None, text_drafts=False)
     with suppress(DistributedError):
         best = search(alone, worlds)[0]
-        if best.verdict is not Verdict.does_not_fit:
+        if best.verdict is not FitVerdict.does_not_fit:
             return best.ms_per_token
     return min(one.regular_ms for one in options)
 
@@ -192,12 +192,12 @@ def regular_ms(asked: Asked, options: list[Option], worlds: list[int]) -> float:
 def _verify_s(asked: Asked, target: Share, k: int, slots: float) -> float:
     times, rows = asked.machine.times, asked.work.rows
     laws = rows * (k + 1) * target.vocab
-    spent = forward_s(target, times, rows, k + 1, slots) + laws * times.law + times.round
+    spent = forward_s(target, times, rows, k + 1, slots) + laws * times.probs + times.round
     return spent + (times.check + laws * times.accept if k else 0.0)
 
 
 def _order(one: Option) -> tuple[int, float, int, int]:
-    if one.verdict is Verdict.does_not_fit:  # how fast it would be is nobody's question
+    if one.verdict is FitVerdict.does_not_fit:  # how fast it would be is nobody's question
         return one.verdict.rank, float(-one.worst.margin), one.placement.world, 0
     # Times that print alike are alike: then fewer ranks and a smaller bill are better.
     return one.verdict.rank, round(one.ms_per_token, 3), one.placement.world, one.worst.total

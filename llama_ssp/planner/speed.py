@@ -43,7 +43,7 @@ class Times:
     step: float
     round: float
     check: float
-    law: float
+    probs: float
     accept: float
     reduce: tuple[tuple[int, float], ...]
     link_per_s: float
@@ -92,7 +92,7 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
         step=(conf.step_us or 0.0) / 1e6,
         round=(conf.round_us or 0.0) / 1e6,
         check=(conf.check_us or 0.0) / 1e6,
-        law=(conf.law_ns or 0.0) / 1e9,
+        probs=(conf.law_ns or 0.0) / 1e9,
         accept=(conf.accept_ns or 0.0) / 1e9,
         reduce=tuple((n, us / 1e6) for n, us in sorted(reduce.items())),
         link_per_s=(link_gb_s or 1e6) * 1e9,
@@ -173,8 +173,8 @@ class Pace:
     def guessed(self, k: int, acceptance: float) -> float:
         """In which share of the rounds every row's text is the one that was drafted for.
 
-        All drafts stand, and the token behind them is the guess: two laws that have `a` in common race to
-        the same token with chance a / (2 - a) at least (draws.race).
+        All drafts stand, and the token behind them is the guess: two distributions that have `a` in common
+        race to the same token with chance a / (2 - a) at least (draws.race).
         """
         return float((acceptance**k * acceptance / (2 - acceptance)) ** self.rows)
 

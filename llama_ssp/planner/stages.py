@@ -2,7 +2,7 @@
 
 Each GPU may take an even part and a layer and a quarter more. They are filled in order, whole layers only;
 the first leaves room for the largest module that is still to come, the last takes what is left. The draft
-sits on the first, where texts go in and laws come out. One GPU computes at a time.
+sits on the first, where texts go in and distributions come out. One GPU computes at a time.
 """
 
 from __future__ import annotations

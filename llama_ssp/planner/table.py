@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llama_ssp.planner.advice import MOST_K, MOST_ROWS
-from llama_ssp.planner.fit import GpuBill, Verdict
+from llama_ssp.planner.fit import FitVerdict, GpuBill
 from llama_ssp.planner.outcome import Outcome, parts
 from llama_ssp.planner.room import GIB, parameters
 from llama_ssp.planner.search import Option
@@ -21,7 +21,7 @@ FILL = dict(zip(parts([]), "█▓▒░+:", strict=True))
 COLOUR = dict(
     zip(parts([]), ("blue", "cyan", "green", "bright_green", "yellow", "bright_black"), strict=True)
 )
-MARK = {Verdict.fits: "green", Verdict.uncertain: "yellow", Verdict.does_not_fit: "red"}
+MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.does_not_fit: "red"}
 
 
 def rendered(plan: Outcome, colour: bool) -> str:
@@ -35,7 +35,7 @@ def rendered(plan: Outcome, colour: bool) -> str:
     for line in _bars(plan.chosen.bills, "CPU" if plan.asked.machine.is_cpu else "GPU"):
         console.print(line)
     console.print()
-    fits = plan.chosen.verdict is not Verdict.does_not_fit
+    fits = plan.chosen.verdict is not FitVerdict.does_not_fit
     if plan.chances and fits:
         console.print(_acceptances(plan))
         console.print()
@@ -92,7 +92,7 @@ def notable(options: list[Option]) -> list[tuple[int, Option]]:
     for number, one in enumerate(options, start=1):
         place = one.placement
         kinds.setdefault((place.draft_apart, place.copies, min(place.draft_degree, 2)), (number, one))
-    fitting = [entry for entry in enumerate(options, start=1) if entry[1].verdict is Verdict.fits]
+    fitting = [entry for entry in enumerate(options, start=1) if entry[1].verdict is FitVerdict.fits]
     if fitting:
         fewest = min(fitting, key=lambda entry: entry[1].placement.world)
         kinds.setdefault(fewest[1].placement.world, fewest)
@@ -163,7 +163,7 @@ def _acceptances(plan: Outcome) -> Table:
 def _words(plan: Outcome) -> Iterator[str]:
     """What the tables leave out, a line each."""
     room, pace, fewest = plan.room, plan.chosen.pace, plan.fewest
-    if plan.chosen.verdict is Verdict.fits:
+    if plan.chosen.verdict is FitVerdict.fits:
         most = f"largest that fits here: context {room.context}, or {_at_least(room.rows, MOST_ROWS)} rows"
         yield most + (f", or K = {_at_least(room.k, MOST_K)}" if plan.drafts else "")
     else:

@@ -53,7 +53,7 @@ def paired_difference(gained: int, lost: int, n: int, level: float = LEVEL) -> E
 
 
 def median_of(values: list[float], level: float = LEVEL) -> Estimate:
-    """The median and its interval by order statistics, which assumes no law of the values.
+    """The median and its interval by order statistics, which assumes no distribution of the values.
 
     With fewer than 6 values no such interval reaches 95 %: it is then from the least to the greatest,
     and `median_coverage` says what it reaches.

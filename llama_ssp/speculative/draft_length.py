@@ -1,8 +1,9 @@
 """How many tokens to draft next, row by row.
 
 A row's choice rests on that row's own past and on given costs, never on its neighbours, and is made before
-anything of the round is drawn: so the output law stays exact. With given costs (`speculation.cost_ratio`)
-and in fp32, a row chooses the same K in any batch; measured costs differ from run to run.
+anything of the round is drawn: so the output distribution stays exact. With given costs
+(`speculation.cost_ratio`) and in fp32, a row chooses the same K in any batch; measured costs differ from run
+to run.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ class Observed(Protocol):
     def row(self) -> int: ...
     @property
     def overlap(self) -> list[float]:
-        """What both laws have in common at each drafted position."""
+        """What both distributions have in common at each drafted position."""
 
     @property
     def standing(self) -> list[tuple[float, float]]:
         """Of each draft, how likely it was that those before it stand, and that it stands with them."""
 
 
-class Lookahead(Protocol):
+class DraftLength(Protocol):
     """Chooses K for each row."""
 
     def choose(self) -> list[int]: ...
@@ -39,7 +40,7 @@ class Lookahead(Protocol):
 
 
 @dataclass
-class FixedLookahead:
+class FixedDraftLength:
     """The same K always."""
 
     k: int
@@ -99,7 +100,7 @@ class Costs:
         return Costs(draft, tuple(steps))
 
 
-PRIOR = 0.7  # what the laws of a row have in common, of which nothing has been seen
+PRIOR = 0.7  # what the distributions of a row have in common, of which nothing has been seen
 MEMORY = 0.97  # of what was seen before, for each round of drafts seen since
 PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they double
 
@@ -122,14 +123,14 @@ class Mean:
 
 
 @dataclass
-class Agreement:
+class AcceptanceStats:
     """How likely a row's drafts stand: the first of a round, and each later one where those before it do.
 
     These two differ. A first draft follows a token that the draft model may just have missed; a later one
     follows tokens that both models like, and the block rule makes good there what it lost before. Both are
-    read off the laws, of every draft, kept or not, so that a few rounds tell what outcomes alone would tell
-    after many. What is not known yet is guessed from what is: the first draft's chance from all overlaps, and
-    the later ones' from the first one's.
+    read off the distributions, of every draft, kept or not, so that a few rounds tell what outcomes alone
+    would tell after many. What is not known yet is guessed from what is: the first draft's chance from all
+    overlaps, and the later ones' from the first one's.
     """
 
     overlap: Mean = field(default_factory=Mean)
@@ -155,7 +156,7 @@ class Agreement:
 
 
 @dataclass
-class AdaptiveLookahead:
+class AdaptiveDraftLength:
     """The K with the most tokens per unit of time, at the agreement the row has shown lately.
 
     A row whose best K is 0 tries one token now and then, to notice when drafting pays again.
@@ -163,16 +164,16 @@ class AdaptiveLookahead:
 
     costs: Costs
     rows: int
-    agreement: list[Agreement] = field(init=False)
+    agreement: list[AcceptanceStats] = field(init=False)
     _idle: list[int] = field(init=False)
     _pause: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.agreement = [Agreement() for _ in range(self.rows)]
+        self.agreement = [AcceptanceStats() for _ in range(self.rows)]
         self._idle, self._pause = [0] * self.rows, [PROBE_FIRST] * self.rows
 
     def restart(self, row: int) -> None:
-        self.agreement[row] = Agreement()
+        self.agreement[row] = AcceptanceStats()
         self._idle[row], self._pause[row] = 0, PROBE_FIRST
 
     def choose(self) -> list[int]:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.distributed.roles import SOLE, Crew
+from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.local import Drafter, certain_where, resting, within
 from llama_ssp.speculative.drafters.remote import Exchange, RemoteDrafter
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import HostDraws, can_decide
 from llama_ssp.speculative.rng import Draws, Purpose
-from llama_ssp.speculative.round_protocol import Leading, Verdict
-from llama_ssp.speculative.sampling import Laws, lawless, one_hot
+from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundResult
+from llama_ssp.speculative.sampling import SamplingTransform, has_nan, one_hot
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import Block, CoupledRule, Rule, overlap
 
@@ -31,15 +31,15 @@ class Engine:
     """
 
     def __init__(
-        self, target: Runner, drafter: Drafter, laws: Laws, rule: Rule, draws: Draws,
-        crew: Crew = SOLE,
+        self, target: ModelRunner, drafter: Drafter, transform: SamplingTransform, rule: Rule, draws: Draws,
+        crew: Roles = SOLE,
     ) -> None:  # fmt: skip
         self.target = target
         self.drafter = drafter
-        self._laws = laws
+        self._transform = transform
         self._rule = rule
         self._draws = draws
-        self._rounds = Leading(crew)
+        self._rounds = LeaderProtocol(crew)
         self._enter = crew.everyone.enter
         self.part: Callable[[str], AbstractContextManager[None]] = _untimed  # what times parts of a round
 
@@ -115,7 +115,7 @@ class Engine:
             return proposal
 
     @torch.inference_mode()
-    def verify(self, state: State, proposal: Proposal) -> Verdict:
+    def verify(self, state: State, proposal: Proposal) -> RoundResult:
         """One target forward over K+1 positions, and the decision. Finished rows are fed nothing."""
         with self.part(DECIDE):  # but for the target's forward
             self._enter("verify", self._rounds.round)
@@ -135,45 +135,46 @@ class Engine:
         """No round follows: whoever waits for the last decision gets to know it."""
         self._rounds.settle()
 
-    def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
-        law_BWV = self._laws(logit_BWV, state.prefix(0, proposal.k + 1))
+    def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:
+        probs_BWV = self._transform(logit_BWV, state.prefix(0, proposal.k + 1))
         if isinstance(self._draws, HostDraws) and can_decide(self._rule):
-            return _on_host(proposal, self._by_kernel(self._draws, state, proposal, law_BWV))
-        damaged_B = within(tuple(n + 1 for n in proposal.count), lawless(law_BWV)).any(1)
+            return _on_host(proposal, self._by_kernel(self._draws, state, proposal, probs_BWV))
+        damaged_B = within(tuple(n + 1 for n in proposal.count), has_nan(probs_BWV)).any(1)
         if proposal.damaged is not None:
             damaged_B |= proposal.damaged
         if proposal.k:
-            accepted_B, law_BV, seen_BN = self._decide(state, proposal, law_BWV)
+            accepted_B, probs_BV, seen_BN = self._decide(state, proposal, probs_BWV)
         else:
             accepted_B = torch.zeros_like(damaged_B, dtype=torch.int64)
-            law_BV, seen_BN = law_BWV[:, 0], law_BWV[:, 0, :0]
-        law_BV = resting(law_BV, _idle(state))
-        token_B = self._draws.categorical(law_BV, state.slot(Purpose.CORRECT))
+            probs_BV, seen_BN = probs_BWV[:, 0], probs_BWV[:, 0, :0]
+        probs_BV = resting(probs_BV, _idle(state))
+        token_B = self._draws.categorical(probs_BV, state.slot(Purpose.CORRECT))
         columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
         return _on_host(proposal, torch.cat([*columns, seen_BN.double()], 1))
 
-    def _by_kernel(self, draws: HostDraws, state: State, proposal: Proposal, law_BWV: Tensor) -> Tensor:
-        """All that follows here, for laws on the host, in one call."""
+    def _by_kernel(self, draws: HostDraws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
+        """All that follows here, for distributions on the host, in one call."""
         decided = draws.decided(
-            self._rule, law_BWV, proposal.draft_BKV, proposal.drafted_BK, proposal.count, _idle(state),
+            self._rule, probs_BWV, proposal.draft_BKV, proposal.drafted_BK, proposal.count, _idle(state),
             state.slot(Purpose.ACCEPT), state.slot(Purpose.CORRECT),
         )  # fmt: skip
         if proposal.damaged is not None:
             decided[:, 2] += proposal.damaged
         return decided
 
-    def _decide(self, state: State, proposal: Proposal, law_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """How many drafts stand, the law of what follows, and what was seen of each: see `Verdict`."""
-        block = self._block(state, proposal, law_BWV)
+    def _decide(self, state: State, proposal: Proposal, probs_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """How many drafts stand, the distribution of what follows, and what was seen of each: see
+        `Verdict`."""
+        block = self._block(state, proposal, probs_BWV)
         if isinstance(self._rule, CoupledRule):
-            accepted_B, law_BV = self._coupled(self._rule, state, block)
+            accepted_B, probs_BV = self._coupled(self._rule, state, block)
         else:
             chance_BK = self._rule.accept_chances(block)
             passed_BK = self._draws.bernoulli(chance_BK, state.slot(Purpose.ACCEPT))
             accepted_B = self._rule.accepted(passed_BK)
-            law_BV = self._rule.correction_law(block, accepted_B)
+            probs_BV = self._rule.correction_probs(block, accepted_B)
         overlap_BK = overlap(block)
-        return accepted_B, law_BV, torch.cat([overlap_BK, *self._rule.standing(block, overlap_BK)], 1)
+        return accepted_B, probs_BV, torch.cat([overlap_BK, *self._rule.standing(block, overlap_BK)], 1)
 
     def _coupled(self, rule: CoupledRule, state: State, block: Block) -> tuple[Tensor, Tensor]:
         """The target draws first, at every position, with the noise its draft was drawn with (coupled.py).
@@ -182,18 +183,18 @@ class Engine:
         """
         chosen, idle_B = [], sent(_idle(state), state.device)
         for position in range(block.k + 1):
-            law_BV = certain_where(idle_B | (block.count_B < position), block.target_BWV[:, position])
-            chosen.append(self._draws.categorical(law_BV, state.slot(Purpose.CORRECT, position)))
+            probs_BV = certain_where(idle_B | (block.count_B < position), block.target_BWV[:, position])
+            chosen.append(self._draws.categorical(probs_BV, state.slot(Purpose.CORRECT, position)))
         chosen_BW = torch.stack(chosen, 1)
         accepted_B = rule.accepted(rule.agreed(block, chosen_BW))
         token_B = chosen_BW.gather(1, accepted_B[:, None])[:, 0]
         return accepted_B, one_hot(token_B, block.target_BWV[:, 0])
 
-    def _block(self, state: State, proposal: Proposal, law_BWV: Tensor) -> Block:
+    def _block(self, state: State, proposal: Proposal, probs_BWV: Tensor) -> Block:
         """What the rule decides on."""
         assert proposal.draft_BKV is not None
         return Block(
-            _in_double(law_BWV),
+            _in_double(probs_BWV),
             _in_double(proposal.draft_BKV),
             proposal.drafted_BK,
             sent(proposal.count, state.device),
@@ -211,7 +212,7 @@ def room_of(prompts: list[Prompt], max_new_tokens: int, context: int, longest: i
     return min(max(own, longest), context)
 
 
-def target_logits(target: Runner, state: State, count: tuple[int, ...]) -> Tensor:
+def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> Tensor:
     """The target over each row's drafts and the position behind them."""
     ends = [
         cached if finished else length + drafted
@@ -227,14 +228,14 @@ def _idle(state: State) -> list[bool]:
     return [reason is not None for reason in state.finished]
 
 
-def _in_double(law: Tensor) -> Tensor:
-    """Ratios and residuals are taken in fp64, of laws that sum to one."""
-    wide = law.double()
+def _in_double(probs: Tensor) -> Tensor:
+    """Ratios and residuals are taken in fp64, of distributions that sum to one."""
+    wide = probs.double()
     mass = wide.sum(-1, keepdim=True)
-    return wide / mass if wide is law else wide.div_(mass)
+    return wide / mass if wide is probs else wide.div_(mass)
 
 
-def _on_host(proposal: Proposal, decided_BN: Tensor) -> Verdict:
+def _on_host(proposal: Proposal, decided_BN: Tensor) -> RoundResult:
     """Everything decided, in one transfer: accepted, token, damaged, then what there is of each draft."""
     whole = decided_BN.cpu().tolist()
 
@@ -244,7 +245,7 @@ def _on_host(proposal: Proposal, decided_BN: Tensor) -> Verdict:
         return [row[first : first + n] for row, n in zip(whole, proposal.count, strict=True)]
 
     drafted, overlap_, before, standing = (of(part) for part in range(4))
-    return Verdict(
+    return RoundResult(
         drafted=[[int(token) for token in row] for row in drafted],
         accepted=[int(row[0]) for row in whole],
         token=[int(row[1]) for row in whole],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from llama_ssp.distributed.roles import Crew
-from llama_ssp.speculative.drafters.ahead import AheadAssistant
+from llama_ssp.distributed.roles import Roles
+from llama_ssp.speculative.drafters.ahead import AheadDraftShard
 from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.drafters.remote import SendingDrafter
 from llama_ssp.speculative.engine import Engine, room_of, target_logits
-from llama_ssp.speculative.model_runner import Runner
-from llama_ssp.speculative.round_protocol import Following, Verdict
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.round_protocol import FollowerProtocol, RoundResult
 from llama_ssp.speculative.state import Prompt, Proposal, State
 
 
@@ -18,11 +18,16 @@ class Follower:
     """Has the leader's calls, so that one loop drives every rank; what its caller wishes it does not hear."""
 
     def __init__(
-        self, target: Runner | None, drafter: Drafter | None, crew: Crew, context: int, device: torch.device
+        self,
+        target: ModelRunner | None,
+        drafter: Drafter | None,
+        crew: Roles,
+        context: int,
+        device: torch.device,
     ) -> None:
         """`target` and `drafter` are None where this rank has no part in them."""
         self._target, self._drafter = target, drafter
-        self._rounds = Following(crew)
+        self._rounds = FollowerProtocol(crew)
         self._enter = crew.everyone.enter
         self._device = device
         self.context = context
@@ -92,12 +97,12 @@ class Follower:
             self._drafter.roll_back([length + n + 1 for length, n in zip(state.lengths, alike, strict=True)])
         return proposal
 
-    def verify(self, state: State, proposal: Proposal) -> Verdict:
+    def verify(self, state: State, proposal: Proposal) -> RoundResult:
         """Takes part in the target's forward, or drafts ahead in the meantime; then hears the decision."""
         self._enter("verify", self._rounds.round)
         if self._target:
             target_logits(self._target, state, proposal.count)
-        if isinstance(self._drafter, SendingDrafter | AheadAssistant):
+        if isinstance(self._drafter, SendingDrafter | AheadDraftShard):
             self._drafter.meanwhile(state, proposal)
         verdict = self._rounds.verdict(state)
         self._enter("commit", self._rounds.round)

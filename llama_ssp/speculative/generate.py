@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llama_ssp.speculative.draft_length import Lookahead
+from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.follower import AnyEngine
-from llama_ssp.speculative.round_protocol import Verdict
+from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import State
 
 
@@ -108,7 +108,7 @@ class Step:
 
 
 def generate(
-    engine: AnyEngine, state: State, limits: Limits, lookahead: Lookahead, refill: Refill | None = None
+    engine: AnyEngine, state: State, limits: Limits, lookahead: DraftLength, refill: Refill | None = None
 ) -> Iterator[Step]:
     """Rounds until every row has ended, and no prompt is left to refill it. `state` comes from prefill.
 
@@ -125,7 +125,7 @@ def generate(
         wanted = [max(0, min(k, r - 1)) for k, r in zip(chosen, room, strict=True)]
         proposal = engine.draft(state, wanted)
         verdict = engine.verify(state, proposal)
-        del proposal  # whose laws take room that the next ones need
+        del proposal  # whose distributions take room that the next ones need
         withheld = [k - w for k, w in zip(chosen, wanted, strict=True)]
         step = commit(state, verdict, limits, engine.context, number, withheld)
         engine.roll_back(state)
@@ -135,7 +135,7 @@ def generate(
     engine.settle()
 
 
-def _refilled(engine: AnyEngine, state: State, lookahead: Lookahead, refill: Refill) -> None:
+def _refilled(engine: AnyEngine, state: State, lookahead: DraftLength, refill: Refill) -> None:
     """Rows that ended get new prompts, of which each reads a chunk a round, while any row still writes."""
     refill.admit(engine, state)
     while state.waiting:
@@ -148,7 +148,7 @@ def _refilled(engine: AnyEngine, state: State, lookahead: Lookahead, refill: Ref
 
 
 def commit(
-    state: State, verdict: Verdict, limits: Limits, context: int, number: int, withheld: list[int]
+    state: State, verdict: RoundResult, limits: Limits, context: int, number: int, withheld: list[int]
 ) -> Step:
     """Cuts each row's block where the row ends, then appends it: trim before counting."""
     step = Step(number)

@@ -11,9 +11,9 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import draws_for
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 
@@ -24,7 +24,7 @@ SHORT_S = 0.1  # rounds so short are measured at every K
 
 
 def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, slots: int) -> Costs | None:
-    """Seconds of whole rounds, laws and draws included; None where texts are too short to tell.
+    """Seconds of whole rounds, distributions and draws included; None where texts are too short to tell.
 
     On texts of no meaning, half as long as texts may get: the least of a few turns, which is what the machine
     takes when nothing disturbs it. Nor does a round over more drafts ever take less. On a CPU costs climb by
@@ -34,9 +34,14 @@ def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, s
     k_max = min(run.speculation.k_max, half - 1)
     if k_max < 1:
         return None
-    laws, rule = Laws(run.sampling, (), target.vocab), RULES[run.speculation.verification.value]
+    transform, rule = (
+        SamplingTransform(run.sampling, (), target.vocab),
+        RULES[run.speculation.verification.value],
+    )
     draws = draws_for(target, rule, 0)
-    engine = Engine(Runner(target), ModelDrafter(Runner(draft), laws, draws), laws, rule, draws)
+    engine = Engine(
+        ModelRunner(target), ModelDrafter(ModelRunner(draft), transform, draws), transform, rule, draws
+    )
     state = engine.prefill([Prompt(str(row), (0,) * half) for row in range(rows)], half)
     drafting: dict[int, list[float]] = defaultdict(list)
     rounds: dict[int, list[float]] = defaultdict(list)

@@ -32,7 +32,7 @@ class Model(Protocol):
 LAG = 2
 
 
-class Runner:
+class ModelRunner:
     """Counts forwards, holds the cache of one batch."""
 
     def __init__(self, model: Model, prefill_chunk: int = 512) -> None:
@@ -154,7 +154,7 @@ class Runner:
         """The tokens a pass feeds.
 
         A draft's vocabulary may lack padding rows that the target has. Should one be drawn, the draft
-        reads another token in its place: its law stays the one it draws from, so nothing is lost.
+        reads another token in its place: its distribution stays the one it draws from, so nothing is lost.
         """
         if len(feed.start) == 1:
             start = feed.start[0]

@@ -24,21 +24,24 @@ from llama_ssp.speculative.verification import BlockRule, Rule, TokenRule
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# Products are rounded before they are summed: of two equal laws one less the other must be nothing.
+# Products are rounded before they are summed: of two equal distributions one less the other must be nothing.
 FLAGS = ("-ffp-contract=off",)
-WIDE = {torch.float32: False, torch.float64: True}  # there are no laws of other types (sampling.Laws)
+WIDE = {
+    torch.float32: False,
+    torch.float64: True,
+}  # there are no distributions of other types (sampling.Laws)
 LAW, INTEGERS, NUMBERS = (c_bool, c_void_p), c_void_p, c_void_p
 
 
 class HostDraws(CounterDraws):
-    """The draws of laws on the host."""
+    """The draws of distributions on the host."""
 
-    def _by_cdf(self, law_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-        law_BV, (rows, vocab) = law_BV.contiguous(), law_BV.shape
+    def _by_cdf(self, probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+        probs_BV, (rows, vocab) = probs_BV.contiguous(), probs_BV.shape
         token_B = torch.empty(rows, dtype=torch.int64)
-        wide, law = _law(law_BV)
+        wide, probs = _probs(probs_BV)
         operators().draw(
-            wide, law, rows, vocab, uniform_B1.data_ptr(), uniform_B1.stride(0), token_B.data_ptr()
+            wide, probs, rows, vocab, uniform_B1.data_ptr(), uniform_B1.stride(0), token_B.data_ptr()
         )
         return token_B
 
@@ -74,7 +77,7 @@ class HostDraws(CounterDraws):
         decided = torch.zeros(rows, 3 + 4 * k, dtype=torch.float64)
         counts, rests = array("q", count), array("q", idle)
         operators().decide(
-            isinstance(rule, BlockRule), *_law(target_BWV), *_law(draft_BKV), rows, k, vocab, size,
+            isinstance(rule, BlockRule), *_probs(target_BWV), *_probs(draft_BKV), rows, k, vocab, size,
             drafted_BK.data_ptr(), counts.buffer_info()[0], rests.buffer_info()[0],
             coin_BK.data_ptr(), *coin_BK.stride(), clock_BN.data_ptr(), clock_BN.stride(0),
             decided.data_ptr(),
@@ -102,9 +105,9 @@ def can_decide(rule: Rule) -> bool:
     return type(rule) in (TokenRule, BlockRule)
 
 
-def _law(law: Tensor) -> tuple[bool, int]:
+def _probs(probs: Tensor) -> tuple[bool, int]:
     """Whether in double precision, and where."""
-    return WIDE[law.dtype], law.data_ptr()
+    return WIDE[probs.dtype], probs.data_ptr()
 
 
 @functools.cache

@@ -1,11 +1,11 @@
 """The one source of randomness: `bernoulli` and `categorical`, keyed by what is drawn, not when.
 
-A draw depends only on (run seed, prompt id, base, purpose, offset). `base` is the length of the text
-when the round began. It grows every round, so no key is ever used twice, although block verification
-may discard a drafted token whose value already took part in a decision. A prompt's draws therefore do not
-depend on its batch, on a restart, or on the number of ranks. Nor does its text, as long as its probabilities
-and its K do not: in fp32, with K fixed or chosen by `speculation.cost_ratio`. In 16 bit and less a batch of
-another size rounds differently, and adaptive K goes by measured times: the law is the same, the text is not.
+A draw depends only on (run seed, prompt id, base, purpose, offset). `base` is the length of the text when the
+round began. It grows every round, so no key is ever used twice, although block verification may discard a
+drafted token whose value already took part in a decision. A prompt's draws therefore do not depend on its
+batch, on a restart, or on the number of ranks. Nor does its text, as long as its probabilities and its K do
+not: in fp32, with K fixed or chosen by `speculation.cost_ratio`. In 16 bit and less a batch of another size
+rounds differently, and adaptive K goes by measured times: the distribution is the same, the text is not.
 
 No number has two uses. Each stands in Philox (Salmon et al. 2011) under the key (seed, prompt), in a block of
 four whose counter's words are (block, 0, stream, base). The streams are ROUNDS, with a number for each offset
@@ -59,8 +59,8 @@ class Draws(Protocol):
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
         """Independent coins; column n of the result belongs to offset `slot.offset + n`."""
 
-    def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
-        """One token a row from its law; the law need not be normalised."""
+    def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
+        """One token a row from its distribution; the distribution need not be normalised."""
 
 
 def prompt_key(prompt_id: str) -> int:
@@ -81,19 +81,19 @@ class CounterDraws:
         uniform_BN = self._uniforms(slot, chance_BN.shape[1], chance_BN.device)
         return uniform_BN < chance_BN  # strictly: a chance of 0 never passes, of 1 always does
 
-    def categorical(self, law_BV: Tensor, slot: Slot) -> Tensor:
+    def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
         """Corrections by a race, so that a draft that runs ahead guesses them best (engine.ahead).
 
         The race's clocks are made when the round's first draft is drawn: behind a target's pass they were
         seen to take many times as long on a CPU, whose caches it has probably filled.
         """
-        clock_BN = self._clocks(slot, 2 * heat(law_BV.shape[1]), law_BV.device)
+        clock_BN = self._clocks(slot, 2 * heat(probs_BV.shape[1]), probs_BV.device)
         if slot.purpose is Purpose.CORRECT:
-            return race(law_BV, clock_BN)
-        return self._by_cdf(law_BV, self._uniforms(slot, 1, law_BV.device))
+            return race(probs_BV, clock_BN)
+        return self._by_cdf(probs_BV, self._uniforms(slot, 1, probs_BV.device))
 
-    def _by_cdf(self, law_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-        return inverse_cdf(law_BV, uniform_B1)
+    def _by_cdf(self, probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+        return inverse_cdf(probs_BV, uniform_B1)
 
     def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """Exponential variables. A round's are made once."""
@@ -146,24 +146,25 @@ def heat(vocab: int) -> int:
     return math.isqrt(vocab - 1) + 1
 
 
-def race(law_BV: Tensor, clock_BN: Tensor) -> Tensor:
+def race(probs_BV: Tensor, clock_BN: Tensor) -> Tensor:
     """The token whose exponential clock, at the rate of its probability, rings first; no impossible one.
 
-    Two laws raced with the same noise agree with chance (1 - TV) / (1 + TV) at least; by an inverted CDF, in
-    which a small shift moves every token behind it, they agree far less often where they are not peaked. The
-    race is run in two heats, of sums and then inside the sum that won: few clocks are enough, little is lost.
+    Two distributions raced with the same noise agree with chance (1 - TV) / (1 + TV) at least; by an inverted
+    CDF, in which a small shift moves every token behind it, they agree far less often where they are not
+    peaked. The race is run in two heats, of sums and then inside the sum that won: few clocks are enough,
+    little is lost.
     """
-    rows, vocab = law_BV.shape
+    rows, vocab = probs_BV.shape
     size = heat(vocab)
     whole = vocab - vocab % size
-    mass_BH = law_BV[:, :whole].view(rows, -1, size).sum(-1, dtype=torch.float64)
+    mass_BH = probs_BV[:, :whole].view(rows, -1, size).sum(-1, dtype=torch.float64)
     if whole < vocab:
-        rest_B1 = law_BV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
+        rest_B1 = probs_BV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
         mass_BH = torch.cat([mass_BH, rest_B1], 1)
     heat_B1 = _first(clock_BN[:, : mass_BH.shape[1]], mass_BH)
-    token_BC = heat_B1 * size + torch.arange(size, device=law_BV.device)
-    law_BC = law_BV.gather(1, token_BC.clamp(max=vocab - 1)).double()
-    won_B1 = _first(clock_BN[:, size:], law_BC.masked_fill_(token_BC >= vocab, 0))
+    token_BC = heat_B1 * size + torch.arange(size, device=probs_BV.device)
+    probs_BC = probs_BV.gather(1, token_BC.clamp(max=vocab - 1)).double()
+    won_B1 = _first(clock_BN[:, size:], probs_BC.masked_fill_(token_BC >= vocab, 0))
     return token_BC.gather(1, won_B1)[:, 0]
 
 
@@ -172,17 +173,17 @@ def _first(clock_BN: Tensor, rate_BN: Tensor) -> Tensor:
     return (clock_BN / rate_BN).masked_fill_(~(rate_BN > 0), torch.inf).argmin(-1, keepdim=True)
 
 
-def inverse_cdf(law_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-    """The token at which the cumulated law first exceeds the uniform; never one of probability 0.
+def inverse_cdf(probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+    """The token at which the cumulated distribution first exceeds the uniform; never one of probability 0.
 
     A uniform is 1 - 2**-53 at most; so much of a number, rounded, is less than the number.
     """
-    rising_BV = law_BV.cumsum(-1, dtype=torch.float64)
+    rising_BV = probs_BV.cumsum(-1, dtype=torch.float64)
     mark_B1 = uniform_B1 * rising_BV[:, -1:]
     token_B1 = torch.searchsorted(rising_BV, mark_B1, right=True)
-    token_B1 = token_B1.clamp_(max=law_BV.shape[1] - 1)  # beyond the last: of NaN, which is no law
-    if law_BV.device.type == "cpu":  # sums one after the other: a token of probability 0 adds nothing
+    token_B1 = token_B1.clamp_(max=probs_BV.shape[1] - 1)  # beyond the last: of NaN, which is no distribution
+    if probs_BV.device.type == "cpu":  # sums one after the other: a token of probability 0 adds nothing
         return token_B1[:, 0]
     # A parallel sum may round a token of probability 0 into a sliver; it must not be drawn even so.
-    possible_B1 = law_BV.gather(1, token_B1) > 0
-    return torch.where(possible_B1, token_B1, law_BV.argmax(-1, keepdim=True))[:, 0]
+    possible_B1 = probs_BV.gather(1, token_B1) > 0
+    return torch.where(possible_B1, token_B1, probs_BV.argmax(-1, keepdim=True))[:, 0]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from llama_ssp.distributed.draft_messages import Asker
+from llama_ssp.distributed.draft_messages import DraftClient
 from llama_ssp.distributed.failures import LostPeer
 from llama_ssp.distributed.process_group import checksum
-from llama_ssp.distributed.roles import Crew, Told
+from llama_ssp.distributed.roles import LeaderChannel, Roles
 from llama_ssp.errors import DistributedError
 from llama_ssp.speculative.state import Proposal, State
 
@@ -28,11 +28,11 @@ DECIDED, ALONE = 1, 2  # what a message says beside numbers: there is a decision
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RoundResult:
     """What was decided, on the host. Row b commits its first `accepted[b]` drafts and `token[b]`.
 
-    Of each draft, whether it stood or not, `overlap` is what both laws had in common, and `standing` how
-    likely it was that those before it stand, and that it stands with them, before it was drawn.
+    Of each draft, whether it stood or not, `overlap` is what both distributions had in common, and `standing`
+    how likely it was that those before it stand, and that it stands with them, before it was drawn.
     """
 
     drafted: list[list[int]]
@@ -53,8 +53,8 @@ class Verdict:
         return values
 
     @staticmethod
-    def heard(values: Iterator[int], rows: int) -> Verdict:
-        verdict = Verdict([], [], [], [], [], [])
+    def heard(values: Iterator[int], rows: int) -> RoundResult:
+        verdict = RoundResult([], [], [], [], [], [])
         for _ in range(rows):
             verdict.accepted.append(next(values))
             verdict.token.append(next(values))
@@ -65,13 +65,13 @@ class Verdict:
         return verdict
 
 
-class Leading:
+class LeaderProtocol:
     """The leader's side. It holds a decision back until it can be sent with what is drafted next."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Roles) -> None:
         self._target = crew.target if crew.target is not None and crew.target.world > 1 else None
         self._asked, self._everyone = crew.asked, crew.everyone
-        self._line = crew.line if isinstance(crew.line, Asker) and crew.asked is not None else None
+        self._line = crew.line if isinstance(crew.line, DraftClient) and crew.asked is not None else None
         self._untold: list[int] = []  # the last decision
         self._basis: int | None = None  # what the texts were when it was taken
         self._rows = 0
@@ -96,7 +96,7 @@ class Leading:
         self._untold, self._basis = [], None
         self._part_with_lost()
 
-    def decide(self, state: State, verdict: Verdict) -> None:
+    def decide(self, state: State, verdict: RoundResult) -> None:
         """Keeps the decision for the next messages."""
         self._decided += 1
         if self._target is not None or self._asked is not None:
@@ -114,7 +114,7 @@ class Leading:
             self._untold, self._basis = [], None
             self._part_with_lost()
 
-    def _tell(self, ranks: Told | None, basis: int, values: list[int]) -> None:
+    def _tell(self, ranks: LeaderChannel | None, basis: int, values: list[int]) -> None:
         if ranks is not None:
             kind = DECIDED * bool(self._untold) | ALONE * self._is_alone
             ranks.broadcast_ints([self._decided, basis, kind, *self._untold, *values])
@@ -147,10 +147,10 @@ class Leading:
         return checksum(state.lengths) if self._basis is None else self._basis
 
 
-class Following:
+class FollowerProtocol:
     """Any other rank's side: it hears the end of one round and the start of the next together."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Roles) -> None:
         self._me, self._asked, self._everyone = crew.everyone.rank, crew.asked, crew.everyone
         self._target = crew.target
         self._start: list[int] | None = None  # of the round to come
@@ -169,7 +169,8 @@ class Following:
         return tuple(self._begun(self._asked, state))
 
     def drafts(self, state: State) -> Proposal:
-        """What is drafted, put behind the texts; for ranks of the target. Its law is the leader's to know."""
+        """What is drafted, put behind the texts; for ranks of the target. Its distribution is the leader's to
+        know."""
         alone = self._asked is None
         told = self._begun(self._target, state) if alone else self._heard(self._target, state)[1]
         count, drafted = tuple(told[: state.rows]), told[state.rows :]
@@ -179,7 +180,7 @@ class Following:
             state.place(drafted_BK[:, offset], offset, count)
         return Proposal(drafted_BK, None, count)
 
-    def verdict(self, state: State) -> Verdict:
+    def verdict(self, state: State) -> RoundResult:
         """What was decided. What comes with it starts the next round."""
         self._basis, self._rows = checksum(state.lengths), state.rows
         self._decided += 1
@@ -194,17 +195,19 @@ class Following:
             self._hear(self._target, self._basis, self._rows)
         self._start = self._basis = None
 
-    def _begun(self, ranks: Told | None, state: State) -> list[int]:
+    def _begun(self, ranks: LeaderChannel | None, state: State) -> list[int]:
         """The start of this round; the first one's comes by itself."""
         told = self._heard(ranks, state)[1] if self._start is None else self._start
         self._start = None
         return told
 
-    def _heard(self, ranks: Told | None, state: State) -> tuple[Verdict | None, list[int]]:
+    def _heard(self, ranks: LeaderChannel | None, state: State) -> tuple[RoundResult | None, list[int]]:
         basis = checksum(state.lengths) if self._basis is None else self._basis
         return self._hear(ranks, basis, state.rows)
 
-    def _hear(self, ranks: Told | None, basis: int, rows: int) -> tuple[Verdict | None, list[int]]:
+    def _hear(
+        self, ranks: LeaderChannel | None, basis: int, rows: int
+    ) -> tuple[RoundResult | None, list[int]]:
         assert ranks is not None, "whom a rank hears from follows from its place"
         number, theirs, kind, *values = ranks.broadcast_ints([])
         if number != self._decided:
@@ -214,7 +217,7 @@ class Following:
         if kind & ALONE:
             self._everyone.part_with_lost()
         rest = iter(values)
-        return Verdict.heard(rest, rows) if kind & DECIDED else None, list(rest)
+        return RoundResult.heard(rest, rows) if kind & DECIDED else None, list(rest)
 
     def _astray(self, how: str) -> DistributedError:
         return DistributedError(

@@ -1,4 +1,4 @@
-"""From logits to the law a token is drawn from: the same code for target and draft.
+"""From logits to the distribution a token is drawn from: the same code for target and draft.
 
 Shapes: B rows, W positions, V vocabulary, S token buffer. Position w of row b continues the first
 `length_BW` tokens of that row's buffer, and every control looks at that prefix and no further, so the
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.array_ops import Array, greatest, largest, total, where
 
@@ -32,31 +32,32 @@ class Prefix:
     prompt_B: Tensor
 
 
-class Laws:
-    """Turns logits into laws under one set of sampling controls."""
+class SamplingTransform:
+    """Turns logits into distributions under one set of sampling controls."""
 
-    def __init__(self, sampling: SamplingConf, end_ids: tuple[int, ...], vocab: int) -> None:
+    def __init__(self, sampling: SamplingConfig, end_ids: tuple[int, ...], vocab: int) -> None:
         """`vocab` is the target's; a draft's logits beyond it are cut, missing ones get no chance."""
         self.controls = sampling
         self.end_ids = tuple(i for i in end_ids if i < vocab)
         self.vocab = vocab
 
     def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
-        """The law at each position. A row of NaN marks logits no law can be made of."""
+        """The distribution at each position. A row of NaN marks logits no distribution can be made of."""
         wide = torch.promote_types(logit_BWV.dtype, torch.float32)
         logit_BWV = logit_BWV[..., : self.vocab].to(wide)
-        law_BWV = self._law(logit_BWV, prefix)
+        probs_BWV = self._probs(logit_BWV, prefix)
         if self._hides:
             damaged_BW1 = ~(logit_BWV.amax(-1, keepdim=True) < torch.inf)  # the most of NaN is NaN
-            law_BWV = law_BWV.masked_fill(damaged_BW1, torch.nan)
-        missing = self.vocab - law_BWV.shape[-1]
-        return torch.nn.functional.pad(law_BWV, (0, missing)) if missing else law_BWV
+            probs_BWV = probs_BWV.masked_fill(damaged_BW1, torch.nan)
+        missing = self.vocab - probs_BWV.shape[-1]
+        return torch.nn.functional.pad(probs_BWV, (0, missing)) if missing else probs_BWV
 
-    def uncut(self) -> Laws:
-        """The same laws before the filters cut them; greedy ones before the choice, at temperature 1."""
+    def uncut(self) -> SamplingTransform:
+        """The same distributions before the filters cut them; greedy ones before the choice, at temperature
+        1."""
         warmth = self.controls.temperature or 1.0
         controls = replace(self.controls, temperature=warmth, top_k=0, top_p=1.0, min_p=0.0)
-        return Laws(controls, self.end_ids, self.vocab)
+        return SamplingTransform(controls, self.end_ids, self.vocab)
 
     @property
     def _hides(self) -> bool:
@@ -69,7 +70,7 @@ class Laws:
     def _forbids(self) -> bool:
         return bool(self.controls.bad_tokens or self.controls.logit_bias or self.controls.min_new_tokens)
 
-    def _law(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+    def _probs(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls = self.controls
         logit_BWV = self._penalised(self._biased(logit_BWV, prefix), prefix)
         if controls.temperature == 0:
@@ -77,8 +78,8 @@ class Laws:
             nothing_BW1 = logit_BWV.amax(-1, keepdim=True) == -torch.inf  # every token is forbidden
             return chosen_BWV.masked_fill(nothing_BW1, torch.nan) if self._forbids else chosen_BWV
         warm_BWV = logit_BWV if controls.temperature == 1 else logit_BWV / controls.temperature
-        law_BWV = torch.softmax(warm_BWV, -1)
-        kept_BWV: Tensor = filtered(law_BWV, controls.top_k, controls.top_p, controls.min_p)
+        probs_BWV = torch.softmax(warm_BWV, -1)
+        kept_BWV: Tensor = filtered(probs_BWV, controls.top_k, controls.top_p, controls.min_p)
         return kept_BWV
 
     def _biased(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
@@ -116,81 +117,82 @@ class Laws:
         return logit_BWV
 
 
-class RowLaws(Laws):
+class RowTransforms(SamplingTransform):
     """Laws of a batch whose rows may each have controls of their own."""
 
-    def __init__(self, sampling: SamplingConf, end_ids: tuple[int, ...], vocab: int) -> None:
+    def __init__(self, sampling: SamplingConfig, end_ids: tuple[int, ...], vocab: int) -> None:
         super().__init__(sampling, end_ids, vocab)
-        self._usual = Laws(sampling, end_ids, vocab)
-        self._by_row: dict[int, Laws] = {}  # rows that differ from the others
+        self._usual = SamplingTransform(sampling, end_ids, vocab)
+        self._by_row: dict[int, SamplingTransform] = {}  # rows that differ from the others
 
-    def assign(self, row: int, sampling: SamplingConf) -> None:
+    def assign(self, row: int, sampling: SamplingConfig) -> None:
         """From now on these are the row's controls."""
         if sampling == self.controls:
             self._by_row.pop(row, None)
         else:
-            alike = (laws for laws in self._by_row.values() if laws.controls == sampling)
-            self._by_row[row] = next(alike, None) or Laws(sampling, self.end_ids, self.vocab)
+            alike = (transform for transform in self._by_row.values() if transform.controls == sampling)
+            self._by_row[row] = next(alike, None) or SamplingTransform(sampling, self.end_ids, self.vocab)
 
     def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         if not self._by_row:
             return super().__call__(logit_BWV, prefix)
-        groups: dict[Laws, list[int]] = {}
+        groups: dict[SamplingTransform, list[int]] = {}
         for row in range(len(logit_BWV)):
             groups.setdefault(self._by_row.get(row, self._usual), []).append(row)
         parts = []
-        for laws, rows in groups.items():
+        for transform, rows in groups.items():
             chosen = sent(rows, logit_BWV.device)
             own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
-            parts.append(laws(logit_BWV[chosen], own))
+            parts.append(transform(logit_BWV[chosen], own))
         order = [row for rows in groups.values() for row in rows]
         back = sorted(range(len(order)), key=order.__getitem__)
         return torch.cat(parts)[sent(back, logit_BWV.device)]
 
 
-def filtered(law: Array, top_k: int, top_p: float, min_p: float) -> Array:
-    """The law cut by top-k, then top-p, then min-p, each renormalised; tied tokens live or fall together.
+def filtered(probs: Array, top_k: int, top_p: float, min_p: float) -> Array:
+    """The distribution cut by top-k, then top-p, then min-p, each renormalised; tied tokens live or fall
+    together.
 
-    Each filter is a threshold on probability, which makes the law independent of token order.
+    Each filter is a threshold on probability, which makes the distribution independent of token order.
     """
-    if 0 < top_k < law.shape[-1]:
-        law = _kept(law, greatest(law, top_k)[..., -1:])
+    if 0 < top_k < probs.shape[-1]:
+        probs = _kept(probs, greatest(probs, top_k)[..., -1:])
     if top_p < 1:
-        law = _kept(law, _nucleus_edge(law, max(top_p, LEAST_P)))
+        probs = _kept(probs, _nucleus_edge(probs, max(top_p, LEAST_P)))
     if min_p > 0:
-        law = _kept(law, largest(law) * min_p)
-    return law
+        probs = _kept(probs, largest(probs) * min_p)
+    return probs
 
 
-def _nucleus_edge(law: Array, top_p: float) -> Array:
+def _nucleus_edge(probs: Array, top_p: float) -> Array:
     """The least probability of the nucleus: of the fewest likeliest tokens that together have `top_p`.
 
     Sought among a few of the likeliest first. They will do if they have as much more than `top_p` as rounding
     might take from a sum: then no token behind them is in. Their sums are the same as among all, since a CPU
     adds one after the other; elsewhere all are sorted, as looking would have the host wait.
     """
-    size, tensor = law.shape[-1], isinstance(law, torch.Tensor)
-    for count in [*(few for few in FEW if tensor and law.device.type == "cpu" and few < size // 4), size]:
-        down = greatest(law, count)
+    size, tensor = probs.shape[-1], isinstance(probs, torch.Tensor)
+    for count in [*(few for few in FEW if tensor and probs.device.type == "cpu" and few < size // 4), size]:
+        down = greatest(probs, count)
         rising = down.cumsum(-1)
-        if count == size or bool((rising[..., -1] - 8 * torch.finfo(law.dtype).eps >= top_p).all()):
+        if count == size or bool((rising[..., -1] - 8 * torch.finfo(probs.dtype).eps >= top_p).all()):
             break
     reach = where(rising - down < top_p, down, 1)  # 1 stands for "not in it"
     return -largest(-reach)
 
 
-def _kept(law: Array, threshold: Array) -> Array:
-    cut = where(law >= threshold, law, 0)
+def _kept(probs: Array, threshold: Array) -> Array:
+    cut = where(probs >= threshold, probs, 0)
     return cut / total(cut)
 
 
-def lawless(law_BWV: Tensor) -> Tensor:
-    """Which positions' logits made no law: all of their row is NaN."""
-    return law_BWV[..., 0].isnan()
+def has_nan(probs_BWV: Tensor) -> Tensor:
+    """Which positions' logits made no distribution: all of their row is NaN."""
+    return probs_BWV[..., 0].isnan()
 
 
 def one_hot(token: Tensor, like: Tensor) -> Tensor:
-    """The law that is certain of `token`, in the dtype and width of `like`."""
+    """The distribution that is certain of `token`, in the dtype and width of `like`."""
     return torch.zeros_like(like).scatter_(-1, token[..., None], 1.0)
 
 

@@ -32,8 +32,8 @@ WAITING = "waiting"  # stands where a row's reason to end will: its prompt is st
 class Proposal:
     """What was drafted: the first `count` of each row's K columns are real.
 
-    `draft_BKV` is the very tensor each token was drawn from. `damaged` rows had a draft law that
-    was no law (NaN or infinite logits).
+    `draft_BKV` is the very tensor each token was drawn from. `damaged` rows had a draft distribution that
+    was no distribution (NaN or infinite logits).
     """
 
     drafted_BK: Tensor

@@ -1,9 +1,9 @@
 """Which drafted tokens stand, and what follows them: the exact rules, as pure functions.
 
-Shapes: B rows, K drafted positions, V vocabulary. Position i holds the laws given i accepted drafts:
+Shapes: B rows, K drafted positions, V vocabulary. Position i holds the distributions given i accepted drafts:
 
-    target_BWV   the target's law at W = K+1 positions
-    draft_BKV    the law each drafted token was drawn from (one-hot for a deterministic drafter)
+    target_BWV   the target's distribution at W = K+1 positions
+    draft_BKV    the distribution each drafted token was drawn from (one-hot for a deterministic drafter)
     drafted_BK   the drafted tokens
     count_B      how many of the K are real in this row (0: this row decodes plainly)
 
@@ -43,7 +43,7 @@ from llama_ssp.speculative.array_ops import (
 
 @dataclass(frozen=True)
 class Block:
-    """One round's proposal beside the target's laws; see the shapes above."""
+    """One round's proposal beside the target's distributions; see the shapes above."""
 
     target_BWV: Array
     draft_BKV: Array
@@ -80,9 +80,9 @@ class TokenRule:
         """How many drafted tokens stand: those before the first draw that failed."""
         return where(passed_BK, 1, 0).cumprod(-1).sum(-1)
 
-    def correction_law(self, block: Block, accepted_B: Array) -> Array:
-        """The law of the one token that follows the accepted ones."""
-        return _remaining_law(block, accepted_B, accepted_B * 0 + 1)
+    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
+        """The distribution of the one token that follows the accepted ones."""
+        return _residual_probs(block, accepted_B, accepted_B * 0 + 1)
 
     def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
         """The chances that those before each draft stand, and that it does with them, before it is drawn.
@@ -112,10 +112,10 @@ class BlockRule:
         """How many drafted tokens stand: up to the last draw that passed."""
         return largest(where(passed_BK, order(passed_BK) + 1, 0))[:, 0]
 
-    def correction_law(self, block: Block, accepted_B: Array) -> Array:
-        """The law of the one token that follows the accepted ones."""
+    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
+        """The distribution of the one token that follows the accepted ones."""
         carried_B = row_by_row(block.carried_BW, accepted_B)
-        return _remaining_law(block, accepted_B, carried_B)
+        return _residual_probs(block, accepted_B, carried_B)
 
     def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
         """The chances that those before each draft stand, and that it does with them, before it is drawn."""
@@ -126,11 +126,11 @@ class BlockRule:
 class CoupledRule(TokenRule):
     """A drafted token stands if the target's own token of that position is the same.
 
-    Both are winners of one race: of token x, which has the exponential e_x, the time is e_x over its
-    chance, in the target's law as in the draft's. So nothing is left to chance once both have drawn, and
-    `agreed` says all. The two laws say how that looks to those who know the draft but not the noise:
-    how often the winners are the same, and who else wins the target's race. Monitors and proofs go by
-    them; that they are the races' own is shown by tests/test_coupled.py.
+    Both are winners of one race: of token x, which has the exponential e_x, the time is e_x over its chance,
+    in the target's distribution as in the draft's. So nothing is left to chance once both have drawn, and
+    `agreed` says all. The two distributions say how that looks to those who know the draft but not the noise:
+    how often the winners are the same, and who else wins the target's race. Monitors and proofs go by them;
+    that they are the races' own is shown by tests/test_coupled.py.
     """
 
     name = "coupled"
@@ -148,13 +148,13 @@ class CoupledRule(TokenRule):
         whole_BK = where(target_BKV > scaled_BKV, target_BKV, scaled_BKV).sum(-1)
         return _within_count(block, ratio_BK / whole_BK)
 
-    def correction_law(self, block: Block, accepted_B: Array) -> Array:
+    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
         """Who wins the target's race when the draft's winner does not."""
-        target_BV, draft_BV = _laws_behind(block, accepted_B)
+        target_BV, draft_BV = _probs_after(block, accepted_B)
         last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
         race = _Race(target_BV, draft_BV)
         until_B1 = race.until(pick(block.drafted_BK, last_B[:, None], 1))
-        return _law_of(target_BV * positive(until_B1 - race.level_BV), target_BV, block, accepted_B)
+        return _probs_of(target_BV * positive(until_B1 - race.level_BV), target_BV, block, accepted_B)
 
 
 Rule = TokenRule | BlockRule
@@ -198,23 +198,24 @@ def _within_count(block: Block, chance_BK: Array) -> Array:
     return where(block.count_B[:, None] > order(chance_BK), chance_BK, 0)
 
 
-def _remaining_law(block: Block, accepted_B: Array, weight_B: Array) -> Array:
-    """What of `weight` times the target's law the draft did not cover after `accepted` drafts."""
-    target_BV, draft_BV = _laws_behind(block, accepted_B)
-    return _law_of(excess(weight_B[:, None], target_BV, draft_BV), target_BV, block, accepted_B)
+def _residual_probs(block: Block, accepted_B: Array, weight_B: Array) -> Array:
+    """What of `weight` times the target's distribution the draft did not cover after `accepted` drafts."""
+    target_BV, draft_BV = _probs_after(block, accepted_B)
+    return _probs_of(excess(weight_B[:, None], target_BV, draft_BV), target_BV, block, accepted_B)
 
 
-def _laws_behind(block: Block, accepted_B: Array) -> tuple[Array, Array]:
-    """The target's law and the draft's after `accepted` drafts; after the whole block, the last draft's."""
+def _probs_after(block: Block, accepted_B: Array) -> tuple[Array, Array]:
+    """The target's distribution and the draft's after `accepted` drafts; after the whole block, the last
+    draft's."""
     last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
     return row_by_row(block.target_BWV, accepted_B), row_by_row(block.draft_BKV, last_B)
 
 
-def _law_of(rest_BV: Array, target_BV: Array, block: Block, accepted_B: Array) -> Array:
-    """What remains, as a law. After a whole block it is the target's own law.
+def _probs_of(rest_BV: Array, target_BV: Array, block: Block, accepted_B: Array) -> Array:
+    """What remains, as a distribution. After a whole block it is the target's own distribution.
 
-    So it is where nothing remains: both laws are then equal up to rounding, and the draw that led here
-    had probability zero but for that rounding.
+    So it is where nothing remains: both distributions are then equal up to rounding, and the draw that led
+    here had probability zero but for that rounding.
     """
     mass_B1 = total(rest_BV)
     whole_B1 = (accepted_B == block.count_B)[:, None] | (mass_B1 <= 0)
@@ -224,14 +225,14 @@ def _law_of(rest_BV: Array, target_BV: Array, block: Block, accepted_B: Array) -
 class _Race:
     """The target's race, seen from the moment t at which the draft's has been won.
 
-    Then no token's exponential is over before t times its chance in the draft's law; behind that point it
-    is as good as new, and the winner's ends there. In the target's time, in units of t, token z joins the
-    race at draft(z) / target(z) and wins from then on at the rate t target(z), and the draft's winner
-    wins where it joins, if nobody has before. Given t, nobody has won by s with probability
-    exp(-t H(s)), H(s) being the sum of target(z) (s - joins(z)) over those that have joined. Over t,
-    which is exponential, that makes 1 / (1 + H(s)); and the chance that z is the one who wins before s is
-    target(z) times the integral of 1 / (1 + H)^2 from joins(z) to s. H is made of straight pieces, so
-    both are sums of fractions.
+    Then no token's exponential is over before t times its chance in the draft's distribution; behind that
+    point it is as good as new, and the winner's ends there. In the target's time, in units of t, token z
+    joins the race at draft(z) / target(z) and wins from then on at the rate t target(z), and the draft's
+    winner wins where it joins, if nobody has before. Given t, nobody has won by s with probability exp(-t
+    H(s)), H(s) being the sum of target(z) (s - joins(z)) over those that have joined. Over t, which is
+    exponential, that makes 1 / (1 + H(s)); and the chance that z is the one who wins before s is target(z)
+    times the integral of 1 / (1 + H)^2 from joins(z) to s. H is made of straight pieces, so both are sums of
+    fractions.
     """
 
     def __init__(self, target_BV: Array, draft_BV: Array) -> None:

@@ -11,18 +11,18 @@ from llama_ssp.config import AgreeConf, Drafting, Output, RunConf, Verification
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
 from llama_ssp.pair import Pair, engine_for, open_pair
-from llama_ssp.planner.comparison import Way
-from llama_ssp.planner.resolve import Entry
+from llama_ssp.planner.comparison import RunMeasurement
+from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.report.plots import plot_agreements, plot_place
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.follower import AnyEngine
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import damaged, prompt_of, usable_prompts
-from llama_ssp.tasks.greedy_match import Agreement, Rounds, agreements, fork_chances, from_any
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.greedy_match import GreedyMatch, Rounds, agreements, fork_chances, from_any
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.run_measurement import way
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
@@ -33,7 +33,7 @@ HEAD = ["prompt", "agreed", "ended by", "target takes", "draft takes"]
 class AgreeTask:
     """One run of the task. `figures` is right at any moment, also after an interrupt."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, AgreeConf)
         self._ranks, self._inputs, self._task = ranks, inputs, inputs.run.task
         self._console, self._folder = console, folder
@@ -48,7 +48,7 @@ class AgreeTask:
     def run(self) -> str:
         """Loads the pair, goes along every prompt; the status."""
         task, entry = self._task, _greedy(self._inputs.pairs[0], self._task.chunk)
-        run, found = entry.run, seats(entry)
+        run, found = entry.run, model_placements(entry)
         tokens = tokens_of(found)
         made = partial(prompt_of, tokens=tokens, model=run.model)
         prompts = usable_prompts(self._inputs.reading.prompts, made, task.on_bad_row, self._skipped)
@@ -59,12 +59,14 @@ class AgreeTask:
         self._pair = open_pair(found, run, rows, slots, self._ranks, caches=(2, 2))
         ends = frozenset() if task.ignore_eos else tokens.end_ids
         self._engine = engine_for(self._pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)
-        laws = Laws(run.sampling, tuple(sorted(ends)), min(self._pair.vocab, tokens.size)).uncut()
+        transform = SamplingTransform(
+            run.sampling, tuple(sorted(ends)), min(self._pair.vocab, tokens.size)
+        ).uncut()
         try:
             with Progress("agree", len(prompts), "prompts") as progress:
                 for first in range(0, len(prompts), task.batch_size):
                     part = prompts[first : first + task.batch_size]
-                    self._batch(self._pair, self._engine, laws, part, ends, tokens)
+                    self._batch(self._pair, self._engine, transform, part, ends, tokens)
                     progress.advance(len(part))
         finally:
             self._show()
@@ -96,7 +98,7 @@ class AgreeTask:
             "plot": self._plot,
         }
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """One, if it brought a token: how many a round brings is counted, as texts end where models part."""
         if self._pair is None or not self._rounds.count:
             return []
@@ -109,9 +111,14 @@ class AgreeTask:
         return [replace(found, tokens_per_round=ratio(agreed, self._rounds.count))]
 
     def _batch(
-        self, pair: Pair, engine: AnyEngine, laws: Laws, part: list[tuple[TextPrompt, Prompt]],
-        ends: frozenset[int], tokens: Tokens,
-    ) -> None:  # fmt: skip
+        self,
+        pair: Pair,
+        engine: AnyEngine,
+        transform: SamplingTransform,
+        part: list[tuple[TextPrompt, Prompt]],
+        ends: frozenset[int],
+        tokens: Tokens,
+    ) -> None:
         task = self._task
         found = agreements(
             engine, [prompt for _, prompt in part], task.chunk, task.max_new_tokens, ends, self._rounds
@@ -121,10 +128,10 @@ class AgreeTask:
             first = broken[0]
             position = len(first.prompt.token_ids) + len(first.tokens)
             raise damaged(first.prompt.id, position, len(broken), len(found))
-        by_target, forwards = fork_chances(pair.target, found, laws, task.prefill_chunk)
+        by_target, forwards = fork_chances(pair.target, found, transform, task.prefill_chunk)
         self._fork_forwards += forwards
         own = pair.draft if tokens.paired is None or tokens.paired.bridge is None else None
-        by_draft, _ = fork_chances(own, found, laws, task.prefill_chunk)
+        by_draft, _ = fork_chances(own, found, transform, task.prefill_chunk)
         if pair.crew.drafts_apart:
             by_draft = from_any(self._ranks, by_draft)
         for (text, _), one, target, draft in zip(part, found, by_target, by_draft, strict=True):
@@ -161,12 +168,12 @@ def _cells(one: dict[str, Any]) -> list[str]:
 
 
 def _held(token: dict[str, Any]) -> str:
-    """A token, and its chance in the target's law | in the draft's."""
+    """A token, and its chance in the target's distribution | in the draft's."""
     chances = (token["target_probability"], token["draft_probability"])
     return f"{token['text']!r} {' | '.join('-' if p is None else f'{p:.3f}' for p in chances)}"
 
 
-def _record(text: TextPrompt, one: Agreement, tokens: Tokens) -> dict[str, Any]:
+def _record(text: TextPrompt, one: GreedyMatch, tokens: Tokens) -> dict[str, Any]:
     fork = None
     if one.fork is not None:
         sides = (("target", one.fork.target_token), ("draft", one.fork.draft_token))
@@ -191,7 +198,7 @@ def _record(text: TextPrompt, one: Agreement, tokens: Tokens) -> dict[str, Any]:
     }
 
 
-def _greedy(entry: Entry, chunk: int) -> Entry:
+def _greedy(entry: PairSpec, chunk: int) -> PairSpec:
     """The same pair, greedy, the draft writing a chunk at a time."""
     run = entry.run
     if run.draft is None or run.speculation.drafter is not Drafting.model:

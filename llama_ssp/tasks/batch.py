@@ -20,19 +20,19 @@ from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
 from llama_ssp.config import BatchConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.distributed.told import told
+from llama_ssp.distributed.told import broadcast_json
 from llama_ssp.errors import StorageError
 from llama_ssp.pair import Pair, engine_with, lookahead_for, open_pair, rule_of
-from llama_ssp.planner.comparison import Way
+from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.tables import aligned, figure
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.native import draws_for
-from llama_ssp.speculative.sampling import RowLaws
+from llama_ssp.speculative.sampling import RowTransforms
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.batch_begin import begin, token_ids
 from llama_ssp.tasks.common import nothing_run
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.interactive import while_others_wait
 from llama_ssp.tasks.run_measurement import way
 from llama_ssp.text.tokenizer import Tokens
@@ -45,7 +45,7 @@ NAN = "a model gave logits that are not numbers (NaN or infinite)"
 class BatchTask:
     """One process's part in a job. `figures` is right at any moment, also after a failure."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, BatchConf)
         self._inputs, self._task, self._ranks = inputs, inputs.run.task, ranks
         self._run = inputs.pairs[0].run
@@ -57,7 +57,7 @@ class BatchTask:
 
     def run(self) -> str:
         """Takes on shards until none is left to take; done once the job's output is there."""
-        found = seats(self._inputs.pairs[0])
+        found = model_placements(self._inputs.pairs[0])
         tokens = tokens_of(found)
         longest, missing, shards = while_others_wait(self._ranks, partial(self._begin, tokens))
         if missing:
@@ -92,7 +92,7 @@ class BatchTask:
             **figures,
         }
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """One; prompts are read between the rounds, so they are in its time."""
         if self._pair is None or self._rows is None:
             return []
@@ -114,7 +114,7 @@ class BatchTask:
 
     def _writer(self, pair: Pair, tokens: Tokens) -> Rows:
         run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
-        laws = RowLaws(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
+        laws = RowTransforms(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
         draws = draws_for(pair.target, rule_of(run), self._inputs.seed)
         engine = engine_with(pair, run, tokens, laws, draws, self._task.prefill_chunk)
         return Rows(
@@ -131,11 +131,11 @@ class BatchTask:
                 shard, claim = taken
                 with claim:
                     self._shard(journal, shard, tokens, progress.advance)
-        told([], self._ranks)
+        broadcast_json([], self._ranks)
 
     def _follow(self) -> None:
         """Writes along, in step with the leader, until no work comes."""
-        while plain := told([], self._ranks):
+        while plain := broadcast_json([], self._ranks):
             assert self._rows is not None
             works = [Work.of(one) for one in plain["works"]]
             for _ in self._rows.write(works, plain["rows"], lambda _: None):
@@ -193,7 +193,7 @@ class BatchTask:
         if not works:
             return
         assert self._rows is not None
-        told({"works": [work.plain() for work in works], "rows": rows}, self._ranks)
+        broadcast_json({"works": [work.plain() for work in works], "rows": rows}, self._ranks)
         for written in self._rows.write(works, rows, attempt.begin):
             self._keep(attempt, asked[written.index], written)
             advance(1)

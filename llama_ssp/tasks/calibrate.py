@@ -36,14 +36,14 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import StorageError
 from llama_ssp.models.devices import describe, device_of, dtype_of
-from llama_ssp.planner.comparison import Way
+from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.planner.hardware import CPU, CPU_TABLE, MIB, Machine, known, machine_of, matching
 from llama_ssp.planner.room import GIB
 from llama_ssp.planner.search import Asked, pace_of
 from llama_ssp.planner.speed import Pace
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.report.run_folder import Console, RunFolder, versions
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.microbench import (
     GEMM_ROWS,
     PROMPT,
@@ -77,7 +77,7 @@ STARTING = ("groups", "scheduler", "slurm")  # of a cluster: how jobs are starte
 class CalibrateTask:
     """One run of the task. The leader writes the file."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, CalibrateConf)
         self._run, self._task, self._ranks, self._console = inputs.run, inputs.run.task, ranks, console
         self._found: dict[str, Any] = {}
@@ -98,7 +98,7 @@ class CalibrateTask:
     def figures(self) -> dict[str, Any]:
         return self._found
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """It has no plan: it is what plans are made of."""
         return []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llama_ssp.config import ModelConf, OnBadRow
 from llama_ssp.errors import DataError, ModelError
-from llama_ssp.speculative.draft_length import Lookahead
+from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.state import Prompt, State
@@ -40,7 +40,7 @@ class Batches:
     """Runs batches on one engine. `figures` is right at any moment, also after a failure."""
 
     def __init__(
-        self, engine: AnyEngine, decode: Decode, lookahead: Callable[[int], Lookahead],
+        self, engine: AnyEngine, decode: Decode, lookahead: Callable[[int], DraftLength],
         max_new_tokens: int, ends: frozenset[int], stops: list[str],
     ) -> None:  # fmt: skip
         """`lookahead` makes the choice of K for a batch of so many rows."""

@@ -20,16 +20,16 @@ from llama_ssp.config import CompareConf, Drafting, Output, RunConf, home_expand
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DataError
 from llama_ssp.pair import Pair, engine_for, open_pair
-from llama_ssp.planner.comparison import Way
+from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.report.live_view import Scene, Screen, figures, save, verdict
 from llama_ssp.report.run_folder import Console, RunFolder
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import begun, damaged, prompt_of, usable_prompts
-from llama_ssp.tasks.contestant import Side
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.contestant import Contestant
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.interactive import Terminal, while_others_wait
 from llama_ssp.tasks.run_measurement import way
 from llama_ssp.text.detokenizer import visible
@@ -46,7 +46,7 @@ RECORDED = 100  # columns of a picture where there is no terminal to have them f
 class CompareTask:
     """One run of the task. `figures` is right at any moment, also after an interrupt."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, CompareConf)
         self._inputs, self._task, self._ranks = inputs, inputs.run.task, ranks
         self._console = console
@@ -56,14 +56,14 @@ class CompareTask:
         self._skipped = list(inputs.reading.skipped)
         self._comparisons: list[dict[str, Any]] = []
         self._pair: Pair | None = None
-        self._sides: tuple[Side, Side] | None = None
+        self._sides: tuple[Contestant, Contestant] | None = None
         self._vocabulary: dict[str, Any] | None = None
         self._recorded: str | None = None
 
     def run(self) -> str:
         """Loads the pair, then compares prompt after prompt; the status."""
         run, task = self._inputs.run, self._task
-        found = seats(self._inputs.pairs[0])
+        found = model_placements(self._inputs.pairs[0])
         tokens = tokens_of(found)
         self._vocabulary = tokens.paired.record() if tokens.paired else None
         made = partial(self._prompt, tokens=tokens)
@@ -95,7 +95,7 @@ class CompareTask:
             "record": self._recorded,
         }
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """Each side over all prompts."""
         if self._pair is None or self._sides is None:
             return []
@@ -115,7 +115,7 @@ class CompareTask:
         ]
         return ratio(spent[0], spent[1]) if spent[0] is not None and spent[1] is not None else None
 
-    def _two_sides(self, pair: Pair, tokens: Tokens) -> tuple[Side, Side]:
+    def _two_sides(self, pair: Pair, tokens: Tokens) -> tuple[Contestant, Contestant]:
         run, task = self._inputs.run, self._task
         plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
         ends = frozenset[int]() if task.ignore_eos else tokens.end_ids
@@ -126,11 +126,11 @@ class CompareTask:
         spec, drafter = run.speculation, self._inputs.pairs[0].drafter
         title = f"speculative, {drafter}, K {'adaptive' if spec.adaptive else f'= {spec.k}'}"
         return (
-            Side("regular", engine(plain), plain, tokens.decode, ends),
-            Side(title, engine(run), run, tokens.decode, ends),
+            Contestant("regular", engine(plain), plain, tokens.decode, ends),
+            Contestant(title, engine(run), run, tokens.decode, ends),
         )
 
-    def _warm_up(self, regular: Side, speculative: Side, tokens: Tokens) -> None:
+    def _warm_up(self, regular: Contestant, speculative: Contestant, tokens: Tokens) -> None:
         """The first passes of a process are slow; they are nobody's."""
         ids = begun(tokens.encode("warm up"), tokens) or [0]
         for side in (regular, speculative):
@@ -164,7 +164,9 @@ class CompareTask:
         line = self._terminal.ask()
         return [] if line is None else list(line.encode("utf-8", "surrogatepass"))
 
-    def _compare(self, text: TextPrompt, prompt: Prompt, regular: Side, speculative: Side) -> None:
+    def _compare(
+        self, text: TextPrompt, prompt: Prompt, regular: Contestant, speculative: Contestant
+    ) -> None:
         sides = (regular, speculative)
         for side in sides:
             side.expect()
@@ -184,7 +186,7 @@ class CompareTask:
         )
         self._show(scene)
 
-    def _in_turn(self, prompt: Prompt, sides: tuple[Side, Side], scene: Scene) -> None:
+    def _in_turn(self, prompt: Prompt, sides: tuple[Contestant, Contestant], scene: Scene) -> None:
         """One after the other; each is alone on the machine."""
         for side, note in zip(sides, ("regular sampling", "speculative sampling"), strict=True):
             self._draw(scene, f"{note}: reading the prompt")

@@ -17,7 +17,7 @@ from llama_ssp.tasks.timed_generation import TimedRun
 from llama_ssp.text.detokenizer import Decode, Detokenizer, Writing
 
 
-class Side:
+class Contestant:
     """`begin` reads a prompt, `advance` does a round."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """task=eval: how many multiplications are right, by regular and by speculative sampling.
 
-Both get the same prompts, the same number of tokens and the same law, so their scores may differ by
+Both get the same prompts, the same number of tokens and the same distribution, so their scores may differ by
 chance alone.
 """
 
@@ -13,19 +13,19 @@ from typing import Any
 
 from llama_ssp.config import Drafting, EvalConf, Output, RunConf
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.pair import Pair, Shelf, engine_for, lookahead_for
-from llama_ssp.planner.comparison import Way
-from llama_ssp.planner.resolve import Entry
+from llama_ssp.pair import ModelCache, Pair, engine_for, lookahead_for
+from llama_ssp.planner.comparison import RunMeasurement
+from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction
 from llama_ssp.report.plots import plot_place, plot_scores
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.scores import table
 from llama_ssp.report.statistics import paired_difference, wilson
-from llama_ssp.seats import Seat, require_loadable, seats, tokens_of
+from llama_ssp.seats import ModelPlacement, model_placements, require_loadable, tokens_of
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.arithmetic import STOP, Question, questions
 from llama_ssp.tasks.common import Batch, Batches, begun, damaged, unusable
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.run_measurement import way
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
@@ -43,7 +43,7 @@ class Answers:
     right: dict[str, bool] = field(default_factory=dict)
     figures: list[dict[str, Any]] = field(default_factory=list)
     running: Batches | None = None
-    way: Way | None = None
+    way: RunMeasurement | None = None
 
     def figures_at(self, size: int) -> dict[str, Any]:
         """The counters when the size of this index was done, or now if it is being worked on."""
@@ -56,8 +56,8 @@ class Answers:
 class Prepared:
     """A pair whose files, tokens and memory have been checked, and its prompts, size by size."""
 
-    entry: Entry
-    seats: list[Seat]
+    entry: PairSpec
+    placements: list[ModelPlacement]
     tokens: Tokens
     blocks: list[Block]
     rows: int
@@ -84,7 +84,7 @@ class Result:
 class EvalTask:
     """One run of the task. `figures` is right at any moment, also after an interrupt."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, EvalConf)
         self._ranks = ranks
         self._inputs, self._task = inputs, inputs.run.task
@@ -99,7 +99,7 @@ class EvalTask:
         """Checks every pair, then answers all prompts with each; the status."""
         asked = self._questions()
         prepared = [self._prepared(entry, asked) for entry in self._inputs.pairs]
-        shelf = Shelf(self._ranks)
+        shelf = ModelCache(self._ranks)
         try:
             for one in prepared:
                 self._answer_all(one, shelf)
@@ -123,7 +123,7 @@ class EvalTask:
             "plot": self._plot,
         }
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """Every mode of every pair that has ended; regular answers are known to several pairs."""
         found = [answers.way for result in self._results for answers in result.answers.values()]
         return list({id(way): way for way in found if way is not None}.values())
@@ -137,8 +137,8 @@ class EvalTask:
         bounds = zip([0, *self._sizes], self._sizes, strict=False)
         return [[own[n] for n in range(first, last) for own in by_seed] for first, last in bounds]
 
-    def _prepared(self, entry: Entry, asked: list[list[Question]]) -> Prepared:
-        task, run, found = self._task, entry.run, seats(entry)
+    def _prepared(self, entry: PairSpec, asked: list[list[Question]]) -> Prepared:
+        task, run, found = self._task, entry.run, model_placements(entry)
         tokens = tokens_of(found)
         blocks = [[(question, _prompt(question, tokens, run)) for question in block] for block in asked]
         longest = max(len(prompt.token_ids) for block in blocks for _, prompt in block)
@@ -146,7 +146,7 @@ class EvalTask:
         rows = min(task.batch_size, max(len(block) for block in blocks))
         return Prepared(entry, found, tokens, blocks, rows, require_loadable(found, run, rows, slots))
 
-    def _answer_all(self, one: Prepared, shelf: Shelf) -> None:
+    def _answer_all(self, one: Prepared, shelf: ModelCache) -> None:
         """Answers the prompts in every mode that the pair has."""
         result = Result(one)
         known = self._known_regular(one)
@@ -155,7 +155,7 @@ class EvalTask:
             result.answers[REGULAR] = known
         missing = [mode for mode in one.modes if mode not in result.answers]
         if missing:
-            pair = replace(shelf.open(one.seats), prediction=one.prediction)
+            pair = replace(shelf.open(one.placements), prediction=one.prediction)
             self._devices[one.name] = pair.devices
         for mode in missing:
             result.answers[mode] = Answers()
@@ -163,7 +163,9 @@ class EvalTask:
 
     def _known_regular(self, one: Prepared) -> Answers | None:
         """The same target's answers from an earlier pair: the same seed would give them again."""
-        return next((r.answers[REGULAR] for r in self._results if r.pair.seats[0] == one.seats[0]), None)
+        return next(
+            (r.answers[REGULAR] for r in self._results if r.pair.placements[0] == one.placements[0]), None
+        )
 
     def _answer(self, one: Prepared, mode: str, pair: Pair, answers: Answers) -> None:
         run, tokens, task = one.entry.run, one.tokens, self._task
@@ -186,7 +188,7 @@ class EvalTask:
 
     def _batch(self, answers: Answers, runs: Batches, part: Block, mode: str) -> None:
         # Streams of their own for the two modes: with shared ones their texts would agree more often
-        # than the laws do, and the difference would say less than its interval claims.
+        # than the distributions do, and the difference would say less than its interval claims.
         prompts = [Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in part]
         batch = runs.begin(prompts)
         for _ in runs.steps(batch):

@@ -10,13 +10,13 @@ from typing import Any
 from llama_ssp.config import GenerateConf, Output
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
-from llama_ssp.planner.comparison import Way
+from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.report.run_folder import Console, RunFolder
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.generate import RowStep, Step
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.tasks.common import Batches, damaged, nothing_run, prompt_of, usable_prompts
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.run_measurement import way
 from llama_ssp.text.detokenizer import Writing
 from llama_ssp.text.prompts import TextPrompt
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class GenerateTask:
     """One run of the task. `figures` is right at any moment, also after a failure."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, GenerateConf)
         self._ranks = ranks
         self._inputs, self._task = inputs, inputs.run.task
@@ -43,7 +43,7 @@ class GenerateTask:
     def run(self) -> str:
         """Loads the pair, continues every prompt; the status."""
         run, task = self._inputs.run, self._task
-        found = seats(self._inputs.pairs[0])
+        found = model_placements(self._inputs.pairs[0])
         tokens = tokens_of(found)
         self._vocabulary = tokens.paired.record() if tokens.paired else None
         prompts = self._tokenised(tokens)
@@ -78,7 +78,7 @@ class GenerateTask:
             **figures,
         }
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """All texts are written in one."""
         if self._pair is None or self._runs is None:
             return []

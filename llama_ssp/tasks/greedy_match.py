@@ -17,8 +17,8 @@ import torch
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits
-from llama_ssp.speculative.model_runner import Model, Runner
-from llama_ssp.speculative.sampling import Laws, Prefix
+from llama_ssp.speculative.model_runner import Model, ModelRunner
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 
 Chances = tuple[float, float]  # of the target's token, and of the draft's
@@ -35,7 +35,7 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class GreedyMatch:
     """One prompt: the tokens that both choose, an end token among them, and why there are no more.
 
     `finish` is "fork", or, where they never part, "eos", "length" or "context".
@@ -58,7 +58,7 @@ class Rounds:
 def agreements(
     engine: AnyEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
     rounds: Rounds | None = None,
-) -> list[Agreement]:  # fmt: skip
+) -> list[GreedyMatch]:  # fmt: skip
     """Runs a batch until every row has parted or ended. The engine must be greedy; `rounds` adds up."""
     rounds = rounds or Rounds()
     state = engine.prefill(list(prompts), max_new_tokens)
@@ -94,14 +94,14 @@ def agreements(
     return [_agreement(state, row, fork) for row, fork in enumerate(forks)]
 
 
-def _agreement(state: State, row: int, fork: Fork | None) -> Agreement:
+def _agreement(state: State, row: int, fork: Fork | None) -> GreedyMatch:
     finish = state.finished[row]
     assert finish is not None, "the loop ends when every row has"
-    return Agreement(state.prompts[row], tuple(state.generated(row)), finish, fork)
+    return GreedyMatch(state.prompts[row], tuple(state.generated(row)), finish, fork)
 
 
 def fork_chances(
-    model: Model | None, found: Sequence[Agreement], laws: Laws, chunk: int
+    model: Model | None, found: Sequence[GreedyMatch], transform: SamplingTransform, chunk: int
 ) -> tuple[list[Chances | None], int]:
     """How likely the model holds the target's and the draft's token at each fork, and its forwards for it.
 
@@ -114,14 +114,14 @@ def fork_chances(
     lengths = [len(text) for text in texts]
     padded = [[*text, *[0] * (max(lengths) - len(text))] for text in texts]
     token_BS = torch.tensor(padded, device=model.device)
-    runner = Runner(model, chunk)
+    runner = ModelRunner(model, chunk)
     runner.start(len(texts), max(lengths))
     logit_B1V = runner.logits(token_BS, lengths, [1] * len(texts))
     prompt_B = token_BS.new_tensor([len(one.prompt.token_ids) for one in parted])
-    law_BV = laws(logit_B1V, Prefix(token_BS, token_BS.new_tensor(lengths)[:, None], prompt_B))[:, 0]
+    probs_BV = transform(logit_B1V, Prefix(token_BS, token_BS.new_tensor(lengths)[:, None], prompt_B))[:, 0]
     chances = {
-        one.prompt.id: (float(law_V[one.fork.target_token]), float(law_V[one.fork.draft_token]))
-        for one, law_V in zip(parted, law_BV, strict=True)
+        one.prompt.id: (float(probs_V[one.fork.target_token]), float(probs_V[one.fork.draft_token]))
+        for one, probs_V in zip(parted, probs_BV, strict=True)
         if one.fork is not None
     }
     return [chances.get(one.prompt.id) for one in found], runner.forwards

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from llama_ssp.batch.job import Job
 from llama_ssp.config import RunConf
-from llama_ssp.planner.resolve import Entry
+from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.text.prompts import Reading
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """The checked config, the pairs it is about, and the prompts as text; the leader has a batch's `job`."""
 
     run: RunConf
     seed: int
-    pairs: tuple[Entry, ...]
+    pairs: tuple[PairSpec, ...]
     reading: Reading
     job: Job | None = None

@@ -16,19 +16,19 @@ import torch
 from llama_ssp.config import Drafting, MeasureConf, Output, RunConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair import Pair, draft_alone, engine_for, lookahead_for, open_pair
-from llama_ssp.planner.comparison import TENSORS, Way
+from llama_ssp.planner.comparison import TENSORS, RunMeasurement
 from llama_ssp.report.plots import plot_place
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.speed_plots import plot_speeds
 from llama_ssp.report.speed_stats import Record, Sample, Speeds
 from llama_ssp.report.speed_table import csv_text, table
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.common import damaged, prompt_of, unusable, usable_prompts
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.profiling import MEANING, PARTS, Stopwatch, TimedRanks
 from llama_ssp.tasks.run_measurement import memory_here, process_bytes, way
 from llama_ssp.tasks.timed_generation import TimedRun
@@ -49,7 +49,7 @@ class Contender:
 class MeasureTask:
     """One run of the task. `figures` is right at any moment, also after an interrupt."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, MeasureConf)
         self._inputs, self._task = inputs, inputs.run.task
         self._console, self._folder = console, folder
@@ -68,7 +68,7 @@ class MeasureTask:
     def run(self) -> str:
         """A warm-up, the repeats, a pass with the stopwatch on; the status."""
         run, task = self._inputs.run, self._task
-        found = seats(self._inputs.pairs[0])
+        found = model_placements(self._inputs.pairs[0])
         tokens = tokens_of(found)
         self._vocabulary = tokens.paired.record() if tokens.paired else None
         self._prompts = self._tokenised(tokens)
@@ -115,7 +115,7 @@ class MeasureTask:
             "plot": self._plot,
         }
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """Every contender with the target; the draft alone is no way of writing the target's texts."""
         return [
             way(one.record.name, self._pair, one.run, self._rows, one.record.figures())

@@ -20,8 +20,8 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
-from llama_ssp.planner.resolve import Entry, drafts
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.planner.resolve import PairSpec, drafts
+from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -160,7 +160,7 @@ class Player:
         key = f"{run.model} {run.draft}"
         if key not in self._pairs:
             placement = resolve(run.placement, self._ranks.world, drafts(run))
-            found = seats(Entry(run, None, None, placement))
+            found = model_placements(PairSpec(run, None, None, placement))
             tokens = tokens_of(found)
             pair = open_pair(found, run, 1, len(PROMPT) + self._new, self._ranks)
             self._pairs[key] = (pair, tokens)

@@ -11,7 +11,7 @@ from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import FAILED_CHECK, OK, ModelError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined
 from llama_ssp.models.sharding import require_planned
-from llama_ssp.planner.fit import Verdict
+from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.hardware import machine_of, require_world
 from llama_ssp.planner.outcome import LONG, outcome
 from llama_ssp.planner.run_plan import is_free
@@ -64,7 +64,7 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
                 console.line(words)
             console.write(rendered(plan, console.is_terminal))
         console.document(shown)
-    failed = task.require_fit and plan.chosen.verdict is not Verdict.fits
+    failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
 
 

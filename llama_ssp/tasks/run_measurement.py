@@ -13,19 +13,27 @@ import torch
 from llama_ssp.config import Drafting, RunConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair import Pair
-from llama_ssp.planner.comparison import COUNTED, DEVICE, HELD_BYTES, RESERVED, TENSORS, Memory, Way
+from llama_ssp.planner.comparison import (
+    COUNTED,
+    DEVICE,
+    HELD_BYTES,
+    RESERVED,
+    TENSORS,
+    Memory,
+    RunMeasurement,
+)
 from llama_ssp.seats import may_draft
 from llama_ssp.speculative.stats import Counts, ratio
 
 STATUS = Path("/proc/self/status")
 
 
-def way(name: str, pair: Pair, run: RunConf, rows: int, figures: Mapping[str, Any]) -> Way:
+def way(name: str, pair: Pair, run: RunConf, rows: int, figures: Mapping[str, Any]) -> RunMeasurement:
     """Texts written as `run` says; `figures` are the task's own, under their names in the JSON."""
     spec = run.speculation
     k = 0 if spec.drafter is Drafting.none or not may_draft(run) else None if spec.adaptive else spec.k
     took, stood = figures["ms_per_token"], figures["acceptance_rate_decided"]
-    return Way(name, pair.prediction, rows, k, took, stood, pair.held_bytes)
+    return RunMeasurement(name, pair.prediction, rows, k, took, stood, pair.held_bytes)
 
 
 def pace_of_counts(decode_s: float, counts: Counts) -> dict[str, Any]:
@@ -66,6 +74,6 @@ def process_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def most_held(ways: Sequence[Way]) -> int:
+def most_held(ways: Sequence[RunMeasurement]) -> int:
     """Of the models that wrote them."""
     return max((one.held_bytes for one in ways), default=0)

@@ -24,10 +24,10 @@ from llama_ssp.config import (
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.distributed.process_group import open_ranks
-from llama_ssp.distributed.told import told
+from llama_ssp.distributed.told import broadcast_json
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
-from llama_ssp.planner.comparison import Memory, Way, beside, in_words
+from llama_ssp.planner.comparison import Memory, RunMeasurement, beside, in_words
 from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, config_sha256, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
@@ -36,7 +36,7 @@ from llama_ssp.tasks.certify.task import CertifyTask
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.measure import MeasureTask
 from llama_ssp.tasks.run_measurement import memory_of_ranks, most_held
 from llama_ssp.text.prompts import Reading, TextPrompt
@@ -56,11 +56,11 @@ class Task(Protocol):
     def figures(self) -> dict[str, Any]:
         """The task's part of the summary, right at any moment."""
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """The ways in which texts were written so far, for comparison with the plan."""
 
 
-TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]] = {
+TASKS: dict[type[TaskConf], Callable[[RunInputs, Console, RunFolder, Ranks], Task]] = {
     GenerateConf: GenerateTask,
     BatchConf: BatchTask,
     EvalConf: EvalTask,
@@ -72,7 +72,7 @@ TASKS: dict[type[TaskConf], Callable[[Inputs, Console, RunFolder, Ranks], Task]]
 }
 
 
-def execute(inputs: Inputs) -> int:
+def execute(inputs: RunInputs) -> int:
     """Runs the task on every rank there is; the exit code. A rank that fails ends all, by its cause."""
     placement = inputs.run.placement
     ranks = open_ranks(device_of(placement.target_device, "placement.target_device"), placement.timeout_s)
@@ -87,7 +87,7 @@ def execute(inputs: Inputs) -> int:
         raise cause from error
 
 
-def shared(inputs: Inputs, ranks: Ranks) -> Inputs:
+def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     """The leader's seed, prompts and placements, on every rank; their configs have to be the same already."""
     if ranks.world == 1:
         return inputs
@@ -95,7 +95,7 @@ def shared(inputs: Inputs, ranks: Ranks) -> Inputs:
     ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
     placements = [pair.placement.as_plain() for pair in inputs.pairs]
     own = {"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements}
-    heard = told(own, ranks)
+    heard = broadcast_json(own, ranks)
     prompts = [TextPrompt(**prompt) for prompt in heard["reading"]["prompts"]]
     pairs = tuple(
         replace(pair, placement=Placement.of_plain(plain))
@@ -105,7 +105,7 @@ def shared(inputs: Inputs, ranks: Ranks) -> Inputs:
     return replace(inputs, seed=heard["seed"], pairs=pairs, reading=reading)
 
 
-def _run(inputs: Inputs, ranks: Ranks) -> int:
+def _run(inputs: RunInputs, ranks: Ranks) -> int:
     """The task, of which only the leader prints and writes. Whatever stops it, what is done is reported."""
     run = inputs.run
     console = Console() if ranks.is_leader else NoConsole()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from llama_ssp.speculative.draft_length import Lookahead
+from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.state import Prompt
@@ -37,7 +37,7 @@ class TimedRun:
         """What has been spent so far, prefill included."""
         return self.prefill_s + self.decode_s
 
-    def rounds(self, limits: Limits, lookahead: Lookahead) -> Iterator[tuple[Step, float]]:
+    def rounds(self, limits: Limits, lookahead: DraftLength) -> Iterator[tuple[Step, float]]:
         """Every round until the last row has ended, and how long it took."""
         began = time.perf_counter()
         for step in generate(self._engine, self.state, limits, lookahead):

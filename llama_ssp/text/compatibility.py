@@ -17,7 +17,7 @@ PROBES = [
 SAMPLE = "\n".join([*SENTENCES, *SHORT])  # what shares are taken of
 
 
-class Verdict(Enum):
+class VocabularyMatch(Enum):
     """`misleading`: as many ids, which mean other tokens; who compares sizes takes them for the same."""
 
     same = "same"
@@ -32,7 +32,7 @@ class Diagnosis:
     no more of them can be accepted one for one. `expansion` is draft tokens for a target token there.
     """
 
-    verdict: Verdict
+    verdict: VocabularyMatch
     tokens: tuple[int, int]
     widths: tuple[int, int]
     match: Match
@@ -47,13 +47,13 @@ class Diagnosis:
     @property
     def bridged(self) -> bool:
         """Whether ids have to be translated."""
-        return self.verdict in (Verdict.different, Verdict.misleading)
+        return self.verdict in (VocabularyMatch.different, VocabularyMatch.misleading)
 
     def in_words(self) -> str:
         """One line, without what is done about it."""
-        if self.verdict is Verdict.same:
+        if self.verdict is VocabularyMatch.same:
             said = f"same, {self.tokens[0]} tokens"
-        elif self.verdict is Verdict.padded:
+        elif self.verdict is VocabularyMatch.padded:
             said = (
                 f"same but padded, {min(self.tokens)} tokens in {self.widths[0]} and {self.widths[1]} rows; "
                 "the others are never drawn"
@@ -90,7 +90,11 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
     counts = len(target.ids), len(draft.ids)
     extra = differing and _only_added(target, draft, differing)
     if not differing or extra:
-        verdict = Verdict.same if widths == (target.size, draft.size) and not extra else Verdict.padded
+        verdict = (
+            VocabularyMatch.same
+            if widths == (target.size, draft.size) and not extra
+            else VocabularyMatch.padded
+        )
         cut = next((text for text in PROBES if target.encode(text) != draft.encode(text)), None)
         beyond = [] if extra else sorted(t for t, i in target.ids.items() if min(widths) <= i < max(widths))
         known = _identity(min(target.size, draft.size))
@@ -100,12 +104,18 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
     telling = _telling(target, draft, differing)[:3]
     sample = target.encode(SAMPLE)
     return Diagnosis(
-        Verdict.misleading if alike else Verdict.different, counts, widths, known, len(differing),
+        VocabularyMatch.misleading if alike else VocabularyMatch.different,
+        counts,
+        widths,
+        known,
+        len(differing),
         tuple(f"{readable(t)}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in telling),
-        None, (), _habits(target, draft),
+        None,
+        (),
+        _habits(target, draft),
         sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1),
         len(draft.encode(SAMPLE)) / max(len(sample), 1),
-    )  # fmt: skip
+    )
 
 
 def _identity(size: int) -> Match:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_ssp.config import USUAL_COST_RATIO, Bridging, RunConf
 from llama_ssp.errors import ModelError
-from llama_ssp.text.compatibility import Diagnosis, Verdict, diagnose
+from llama_ssp.text.compatibility import Diagnosis, VocabularyMatch, diagnose
 from llama_ssp.text.translation import Bridge, Intersection, Text
 from llama_ssp.text.vocabulary import Vocabulary
 
@@ -83,9 +83,9 @@ def _best(rate: float, cost: float, ahead: int) -> float:
 
 
 def _require_usable(found: Diagnosis, how: Bridging) -> None:
-    suspect = how is Bridging.auto and found.verdict is Verdict.misleading
+    suspect = how is Bridging.auto and found.verdict is VocabularyMatch.misleading
     if suspect or (found.bridged and how is Bridging.off):
-        alike = " of the same size" if found.verdict is Verdict.misleading else ""
+        alike = " of the same size" if found.verdict is VocabularyMatch.misleading else ""
         raise ModelError(
             f"target and draft have different tokenizers{alike}",
             found=f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ "

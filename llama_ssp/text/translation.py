@@ -1,8 +1,8 @@
-"""Two ways to draft in another vocabulary. Neither changes the law of the output. No torch.
+"""Two ways to draft in another vocabulary. Neither changes the distribution of the output. No torch.
 
-Intersection: the draft's law restricted to the tokens that both have. Text: what the draft writes is cut
-into the target's tokens anew, and each is proposed as a certainty (a one-hot law), so that it stands
-exactly as often as the target would have drawn it.
+Intersection: the draft's distribution restricted to the tokens that both have. Text: what the draft writes is
+cut into the target's tokens anew, and each is proposed as a certainty (a one-hot distribution), so that it
+stands exactly as often as the target would have drawn it.
 
 Both read the target's text to the draft in the draft's own tokens: the prompt as the draft's tokenizer
 cuts it, what was written since as the bridge says.

@@ -14,16 +14,16 @@ from llama_ssp.config import (
     Overlap,
     PlacementConf,
     RunConf,
-    SamplingConf,
-    SpeculationConf,
+    SamplingConfig,
+    SpeculationConfig,
     Verification,
 )
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.checkpoint import complete
-from llama_ssp.pair import Pair, Shelf, engine_for
-from llama_ssp.planner.resolve import Entry, drafts
-from llama_ssp.seats import seats
+from llama_ssp.pair import ModelCache, Pair, engine_for
+from llama_ssp.planner.resolve import PairSpec, drafts
+from llama_ssp.seats import model_placements
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB
@@ -49,7 +49,7 @@ class Case:
 
     k: int
     rows: int = 4
-    sampling: SamplingConf = field(default_factory=lambda: GREEDY)
+    sampling: SamplingConfig = field(default_factory=lambda: GREEDY)
     verification: Verification = Verification.block
     adaptive: bool = False
     max_new: int = 16
@@ -59,19 +59,19 @@ class Case:
     overlap: Overlap = Overlap.auto
 
 
-def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> Entry:
+def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> PairSpec:
     model, small = (
         complete(ModelConf(name="local", path=str(path), dtype=Dtype.fp32), role)[0]
         for path, role in ((target, "model"), (draft, "draft"))
     )
     run = RunConf(model=model, draft=small, placement=placement)
-    return Entry(run, target, draft, resolve(placement, world, drafts(run)))
+    return PairSpec(run, target, draft, resolve(placement, world, drafts(run)))
 
 
 def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) -> tuple[Pair, RunConf]:
     """This rank's part of the pair."""
     entry = entry_of(target, draft, placement, ranks.world)
-    return Shelf(ranks).open(seats(entry)), entry.run
+    return ModelCache(ranks).open(model_placements(entry)), entry.run
 
 
 def written(pair: Pair, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:
@@ -97,7 +97,7 @@ def refilled(pair: Pair, run: RunConf, case: Case) -> dict[str, list[int]]:
 
 
 def engine_of(pair: Pair, run: RunConf, case: Case) -> AnyEngine:
-    spec = SpeculationConf(
+    spec = SpeculationConfig(
         k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap
     )
     known: Any = Known()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp import pair as pairs
-from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConf, Splitting, Verification
+from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConfig, Splitting, Verification
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.causal_lm import CausalModel
@@ -26,7 +26,7 @@ from tests.families import build
 from tests.rig import Run, perturbed
 
 LAYERS = 3  # of the tiny models
-SAMPLED = SamplingConf(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
+SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
 SHARDED, OWN, COPIES, LEADER = DraftSeat.sharded, DraftSeat.own, DraftSeat.replicated, DraftSeat.leader
 PLACEMENTS: dict[str, tuple[int, PlacementConf]] = {
     "2 leader": (2, PlacementConf(draft=LEADER)),

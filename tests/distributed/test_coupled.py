@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import Drafting, DraftSeat, PlacementConf, SpeculationConf, Verification
+from llama_ssp.config import Drafting, DraftSeat, PlacementConf, SpeculationConfig, Verification
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.pair import engine_for
 from tests.distributed.pairs import RAGGED, Known, opened
@@ -34,7 +34,7 @@ def written(
         kinds = {name: Drafting.model, "n-gram": Drafting.ngram, "none": Drafting.none}
         for kind, drafter in kinds.items():
             for k in KS if (kind, KS[0]) not in found else ():
-                spec = SpeculationConf(k=k, drafter=drafter, verification=Verification(rule))
+                spec = SpeculationConfig(k=k, drafter=drafter, verification=Verification(rule))
                 known: Any = Known()
                 how = replace(run, sampling=SAMPLED, speculation=spec)
                 engine = engine_for(pair, how, known, frozenset(), 11, 512)

@@ -105,7 +105,7 @@ MADE = ModelConf(
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
-    """Over ranks as in one process, and the law, which is in 16 bit, stays."""
+    """Over ranks as in one process, and the distribution, which is in 16 bit, stays."""
     whole = load(MADE, None, dtype, CPU, "model")
     layers = [m for m in whole.module.modules() if isinstance(m, Linear8bitLt | Linear4bit)]
     assert len(layers) == 2 * 7

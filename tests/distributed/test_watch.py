@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.distributed.heartbeat import Watch
+from llama_ssp.distributed.heartbeat import Heartbeat
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.distributed.store import END, Cause, Place, View
 
@@ -53,7 +53,7 @@ def test_who_stands_still_on_its_way_out_is_ended_too(
     """While this rank still waits for it; one that has gone in good order is no fault."""
     monkeypatch.setattr(GUARD, "on_signal", [])
     board, peers = Board(phase), Peers()
-    watch = Watch(board, peers, 0, 2, PATIENCE_S, True)  # type: ignore[arg-type]
+    watch = Heartbeat(board, peers, 0, 2, PATIENCE_S, True)  # type: ignore[arg-type]
     watch._look(1, set())
     time.sleep(2 * PATIENCE_S)
     cause: Any = watch._look(2, gone)
@@ -73,5 +73,5 @@ def test_the_first_of_a_machine_ends_who_does_not_leave(
     """When all is done, and nobody else looks any more."""
     monkeypatch.setattr(GUARD, "on_signal", [])
     peers = Peers(here)
-    Watch(Board(END), peers, rank, 3, PATIENCE_S, True).see_off()  # type: ignore[arg-type]
+    Heartbeat(Board(END), peers, rank, 3, PATIENCE_S, True).see_off()  # type: ignore[arg-type]
     assert peers.killed == killed

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llama_ssp.config import SamplingConf
+from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.families import build
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LAST = max(torch.cuda.device_count() - 1, 0)  # not the current one, where there are several
-SAMPLED = SamplingConf(temperature=0.9, top_k=20)
+SAMPLED = SamplingConfig(temperature=0.9, top_k=20)
 PROMPTS = [Prompt(str(row), tuple(range(3, 9 - 2 * row))) for row in range(2)]
 
 
@@ -51,9 +51,9 @@ def test_graphs_write_the_text_of_eager_steps(rule: str, rows: int, k: int) -> N
 
 
 def test_a_round_waits_once() -> None:
-    laws, draws = Laws(SAMPLED, (), on_gpu(False).vocab), CounterDraws(0)
-    drafter = ModelDrafter(Runner(on_gpu(True, 0.3)), laws, draws)
-    engine = Engine(Runner(on_gpu(True)), drafter, laws, RULES["block"], draws)
+    transform, draws = SamplingTransform(SAMPLED, (), on_gpu(False).vocab), CounterDraws(0)
+    drafter = ModelDrafter(ModelRunner(on_gpu(True, 0.3)), transform, draws)
+    engine = Engine(ModelRunner(on_gpu(True)), drafter, transform, RULES["block"], draws)
     state = engine.prefill(PROMPTS[:1], 64)
 
     def one_round() -> None:

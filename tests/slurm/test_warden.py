@@ -157,7 +157,7 @@ def test_a_controller_that_is_being_restarted_is_waited_for(
     monkeypatch.setenv("PATH", f"{node.home}:{os.environ['PATH']}")
     for name, value in (("TRIES", 5), ("PAUSE_S", 0.0), ("KILLED_WITHIN_S", 0.0)):
         monkeypatch.setattr(warden, name, value)
-    assert warden.Warden(node.work, 3, 120, ["false"], "7", 0)._again(1) == 1
+    assert warden.Supervisor(node.work, 3, 120, ["false"], "7", 0)._again(1) == 1
     assert (node.asked[-1] == "scontrol requeue 7") is requeued
     assert len(node.asked) == (failures + 2 if requeued else 5)
 

@@ -5,5 +5,5 @@ python -m tests.soak [minutes=10] [seed=N] [write=FILE.md]
 scenarios.py   what is run, and what befalls it
 processes.py   everything a run has started: how much it holds, whether anything is left of it
 trials.py      one scenario, and what was wrong with it
-verdict.py     what only many runs together can show: the law, memory, handles; the report
+verdict.py     what only many runs together can show: the distribution, memory, handles; the report
 """

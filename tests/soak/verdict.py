@@ -80,7 +80,7 @@ class Soak:
     trials: list[Trial] = field(default_factory=list)
     held: list[tuple[int, int, int]] = field(default_factory=list)  # records, more bytes, more handles
     wrong: list[str] = field(default_factory=list)
-    law: Law = field(default_factory=Law)
+    probs: Law = field(default_factory=Law)
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -91,7 +91,7 @@ class Soak:
         self.trials.append(trial)
         self.wrong += [f"{trial.scenario}: {what}" for what in trial.wrong]
         for summary in trial.summaries:
-            self.law.add(trial.scenario, summary)
+            self.probs.add(trial.scenario, summary)
 
     def add_held(self, records: int, held: list[Held]) -> None:
         self.held.append((records, *growth(held)))
@@ -99,13 +99,13 @@ class Soak:
 
     @property
     def found(self) -> list[str]:
-        return self.wrong + self.law.wrong
+        return self.wrong + self.probs.wrong
 
     def report(self, command: str) -> str:
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
         ).stdout.strip()
-        law, found = self.law, versions()
+        probs, found = self.probs, versions()
         runs, struck = sum(trial.runs for trial in self.trials), sum(trial.struck for trial in self.trials)
         return "\n".join(
             [
@@ -120,8 +120,8 @@ class Soak:
                 f"{self.minutes:.0f} minutes: {len(self.trials)} scenarios, {runs} runs of the command, "
                 f"{struck} of them struck. {len(self.found) or 'Nothing'} found wrong.",
                 "",
-                f"Law: {law.accepted:,} of {law.decided:,} drafts decided on stood, "
-                f"{law.expected:,.0f} expected: {law.z:+.2f} standard deviations.",
+                f"Law: {probs.accepted:,} of {probs.decided:,} drafts decided on stood, "
+                f"{probs.expected:,.0f} expected: {probs.z:+.2f} standard deviations.",
                 *[
                     f"A job of {records} records in one process: {memory / MIB:+.1f} MiB and "
                     f"{handles:+d} handles between its third quarter and its last."

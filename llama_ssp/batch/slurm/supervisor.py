@@ -39,7 +39,7 @@ SUPERSEDED = OK  # nobody reads this code: the job number is a successor's now
 
 
 @dataclass
-class Warden:
+class Supervisor:
     """One go at an element of the array."""
 
     work: Path
@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> int:
     job, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     log.info("job %s, restart %d, on %s", job, restart, os.environ.get("SLURM_JOB_NODELIST"))
     try:
-        return Warden(Path(work), int(retries), float(signal_s), command, job, restart).run()
+        return Supervisor(Path(work), int(retries), float(signal_s), command, job, restart).run()
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code

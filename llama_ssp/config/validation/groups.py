@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from llama_ssp.config import SIZES, ModelConf, PlacementConf, RunConf, SamplingConf, Splitting, Weights
+from llama_ssp.config import SIZES, ModelConf, PlacementConf, RunConf, SamplingConfig, Splitting, Weights
 from llama_ssp.config.validation.values import between
 from llama_ssp.errors import UsageError
 
@@ -17,7 +17,7 @@ MEMORY = re.compile(r"\d+(\.\d+)? ?(KiB|MiB|GiB|KB|MB|GB)")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
 
-def check_sampling(sampling: SamplingConf) -> None:
+def check_sampling(sampling: SamplingConfig) -> None:
     if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
         between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
     between("sampling.top_p", sampling.top_p, 0.0, 1.0, "1 turns it off", above=True)

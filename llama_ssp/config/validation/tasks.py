@@ -17,7 +17,7 @@ from llama_ssp.config import (
     PlanConf,
     PromptedConf,
     RunConf,
-    SpeculationConf,
+    SpeculationConfig,
 )
 from llama_ssp.config.validation.groups import MAX_K, MAX_SEED
 from llama_ssp.config.validation.values import between
@@ -156,7 +156,7 @@ def _check_eval(task: EvalConf) -> None:
     _check_picture(task.plot)
 
 
-def _check_certify(task: CertifyConf, spec: SpeculationConf) -> None:
+def _check_certify(task: CertifyConf, spec: SpeculationConfig) -> None:
     most = spec.k_max if spec.adaptive else spec.k
     if most > MOST_CERTIFIED:
         raise UsageError(
@@ -179,7 +179,7 @@ def _check_agree(task: AgreeConf) -> None:
     _check_picture(task.plot)
 
 
-def _check_drafts(task: EvalConf, spec: SpeculationConf) -> None:
+def _check_drafts(task: EvalConf, spec: SpeculationConfig) -> None:
     """A draft that is named must have something to do."""
     named = next((entry for entry in task.pairs if "/" in entry and not entry.endswith("/none")), None)
     if named and (spec.drafter is not Drafting.model or not (spec.k or spec.adaptive)):

@@ -7,9 +7,10 @@ Why this is exact. A proposal is a pure function of a row's text and of its draw
 (draws.py): seed, prompt, length. What is drafted ahead for a text is therefore the very proposal that would
 be drawn for it later, only sooner: a `Memo` of that function. It is looked at for its own text and no other
 (`Memo.stands`), which is to say that whether it is used depends on committed tokens alone; and each token
-comes with the law it was drawn from. So every round is the round it would have been without. In fp32 a seed
-gives the same text with and without, whatever the timing; in 16 bit and less, passes over other rows round
-differently. How the token is guessed, how often the guess is right, and how far it gets are matters of speed.
+comes with the distribution it was drawn from. So every round is the round it would have been without. In fp32
+a seed gives the same text with and without, whatever the timing; in 16 bit and less, passes over other rows
+round differently. How the token is guessed, how often the guess is right, and how far it gets are matters of
+speed.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, nothing
 from llama_ssp.speculative.drafters.memos import Memo, Pays, Tally, merged
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
 
 HALF = 0.5  # of a pass: how long an ask waits that comes in the middle of one
@@ -47,8 +48,10 @@ class AheadDrafter(ModelDrafter):
     Split over several ranks, it is the first of them: the others (`AheadAssistant`) compute with it.
     """
 
-    def __init__(self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, overlap: Overlap) -> None:
-        super().__init__(runner, laws, draws)
+    def __init__(
+        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, group: Ranks, overlap: Overlap
+    ) -> None:
+        super().__init__(runner, transform, draws)
         self._group, self._overlap = group, overlap
         self._pays = Pays()
         self._broken_off: bool | None = (
@@ -143,17 +146,17 @@ class AheadDrafter(ModelDrafter):
             yield from self._remembered(accepted.beyond([[t] for t in guess.token_B.tolist()]), count)
 
     def _guess(self, state: State, accepted: State, count: tuple[int, ...]) -> Drawn:
-        """What may follow the drafts: drawn as the leader will draw it, but from the draft's law.
+        """What may follow the drafts: drawn as the leader will draw it, but from the draft's distribution.
 
-        The same random numbers go through both laws, so that they agree the more often, the more alike they
-        are. The leader knows nothing of it, and its own draw stays the one that counts.
+        The same random numbers go through both distributions, so that they agree the more often, the more
+        alike they are. The leader knows nothing of it, and its own draw stays the one that counts.
         """
         before = accepted if isinstance(self._draws, CoupledDraws) else state
         return self._drawn(accepted, 0, count, before.slot(Purpose.CORRECT))
 
     def _remembered(self, later: State, count: tuple[int, ...]) -> Iterator[Drawn]:
         """The drafts for the batch that was guessed."""
-        ends = set(self._laws.end_ids)
+        ends = set(self._transform.end_ids)
         count = tuple(0 if text[-1] in ends else n for text, n in zip(later.texts, count, strict=True))
         self._memo = memo = Memo(later, count)
         for row in range(later.rows):
@@ -168,7 +171,7 @@ class AheadDrafter(ModelDrafter):
     def _worth(self, before: State, row: int) -> int:
         """As many drafts as in this round, where there is room; none where the row has ended."""
         wanted, length = len(self._drafted[row]), before.lengths[row] + 1
-        if set(before.texts[row][self._bases[row] :]) & set(self._laws.end_ids):
+        if set(before.texts[row][self._bases[row] :]) & set(self._transform.end_ids):
             return 0
         return max(0, min(wanted, self.limit(length), before.capacity - length - 1))
 
@@ -186,14 +189,14 @@ class AheadDrafter(ModelDrafter):
             self._group.broadcast_ints([])
 
 
-class AheadAssistant(DraftModel):
+class AheadDraftShard(DraftModel):
     """Computes its share of a split draft's passes, as the rank that draws tells it.
 
     Which tokens are drawn it need not know: that rank holds the whole embedding, and the sum over ranks
     that follows every look-up brings the rows here (load.tensor).
     """
 
-    def __init__(self, runner: Runner, group: Ranks, overlap: Overlap) -> None:
+    def __init__(self, runner: ModelRunner, group: Ranks, overlap: Overlap) -> None:
         super().__init__(runner)
         self._group, self._overlap = group, overlap
 

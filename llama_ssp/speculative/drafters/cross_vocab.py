@@ -1,7 +1,7 @@
 """A draft model of another tokenizer. It reads the target's text in its own tokens, and is not changed.
 
-What it proposes are the target's tokens, with the law each was drawn from, so that verification knows no
-difference. How texts are translated is said by the bridge (vocab.bridges).
+What it proposes are the target's tokens, with the distribution each was drawn from, so that verification
+knows no difference. How texts are translated is said by the bridge (vocab.bridges).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.local import certain_where, nothing, reach
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
-from llama_ssp.speculative.sampling import Laws, one_hot
+from llama_ssp.speculative.sampling import SamplingTransform, one_hot
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.text.matching import NONE
 from llama_ssp.text.translation import Intersection, Text
@@ -38,7 +38,7 @@ class _Settled:
 class _Mirror:
     """The batch's texts in the draft's tokens, beside its cache, which holds keys of these alone."""
 
-    def __init__(self, runner: Runner, bridge: Intersection | Text) -> None:
+    def __init__(self, runner: ModelRunner, bridge: Intersection | Text) -> None:
         self.runner, self._bridge = runner, bridge
         runner.limit = None
         self.slots = 0
@@ -126,7 +126,7 @@ class _Mirror:
 class _BridgedDrafter:
     """What both bridges share: their part in a batch's life."""
 
-    def __init__(self, runner: Runner, bridge: Intersection | Text) -> None:
+    def __init__(self, runner: ModelRunner, bridge: Intersection | Text) -> None:
         self._mirror = _Mirror(runner, bridge)
 
     @property
@@ -163,43 +163,45 @@ class _BridgedDrafter:
 
 
 class IntersectionDrafter(_BridgedDrafter):
-    """Samples from the draft's law over the tokens that both models have."""
+    """Samples from the draft's distribution over the tokens that both models have."""
 
-    def __init__(self, runner: Runner, laws: Laws, draws: Draws, bridge: Intersection) -> None:
+    def __init__(
+        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, bridge: Intersection
+    ) -> None:
         super().__init__(runner, bridge)
-        self._laws, self._draws = laws, draws
+        self._transform, self._draws = transform, draws
         pairs = [
             (i, t)
             for i, t in enumerate(bridge.match.target_of)
-            if t != NONE and t < laws.vocab and i < runner.model.vocab
+            if t != NONE and t < transform.vocab and i < runner.model.vocab
         ]
         self._from_S = torch.tensor([i for i, _ in pairs], dtype=torch.int64)
         self._to_S = torch.tensor([t for _, t in pairs], dtype=torch.int64)
-        own = [*bridge.match.draft_of, *[NONE] * laws.vocab]
-        self._own_V = torch.tensor([max(i, 0) for i in own[: laws.vocab]])
+        own = [*bridge.match.draft_of, *[NONE] * transform.vocab]
+        self._own_V = torch.tensor([max(i, 0) for i in own[: transform.vocab]])
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         room = self._mirror.follow(state, count)
         count = tuple(min(n, r) for n, r in zip(count, room, strict=True))
         if not max(count):
             return nothing(state)
-        drafted, laws, damaged = [], [], []
+        drafted, transform, damaged = [], [], []
         for offset in range(max(count)):
             drafting = [offset < n for n in count]
             logit_BV = self._in_target(self._mirror.logits(offset, drafting).to(state.device))
-            law_BV, damaged_B = self._law(logit_BV, state, offset)
+            probs_BV, damaged_B = self._probs(logit_BV, state, offset)
             idle_B = ~sent(drafting, state.device)
             token_B = self._draws.categorical(
-                certain_where(idle_B, law_BV), state.slot(Purpose.DRAFT, offset)
+                certain_where(idle_B, probs_BV), state.slot(Purpose.DRAFT, offset)
             )
             state.place(token_B, offset, count)
             self._own_V = self._own_V.to(token_B.device)
             self._mirror.place(self._own_V[token_B], offset, drafting)
             drafted.append(token_B)
-            laws.append(law_BV)
+            transform.append(probs_BV)
             damaged.append(damaged_B & ~idle_B)
         damaged_B = torch.stack(damaged, 1).any(1)
-        return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), count, damaged_B)
+        return Proposal(torch.stack(drafted, 1), torch.stack(transform, 1), count, damaged_B)
 
     def _in_target(self, logit_BD: Tensor) -> Tensor:
         """The draft's logits by the target's ids: chances of tokens that are one add up, others have none."""
@@ -207,18 +209,19 @@ class IntersectionDrafter(_BridgedDrafter):
         self._from_S, self._to_S = self._from_S.to(logit_BD.device), self._to_S.to(logit_BD.device)
         logit_BS = logit_BD.to(wide)[:, self._from_S]
         to_BS = self._to_S.expand_as(logit_BS)
-        none_BV = logit_BS.new_full((len(logit_BS), self._laws.vocab), -torch.inf)
+        none_BV = logit_BS.new_full((len(logit_BS), self._transform.vocab), -torch.inf)
         top_BV = none_BV.scatter_reduce(1, to_BS, logit_BS, "amax")
         # A chance of 0 stays one: its logit is compared with a number, not with another infinity.
         share_BS = torch.exp(logit_BS - top_BV.gather(1, to_BS).clamp(min=torch.finfo(wide).min))
         return top_BV + torch.zeros_like(top_BV).scatter_add(1, to_BS, share_BS).log()
 
-    def _law(self, logit_BV: Tensor, state: State, offset: int) -> tuple[Tensor, Tensor]:
-        """The law, and which rows' logits make none. Where the controls forbid all that both have, there
-        is none either, but nothing is broken: any law will do, and certainty of token 0 is one."""
-        law_BV = self._laws(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
+    def _probs(self, logit_BV: Tensor, state: State, offset: int) -> tuple[Tensor, Tensor]:
+        """The distribution, and which rows' logits make none. Where the controls forbid all that both have,
+        there is none either, but nothing is broken: any distribution will do, and certainty of token 0 is
+        one."""
+        probs_BV = self._transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
         damaged_B = (logit_BV.isnan() | logit_BV.isposinf()).any(-1)
-        return certain_where(law_BV.isnan().any(-1), law_BV), damaged_B
+        return certain_where(probs_BV.isnan().any(-1), probs_BV), damaged_B
 
 
 class TextDrafter(_BridgedDrafter):
@@ -229,7 +232,7 @@ class TextDrafter(_BridgedDrafter):
     comes next may still change the last one.
     """
 
-    def __init__(self, runner: Runner, bridge: Text, vocab: int, dtype: torch.dtype) -> None:
+    def __init__(self, runner: ModelRunner, bridge: Text, vocab: int, dtype: torch.dtype) -> None:
         """`vocab` and `dtype` are those of the laws."""
         super().__init__(runner, bridge)
         self._bridge, self._vocab, self._dtype = bridge, vocab, dtype

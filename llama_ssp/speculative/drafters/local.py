@@ -1,7 +1,8 @@
 """Who proposes tokens: a draft model, the text so far, or nobody. One interface.
 
-A drafter declares, for each token, the law it was drawn from: a model's law, or a one-hot law for a
-token that was looked up. Whatever it drew it submits; how many it draws is decided before it draws.
+A drafter declares, for each token, the distribution it was drawn from: a model's distribution, or a one-hot
+distribution for a token that was looked up. Whatever it drew it submits; how many it draws is decided before
+it draws.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.transfer import sent
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose, Slot
-from llama_ssp.speculative.sampling import Laws, lawless, one_hot
+from llama_ssp.speculative.sampling import SamplingTransform, has_nan, one_hot
 from llama_ssp.speculative.state import Proposal, State
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One draft of each row, and the law it was drawn from."""
+    """One draft of each row, and the distribution it was drawn from."""
 
     token_B: Tensor
-    law_BV: Tensor
+    probs_BV: Tensor
 
 
 class Drafter(Protocol):
@@ -79,9 +80,9 @@ class NoDrafter:
 
 
 class DraftModel:
-    """A draft model's passes; who draws from its laws is said by what is made of it."""
+    """A draft model's passes; who draws from its distributions is said by what is made of it."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         runner.limit = None
 
@@ -127,20 +128,20 @@ class DraftModel:
 
 
 class ModelDrafter(DraftModel):
-    """A small model that samples from its own law, under the same controls as the target."""
+    """A small model that samples from its own distribution, under the same controls as the target."""
 
-    def __init__(self, runner: Runner, laws: Laws, draws: Draws) -> None:
+    def __init__(self, runner: ModelRunner, transform: SamplingTransform, draws: Draws) -> None:
         super().__init__(runner)
-        self._laws = laws
+        self._transform = transform
         self._draws = draws
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
         drawn = [self._step(state, offset, count) for offset in range(max(count))]
-        law_BKV = torch.stack([step.law_BV for step in drawn], 1)
-        damaged_B = within(count, lawless(law_BKV)).any(1)
-        return Proposal(torch.stack([step.token_B for step in drawn], 1), law_BKV, count, damaged_B)
+        probs_BKV = torch.stack([step.probs_BV for step in drawn], 1)
+        damaged_B = within(count, has_nan(probs_BKV)).any(1)
+        return Proposal(torch.stack([step.token_B for step in drawn], 1), probs_BKV, count, damaged_B)
 
     def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
         """Draft number `offset` of each row that wants one, put behind its text."""
@@ -148,13 +149,13 @@ class ModelDrafter(DraftModel):
 
     def _drawn(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
         logit_B1V = self._pass(state, offset, count).to(state.device)
-        law_BV = self._laws(logit_B1V, state.prefix(offset, 1))[:, 0]
-        token_B = self._draws.categorical(resting(law_BV, [offset >= n for n in count]), slot)
+        probs_BV = self._transform(logit_B1V, state.prefix(offset, 1))[:, 0]
+        token_B = self._draws.categorical(resting(probs_BV, [offset >= n for n in count]), slot)
         state.place(token_B, offset, count)
-        return Drawn(token_B, law_BV)
+        return Drawn(token_B, probs_BV)
 
 
-class Assistant(DraftModel):
+class DraftShard(DraftModel):
     """Computes its share of a split draft's passes, in step with the rank that draws.
 
     Which tokens are drawn it need not know: that rank holds the whole embedding, and the sum over ranks
@@ -243,13 +244,13 @@ def within(count: tuple[int, ...], flag_BW: Tensor) -> Tensor:
     return flag_BW & (column_W < sent(count, flag_BW.device)[:, None])
 
 
-def resting(law_BV: Tensor, idle: list[bool]) -> Tensor:
-    """The laws to draw from: in rows that are idle nothing random happens."""
-    return certain_where(sent(idle, law_BV.device), law_BV) if any(idle) else law_BV
+def resting(probs_BV: Tensor, idle: list[bool]) -> Tensor:
+    """The distributions to draw from: in rows that are idle nothing random happens."""
+    return certain_where(sent(idle, probs_BV.device), probs_BV) if any(idle) else probs_BV
 
 
-def certain_where(condition: Tensor, law: Tensor) -> Tensor:
-    """The law, but certain of token 0 where the condition holds."""
-    law = law.masked_fill(condition[..., None], 0)
-    law[..., 0] += condition
-    return law
+def certain_where(condition: Tensor, probs: Tensor) -> Tensor:
+    """The distribution, but certain of token 0 where the condition holds."""
+    probs = probs.masked_fill(condition[..., None], 0)
+    probs[..., 0] += condition
+    return probs

@@ -64,5 +64,5 @@ def merged(first: list[bool], one: Drawn, other: Drawn) -> Drawn:
     first_B = sent(first, one.token_B.device)
     return Drawn(
         torch.where(first_B, one.token_B, other.token_B),
-        torch.where(first_B[:, None], one.law_BV, other.law_BV),
+        torch.where(first_B[:, None], one.probs_BV, other.probs_BV),
     )

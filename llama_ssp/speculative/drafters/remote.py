@@ -1,4 +1,5 @@
-"""A draft on ranks of its own: its first rank draws, and sends the leader what it drew and from which law.
+"""A draft on ranks of its own: its first rank draws, and sends the leader what it drew and from which
+distribution.
 
 A proposal is tagged, row by row, with the length and a checksum of the text it continues. The leader takes
 none that is not about its own texts.
@@ -17,18 +18,18 @@ from torch import Tensor
 
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.draft_messages import Answerer, Asker
+from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, Span, now_us
 from llama_ssp.speculative.drafters.local import nothing, reach
 from llama_ssp.speculative.drafters.memos import Tally
-from llama_ssp.speculative.model_runner import Runner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
 
-WHOLE, SPARSE = 0, 1  # how laws are written
-SPARE = 4  # a law is written whole, unless fewer than one entry in so many is not 0
+WHOLE, SPARSE = 0, 1  # how distributions are written
+SPARE = 4  # a distribution is written whole, unless fewer than one entry in so many is not 0
 TOLD = 2 + len(fields(Tally)) + 2  # integers about drafting, beside the drafts
 ROUNDS_KEPT = 64  # of which a picture can be made
 
@@ -49,9 +50,15 @@ class SendingDrafter(AheadDrafter):
     """The draft's side: proposes, and sends it; drafts ahead until the leader's next message has come."""
 
     def __init__(
-        self, runner: Runner, laws: Laws, draws: Draws, group: Ranks, line: Answerer, overlap: Overlap
+        self,
+        runner: ModelRunner,
+        transform: SamplingTransform,
+        draws: Draws,
+        group: Ranks,
+        line: DraftServer,
+        overlap: Overlap,
     ) -> None:
-        super().__init__(runner, laws, draws, group, overlap)
+        super().__init__(runner, transform, draws, group, overlap)
         self._line, self._waited_s = line, line.waited_s
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
@@ -75,8 +82,8 @@ class RemoteDrafter:
     A draft that is lost proposes nothing any more: the target goes on alone.
     """
 
-    def __init__(self, line: Asker, context: int, vocab: int, dtype: torch.dtype) -> None:
-        """`dtype` and `vocab` are those of the laws, `context` is the draft model's."""
+    def __init__(self, line: DraftClient, context: int, vocab: int, dtype: torch.dtype) -> None:
+        """`dtype` and `vocab` are those of the distributions, `context` is the draft model's."""
         self._line = line
         self._context, self._vocab, self._dtype = context, vocab, dtype
         self.forwards = 0
@@ -154,9 +161,9 @@ def tags(state: State, count: tuple[int, ...]) -> list[int]:
     return found
 
 
-def written(law_BKV: Tensor) -> tuple[int, bytes]:
+def written(probs_BKV: Tensor) -> tuple[int, bytes]:
     """Laws as bytes: whole, or only what is not 0 where that is much less (after top-k, top-p, argmax)."""
-    flat = law_BKV.detach().cpu().flatten()
+    flat = probs_BKV.detach().cpu().flatten()
     place = flat.nonzero()[:, 0]
     if len(place) * SPARE > len(flat):
         return WHOLE, flat.numpy().tobytes()
@@ -164,7 +171,7 @@ def written(law_BKV: Tensor) -> tuple[int, bytes]:
 
 
 def read(how: int, load: bytes, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """The laws that `written` wrote, to the last bit."""
+    """The distributions that `written` wrote, to the last bit."""
     if how == WHOLE:
         return torch.frombuffer(bytearray(load), dtype=dtype).view(shape)
     count = len(load) // (dtype.itemsize + torch.int64.itemsize)

@@ -1,1 +1,2 @@
-"""Is what a sampler draws the target's law? Exact where its rounds can be watched, statistical where not."""
+"""Is what a sampler draws the target's distribution? Exact where its rounds can be watched, statistical where
+not."""

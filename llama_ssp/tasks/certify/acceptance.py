@@ -1,4 +1,5 @@
-"""What many rounds say together: are drafts drawn from their declared laws, and as many kept as expected?"""
+"""What many rounds say together: are drafts drawn from their declared distributions, and as many kept as
+expected?"""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ EXPECTED = {
 
 
 def check_drafts(witness: Witness, level: float) -> Check:
-    """Whether the drafts are drawn from the laws they are declared to be drawn from.
+    """Whether the drafts are drawn from the distributions they are declared to be drawn from.
 
-    A draft's place in its law, likeliest tokens first, is uniform then, whatever the law: so all drafts of a
-    run can be held against one distribution. A law declared too broad leaves its tail empty.
+    A draft's place in its distribution, likeliest tokens first, is uniform then, whatever the distribution:
+    so all drafts of a run can be held against one distribution. A distribution declared too broad leaves its
+    tail empty.
     """
     drafted, placed = witness.drafted, len(witness.places)
     figures: dict[str, Any] = {
@@ -51,7 +53,7 @@ def check_drafts(witness: Witness, level: float) -> Check:
 
 
 def check_acceptance(witness: Witness, level: float) -> Check:
-    """Accepted drafts over what the laws let expect, position by position."""
+    """Accepted drafts over what the distributions let expect, position by position."""
     positions = range(len(witness.tried))
     expected, stood = witness.expected, witness.stood
     bands = [sum_band(witness.spread[at], level / len(positions)) for at in positions]

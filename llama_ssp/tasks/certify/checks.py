@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 
 from llama_ssp.speculative.model_runner import Model
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import CoupledRule
 from llama_ssp.tasks.certify.near_ties import Finding, GreedyReport, check_greedy
@@ -27,7 +27,7 @@ from llama_ssp.tasks.certify.target_probs import (
 from llama_ssp.tasks.certify.verdict import Check, Outcome
 
 RULE_TOLERANCE = 1e-10  # of arithmetic in fp64
-MOST_NOISE = 0.2  # total variation between regular passes beyond which a law says too little
+MOST_NOISE = 0.2  # total variation between regular passes beyond which a distribution says too little
 RANDOM_CHECKS = 5  # drafts, monitor, numbers, first token and two samples share the false-alarm rate
 
 
@@ -53,10 +53,10 @@ class Plan:
         return self.false_alarm / RANDOM_CHECKS
 
 
-def check_laws(
+def check_probs(
     sampler: WatchedSampler,
     model: Model | None,
-    laws: Laws,
+    transform: SamplingTransform,
     prompts: Sequence[Prompt],
     plan: Plan,
     leads: bool,
@@ -74,13 +74,13 @@ def check_laws(
     reference = Reference(model, witness.rounds, width, plan.rows, plan.chunk)
     if not leads:
         return None
-    noise = reference.noise(laws)
+    noise = reference.noise(transform)
     places = [(index, at) for index, seen in enumerate(witness.rounds) for at in range(seen.count + 1)]
-    departures = [reference.departure(laws, noise, index, at) for index, at in places]
+    departures = [reference.departure(transform, noise, index, at) for index, at in places]
     coupled = isinstance(sampler.rule, CoupledRule)
     judge = partial(raced, sampler.draws) if coupled else partial(node, sampler.rule)
     nodes = [judge(witness.rounds[index], at) for index, at in spread(places, plan.law_positions)]
-    return _law_finding(noise, departures, [one for one in nodes if one is not None])
+    return _probs_finding(noise, departures, [one for one in nodes if one is not None])
 
 
 def spread(places: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ def spread(places: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
     return [places[number] for number in sorted(chosen)]
 
 
-def _law_finding(noise: Noise, departures: list[Departure], nodes: list[Node]) -> Check:
+def _probs_finding(noise: Noise, departures: list[Departure], nodes: list[Node]) -> Check:
     wrong = sum(not one.error <= RULE_TOLERANCE for one in nodes)
     astray = sum(not departure.within(noise) for departure in departures)
     by_rule = max((one.error for one in nodes), default=0.0)

@@ -34,7 +34,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from llama_ssp.speculative.model_runner import Model, Runner
+from llama_ssp.speculative.model_runner import Model, ModelRunner
 from llama_ssp.speculative.state import Prompt
 
 WIDE_TOLERANCE = 1e-3  # of the largest logit: how much rounding may move those of the wide copy
@@ -221,7 +221,7 @@ class Feeder:
         longest = max(self._lengths)
         padded = [[*text, *[0] * (longest - len(text))] for text in texts]
         self._token_BS = torch.tensor(padded, dtype=torch.int64, device=model.device)
-        self._runner = Runner(model, chunk)
+        self._runner = ModelRunner(model, chunk)
         self._runner.start(len(texts), longest)
         self._runner.warm(self._token_BS, [start - 1 for start in starts])
 

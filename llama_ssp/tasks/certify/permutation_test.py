@@ -1,7 +1,7 @@
-"""Are two sets of texts drawn from one law? A permutation test on tokens, n-grams and beginnings.
+"""Are two sets of texts drawn from one distribution? A permutation test on tokens, n-grams and beginnings.
 
-Under one law the texts of a prompt may change their labels freely, so the share of shuffles that look as
-different as the labels do is a false-alarm rate that holds at any size. No torch.
+Under one distribution the texts of a prompt may change their labels freely, so the share of shuffles that
+look as different as the labels do is a false-alarm rate that holds at any size. No torch.
 """
 
 from __future__ import annotations

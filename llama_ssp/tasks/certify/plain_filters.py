@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llama_ssp.config import SamplingConf
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.config import SamplingConfig
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.tasks.certify.recorder import Round
 from llama_ssp.tasks.certify.verdict import Check, Outcome
 
@@ -24,10 +24,10 @@ SLACK = 1e-4  # what fp32 may do to a probability, relative to it, and to a sum 
 TINY = 1e-30  # below, a probability may vanish in fp32
 
 
-def check_filters(rounds: Sequence[Round], laws: Laws) -> Check:
+def check_filters(rounds: Sequence[Round], transform: SamplingTransform) -> Check:
     """Whether the recorded target probabilities are those that the controls make of the recorded logits."""
     found = [
-        distance(seen.logit_WV[at], seen.target_WV[at], laws, seen, at)
+        distance(seen.logit_WV[at], seen.target_WV[at], transform, seen, at)
         for seen in rounds
         if seen.logit_WV is not None and seen.target_WV is not None
         for at in range(seen.count + 1)
@@ -49,31 +49,33 @@ def check_filters(rounds: Sequence[Round], laws: Laws) -> Check:
     return Check("filters", Outcome.passed, f"{says} at {len(found)} positions", figures)
 
 
-def distance(logit_V: torch.Tensor, used_V: torch.Tensor, laws: Laws, seen: Round, at: int) -> float:
+def distance(
+    logit_V: torch.Tensor, used_V: torch.Tensor, transform: SamplingTransform, seen: Round, at: int
+) -> float:
     """Total variation between the probabilities used and the plain ones, but for ties within rounding.
 
     1 where the cut keeps or drops a token that rounding does not explain.
     """
     text = seen.text[: len(seen.text) - seen.count + at]
-    logits, used = logit_V[: laws.vocab].double().cpu().numpy(), used_V.double().cpu().numpy()
-    logits = np.pad(logits, (0, laws.vocab - len(logits)), constant_values=-np.inf)
-    warm = controlled(logits, laws.controls, laws.end_ids, text, seen.prompt_length)
+    logits, used = logit_V[: transform.vocab].double().cpu().numpy(), used_V.double().cpu().numpy()
+    logits = np.pad(logits, (0, transform.vocab - len(logits)), constant_values=-np.inf)
+    warm = controlled(logits, transform.controls, transform.end_ids, text, seen.prompt_length)
     kept = used > 0
-    if laws.controls.temperature == 0:
+    if transform.controls.temperature == 0:
         slack = SLACK * max(1.0, float(np.abs(warm[np.isfinite(warm)]).max()))
         best = warm >= warm.max() - slack
         return float(kept.sum() != 1 or not best[kept].all())
-    uncut = softmax(warm / laws.controls.temperature)
-    if (kept & ~cut(uncut, laws.controls, SLACK)).any():
+    uncut = softmax(warm / transform.controls.temperature)
+    if (kept & ~cut(uncut, transform.controls, SLACK)).any():
         return 1.0
-    if (cut(uncut, laws.controls, -SLACK) & ~kept & (uncut > TINY)).any():
+    if (cut(uncut, transform.controls, -SLACK) & ~kept & (uncut > TINY)).any():
         return 1.0
     same = np.where(kept, uncut, 0)
     return float(np.abs(used - same / same.sum()).sum()) / 2 if same.sum() > 0 else 1.0
 
 
 def controlled(
-    logits: Probs, controls: SamplingConf, end_ids: Sequence[int], text: Sequence[int], prompt: int
+    logits: Probs, controls: SamplingConfig, end_ids: Sequence[int], text: Sequence[int], prompt: int
 ) -> Probs:
     """Logits after bias, bans, the minimum length and penalties. The first `prompt` tokens are the prompt."""
     warm, generated = logits.copy(), text[prompt:]
@@ -98,7 +100,7 @@ def softmax(warm: Probs) -> Probs:
     return np.asarray(weight / weight.sum())
 
 
-def cut(probs: Probs, controls: SamplingConf, slack: float) -> NDArray[np.bool_]:
+def cut(probs: Probs, controls: SamplingConfig, slack: float) -> NDArray[np.bool_]:
     """The tokens that top-k, top-p and min-p keep: each of them looser by `slack`, or stricter below 0."""
     kept = np.ones(len(probs), dtype=bool)
     if 0 < controls.top_k < len(probs):

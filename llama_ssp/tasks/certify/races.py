@@ -1,9 +1,9 @@
 """Coupled rounds, held against the races that decide them: nothing is left to chance once the noise is known.
 
-Wherever a round has decided on a token, it must be the winner of the race of the law that verification used,
-in the noise of that very position; and each draft there the winner in its declared law. The noise is asked
-for anew, by prompt and position, so that noise of another place shows as well as a draft that was kept
-wrongly.
+Wherever a round has decided on a token, it must be the winner of the race of the distribution that
+verification used, in the noise of that very position; and each draft there the winner in its declared
+distribution. The noise is asked for anew, by prompt and position, so that noise of another place shows as
+well as a draft that was kept wrongly.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def raced(draws: Draws, seen: Round, at: int) -> Node | None:
         return None
     slot = Slot((seen.key,), (len(seen.text) - seen.count + at,), Purpose.CORRECT)
 
-    def winner(law_V: Tensor) -> int:
-        return int(draws.categorical(law_V[None], slot)[0])
+    def winner(probs_V: Tensor) -> int:
+        return int(draws.categorical(probs_V[None], slot)[0])
 
     decided = seen.drafted[at] if at < seen.accepted else seen.token
     right = winner(seen.target_WV[at]) == decided

@@ -1,6 +1,7 @@
 """Watching an engine at work: what it declared, what it drew, what it kept. It changes nothing.
 
-The laws are there on the rank that decides alone; which texts were looked at is known on all of them.
+The distributions are there on the rank that decides alone; which texts were looked at is known on all of
+them.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine, Follower
 from llama_ssp.speculative.native import HostDraws
 from llama_ssp.speculative.rng import Draws
-from llama_ssp.speculative.round_protocol import Verdict
+from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import Block, BlockRule, CoupledRule, Rule, TokenRule, meeting
 from llama_ssp.tasks.certify.replay import Decisions
 
-CERTAIN = 1 - 1e-9  # a law this sure of a token says nothing about how it was drawn
+CERTAIN = 1 - 1e-9  # a distribution this sure of a token says nothing about how it was drawn
 
 
 @dataclass(frozen=True)
 class Round:
-    """One row's round: its text with the drafts behind it, and the laws where they are known.
+    """One row's round: its text with the drafts behind it, and the distributions where they are known.
 
-    `text` ends with the `count` drafts, of which `accepted` stand, with `token` behind them; `key`
-    stands for the prompt's id, as in every draw. `target_WV` has the count + 1 laws that verification used,
-    `draft_KV` the declared laws of the drafts, both in fp64; `logit_WV` the logits behind `target_WV`.
+    `text` ends with the `count` drafts, of which `accepted` stand, with `token` behind them; `key` stands for
+    the prompt's id, as in every draw. `target_WV` has the count + 1 distributions that verification used,
+    `draft_KV` the declared distributions of the drafts, both in fp64; `logit_WV` the logits behind
+    `target_WV`.
     """
 
     prompt_length: int
@@ -78,7 +80,7 @@ class Witness:
         self.decisions = Decisions(self.seed)
 
     def see(
-        self, state: State, proposal: Proposal, verdict: Verdict, block: Block | None,
+        self, state: State, proposal: Proposal, verdict: RoundResult, block: Block | None,
         logit_BWV: Tensor | None = None,
     ) -> None:  # fmt: skip
         """One round over the batch; `block` and `logit_BWV` are there where this rank has decided."""
@@ -129,11 +131,12 @@ class Witness:
                 weight_B = torch.where(drawn_B > 0, (kept_B / drawn_B).clamp(max=1), 0)
 
     def _place(self, block: Block, rows: list[int], accepted: list[int]) -> None:
-        """Where each draft lies in its declared law, likeliest tokens first: uniform, if drawn from it.
+        """Where each draft lies in its declared distribution, likeliest tokens first: uniform, if drawn from
+        it.
 
-        A law that is certain of its token places it anywhere; it is only asked whether it was that one.
-        A coupled draft behind one that fell says nothing of its own: the next round drafts there once more,
-        with the same noise.
+        A distribution that is certain of its token places it anywhere; it is only asked whether it was that
+        one. A coupled draft behind one that fell says nothing of its own: the next round drafts there once
+        more, with the same noise.
         """
         drawn_BK = block.draft_BKV.gather(2, block.drafted_BK[..., None])[..., 0]
         likelier_BK = torch.where(block.draft_BKV > drawn_BK[..., None], block.draft_BKV, 0).sum(-1)
@@ -175,7 +178,7 @@ class WatchedEngine(RuledEngine):
     def draws(self) -> Draws:
         return self._draws
 
-    def verify(self, state: State, proposal: Proposal) -> Verdict:
+    def verify(self, state: State, proposal: Proposal) -> RoundResult:
         self._seen = self._logit_BWV = None
         verdict = super().verify(state, proposal)
         self.witness.see(state, proposal, verdict, self._seen, self._logit_BWV)
@@ -184,7 +187,7 @@ class WatchedEngine(RuledEngine):
         self._logit_BWV = None
         return verdict
 
-    def decided(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
+    def decided(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:
         """What this engine decides on these logits, without a pass; replayed as any other decision is."""
         self._seen = None
         verdict = super()._judge(state, proposal, logit_BWV)
@@ -192,18 +195,18 @@ class WatchedEngine(RuledEngine):
             self.witness.decisions.see(self._rule, self._draws, state, self._seen, verdict)
         return verdict
 
-    def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> Verdict:
+    def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:
         self._logit_BWV = logit_BWV
         return super()._judge(state, proposal, logit_BWV)
 
-    def _block(self, state: State, proposal: Proposal, law_BWV: Tensor) -> Block:
-        self._seen = super()._block(state, proposal, law_BWV)
+    def _block(self, state: State, proposal: Proposal, probs_BWV: Tensor) -> Block:
+        self._seen = super()._block(state, proposal, probs_BWV)
         return self._seen
 
-    def _by_kernel(self, draws: HostDraws, state: State, proposal: Proposal, law_BWV: Tensor) -> Tensor:
+    def _by_kernel(self, draws: HostDraws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
         if proposal.k:
-            self._block(state, proposal, law_BWV)
-        return super()._by_kernel(draws, state, proposal, law_BWV)
+            self._block(state, proposal, probs_BWV)
+        return super()._by_kernel(draws, state, proposal, probs_BWV)
 
 
 class WatchedFollower(Follower):
@@ -221,7 +224,7 @@ class WatchedFollower(Follower):
     def draws(self) -> Draws:
         raise DistributedError("only the leader draws what is committed", fix="report it")
 
-    def verify(self, state: State, proposal: Proposal) -> Verdict:
+    def verify(self, state: State, proposal: Proposal) -> RoundResult:
         verdict = super().verify(state, proposal)
         self.witness.see(state, proposal, verdict, None)
         return verdict

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llama_ssp.report.statistics import sum_band, uniform_band
 from llama_ssp.speculative.rng import CounterDraws, Draws, Purpose, heat
-from llama_ssp.speculative.round_protocol import Verdict
+from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import State
 from llama_ssp.speculative.verification import Block, CoupledRule, Rule
 from llama_ssp.tasks.certify.verdict import Check, Outcome
@@ -48,7 +48,7 @@ class Decisions:
     def __post_init__(self) -> None:
         self._uniforms = np.random.Generator(np.random.Philox(self.seed ^ 1))
 
-    def see(self, rule: Rule, draws: Draws, state: State, block: Block, verdict: Verdict) -> None:
+    def see(self, rule: Rule, draws: Draws, state: State, block: Block, verdict: RoundResult) -> None:
         """One round over the batch, before it is committed. Finished and damaged rows decide nothing."""
         self.coupled = isinstance(rule, CoupledRule)
         if self.coupled or not isinstance(draws, CounterDraws):
@@ -83,7 +83,7 @@ class Decisions:
 
 
 def refuted(
-    rule: Rule, source: CounterDraws, state: State, block: Block, verdict: Verdict, coin_BK: Tensor
+    rule: Rule, source: CounterDraws, state: State, block: Block, verdict: RoundResult, coin_BK: Tensor
 ) -> tuple[list[bool], list[bool]]:
     """Of each row, whether another number of drafts stands, and whether another token follows them."""
     device = block.drafted_BK.device
@@ -93,8 +93,8 @@ def refuted(
         near = [replace(block, target_BWV=block.target_BWV * (1 + sign * ROUNDING)) for sign in (-1, 1)]
         chance_3BK = torch.stack([rule.accept_chances(one) for one in (block, *near)])
         wrong_B &= _beyond(rule, coin_BK, taken_B, chance_3BK.amin(0), chance_3BK.amax(0))
-    law_BV = rule.correction_law(block, torch.minimum(taken_B, block.count_B))
-    token_B = source.categorical(law_BV, state.slot(Purpose.CORRECT))
+    probs_BV = rule.correction_probs(block, torch.minimum(taken_B, block.count_B))
+    token_B = source.categorical(probs_BV, state.slot(Purpose.CORRECT))
     other_B = token_B != torch.tensor(verdict.token, device=device)
     return wrong_B.tolist(), other_B.tolist()
 

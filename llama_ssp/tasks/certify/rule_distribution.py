@@ -1,19 +1,20 @@
-"""The exact law of what a rule lets out, computed from the laws of one round.
+"""The exact distribution of what a rule lets out, computed from the distributions of one round.
 
 A rule is a pure function: it gives the chance of each independent draw, how many drafts stand for each
-outcome of the draws, and the law of the token that follows. So the law of the output is a finite sum.
-It is taken node by node. At node i of a round, with the first i drafts as they were, a block of i+1
-drafts is put before the rule, once for each token that could have been drafted last; then
+outcome of the draws, and the distribution of the token that follows. So the distribution of the output is a
+finite sum. It is taken node by node. At node i of a round, with the first i drafts as they were, a block of
+i+1 drafts is put before the rule, once for each token that could have been drafted last; then
 
     draft(x) P(i+1 stand | x)  +  sum over y of  draft(y) P(i stand | y) correction(x | y)
 
-must be the target's law at x times the chance that i drafts stand. If that holds at every node, and the
-chance that i drafts stand is the same seen from a block of i and from one of i+1, then by induction from
-the last position the law of whole texts is the target's: for the token rule, and for the block rule, whose
-draws look ahead. Only the rule's three functions are called, so a wrong rule shows whatever it is.
+must be the target's distribution at x times the chance that i drafts stand. If that holds at every node, and
+the chance that i drafts stand is the same seen from a block of i and from one of i+1, then by induction from
+the last position the distribution of whole texts is the target's: for the token rule, and for the block rule,
+whose draws look ahead. Only the rule's three functions are called, so a wrong rule shows whatever it is.
 
 Tokens that the draft hardly ever proposes are not tried one by one. What they add can only lie between
-nothing and their share of its law; where some such addition makes the equation true, it counts as true.
+nothing and their share of its distribution; where some such addition makes the equation true, it counts as
+true.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from llama_ssp.speculative.verification import Block, Rule
 from llama_ssp.tasks.certify.recorder import Round
 
-REST = 1e-3  # of the draft's law is left untried, or more where MOST_TRIED leave out more
+REST = 1e-3  # of the draft's distribution is left untried, or more where MOST_TRIED leave out more
 MOST_TRIED = 256
 CELLS = 2**18  # of a table of drafts by vocabulary; more are taken in parts
 
@@ -36,9 +37,9 @@ CELLS = 2**18  # of a table of drafts by vocabulary; more are taken in parts
 class Node:
     """What a rule does at one position.
 
-    `total_variation` is that of its output from the target's law, both weighed with the chance to come here
-    given the drafts; `reach_error` how much that chance differs between a block that ends here and one that
-    goes on.
+    `total_variation` is that of its output from the target's distribution, both weighed with the chance to
+    come here given the drafts; `reach_error` how much that chance differs between a block that ends here and
+    one that goes on.
     """
 
     total_variation: float
@@ -58,8 +59,8 @@ def node(rule: Rule, seen: Round, at: int) -> Node | None:
         return None
     if at == seen.count:
         block = _block(seen, torch.tensor(seen.drafted)[None], at)
-        law_V = rule.correction_law(block, torch.tensor([at]))[0]
-        return Node(float((law_V - target_V).abs().sum()) / 2, 0.0)
+        probs_V = rule.correction_probs(block, torch.tensor([at]))[0]
+        return Node(float((probs_V - target_V).abs().sum()) / 2, 0.0)
     draft_V = seen.draft_KV[at]
     tried = _likeliest(draft_V)
     kept_V, corrected_V = torch.zeros_like(target_V), torch.zeros_like(target_V)
@@ -68,7 +69,7 @@ def node(rule: Rule, seen: Round, at: int) -> Node | None:
         drafted = torch.tensor(seen.drafted[:at], dtype=torch.int64).expand(len(part), at)
         block = _block(seen, torch.cat([drafted, part[:, None]], 1), at + 1)
         chance_EN = _stand_chances(rule, rule.accept_chances(block))
-        correction_EV = rule.correction_law(block, torch.full((len(part),), at))
+        correction_EV = rule.correction_probs(block, torch.full((len(part),), at))
         kept_V[part] = draft_V[part] * chance_EN[:, at + 1]
         corrected_V += (draft_V[part] * chance_EN[:, at]) @ correction_EV
         some_V = correction_EV[0]
@@ -147,7 +148,7 @@ def _block(seen: Round, drafted_EK: Tensor, count: int) -> Block:
 
 
 def _likeliest(draft_V: Tensor) -> Tensor:
-    """The fewest tokens that leave out no more than REST of the law, MOST_TRIED at most."""
+    """The fewest tokens that leave out no more than REST of the distribution, MOST_TRIED at most."""
     down = draft_V.sort(descending=True)
     needed = int((down.values.cumsum(0) < 1 - REST).sum()) + 1
     return down.indices[: min(needed, int((draft_V > 0).sum()), MOST_TRIED)]

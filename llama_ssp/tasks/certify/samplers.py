@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llama_ssp.errors import ModelError
-from llama_ssp.speculative.draft_length import Lookahead
+from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.rng import Draws
@@ -58,7 +58,7 @@ class EngineSampler:
 
     name: str
     engine: AnyEngine
-    lookahead: Callable[[int], Lookahead]
+    lookahead: Callable[[int], DraftLength]
     ends: frozenset[int]
     batch_size: int
     advance: Callable[[int], None] = lambda _: None

@@ -1,12 +1,14 @@
-"""The target's own laws along texts, by regular passes of their own, and how far rounding moves them.
+"""The target's own distributions along texts, by regular passes of their own, and how far rounding moves
+them.
 
 Every text is fed anew to an empty cache: token by token, as regular sampling does, and, to see what rounding
 does, in blocks and in one piece, each time beside other rows. Every rank takes part in every pass.
 
-Where filters cut a law, rounding may keep a token or drop it, and the law jumps. So a recorded law is held
-against the law *before* its cut: what it keeps must be what some change within rounding would keep, and on
-that the two laws must agree. That excuses much at a single position; so what recorded laws differ by at most
-positions, cut and all, must not be a multiple of what regular passes differ by there.
+Where filters cut a distribution, rounding may keep a token or drop it, and the distribution jumps. So a
+recorded distribution is held against the distribution *before* its cut: what it keeps must be what some
+change within rounding would keep, and on that the two distributions must agree. That excuses much at a single
+position; so what recorded distributions differ by at most positions, cut and all, must not be a multiple of
+what regular passes differ by there.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import torch
 from torch import Tensor
 
 from llama_ssp.speculative.model_runner import Model
-from llama_ssp.speculative.sampling import Laws, Prefix, filtered
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform, filtered
 from llama_ssp.tasks.certify.near_ties import Feeder
 from llama_ssp.tasks.certify.recorder import Round
 
-QUANTILES = (0.5, 0.75)  # of the positions, at which recorded laws and regular passes are compared
+QUANTILES = (0.5, 0.75)  # of the positions, at which recorded distributions and regular passes are compared
 MULTIPLE = 3.0  # of the regular passes' quantile that is still rounding
 PART_OF_LARGEST = 0.25  # passes may be equal, bit by bit, at most positions: so much is rounding everywhere
-SAFETY = 2.0  # how often the largest difference between regular passes a recorded law may differ
+SAFETY = 2.0  # how often the largest difference between regular passes a recorded distribution may differ
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Departure:
-    """How a recorded law differs from the target's own at one position.
+    """How a recorded distribution differs from the target's own at one position.
 
     `total_variation` is the plain distance; `beyond` the distance on what the record keeps; `outside` the
     recorded mass on tokens that no rounding would keep, `missing` the target's mass on tokens that it drops
@@ -62,7 +64,8 @@ class Departure:
 
 
 def tolerance(noise: Noise) -> float:
-    """How far a recorded law may be from the target's own: what rounding does, and that of fp32 at least."""
+    """How far a recorded distribution may be from the target's own: what rounding does, and that of fp32 at
+    least."""
     return max(SAFETY * noise.total_variation, 1e-6)
 
 
@@ -80,26 +83,26 @@ class Reference:
             _logits(model, rounds, third, longest, rows, chunk),
         ]
 
-    def noise(self, laws: Laws) -> Noise:
+    def noise(self, transform: SamplingTransform) -> Noise:
         """What the passes differ by."""
-        uncut, far, log, whole = laws.uncut(), [0.0], [0.0], [0.0]
+        uncut, far, log, whole = transform.uncut(), [0.0], [0.0], [0.0]
         for seen, index in zip(self._rounds, range(len(self._rounds)), strict=True):
             for at in range(seen.count + 1):
-                first, *others = (self._law(uncut, way, index, at) for way in range(len(self._ways)))
+                first, *others = (self._probs(uncut, way, index, at) for way in range(len(self._ways)))
                 far += [float((first - other).abs().sum()) / 2 for other in others]
                 log += [_log_distance(first, other) for other in others]
-                first, *others = (self._law(laws, way, index, at) for way in range(len(self._ways)))
+                first, *others = (self._probs(transform, way, index, at) for way in range(len(self._ways)))
                 whole += [float((first - other).abs().sum()) / 2 for other in others]
         return Noise(_largest(far), _largest(log), quantiles(whole))
 
-    def departure(self, laws: Laws, noise: Noise, index: int, at: int) -> Departure:
-        """How the law that verification used differs from the target's own at this position."""
+    def departure(self, transform: SamplingTransform, noise: Noise, index: int, at: int) -> Departure:
+        """How the distribution that verification used differs from the target's own at this position."""
         recorded_WV = self._rounds[index].target_WV
         assert recorded_WV is not None
         recorded_V = recorded_WV[at]
-        uncut_V = self._law(laws.uncut(), 0, index, at)
-        plain_V = self._law(laws, 0, index, at)
-        sure_V, possible_V = _cut(uncut_V, laws, noise)
+        uncut_V = self._probs(transform.uncut(), 0, index, at)
+        plain_V = self._probs(transform, 0, index, at)
+        sure_V, possible_V = _cut(uncut_V, transform, noise)
         kept_V = recorded_V > 0
         same_V = torch.where(kept_V, uncut_V, 0)
         mass = float(same_V.sum())
@@ -111,7 +114,7 @@ class Reference:
             missing=float(uncut_V[sure_V & ~kept_V].sum()),
         )
 
-    def _law(self, laws: Laws, way: int, index: int, at: int) -> Tensor:
+    def _probs(self, transform: SamplingTransform, way: int, index: int, at: int) -> Tensor:
         """As regular sampling has it: one position, over its own prefix."""
         seen, logit_V = self._rounds[index], self._ways[way][index][at]
         token_BS = torch.tensor([seen.text], device=logit_V.device)
@@ -119,8 +122,8 @@ class Reference:
         prefix = Prefix(
             token_BS, torch.tensor([[length]]).to(token_BS), torch.tensor([seen.prompt_length]).to(token_BS)
         )
-        law_V = laws(logit_V[None, None], prefix)[0, 0].double().cpu()
-        return law_V / law_V.sum()
+        probs_V = transform(logit_V[None, None], prefix)[0, 0].double().cpu()
+        return probs_V / probs_V.sum()
 
 
 def quantiles(values: list[float]) -> tuple[float, ...]:
@@ -128,7 +131,8 @@ def quantiles(values: list[float]) -> tuple[float, ...]:
 
 
 def typical_excess(departures: Sequence[Departure], noise: Noise) -> bool:
-    """Whether recorded laws differ from the target's own by a multiple of what regular passes differ by."""
+    """Whether recorded distributions differ from the target's own by a multiple of what regular passes differ
+    by."""
     found = quantiles([departure.total_variation for departure in departures])
     least = max(PART_OF_LARGEST * noise.total_variation, 1e-6)
     return any(own > MULTIPLE * usual + least for own, usual in zip(found, noise.typical, strict=True))
@@ -151,16 +155,16 @@ def _logits(
     return [found[index] for index in range(len(rounds))]
 
 
-def _cut(uncut_V: Tensor, laws: Laws, noise: Noise) -> tuple[Tensor, Tensor]:
+def _cut(uncut_V: Tensor, transform: SamplingTransform, noise: Noise) -> tuple[Tensor, Tensor]:
     """The tokens that the filters keep whatever rounding does, and those that they may keep."""
-    controls, slack = laws.controls, math.exp(2 * SAFETY * noise.log)
+    controls, slack = transform.controls, math.exp(2 * SAFETY * noise.log)
     if controls.temperature == 0:
         return torch.zeros_like(uncut_V, dtype=torch.bool), uncut_V >= uncut_V.max() / slack
     shift = tolerance(noise)
     least = []
     for top_p in (max(controls.top_p - shift, 1e-12), controls.top_p + shift):
-        law_V = filtered(uncut_V, controls.top_k, top_p if controls.top_p < 1 else 1.0, controls.min_p)
-        least.append(float(uncut_V[law_V > 0].min()))
+        probs_V = filtered(uncut_V, controls.top_k, top_p if controls.top_p < 1 else 1.0, controls.min_p)
+        least.append(float(uncut_V[probs_V > 0].min()))
     filters = controls.top_p < 1 or controls.min_p > 0 or controls.top_k > 0
     if not filters:
         return torch.zeros_like(uncut_V, dtype=torch.bool), uncut_V > 0

@@ -1,4 +1,4 @@
-"""task=certify: is the speculative law the target's, on this pair, placement and settings?"""
+"""task=certify: is the speculative distribution the target's, on this pair, placement and settings?"""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from llama_ssp.config import CertifyConf, Drafting, Output, RunConf, SamplingConf
+from llama_ssp.config import CertifyConf, Drafting, Output, RunConf, SamplingConfig
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
 from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
-from llama_ssp.planner.comparison import Way
+from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.report.run_folder import Console, Progress, RunFolder, versions
-from llama_ssp.seats import seats, tokens_of
+from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine
-from llama_ssp.speculative.sampling import Laws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
-from llama_ssp.tasks.certify.checks import Plan, check_greedy_texts, check_laws, check_samples
+from llama_ssp.tasks.certify.checks import Plan, check_greedy_texts, check_probs, check_samples
 from llama_ssp.tasks.certify.first_tokens import ROUNDS, check_first, first_tokens
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, RuledEngine, WatchedEngine, Witness, watched
@@ -27,7 +27,7 @@ from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
 from llama_ssp.tasks.certify.samplers import Clock, EngineSampler, WatchedEngineSampler
 from llama_ssp.tasks.certify.verdict import INCONCLUSIVE, SAME, Check, page, sentence, verdict
 from llama_ssp.tasks.common import prompt_of, usable_prompts
-from llama_ssp.tasks.inputs import Inputs
+from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.run_measurement import pace_of_counts, way
 from llama_ssp.text.tokenizer import Tokens
 
@@ -41,7 +41,7 @@ VERDICTS = ("same", "different", "inconclusive")
 class CertifyTask:
     """One run of the task. `figures` is right at any moment, also after an interrupt."""
 
-    def __init__(self, inputs: Inputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
         assert isinstance(inputs.run.task, CertifyConf)
         self._ranks, self._inputs, self._task = ranks, inputs, inputs.run.task
         self._console, self._folder = console, folder
@@ -62,7 +62,7 @@ class CertifyTask:
                 found=f"drafter {run.speculation.drafter.value}, k {run.speculation.k}",
                 fix="choose a draft with draft=NAME, or speculation=ngram",
             )  # fmt: skip
-        found = seats(entry)
+        found = model_placements(entry)
         tokens = tokens_of(found)
         self._vocabulary = tokens.paired.record() if tokens.paired else None
         made = partial(prompt_of, tokens=tokens, model=run.model)
@@ -96,7 +96,7 @@ class CertifyTask:
             "vocabulary": self._vocabulary,
         }
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RunMeasurement]:
         """What wrote texts that nobody watched, as watching takes time, by the rule that is certified."""
         if self._pair is None:
             return []
@@ -125,10 +125,12 @@ class CertifyTask:
         with Progress("certify", total, "texts") as progress:
             make = partial(self._sampler, pair, tokens, progress=progress)
             subject = self._watched(make("speculative", run), witness)
-            laws = Laws(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
-            self._add(check_laws(subject, pair.target, laws, self._prompts, plan, leads))
+            transform = SamplingTransform(
+                run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size)
+            )
+            self._add(check_probs(subject, pair.target, transform, self._prompts, plan, leads))
             if leads:
-                self._add(check_filters(witness.rounds, laws))
+                self._add(check_filters(witness.rounds, transform))
             if not greedy_only:
                 drawn = check_samples(
                     subject, make("regular", _regular(run)), _with_rule(make(WRONG, run)),
@@ -140,7 +142,7 @@ class CertifyTask:
             del subject  # and with it its caches
             if not greedy_only:
                 self._add(*drawn)
-            greedy = replace(run, sampling=SamplingConf(temperature=0.0))
+            greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
             checks = check_greedy_texts(
                 pair.target, make("speculative", greedy), make("regular", _regular(greedy)),
                 _with_rule(make(WRONG, greedy)) if greedy_only else None,
