@@ -3,10 +3,10 @@
     python bench/overhead.py [ks=1,4,8,12] [vocabs=8192,32000,128256] [turns=60] [threads=1] [write=FILE.md]
 
 The passes of both models are replaced by logits that are there already, of a steep distribution as models
-have them. Rounds are drawn and decided as draws.py and verify.py define it, and by the kernel that a CPU has
-for it. Then, for five distributions of each vocabulary, what top-k and top-p take beside sorting all tokens,
-as they are defined; of flat distributions, too, whose nucleus is most of the vocabulary. The least time of
-all turns counts, as what disturbs a machine only ever adds.
+have them. Rounds are drawn and decided as rng.py and verification.py define it, and by the kernel that a CPU
+has for it. Then, for five distributions of each vocabulary, what top-k and top-p take beside sorting all
+tokens, as they are defined; of flat distributions, too, whose nucleus is most of the vocabulary. The least
+time of all turns counts, as what disturbs a machine only ever adds.
 """
 
 from __future__ import annotations

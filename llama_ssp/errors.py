@@ -1,7 +1,7 @@
 """What a user is told when something is wrong: one line, one exit code.
 
 Every error says what is wrong, where, what was found, what is allowed and what to do. The exit
-codes are an interface (README, "Exit codes").
+codes are an interface (docs/reference.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernel that draws and decides on a CPU does what draws.py and verify.py define."""
+"""The kernel that draws and decides on a CPU does what rng.py and verification.py define."""
 
 from __future__ import annotations
 

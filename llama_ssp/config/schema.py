@@ -64,7 +64,7 @@ OnDraftLoss = Enum("OnDraftLoss", {"continue": "continue", "stop": "stop"})
 
 
 class Bridging(Enum):
-    """How a draft of another tokenizer is paired with the target; `off` refuses it (vocab/bridges)."""
+    """How a draft of another tokenizer is paired with the target; `off` refuses it (text/translation.py)."""
 
     auto = "auto"
     intersection = "intersection"
@@ -154,7 +154,7 @@ class ModelConf:
 
 @dataclass
 class PlacementConf:
-    """Where the models sit (placement.resolve makes a table of ranks of it).
+    """Where the models sit (distributed/placement.py makes a table of ranks of it).
 
     A device `auto` is the rank's own accelerator, else the CPU. `draft_degree` null is all of the target's
     ranks for replicated and sharded, one rank for own; lists of ranks say it one by one. `max_memory`
@@ -179,7 +179,7 @@ class PlacementConf:
 
 @dataclass
 class TimesConf:
-    """What times are made of, beside bytes; null is as calibrated on published runs (plan/speed.py).
+    """What times are made of, beside bytes; null is as calibrated on published runs (planner/speed.py).
 
     Of peak, a GEMV attains `bandwidth_share` and a long GEMM `flops_share`. A pass costs `step_us`, and
     `layer_us` a layer; a round `round_us`, and `check_us` if it has drafts. A distribution costs `law_ns` an

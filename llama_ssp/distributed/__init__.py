@@ -1,1 +1,4 @@
-"""The ranks of a run and what they say to each other; the only room that knows torch.distributed."""
+"""The ranks of a run: placement, roles, process groups, failures, signals.
+
+The only folder with torch.distributed.
+"""

@@ -1,6 +1,6 @@
 """What the leader and the draft's first rank write to each other over a line: asks, and replies to them.
 
-A line brings each frame whole, once and in order, or it is lost (link.py). Asks are numbered. The draft
+A line brings each frame whole, once and in order, or it is lost (draft_link.py). Asks are numbered. The draft
 acknowledges each ask when it takes it up, and a reply carries the number of its ask. The leader discards a
 reply to an earlier ask, which it did not wait for, and counts it.
 """

@@ -1,1 +1,4 @@
-"""Models and tokenizers from checkpoints or seeds; the only rooms that know transformers."""
+"""Weights and forward passes.
+
+The only folder with transformers (but text/tokenizer.py), accelerate, deepspeed and bitsandbytes.
+"""

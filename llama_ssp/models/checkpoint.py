@@ -265,7 +265,7 @@ def context_within(positions: int, config: dict[str, Any]) -> int:
 def _window(config: dict[str, Any], n_layers: int) -> tuple[str, int] | None:
     """The key of the window and its value, where the family's layers have one: llama's ignore the key.
 
-    load.causal.windows_of reads the same off the code of any architecture.
+    causal_lm.windows_of reads the same off the code of any architecture.
     """
     family = config["model_type"]
     key, usual = WINDOWS.get(family, ("", None))

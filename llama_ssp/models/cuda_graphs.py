@@ -2,7 +2,7 @@
 
 A graph runs on memory that stays where it is: the cache it was captured with, and buffers that take each
 step's tokens and lengths. So graphs belong to a cache, and go with it; their scratch memory is one pool. What
-is captured is the compiled step (load.compiled).
+is captured is the compiled step (compile.py).
 
 Not yet run on a GPU. What does not need one, which is all but the capture itself, is tested with a capture
 that calls the step anew each time (tests/test_compiled.py).

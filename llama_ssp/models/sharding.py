@@ -15,7 +15,7 @@ WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = (
     64  # weights of one scale; bitsandbytes' CPU kernel is wrong where a row is not made of whole ones
 )
-# Families whose layers are cut by load.tensor and compared with the whole model in tests.
+# Families whose layers are cut by tensor_parallel.py and compared with the whole model in tests.
 SPLIT_FAMILIES = (
     "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
 )  # fmt: skip

@@ -1,1 +1,4 @@
-"""What a run needs, before it runs: bytes on every rank, from shapes alone. Closed form, no torch."""
+"""What a run needs before it runs: bytes on every rank and milliseconds a token, from shapes alone.
+
+No torch.
+"""

@@ -21,7 +21,7 @@ MASKS, HIDDEN, LOGITS, LAWS, TOKENS = "masks", "activations", "logits", "laws", 
 PREFILL, DRAFT_PREFILL, DRAFT, VERIFY = "prefill", "draft prefill", "draft", "verify"
 
 INT, FP32, FP64 = 8, 4, 8
-LAG = 2  # as engine.runner has it: columns of a draft's step behind a block that was accepted whole
+LAG = 2  # as model_runner.py has it: columns of a draft's step behind a block that was accepted whole
 EAGER = ("gemma2", "gpt_neo")  # attention by plain products, whose scores are tensors
 FUSED = ("gpt_neox", "phi3")  # queries, keys and values of one product
 # Of ffn numbers a token: what a feed-forward layer has at once. Gate, its activation and their product, of

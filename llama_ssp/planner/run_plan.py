@@ -5,7 +5,7 @@ it was. No torch.
     placement = placed(run.placement, asked, world)      # what placement=auto means here
     prediction = predict(run, asked, placement)
     require_fit(prediction, run.plan.enforce)            # before anything is loaded
-    beside(ways, measured)                               # plan/beside.py: for summary.json and for people
+    beside(ways, measured)                               # comparison.py: for summary.json and for people
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Pace:
         """In which share of the rounds every row's text is the one that was drafted for.
 
         All drafts stand, and the token behind them is the guess: two distributions that have `a` in common
-        race to the same token with chance a / (2 - a) at least (draws.race).
+        race to the same token with chance a / (2 - a) at least (rng.race).
         """
         return float((acceptance**k * acceptance / (2 - acceptance)) ** self.rows)
 

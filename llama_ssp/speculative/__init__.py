@@ -1,1 +1,4 @@
-"""One round of speculation over a target and a drafter: prefill, draft, verify, roll back."""
+"""The algorithm, on token ids.
+
+Read generate.py, verification.py, sampling.py and engine.py, in this order.
+"""

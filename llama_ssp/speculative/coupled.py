@@ -3,11 +3,11 @@
 The noise of a position is one exponential a token, keyed by (run seed, prompt id, position in the text); a
 law's token there is the one with the least exponential over its chance, which is drawn from the distribution.
 The draft's token and the target's have the same noise, so they are mostly the same, and where they are not
-the target's stands (verify.CoupledRule). Hence a text is a function of the noise and of the target's
+the target's stands (verification.CoupledRule). Hence a text is a function of the noise and of the target's
 distributions alone: whoever drafts, however much, wherever it sits, the same tokens come out, and so they do
 without a draft.
 
-Why that may be keyed by position alone, while other draws must be keyed by the round as well (draws.py):
+Why that may be keyed by position alone, while other draws must be keyed by the round as well (rng.py):
 there, a draft that block verification discards has had a part in a decision, and to draw it again would bias
 the text. Here no draft has a part in anything but how many tokens a round brings. The token that is committed
 at a position is the winner of the target's race in the noise of that position, which no token before it has

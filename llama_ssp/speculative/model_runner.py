@@ -17,7 +17,7 @@ from llama_ssp.models.transfer import sent
 
 
 class Model(Protocol):
-    """What a runner needs of a model; `load.causal.CausalModel` is the one that ships."""
+    """What a runner needs of a model; `models.causal_lm.CausalModel` is the one that ships."""
 
     vocab: int
     context: int

@@ -1,4 +1,4 @@
-// One round's draws and its decision on a CPU: what verify.py and draws.py define, each in one call.
+// One round's draws and its decision on a CPU: what verification.py and rng.py define, each in one call.
 //
 // Behind a target's pass nothing of a program is left in the caches, so what a round does beside its passes costs
 // by how much code it touches and not by how much it computes. This is little code, in plain C++: it is compiled

@@ -1,4 +1,5 @@
-"""Draws, and a round's decision, by native.cpp: the same ones as draws.py and verify.py define, sooner."""
+"""Draws, and a round's decision, by native.cpp: the same ones as rng.py and verification.py define,
+sooner."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ FLAGS = ("-ffp-contract=off",)
 WIDE = {
     torch.float32: False,
     torch.float64: True,
-}  # there are no distributions of other types (sampling.Laws)
+}  # there are no distributions of other types (sampling.py)
 LAW, INTEGERS, NUMBERS = (c_bool, c_void_p), c_void_p, c_void_p
 
 
@@ -65,7 +66,7 @@ class HostDraws(CounterDraws):
         self, rule: Rule, target_BWV: Tensor, draft_BKV: Tensor | None, drafted_BK: Tensor,
         count: Sequence[int], idle: Sequence[bool], accept: Slot, correct: Slot,
     ) -> Tensor:  # fmt: skip
-        """What engine.Engine decides of a round, as it has it."""
+        """What Engine decides of a round, as it has it."""
         (rows, k), vocab = drafted_BK.shape, target_BWV.shape[-1]
         target_BWV, drafted_BK = target_BWV.contiguous(), drafted_BK.contiguous()
         draft_BKV = (

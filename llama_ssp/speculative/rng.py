@@ -82,7 +82,7 @@ class CounterDraws:
         return uniform_BN < chance_BN  # strictly: a chance of 0 never passes, of 1 always does
 
     def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
-        """Corrections by a race, so that a draft that runs ahead guesses them best (engine.ahead).
+        """Corrections by a race, so that a draft that runs ahead guesses them best (drafters/ahead.py).
 
         The race's clocks are made when the round's first draft is drawn: behind a target's pass they were
         seen to take many times as long on a CPU, whose caches it has probably filled.

@@ -3,7 +3,7 @@
 Bandwidth is streamed. What passes attain of it, what more tokens in a pass cost, and what a token costs
 beside bytes are found by least squares over rounds of small synthetic models of two depths and two
 vocabularies and of a wide one, regular and speculative: each constant's part in a round is what the plan's
-own formula (plan/search.py) makes of that constant alone.
+own formula (planner/search.py) makes of that constant alone.
 """
 
 from __future__ import annotations

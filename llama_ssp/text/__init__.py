@@ -1,1 +1,4 @@
-"""Target and draft of any two tokenizers: what they share, and how one drafts for the other."""
+"""From strings to token ids and back:
+
+prompts, tokenizers, how two vocabularies compare, translation between them.
+"""

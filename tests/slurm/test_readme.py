@@ -1,4 +1,4 @@
-"""The README's section on batch jobs, word by word, on a real Slurm."""
+"""The guide's first section on batch jobs, word by word, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from tests.slurm.jobs import ROOT
 from tests.slurm.lab import Lab
 
-SECTION = "## Thousands of prompts: task=batch"
+SECTION = "## Try it: the small pair, without GPUs"
 
 
 def commands() -> list[str]:
     """The lines of the section's code blocks."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     section = text.partition(SECTION)[2].partition("\n## ")[0]
     blocks = re.findall(r"^```\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.splitlines()]

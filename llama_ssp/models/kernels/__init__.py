@@ -1,1 +1,1 @@
-"""Operators of our own, where those of torch leave much of the machine unused."""
+"""Our own CPU and GPU kernels, where those of torch leave much of the machine unused."""

@@ -4,7 +4,7 @@ It goes on as if its tokens were accepted. It guesses the token that follows the
 the text comes to be what it was taken for, the next proposal is ready, or begun.
 
 Why this is exact. A proposal is a pure function of a row's text and of its draws, whose keys are that text's
-(draws.py): seed, prompt, length. What is drafted ahead for a text is therefore the very proposal that would
+(rng.py): seed, prompt, length. What is drafted ahead for a text is therefore the very proposal that would
 be drawn for it later, only sooner: a `Memo` of that function. It is looked at for its own text and no other
 (`Memo.stands`), which is to say that whether it is used depends on committed tokens alone; and each token
 comes with the distribution it was drawn from. So every round is the round it would have been without. In fp32
@@ -193,7 +193,7 @@ class AheadDraftShard(DraftModel):
     """Computes its share of a split draft's passes, as the rank that draws tells it.
 
     Which tokens are drawn it need not know: that rank holds the whole embedding, and the sum over ranks
-    that follows every look-up brings the rows here (load.tensor).
+    that follows every look-up brings the rows here (tensor_parallel.py).
     """
 
     def __init__(self, runner: ModelRunner, group: Ranks, overlap: Overlap) -> None:

@@ -1,7 +1,7 @@
 """A draft model of another tokenizer. It reads the target's text in its own tokens, and is not changed.
 
 What it proposes are the target's tokens, with the distribution each was drawn from, so that verification
-knows no difference. How texts are translated is said by the bridge (vocab.bridges).
+knows no difference. How texts are translated is said by the bridge (text/translation.py).
 """
 
 from __future__ import annotations

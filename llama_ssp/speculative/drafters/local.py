@@ -159,7 +159,7 @@ class DraftShard(DraftModel):
     """Computes its share of a split draft's passes, in step with the rank that draws.
 
     Which tokens are drawn it need not know: that rank holds the whole embedding, and the sum over ranks
-    that follows every look-up brings the rows here (load.tensor).
+    that follows every look-up brings the rows here (tensor_parallel.py).
     """
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:

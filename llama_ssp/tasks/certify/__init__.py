@@ -1,2 +1,4 @@
-"""Is what a sampler draws the target's distribution? Exact where its rounds can be watched, statistical where
-not."""
+"""task=certify: is the output distribution the target's?
+
+Exact where rounds can be watched, statistical where not.
+"""

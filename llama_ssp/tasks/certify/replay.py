@@ -2,11 +2,11 @@
 
 Whether a kernel took them or the rule's own functions: the rule's acceptance chances and the correction's
 distribution follow from the recorded probabilities, the numbers that decide from seed, prompt and length
-(they are made anew, by the definition in draws.py). So the decision is known, and any other one is a fault. A
+(they are made anew, by the definition in rng.py). So the decision is known, and any other one is a fault. A
 decision that falls within rounding of its chance may go either way.
 
-That the rule's functions are right is shown by calculus.py; that the numbers are independent of the drafts
-and of each other, by `check_numbers`.
+That the rule's functions are right is shown by rule_distribution.py; that the numbers are independent of the
+drafts and of each other, by `check_numbers`.
 """
 
 from __future__ import annotations
