@@ -168,9 +168,12 @@ def test_interrupted_while_it_draws(open_terminal: Any, tmp_path: Path) -> None:
     assert summary(tmp_path)["comparisons"] == []
 
 
-def test_a_prompt_from_the_config(open_terminal: Any) -> None:
+def test_a_prompt_from_the_config(open_terminal: Any, tmp_path: Path) -> None:
     terminal = open_terminal('task.prompts=["hello"]', columns=100)
     terminal.until("times as fast")
     assert terminal.leave() == 0
     assert "prompt>" not in terminal.seen
-    assert terminal.seen.index("times as fast") < terminal.seen.index('"task": "compare"')
+    assert terminal.seen.index("times as fast") < terminal.seen.index("run folder: ")
+    assert '"task"' not in terminal.seen  # a person at a terminal reads no JSON
+    path = lines(terminal.seen)[-2].removeprefix("run folder: ")
+    assert summary(tmp_path) == json.loads((tmp_path / path.strip() / "summary.json").read_text())

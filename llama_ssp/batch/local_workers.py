@@ -168,7 +168,7 @@ def _report(shared: Share, groups: list[Group], wall_s: float, code: int, is_jso
             ["output", str(shared.job.output)],
         ]
         console.write("\n".join([*aligned(shown, words=2), ""]))
-    console.document(summary)
+    console.document(summary, is_json)
 
 
 def _dealt(run: RunConf) -> list[list[str] | None]:

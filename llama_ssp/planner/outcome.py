@@ -16,7 +16,6 @@ from llama_ssp.planner.speed import ACCEPTANCES, Chance, break_even, chance, pre
 from llama_ssp.planner.weights import CACHE, HELD
 from llama_ssp.planner.workload import DRAFT, TARGET, Line, Role
 
-LONG = ("per_gpu", "placements")  # of the document: every line of every bill
 MANY = 16  # ranks up to which every number of them is tried
 
 

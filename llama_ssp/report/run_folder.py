@@ -115,8 +115,12 @@ class Console:
     def line(self, text: str) -> None:
         self.write(text + "\n")
 
-    def document(self, summary: dict[str, Any]) -> None:
-        self.line(json.dumps(summary))
+    def document(self, summary: dict[str, Any], is_json: bool) -> None:
+        """Ends a task. A person at a terminal reads where the run folder is; else it is one JSON document."""
+        if is_json or not self.is_terminal:
+            self.line(json.dumps(summary))
+        elif summary.get("run_folder"):
+            self.line(f"run folder: {summary['run_folder']}")
 
 
 class NoConsole(Console):

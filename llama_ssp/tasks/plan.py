@@ -13,7 +13,7 @@ from llama_ssp.models.checkpoint import folder_at_hand, outlined
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.hardware import machine_of, require_world
-from llama_ssp.planner.outcome import LONG, outcome
+from llama_ssp.planner.outcome import outcome
 from llama_ssp.planner.run_plan import is_free
 from llama_ssp.planner.search import Asked
 from llama_ssp.planner.search import require_planned as require_planned_splitting
@@ -53,9 +53,6 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
         "run_folder": str(folder.path) if folder.path else None,
     }
     console = Console() if is_leader else NoConsole()
-    shown = summary
-    if console.is_terminal and run.output is Output.text:  # where 36 kB would push the table out of sight
-        shown = {name: value for name, value in summary.items() if name not in LONG}
     try:
         folder.close(summary)
     finally:  # a full disk must not cost the plan
@@ -63,7 +60,7 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
             if words:
                 console.line(words)
             console.write(rendered(plan, console.is_terminal))
-        console.document(shown)
+        console.document(summary, run.output is Output.json)
     failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
 

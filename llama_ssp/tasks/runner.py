@@ -145,6 +145,6 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
 
 
 def _show(console: Console, output: Output, summary: dict[str, Any]) -> None:
-    """The JSON document, which a piped text run leaves out: there the text alone is the product."""
+    """What ends the task, which a piped text run leaves out: there the text alone is the product."""
     if output is Output.json or console.is_terminal or summary["task"] != "generate":
-        console.document(summary)
+        console.document(summary, output is Output.json)

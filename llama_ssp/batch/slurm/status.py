@@ -47,7 +47,7 @@ def execute(run: RunConf) -> int:
     console = Console()
     if run.output is not Output.json:
         console.write("\n".join([*_table(summary), *_jobs(queued), *_failures(ended), ""]))
-    console.document(summary)
+    console.document(summary, run.output is Output.json)
     return OK
 
 

@@ -32,20 +32,20 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     assert isinstance(task, BatchConf) and cluster.gpus is not None
     size = GroupSize(cluster.nodes, cluster.gpus, cluster.gpu != CPU)
     shared = share(run, folders, size.world)
-    console, summary = Console(), shared.summary()
+    console, summary, is_json = Console(), shared.summary(), run.output is Output.json
     if not shared.missing:
         journal = shared.journal
         assert journal is not None
         journal.merge(shared.job.output)
         log.info("nothing is missing: %s is whole", shared.job.output)
-        console.document({**summary, "status": "done", "job": None})
+        console.document({**summary, "status": "done", "job": None}, is_json)
         return OK
     order = _order(shared, size, words)
     script = order.rendered()
     if not task.submit:
         summary |= {"status": "printed", "script": script, **_looked_over(cluster.slurm, script)}
-        if run.output is Output.json:
-            console.document(summary)
+        if is_json:
+            console.document(summary, is_json)
         else:
             console.write(script)
         return OK
@@ -57,7 +57,8 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         "submitted: job %s, %d element%s, logs in %s; see task.status=true, or squeue --jobs=%s",
         submission.job, order.elements, "s" * (order.elements > 1), order.work / LOGS, submission.job,
     )  # fmt: skip
-    console.document({**summary, "status": "submitted", "job": submission.job, "elements": order.elements})
+    submitted = {"status": "submitted", "job": submission.job, "elements": order.elements}
+    console.document({**summary, **submitted}, is_json)
     return OK
 
 
