@@ -570,7 +570,7 @@ MUTANTS = [
     Mutant("controls of rows are merged", RowTransforms, "assign", _as_any_other, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
     *(
         Mutant(f"merged drafts have the second one's {what}", ahead, "merged", _merged(part), by_test("test_overlap", "test_rows_of_two_memos_are_merged_whole"))
-        for part, what in (("token_B", "tokens"), ("law_BV", "probabilities"))
+        for part, what in (("token_B", "tokens"), ("probs_BV", "probabilities"))
     ),
     Mutant("a memo stands whatever its prompt", Memo, "stands", _of_any_prompt, by_test("test_overlap", "test_a_memo_stands_for_its_own_prompt_and_text_alone")),
     Mutant("stop strings are shown the end token", loop.Limits, "trim", _shows_the_end, by_test("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")),

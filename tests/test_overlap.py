@@ -89,7 +89,7 @@ def test_rows_of_two_memos_are_merged_whole():
     found = ahead.merged(chosen, one, other)
     for row, first in enumerate(chosen):
         wanted = one if first else other
-        for part in ("token_B", "law_BV"):
+        for part in ("token_B", "probs_BV"):
             assert torch.equal(getattr(found, part)[row], getattr(wanted, part)[row])
 
 

@@ -8,7 +8,7 @@ Shapes: B rows, K drafted positions, V vocabulary. Position i holds the distribu
     count_B      how many of the K are real in this row (0: this row decodes plainly)
 
 The functions hold no randomness: `accept_chances` gives probabilities, the caller draws, `accepted`
-and `correction_law` say what follows. K is at least 1: with nothing drafted there is nothing to verify.
+and `correction_probs` say what follows. K is at least 1: with nothing drafted there is nothing to verify.
 They run on torch tensors and on numpy arrays of fractions.
 
 Three rules, all exact. `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) accepts each

@@ -114,11 +114,17 @@ class BatchTask:
 
     def _writer(self, pair: Pair, tokens: Tokens) -> Rows:
         run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
-        laws = RowTransforms(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
+        transform = RowTransforms(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
         draws = draws_for(pair.target, rule_of(run), self._inputs.seed)
-        engine = engine_with(pair, run, tokens, laws, draws, self._task.prefill_chunk)
+        engine = engine_with(pair, run, tokens, transform, draws, self._task.prefill_chunk)
         return Rows(
-            engine, laws, draws, tokens.decode, partial(lookahead_for, run), ends, self._task.prefill_chunk
+            engine,
+            transform,
+            draws,
+            tokens.decode,
+            partial(lookahead_for, run),
+            ends,
+            self._task.prefill_chunk,
         )
 
     def _lead(self, tokens: Tokens) -> None:

@@ -20,9 +20,9 @@ from llama_ssp.speculative.engine import DECIDE, DRAFT, VERIFY
 COMMUNICATE, HOST = "communicate", "host"
 PARTS = (DRAFT, VERIFY, DECIDE, COMMUNICATE, HOST)
 MEANING = {
-    DRAFT: "drawing the draft's tokens: its forwards, laws and draws",
+    DRAFT: "drawing the draft's tokens: its forward passes, distributions and draws",
     VERIFY: "the target's forwards over K+1 positions",
-    DECIDE: "laws, acceptance and the correction, after the target's forward",
+    DECIDE: "distributions, acceptance and the correction, after the target's forward",
     COMMUNICATE: "calls between ranks, waiting for slower ranks included",
     HOST: "the loop: choosing K, cutting at ends, committing, rolling back",
 }

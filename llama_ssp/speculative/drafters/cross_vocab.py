@@ -233,7 +233,7 @@ class TextDrafter(_BridgedDrafter):
     """
 
     def __init__(self, runner: ModelRunner, bridge: Text, vocab: int, dtype: torch.dtype) -> None:
-        """`vocab` and `dtype` are those of the laws."""
+        """`vocab` and `dtype` are those of the distributions."""
         super().__init__(runner, bridge)
         self._bridge, self._vocab, self._dtype = bridge, vocab, dtype
         size, special, width = bridge.draft.size, bridge.draft.special, runner.model.vocab

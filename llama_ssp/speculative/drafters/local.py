@@ -52,8 +52,8 @@ class Drafter(Protocol):
     def roll_back(self, lengths: list[int]) -> None: ...
 
 
-class NoDrafter:
-    """Plain decoding."""
+class CachelessDrafter:
+    """A drafter that runs no model on this rank, so it has no cache to fill, to clear or to roll back."""
 
     forwards: int = 0
 
@@ -69,14 +69,18 @@ class NoDrafter:
     def read(self, state: State, row: int, end: int) -> None:
         pass
 
+    def roll_back(self, lengths: list[int]) -> None:
+        pass
+
+
+class NoDrafter(CachelessDrafter):
+    """Regular sampling: proposes nothing."""
+
     def limit(self, length: int) -> int:
         return 0
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         return nothing(state)
-
-    def roll_back(self, lengths: list[int]) -> None:
-        pass
 
 
 class DraftModel:
@@ -168,28 +172,14 @@ class DraftShard(DraftModel):
         return Proposal(nothing(state).drafted_BK, None, count)
 
 
-class NgramDrafter:
+class NgramDrafter(CachelessDrafter):
     """Looks up what followed the last few tokens when they last occurred (prompt lookup)."""
-
-    forwards: int = 0
 
     def __init__(self, shortest: int, longest: int, vocab: int, dtype: torch.dtype) -> None:
         self._shortest = shortest
         self._longest = longest
         self._vocab = vocab
         self._dtype = dtype
-
-    def start(self, rows: int, capacity: int) -> None:
-        pass
-
-    def warm(self, state: State) -> None:
-        pass
-
-    def forget(self, row: int) -> None:
-        pass
-
-    def read(self, state: State, row: int, end: int) -> None:
-        pass
 
     def limit(self, length: int) -> int:
         return length
@@ -208,9 +198,6 @@ class NgramDrafter:
             state.place(drafted_BK[:, offset], offset, drafted)
         like = torch.empty(*drafted_BK.shape, self._vocab, dtype=self._dtype, device=state.device)
         return Proposal(drafted_BK, one_hot(drafted_BK, like), drafted)
-
-    def roll_back(self, lengths: list[int]) -> None:
-        pass
 
 
 def reach(context: int, length: int) -> int:

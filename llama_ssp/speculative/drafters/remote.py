@@ -21,7 +21,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, Span, now_us
-from llama_ssp.speculative.drafters.local import nothing, reach
+from llama_ssp.speculative.drafters.local import CachelessDrafter, nothing, reach
 from llama_ssp.speculative.drafters.memos import Tally
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
@@ -76,7 +76,7 @@ class SendingDrafter(AheadDrafter):
         self.ahead(state, proposal, self._line.come)
 
 
-class RemoteDrafter:
+class RemoteDrafter(CachelessDrafter):
     """The leader's side: says how far drafting may reach, and takes what comes.
 
     A draft that is lost proposes nothing any more: the target goes on alone.
@@ -86,7 +86,6 @@ class RemoteDrafter:
         """`dtype` and `vocab` are those of the distributions, `context` is the draft model's."""
         self._line = line
         self._context, self._vocab, self._dtype = context, vocab, dtype
-        self.forwards = 0
         self._tally, self._waited_us, self._drafts_waited_us = Tally(), 0, 0
         self.history: deque[Exchange] = deque(maxlen=ROUNDS_KEPT)
 
@@ -104,18 +103,6 @@ class RemoteDrafter:
             "replies_discarded": self._line.discarded,
             "draft_lost": self._line.lost,
         }
-
-    def start(self, rows: int, capacity: int) -> None:
-        pass
-
-    def warm(self, state: State) -> None:
-        pass
-
-    def forget(self, row: int) -> None:
-        pass
-
-    def read(self, state: State, row: int, end: int) -> None:
-        pass
 
     def limit(self, length: int) -> int:
         return 0 if self._line.lost else reach(self._context, length)
@@ -142,9 +129,6 @@ class RemoteDrafter:
         for offset in range(k):
             state.place(drafted_BK[:, offset], offset, count)
         return Proposal(drafted_BK, draft_BKV, count, drafts[:rows].bool())
-
-    def roll_back(self, lengths: list[int]) -> None:
-        pass
 
     def _keep(self, asked_us: int, times: list[int]) -> None:
         replied_us = now_us()

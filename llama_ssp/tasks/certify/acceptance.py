@@ -36,19 +36,22 @@ def check_drafts(witness: Witness, level: float) -> Check:
     if not drafted:
         return Check("drafts", Outcome.blind, "nothing was drafted", figures)
     if witness.impossible:
-        says = f"{witness.impossible} of {drafted} drafts have no chance in the laws declared for them"
+        says = (
+            f"{witness.impossible} of {drafted} drafts have no chance in the distributions declared for them"
+        )
         return Check("drafts", Outcome.failed, says, figures)
     if not placed:
-        says = f"all {drafted} drafts are the tokens that their laws are certain of"
+        says = f"all {drafted} drafts are the tokens that their distributions are certain of"
         return Check("drafts", Outcome.passed, says, figures)
     place, rank = np.sort(np.asarray(witness.places)), np.arange(placed)
     distance = float(max(np.max((rank + 1) / placed - place), np.max(place - rank / placed)))
     band = uniform_band(placed, level)
     figures |= {"largest_distance": distance, "largest_distance_by_chance": band}
     if distance > band:
-        says = f"the drafts are not drawn from their declared laws: {distance:.1%} of {placed} lie elsewhere"
+        astray = f"{distance:.1%} of {placed} lie elsewhere"
+        says = f"the drafts are not drawn from their declared distributions: {astray}"
         return Check("drafts", Outcome.failed, f"{says}, by chance {band:.1%} would at most", figures)
-    says = f"{placed} drafts lie in their declared laws as draws do, within {distance:.1%}"
+    says = f"{placed} drafts lie in their declared distributions as draws do, within {distance:.1%}"
     return Check("drafts", Outcome.passed, f"{says}; {band:.1%} drawn otherwise would show", figures)
 
 

@@ -61,7 +61,8 @@ def check_probs(
     plan: Plan,
     leads: bool,
 ) -> Check | None:
-    """Runs the prompts once, then computes what verification let out against the target's own laws."""
+    """Runs the prompts once, then computes what verification let out against the target's own
+    distributions."""
     witness = sampler.witness
     witness.room = plan.law_rounds
     sampler.texts([replace(prompt, id=f"{prompt.id} law") for prompt in prompts], plan.law_tokens)
@@ -110,21 +111,24 @@ def _probs_finding(noise: Noise, departures: list[Departure], nodes: list[Node])
         "largest_total_variation_rule": by_rule,
     }
     if wrong:
-        says = f"the rule lets out another law than it is given at {wrong} of {len(nodes)} positions"
+        says = f"the rule lets out another distribution than it is given at {wrong} of {len(nodes)} positions"
         return Check("law", Outcome.failed, f"{says}: total variation {by_rule:.2g} at worst", figures)
     if astray:
-        says = f"verification used laws other than the target's at {astray} of {len(departures)} positions"
+        places = f"{astray} of {len(departures)} positions"
+        says = f"verification used distributions other than the target's at {places}"
         most = f"total variation {largest:.2g} at worst, where rounding explains {tolerance(noise):.2g}"
         return Check("law", Outcome.failed, f"{says}: {most}", figures)
     if typical_excess(departures, noise):
-        says = f"verification used laws other than the target's: total variation {typical:.2g} at half of the"
+        says = "verification used distributions other than the target's: "
+        says += f"total variation {typical:.2g} at half of the"
         most = f"{len(departures)} positions, where regular passes differ by {noise.typical[0]:.2g}"
         return Check("law", Outcome.failed, f"{says} {most}", figures)
     if not noise.total_variation <= MOST_NOISE:
-        says = f"the target's own law moves by {noise.total_variation:.2g} with how its text is fed"
+        says = f"the target's own distribution moves by {noise.total_variation:.2g} with how its text is fed"
         return Check("law", Outcome.blind, says, figures)
     says = (
-        f"verification lets out the law it is given within {by_rule:.1g}, and that is the target's own "
+        f"verification lets out the distribution it is given within {by_rule:.1g}, and that is "
+        f"the target's own "
         f"within {beyond:.2g} at {len(departures)} positions (rounding alone: {noise.total_variation:.2g})"
     )
     return Check("law", Outcome.passed, says, figures)
