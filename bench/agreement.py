@@ -35,10 +35,10 @@ from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
 from llama_ssp.distributed.process_group import Group, checksum  # noqa: E402
-from llama_ssp.pair import engine_for, open_pair  # noqa: E402
+from llama_ssp.pair.assembly import engine_for, open_pair  # noqa: E402
+from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.distributed.pairs import Case, opened, written  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402

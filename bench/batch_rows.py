@@ -27,10 +27,10 @@ from llama_ssp.batch.continuous_batching import Rows, Work  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
-from llama_ssp.pair import Pair, engine_with, lookahead_for, open_pair  # noqa: E402
+from llama_ssp.pair.assembly import RankModels, engine_with, lookahead_for, open_pair  # noqa: E402
+from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
 from llama_ssp.speculative.sampling import RowTransforms  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
@@ -107,7 +107,7 @@ def dealt(works: list[Work], rows: int) -> list[list[Work]]:
     return [works[first : first + rows] for first in range(0, len(works), rows)]
 
 
-def pace(pair: Pair, run: RunConf, tokens: Tokens, batches: list[list[Work]], rows: int) -> float:
+def pace(pair: RankModels, run: RunConf, tokens: Tokens, batches: list[list[Work]], rows: int) -> float:
     """Tokens a second, reading prompts included."""
     laws = RowTransforms(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
     draws = CounterDraws(1)

@@ -28,10 +28,10 @@ from bench.surroundings import surroundings, write  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
-from llama_ssp.pair import Pair, engine_for, open_pair  # noqa: E402
+from llama_ssp.pair.assembly import RankModels, engine_for, open_pair  # noqa: E402
+from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.sampling import one_hot  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
@@ -50,7 +50,7 @@ class Opened:
 
     name: str
     run: RunConf
-    pair: Pair
+    pair: RankModels
     tokens: Tokens
 
 

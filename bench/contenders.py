@@ -17,9 +17,9 @@ import torch
 from llama_ssp.config import Drafting, RunConf
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.kv_cache import Feed
-from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.generate import Limits, RowStep
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -34,7 +34,7 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def opened(run: RunConf, slots: int) -> tuple[Pair, Any, RunConf]:
+def opened(run: RunConf, slots: int) -> tuple[RankModels, Any, RunConf]:
     """The run's pair, ready; its tokenizer, which knows bytes."""
     entry = PairSpec(run, None, None, resolve(run.placement, 1, run.draft is not None))
     found = model_placements(entry)
@@ -42,7 +42,7 @@ def opened(run: RunConf, slots: int) -> tuple[Pair, Any, RunConf]:
 
 
 def by_us(
-    opened: tuple[Pair, Any, RunConf], new: int, seed: int, k: int | None,
+    opened: tuple[RankModels, Any, RunConf], new: int, seed: int, k: int | None,
     seen: Callable[[RowStep, float], None] = lambda step, spent: None,
 ) -> tuple[float, Counts]:  # fmt: skip
     """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling.
@@ -92,7 +92,7 @@ def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: in
 
 
 def rounds(
-    opened: tuple[Pair, Any, RunConf], ks: list[int], clock: Callable[[], float] = time.perf_counter,
+    opened: tuple[RankModels, Any, RunConf], ks: list[int], clock: Callable[[], float] = time.perf_counter,
     turns: int = 25,
 ) -> list[list[str]]:  # fmt: skip
     """A round beside its parts: K steps of the draft's module and one of the target's, timed in turn.

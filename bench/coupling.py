@@ -26,10 +26,10 @@ from bench.side_by_side import PROMPTS  # noqa: E402
 from bench.surroundings import surroundings, write  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, Verification, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
-from llama_ssp.pair import Pair, engine_for, open_pair  # noqa: E402
+from llama_ssp.pair.assembly import RankModels, engine_for, open_pair  # noqa: E402
+from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.generate import Limits, generate  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
@@ -57,7 +57,7 @@ class Found:
         }  # fmt: skip
 
 
-def opened(sampling: str, new: int) -> tuple[Pair, RunConf, Tokens]:
+def opened(sampling: str, new: int) -> tuple[RankModels, RunConf, Tokens]:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = to_run(
             compose("run", [f"sampling={sampling}", "model.dtype=fp32", "draft.dtype=fp32", "placement=cpu"])
@@ -68,7 +68,7 @@ def opened(sampling: str, new: int) -> tuple[Pair, RunConf, Tokens]:
     return open_pair(found, entry.run, len(PROMPTS), 256 + new), entry.run, tokens
 
 
-def once(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int, into: Found) -> None:
+def once(pair: RankModels, run: RunConf, tokens: Tokens, new: int, seed: int, into: Found) -> None:
     """All prompts as one batch."""
     k = run.speculation.k
     engine = engine_for(pair, run, tokens, frozenset(), seed, 512)

@@ -34,7 +34,7 @@ from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.models.loader import DRAFT, load  # noqa: E402
-from llama_ssp.pair import Pair  # noqa: E402
+from llama_ssp.pair.assembly import RankModels  # noqa: E402
 from llama_ssp.planner.speed import share_of  # noqa: E402
 from llama_ssp.planner.workload import Role  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
@@ -109,7 +109,9 @@ def sizes(agreement: float) -> tuple[ModelConf, ModelConf]:
     return replace(target, context=4608), replace(draft, context=4608)
 
 
-def contenders(asked: Asked, pair: tuple[Pair, Any, RunConf], eager: Any) -> tuple[dict[str, Taken], Meter]:
+def contenders(
+    asked: Asked, pair: tuple[RankModels, Any, RunConf], eager: Any
+) -> tuple[dict[str, Taken], Meter]:
     """Everyone who takes turns, and who counts transformers' passes."""
     target, draft = (
         load(model, None, Dtype.bf16, CPU, role).module

@@ -40,7 +40,7 @@ from words import Words  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.models.kernels.int8 import Int8Linear  # noqa: E402
 from llama_ssp.models.loader import DRAFT, load  # noqa: E402
-from llama_ssp.pair import engine_for  # noqa: E402
+from llama_ssp.pair.assembly import engine_for  # noqa: E402
 from llama_ssp.planner.speed import share_of  # noqa: E402
 from llama_ssp.planner.workload import Role  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402

@@ -34,7 +34,7 @@ from pictures import plot_growth, write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Drafting, Dtype, RunConf, Steps  # noqa: E402
-from llama_ssp.pair import engine_for  # noqa: E402
+from llama_ssp.pair.assembly import engine_for  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.draft_length import tokens_per_round  # noqa: E402

@@ -38,12 +38,12 @@ from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf
 from llama_ssp.distributed.comm import Ranks  # noqa: E402
 from llama_ssp.distributed.placement import resolve  # noqa: E402
 from llama_ssp.models.loader import load  # noqa: E402
-from llama_ssp.pair import ModelCache, Pair, engine_for  # noqa: E402
+from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for  # noqa: E402
+from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
 from llama_ssp.planner.resolve import PairSpec  # noqa: E402
 from llama_ssp.planner.speed import BAND, Pace  # noqa: E402
 from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength, best_k  # noqa: E402
 from llama_ssp.speculative.drafters.remote import Exchange  # noqa: E402
 from llama_ssp.speculative.engine import Engine  # noqa: E402
@@ -170,7 +170,9 @@ def step_s(model: ModelConf, width: int) -> float:
     return min(taken)
 
 
-def turn(pair: Pair, run: RunConf, tokens: Any, found: Found, mode: Overlap, repeat: int, new: int) -> float:
+def turn(
+    pair: RankModels, run: RunConf, tokens: Any, found: Found, mode: Overlap, repeat: int, new: int
+) -> float:
     """Milliseconds a token, decoding only."""
     run = replace(run, speculation=replace(run.speculation, k=found.k, overlap=mode))
     spent = 0.0

@@ -30,10 +30,10 @@ from surroundings import surroundings, write  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
-from llama_ssp.pair import Pair, engine_for, open_pair  # noqa: E402
+from llama_ssp.pair.assembly import RankModels, engine_for, open_pair  # noqa: E402
+from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.seats import model_placements, tokens_of  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
@@ -81,7 +81,7 @@ def main() -> None:
         write(own["write"], text)
 
 
-def contenders(pair: Pair, run: RunConf, tokens: Tokens, new: int, ks: list[int]) -> dict[str, Turn]:
+def contenders(pair: RankModels, run: RunConf, tokens: Tokens, new: int, ks: list[int]) -> dict[str, Turn]:
     """Everyone who takes turns at a temperature."""
     found: dict[str, Turn] = {
         "transformers generate": lambda i: by_transformers(pair, run, tokens, new, i),
@@ -123,7 +123,9 @@ def summed_up(name: str, taken: list[float], regular: list[float], counts: Count
     }
 
 
-def by_us(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int, k: int) -> tuple[float, Counts]:
+def by_us(
+    pair: RankModels, run: RunConf, tokens: Tokens, new: int, seed: int, k: int
+) -> tuple[float, Counts]:
     """Milliseconds a token of our loop, one prompt after the other, no early end."""
     spec = replace(run.speculation, k=k, drafter=run.speculation.drafter if k else Drafting.none)
     plain = replace(pair, draft=pair.draft if k else None)
@@ -138,7 +140,9 @@ def by_us(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int, k: int)
     return 1000 * spent / (new * len(PROMPTS)), counts
 
 
-def by_transformers(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: int) -> tuple[float, Counts]:
+def by_transformers(
+    pair: RankModels, run: RunConf, tokens: Tokens, new: int, seed: int
+) -> tuple[float, Counts]:
     """Milliseconds a token of `generate` on the same module with the same temperature."""
     heat = run.sampling.temperature
     how = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {"do_sample": False}
@@ -155,7 +159,7 @@ def by_transformers(pair: Pair, run: RunConf, tokens: Tokens, new: int, seed: in
     return 1000 * spent / (new * len(PROMPTS)), Counts()
 
 
-def table(found: dict[float, list[dict]], run: RunConf, pair: Pair, new: int) -> str:
+def table(found: dict[float, list[dict]], run: RunConf, pair: RankModels, new: int) -> str:
     """A results file that needs nothing beside it."""
     draft = run.draft.name if run.draft else "none"
     lines = [

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import pair
+from llama_ssp.pair import assembly as pair
 from tests.checkpoints import copied
 from tests.conftest import Answer, Command, Saved
 from tests.hostile.corpus import CONFIG, FILES

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, Weights
 from llama_ssp.errors import UsageError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER, folder_at_hand
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.resolve import pair_specs
-from llama_ssp.seats import model_placements, tokens_of
 from tests import checkpoints
 from tests.conftest import Answer, Command, Saved
 from tests.distributed.faults import Started

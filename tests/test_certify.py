@@ -29,7 +29,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, Rule, TokenRule
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
-from llama_ssp.tasks.certify.checks import Plan, check_greedy_texts, check_probs, check_samples, spread
+from llama_ssp.tasks.certify.checks import Effort, check_greedy_texts, check_probs, check_samples, spread
 from llama_ssp.tasks.certify.first_tokens import FirstTokens, check_first, first_tokens
 from llama_ssp.tasks.certify.permutation_test import Samples
 from llama_ssp.tasks.certify.plain_filters import check_filters
@@ -46,7 +46,7 @@ from tests.toy import toy
 SURE = 1e-7  # false-alarm rate of a check in these tests
 VOCAB = 8
 BY_CHANCE = ["token", "block"]  # the rules that leave something to chance when both distributions are known
-PLAN = Plan(
+PLAN = Effort(
     samples=40, new_tokens=6, law_tokens=12, law_rounds=12, law_positions=60, greedy_tokens=12,
     false_alarm=0.01, shuffles=2000, rows=16, chunk=512, seed=5,
 )  # fmt: skip
@@ -218,7 +218,7 @@ SAMPLINGS = {
 }
 
 
-def law_check(rule: str = "block", plan: Plan = PLAN, **settings: Any) -> Check:
+def law_check(rule: str = "block", plan: Effort = PLAN, **settings: Any) -> Check:
     sampling = settings.setdefault("sampling", SamplingConfig())
     found = check_probs(
         watched(rule, **settings),

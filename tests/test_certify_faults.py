@@ -22,7 +22,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, TokenRule
 from llama_ssp.tasks.certify.acceptance import check_drafts
-from llama_ssp.tasks.certify.checks import Plan, check_probs, check_samples
+from llama_ssp.tasks.certify.checks import Effort, check_probs, check_samples
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Witness
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 NUCLEUS = SamplingConfig(temperature=0.8, top_p=0.95)
 DEFAULT = CertifyConf()
-PLAN = Plan(
+PLAN = Effort(
     samples=DEFAULT.samples, new_tokens=DEFAULT.max_new_tokens, law_tokens=DEFAULT.law_tokens,
     law_rounds=DEFAULT.law_rounds, law_positions=30, greedy_tokens=DEFAULT.greedy_tokens,
     false_alarm=DEFAULT.false_alarm, shuffles=20_000, rows=64, chunk=512, seed=1,

@@ -21,7 +21,7 @@ from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.build import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators, packable
-from llama_ssp.seats import compiles, impossible, quickens, unproven
+from llama_ssp.pair.placements import compiles, impossible, quickens, unproven
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import USUAL_COST_RATIO, ModelConf, RunConf, SpeculationConfig
-from llama_ssp.pair import lookahead_for
+from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.measure_costs import measured
 from tests.toy import toy

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import pair
 from llama_ssp.config import ModelConf
 from llama_ssp.models.kv_cache import Feed
+from llama_ssp.pair import assembly as pair
 from llama_ssp.report import run_folder as report
 from llama_ssp.tasks import arithmetic
 from llama_ssp.tasks import eval as scoring

@@ -20,7 +20,7 @@ MANY = 16  # ranks up to which every number of them is tried
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Plan:
     """A plan, worked out. `chosen` is the best option, or the one that was asked for."""
 
     asked: Asked
@@ -133,7 +133,7 @@ class Outcome:
         }
 
 
-def outcome(asked: Asked, fixed: Placement | None = None) -> Outcome:
+def outcome(asked: Asked, fixed: Placement | None = None) -> Plan:
     """The whole plan: of one placement, or of all that the cluster allows."""
     worlds = worlds_of(asked.machine.world)
     options = search(asked, worlds) if fixed is None else [option(asked, fixed)]
@@ -143,7 +143,7 @@ def outcome(asked: Asked, fixed: Placement | None = None) -> Outcome:
     drafts = len(chosen.pace.verify) > 1
     share = share_of(asked.target, len(chosen.placement.target))
     work = asked.work
-    return Outcome(
+    return Plan(
         asked=asked,
         chosen=chosen,
         options=options,

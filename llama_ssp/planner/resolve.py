@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from llama_ssp.config import Drafting, DraftSeat, EvalConf, ModelConf, Overlap, RunConf, Splitting, Weights
 from llama_ssp.config import validation as checks
-from llama_ssp.config.overrides import CONF, translated
+from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import UsageError
@@ -141,13 +137,8 @@ def _placement(run: RunConf, world: int) -> Placement:
 def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
     """The run with the models of TARGET or TARGET/DRAFT; a target alone is sampled regularly."""
     target, _, draft = name.partition("/")
-    places = ",".join(f"'file://{_quoted(folder)}'" for folder in folders)
-    overrides = [f"model={target}", f"draft={draft or 'none'}", f"hydra.searchpath=[{places}]"]
-    try:
-        with GUARD.held(), initialize_config_dir(str(CONF), version_base="1.3"):
-            preset = checks.to_run(compose("run", overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise translated(error) from error
+    with GUARD.held():
+        preset = composed([f"model={target}", f"draft={draft or 'none'}"], folders)
     for role, model in (("model", preset.model), ("draft", preset.draft)):
         if model and model.weights is Weights.checkpoint and model.path is None and model.repo is None:
             raise UsageError(
@@ -156,10 +147,6 @@ def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
             )  # fmt: skip
     spec = run.speculation if draft else replace(run.speculation, drafter=Drafting.none)
     return replace(run, model=preset.model, draft=preset.draft, speculation=spec)
-
-
-def _quoted(folder: Path) -> str:
-    return str(folder).replace("\\", "\\\\").replace("'", "\\'")
 
 
 def _name(model: ModelConf, path: Path | None) -> str:

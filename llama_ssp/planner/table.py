@@ -11,7 +11,7 @@ from rich.text import Text
 
 from llama_ssp.planner.advice import MOST_K, MOST_ROWS
 from llama_ssp.planner.fit import FitVerdict, GpuBill
-from llama_ssp.planner.outcome import Outcome, parts
+from llama_ssp.planner.outcome import Plan, parts
 from llama_ssp.planner.room import GIB, parameters
 from llama_ssp.planner.search import Option
 from llama_ssp.planner.speed import BAND
@@ -24,7 +24,7 @@ COLOUR = dict(
 MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.does_not_fit: "red"}
 
 
-def rendered(plan: Outcome, colour: bool) -> str:
+def rendered(plan: Plan, colour: bool) -> str:
     """The whole plan as text, with colours for a terminal."""
     console = Console(
         file=io.StringIO(), width=WIDTH, force_terminal=colour, highlight=False, soft_wrap=True,
@@ -46,7 +46,7 @@ def rendered(plan: Outcome, colour: bool) -> str:
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
-def heading(plan: Outcome) -> str:
+def heading(plan: Plan) -> str:
     """What the plan is about."""
     models = " + ".join(
         f"{role.model.name} {role.dtype.value} ({_count(parameters(role.model))})"
@@ -64,7 +64,7 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
 
 
-def _placements(plan: Outcome) -> Table:
+def _placements(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     fullest = "memory" if plan.asked.machine.is_cpu else "fullest GPU"
     for name in ("", "placement", fullest, "verdict", "K", "ms/token", "speed-up"):
@@ -148,7 +148,7 @@ def _spans(ranks: list[int]) -> str:
     return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
 
 
-def _acceptances(plan: Outcome) -> Table:
+def _acceptances(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("acceptance")
     for one in plan.chances:
@@ -160,7 +160,7 @@ def _acceptances(plan: Outcome) -> Table:
     return table
 
 
-def _words(plan: Outcome) -> Iterator[str]:
+def _words(plan: Plan) -> Iterator[str]:
     """What the tables leave out, a line each."""
     room, pace, fewest = plan.room, plan.chosen.pace, plan.fewest
     if plan.chosen.verdict is FitVerdict.fits:
@@ -192,7 +192,7 @@ def _words(plan: Outcome) -> Iterator[str]:
         yield "task=calibrate measures this machine's own"
 
 
-def _changes(plan: Outcome) -> Iterator[str]:
+def _changes(plan: Plan) -> Iterator[str]:
     """What would make it fit."""
     for number, change in enumerate(plan.advice):
         yield f"{'to make it fit: ' if number == 0 else '            or: '}{change}"

@@ -10,17 +10,17 @@ from typing import Any
 from llama_ssp.config import AgreeConf, Drafting, Output, RunConf, Verification
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
-from llama_ssp.pair import Pair, engine_for, open_pair
+from llama_ssp.pair.assembly import RankModels, engine_for, open_pair
+from llama_ssp.pair.batches import damaged, prompt_of, usable_prompts
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.report.plots import plot_agreements, plot_place
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
-from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
-from llama_ssp.tasks.common import damaged, prompt_of, usable_prompts
 from llama_ssp.tasks.greedy_match import GreedyMatch, Rounds, agreements, fork_chances, from_any
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.run_measurement import way
@@ -37,7 +37,7 @@ class AgreeTask:
         assert isinstance(inputs.run.task, AgreeConf)
         self._ranks, self._inputs, self._task = ranks, inputs, inputs.run.task
         self._console, self._folder = console, folder
-        self._pair: Pair | None = None
+        self._pair: RankModels | None = None
         self._engine: AnyEngine | None = None
         self._found: list[dict[str, Any]] = []
         self._skipped = list(inputs.reading.skipped)
@@ -112,7 +112,7 @@ class AgreeTask:
 
     def _batch(
         self,
-        pair: Pair,
+        pair: RankModels,
         engine: AnyEngine,
         transform: SamplingTransform,
         part: list[tuple[TextPrompt, Prompt]],

@@ -22,16 +22,16 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.distributed.told import broadcast_json
 from llama_ssp.errors import StorageError
-from llama_ssp.pair import Pair, engine_with, lookahead_for, open_pair, rule_of
+from llama_ssp.pair.assembly import RankModels, engine_with, lookahead_for, open_pair, rule_of
+from llama_ssp.pair.batches import nothing_run
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.tables import aligned, figure
-from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.sampling import RowTransforms
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.batch_begin import begin, token_ids
-from llama_ssp.tasks.common import nothing_run
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.interactive import while_others_wait
 from llama_ssp.tasks.run_measurement import way
@@ -50,7 +50,7 @@ class BatchTask:
         self._inputs, self._task, self._ranks = inputs, inputs.run.task, ranks
         self._run = inputs.pairs[0].run
         self._journal: Journal | None = None
-        self._pair: Pair | None = None
+        self._pair: RankModels | None = None
         self._rows: Rows | None = None
         self._row_count = 0
         self._answered = self._refused = self._set_aside = 0
@@ -112,7 +112,7 @@ class BatchTask:
         missing, shards = standing.records - standing.finished, standing.shards - standing.shards_done
         return [longest_in(self._journal), missing, shards]
 
-    def _writer(self, pair: Pair, tokens: Tokens) -> Rows:
+    def _writer(self, pair: RankModels, tokens: Tokens) -> Rows:
         run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
         transform = RowTransforms(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
         draws = draws_for(pair.target, rule_of(run), self._inputs.seed)

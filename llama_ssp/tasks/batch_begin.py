@@ -8,8 +8,8 @@ from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.source import require_good
 from llama_ssp.config import BatchConf, RunConf
 from llama_ssp.errors import DataError
+from llama_ssp.pair.batches import begun, encoded, unusable
 from llama_ssp.report.run_folder import Progress
-from llama_ssp.tasks.common import begun, encoded, unusable
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens, conversation
 

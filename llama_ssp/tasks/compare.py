@@ -19,15 +19,15 @@ from rich.console import Console as RichConsole
 from llama_ssp.config import CompareConf, Drafting, Output, RunConf, home_expanded
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DataError
-from llama_ssp.pair import Pair, engine_for, open_pair
+from llama_ssp.pair.assembly import RankModels, engine_for, open_pair
+from llama_ssp.pair.batches import begun, damaged, prompt_of, usable_prompts
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.report.live_view import Scene, Screen, figures, save, verdict
 from llama_ssp.report.run_folder import Console, RunFolder
-from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
-from llama_ssp.tasks.common import begun, damaged, prompt_of, usable_prompts
 from llama_ssp.tasks.contestant import Contestant
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.interactive import Terminal, while_others_wait
@@ -55,7 +55,7 @@ class CompareTask:
         self._scenes: list[Scene] = []
         self._skipped = list(inputs.reading.skipped)
         self._comparisons: list[dict[str, Any]] = []
-        self._pair: Pair | None = None
+        self._pair: RankModels | None = None
         self._sides: tuple[Contestant, Contestant] | None = None
         self._vocabulary: dict[str, Any] | None = None
         self._recorded: str | None = None
@@ -115,7 +115,7 @@ class CompareTask:
         ]
         return ratio(spent[0], spent[1]) if spent[0] is not None and spent[1] is not None else None
 
-    def _two_sides(self, pair: Pair, tokens: Tokens) -> tuple[Contestant, Contestant]:
+    def _two_sides(self, pair: RankModels, tokens: Tokens) -> tuple[Contestant, Contestant]:
         run, task = self._inputs.run, self._task
         plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
         ends = frozenset[int]() if task.ignore_eos else tokens.end_ids

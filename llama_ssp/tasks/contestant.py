@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llama_ssp.config import RunConf
-from llama_ssp.pair import lookahead_for
+from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.report.timeline import Arrival, Track
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits, RowStep, Step

@@ -13,7 +13,9 @@ from typing import Any
 
 from llama_ssp.config import Drafting, EvalConf, Output, RunConf
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.pair import ModelCache, Pair, engine_for, lookahead_for
+from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, lookahead_for
+from llama_ssp.pair.batches import Batch, Batches, begun, damaged, unusable
+from llama_ssp.pair.placements import ModelPlacement, model_placements, require_loadable, tokens_of
 from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction
@@ -21,10 +23,8 @@ from llama_ssp.report.plots import plot_place, plot_scores
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.scores import table
 from llama_ssp.report.statistics import paired_difference, wilson
-from llama_ssp.seats import ModelPlacement, model_placements, require_loadable, tokens_of
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.arithmetic import STOP, Question, questions
-from llama_ssp.tasks.common import Batch, Batches, begun, damaged, unusable
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.run_measurement import way
 from llama_ssp.text.prompts import TextPrompt
@@ -167,7 +167,7 @@ class EvalTask:
             (r.answers[REGULAR] for r in self._results if r.pair.placements[0] == one.placements[0]), None
         )
 
-    def _answer(self, one: Prepared, mode: str, pair: Pair, answers: Answers) -> None:
+    def _answer(self, one: Prepared, mode: str, pair: RankModels, answers: Answers) -> None:
         run, tokens, task = one.entry.run, one.tokens, self._task
         if mode == REGULAR:
             run = replace(run, speculation=replace(run.speculation, drafter=Drafting.none))

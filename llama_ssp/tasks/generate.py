@@ -9,13 +9,13 @@ from typing import Any
 
 from llama_ssp.config import GenerateConf, Output
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.batches import Batches, damaged, nothing_run, prompt_of, usable_prompts
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.report.run_folder import Console, RunFolder
-from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.generate import RowStep, Step
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.tasks.common import Batches, damaged, nothing_run, prompt_of, usable_prompts
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.run_measurement import way
 from llama_ssp.text.detokenizer import Writing
@@ -35,7 +35,7 @@ class GenerateTask:
         self._console, self._folder = console, folder
         self._outputs: list[dict[str, Any]] = []
         self._skipped = list(inputs.reading.skipped)
-        self._pair: Pair | None = None
+        self._pair: RankModels | None = None
         self._vocabulary: dict[str, Any] | None = None
         self._runs: Batches | None = None
         self._rows = 0

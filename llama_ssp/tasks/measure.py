@@ -15,19 +15,19 @@ import torch
 
 from llama_ssp.config import Drafting, MeasureConf, Output, RunConf
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.pair import Pair, draft_alone, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.assembly import RankModels, draft_alone, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.batches import damaged, prompt_of, unusable, usable_prompts
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.comparison import TENSORS, RunMeasurement
 from llama_ssp.report.plots import plot_place
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.speed_plots import plot_speeds
 from llama_ssp.report.speed_stats import Record, Sample, Speeds
 from llama_ssp.report.speed_table import csv_text, table
-from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.common import damaged, prompt_of, unusable, usable_prompts
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.profiling import MEANING, PARTS, Stopwatch, TimedRanks
 from llama_ssp.tasks.run_measurement import memory_here, process_bytes, way
@@ -42,7 +42,7 @@ class Contender:
 
     record: Record
     run: RunConf
-    pair: Pair | None
+    pair: RankModels | None
     is_pairs: bool = True
 
 
@@ -57,7 +57,7 @@ class MeasureTask:
         self._ranks: Ranks = TimedRanks(ranks, self._watch)
         self._skipped = list(inputs.reading.skipped)
         self._prompts: list[Prompt] = []
-        self._pair: Pair | None = None
+        self._pair: RankModels | None = None
         self._vocabulary: dict[str, Any] | None = None
         self._speeds: Speeds | None = None
         self._contenders: list[Contender] = []
@@ -227,7 +227,7 @@ class MeasureTask:
             self._plot = str(place)
 
 
-def contenders_of(pair: Pair, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
+def contenders_of(pair: RankModels, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
     """Who takes turns, in their order: the target alone, the draft alone, the pair at each K."""
     plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
     found = [Contender(Record("target alone", 0), plain, pair)]

@@ -19,9 +19,9 @@ from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Verification, 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.resolve import PairSpec, drafts
-from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -126,7 +126,7 @@ class Player:
 
     def __init__(self, run: RunConf, ranks: Ranks, new: int) -> None:
         self._run, self._ranks, self._new = run, ranks, new
-        self._pairs: dict[str, tuple[Pair, Any]] = {}
+        self._pairs: dict[str, tuple[RankModels, Any]] = {}
 
     def play(self, case: Case, seed: int = 0) -> Rounds:
         """One text, by the token rule, whose acceptance is the one that plans are asked with."""
@@ -156,7 +156,7 @@ class Player:
     def round_s(self, case: Case) -> float:
         return self.play(case).seconds
 
-    def _pair(self, run: RunConf) -> tuple[Pair, Any]:
+    def _pair(self, run: RunConf) -> tuple[RankModels, Any]:
         key = f"{run.model} {run.draft}"
         if key not in self._pairs:
             placement = resolve(run.placement, self._ranks.world, drafts(run))

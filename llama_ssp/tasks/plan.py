@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import Drafting, Output, PlacementConf, PlanConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
+from llama_ssp.config.compose import composed, model_words
+from llama_ssp.config.overrides import check_arguments
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import FAILED_CHECK, OK, ModelError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.hardware import machine_of, require_world
-from llama_ssp.planner.outcome import outcome
+from llama_ssp.planner.outcome import Plan, outcome
 from llama_ssp.planner.run_plan import is_free
 from llama_ssp.planner.search import Asked
 from llama_ssp.planner.search import require_planned as require_planned_splitting
@@ -27,10 +31,29 @@ from llama_ssp.text.vocabulary import read_vocabularies
 NOT_AT_HAND = "vocabularies: not at hand"
 
 
-def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
-    """Plans; the exit code, which asks for more than an answer only with task.require_fit."""
-    task = run.task
-    assert isinstance(task, PlanConf)
+def plan(
+    model: str | Path,
+    draft: str | Path | None = None,
+    *,
+    cluster: str = "local",
+    overrides: Sequence[str] = (),
+) -> Plan:
+    """Whether a pair fits on a cluster, where its parts go, and how fast it is. Loads no weights, no torch.
+
+    `model` and `draft` are names of presets, folders, or ids on the Hugging Face hub; `cluster` is a preset's
+    name, `local` this machine. `overrides` are those of the command line. Raises UsageError or ModelError.
+    """
+    words = [
+        *model_words("model", model),
+        *(model_words("draft", draft) if draft is not None else ["draft=none"]),
+    ]
+    words += ["task=plan", f"cluster={cluster}", *overrides]
+    check_arguments(words)
+    return planned(composed(words), 1)[1]
+
+
+def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
+    """The run with its models' shapes, and its plan."""
     draft = None if run.draft is None else outlined(run.draft, DRAFT)
     run = replace(run, model=outlined(run.model, TARGET), draft=draft)
     checks.check_context(run)
@@ -39,7 +62,14 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
             require_planned(model, role)
     asked = asked_of(run)
     require_world(asked.machine, ranks)
-    plan = outcome(asked, fixed_placement(run.placement, asked))
+    return run, outcome(asked, fixed_placement(run.placement, asked))
+
+
+def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
+    """Plans; the exit code, which asks for more than an answer only with task.require_fit."""
+    task = run.task
+    assert isinstance(task, PlanConf)
+    run, plan = planned(run, ranks)
     vocabulary, words = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed)
     summary = {

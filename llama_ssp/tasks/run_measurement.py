@@ -12,7 +12,8 @@ import torch
 
 from llama_ssp.config import Drafting, RunConf
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.pair import Pair
+from llama_ssp.pair.assembly import RankModels
+from llama_ssp.pair.placements import may_draft
 from llama_ssp.planner.comparison import (
     COUNTED,
     DEVICE,
@@ -22,13 +23,12 @@ from llama_ssp.planner.comparison import (
     Memory,
     RunMeasurement,
 )
-from llama_ssp.seats import may_draft
 from llama_ssp.speculative.stats import Counts, ratio
 
 STATUS = Path("/proc/self/status")
 
 
-def way(name: str, pair: Pair, run: RunConf, rows: int, figures: Mapping[str, Any]) -> RunMeasurement:
+def way(name: str, pair: RankModels, run: RunConf, rows: int, figures: Mapping[str, Any]) -> RunMeasurement:
     """Texts written as `run` says; `figures` are the task's own, under their names in the JSON."""
     spec = run.speculation
     k = 0 if spec.drafter is Drafting.none or not may_draft(run) else None if spec.adaptive else spec.k

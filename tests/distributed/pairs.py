@@ -21,9 +21,9 @@ from llama_ssp.config import (
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.checkpoint import complete
-from llama_ssp.pair import ModelCache, Pair, engine_for
+from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for
+from llama_ssp.pair.placements import model_placements
 from llama_ssp.planner.resolve import PairSpec, drafts
-from llama_ssp.seats import model_placements
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB
@@ -68,13 +68,13 @@ def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) ->
     return PairSpec(run, target, draft, resolve(placement, world, drafts(run)))
 
 
-def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) -> tuple[Pair, RunConf]:
+def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) -> tuple[RankModels, RunConf]:
     """This rank's part of the pair."""
     entry = entry_of(target, draft, placement, ranks.world)
     return ModelCache(ranks).open(model_placements(entry)), entry.run
 
 
-def written(pair: Pair, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:
+def written(pair: RankModels, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:
     """What the case gives. Only the leader's seed matters where it alone draws."""
     engine = engine_of(pair, run, case)
     return drive(
@@ -88,7 +88,7 @@ def written(pair: Pair, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED
     )
 
 
-def refilled(pair: Pair, run: RunConf, case: Case) -> dict[str, list[int]]:
+def refilled(pair: RankModels, run: RunConf, case: Case) -> dict[str, list[int]]:
     """The same prompts through two rows, each refilled as soon as its text ends."""
     engine = engine_of(pair, run, case)
     return drive_refilled(
@@ -96,7 +96,7 @@ def refilled(pair: Pair, run: RunConf, case: Case) -> dict[str, list[int]]:
     )
 
 
-def engine_of(pair: Pair, run: RunConf, case: Case) -> AnyEngine:
+def engine_of(pair: RankModels, run: RunConf, case: Case) -> AnyEngine:
     spec = SpeculationConfig(
         k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap
     )

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import pair as pairs
 from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConfig, Splitting, Verification
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.kv_cache import Feed, RaggedCache
-from llama_ssp.pair import Pair
+from llama_ssp.pair import assembly as pairs
+from llama_ssp.pair.assembly import RankModels
 from tests.distributed.pairs import RAGGED, Case, opened, refilled, written
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ThreadRank, ranks_of, together
@@ -64,10 +64,10 @@ class Models:
 
     target: Path
     draft: Path
-    alone: tuple[Pair, Any]
-    held: dict[str, tuple[list[ThreadRank], list[tuple[Pair, Any]]]] = field(default_factory=dict)
+    alone: tuple[RankModels, Any]
+    held: dict[str, tuple[list[ThreadRank], list[tuple[RankModels, Any]]]] = field(default_factory=dict)
 
-    def open(self, name: str) -> tuple[list[ThreadRank], list[tuple[Pair, Any]]]:
+    def open(self, name: str) -> tuple[list[ThreadRank], list[tuple[RankModels, Any]]]:
         if name not in self.held:
             world, placement = PLACEMENTS[name]
             ranks = ranks_of(world)
@@ -193,7 +193,7 @@ def test_stopping_early_leaves_the_ranks_in_step(models: Models):
         expected = models.expected(Case(4))
         ranks, held = models.open(name)
 
-        def stopped(pair: Pair, run: Any) -> Run:
+        def stopped(pair: RankModels, run: Any) -> Run:
             written(pair, run, Case(4, rounds=2))
             return written(pair, run, Case(4))
 

@@ -10,7 +10,7 @@ import pytest
 
 from llama_ssp.config import Drafting, DraftSeat, PlacementConf, SpeculationConfig, Verification
 from llama_ssp.distributed.comm import ALONE, Ranks
-from llama_ssp.pair import engine_for
+from llama_ssp.pair.assembly import engine_for
 from tests.distributed.pairs import RAGGED, Known, opened
 from tests.distributed.processes import on_ranks
 from tests.distributed.test_agreement import SAMPLED

@@ -32,7 +32,7 @@ RANDOM_CHECKS = 5  # drafts, monitor, numbers, first token and two samples share
 
 
 @dataclass(frozen=True)
-class Plan:
+class Effort:
     """How much is run, and how sure a check must be before it fails."""
 
     samples: int
@@ -58,7 +58,7 @@ def check_probs(
     model: Model | None,
     transform: SamplingTransform,
     prompts: Sequence[Prompt],
-    plan: Plan,
+    plan: Effort,
     leads: bool,
 ) -> Check | None:
     """Runs the prompts once, then computes what verification let out against the target's own
@@ -135,7 +135,7 @@ def _probs_finding(noise: Noise, departures: list[Departure], nodes: list[Node])
 
 
 def check_samples(
-    subject: Sampler, regular: Sampler, wrong: Sampler, prompts: Sequence[Prompt], plan: Plan, leads: bool
+    subject: Sampler, regular: Sampler, wrong: Sampler, prompts: Sequence[Prompt], plan: Effort, leads: bool
 ) -> list[Check]:
     """Texts of the subject against regular ones, and those of a wrong rule, which must be told from them."""
     regular_texts, subject_texts, wrong_texts = (
@@ -175,7 +175,7 @@ def check_samples(
 
 def check_greedy_texts(
     model: Model | None, subject: Sampler, regular: Sampler, wrong: Sampler | None, k: int,
-    prompts: Sequence[Prompt], plan: Plan,
+    prompts: Sequence[Prompt], plan: Effort,
 ) -> list[Check]:  # fmt: skip
     """Greedy texts with and without speculation; those of a wrong rule, if given, must not pass."""
     plain = regular.texts(prompts, plan.greedy_tokens)
@@ -208,14 +208,14 @@ def _control(wrong: Sampler, told: bool, against: str, figures: dict[str, object
 
 
 def _greedy(
-    model: Model, sampler: Sampler, plain: list[list[int]], k: int, prompts: Sequence[Prompt], plan: Plan
+    model: Model, sampler: Sampler, plain: list[list[int]], k: int, prompts: Sequence[Prompt], plan: Effort
 ) -> GreedyReport:
     texts = sampler.texts(prompts, plan.greedy_tokens)
     rows = min(plan.rows, len(prompts))
     return check_greedy(model, prompts, plain, texts, k, positions=1, rows=rows, chunk=plan.chunk)
 
 
-def _drawn(sampler: Sampler, word: str, prompts: Sequence[Prompt], plan: Plan) -> list[list[list[int]]]:
+def _drawn(sampler: Sampler, word: str, prompts: Sequence[Prompt], plan: Effort) -> list[list[list[int]]]:
     """Each prompt's texts, drawn by streams of their own: the two samples must not share one."""
     asked = [
         replace(prompt, id=f"{prompt.id} {word} {number}")

@@ -10,23 +10,23 @@ from typing import Any
 from llama_ssp.config import CertifyConf, Drafting, Output, RunConf, SamplingConfig
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
-from llama_ssp.pair import Pair, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
+from llama_ssp.pair.batches import prompt_of, usable_prompts
+from llama_ssp.pair.placements import model_placements, tokens_of
 from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.report.run_folder import Console, Progress, RunFolder, versions
-from llama_ssp.seats import model_placements, tokens_of
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
-from llama_ssp.tasks.certify.checks import Plan, check_greedy_texts, check_probs, check_samples
+from llama_ssp.tasks.certify.checks import Effort, check_greedy_texts, check_probs, check_samples
 from llama_ssp.tasks.certify.first_tokens import ROUNDS, check_first, first_tokens
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, RuledEngine, WatchedEngine, Witness, watched
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
 from llama_ssp.tasks.certify.samplers import Clock, EngineSampler, WatchedEngineSampler
 from llama_ssp.tasks.certify.verdict import INCONCLUSIVE, SAME, Check, page, sentence, verdict
-from llama_ssp.tasks.common import prompt_of, usable_prompts
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.run_measurement import pace_of_counts, way
 from llama_ssp.text.tokenizer import Tokens
@@ -45,7 +45,7 @@ class CertifyTask:
         assert isinstance(inputs.run.task, CertifyConf)
         self._ranks, self._inputs, self._task = ranks, inputs, inputs.run.task
         self._console, self._folder = console, folder
-        self._pair: Pair | None = None
+        self._pair: RankModels | None = None
         self._vocabulary: dict[str, Any] | None = None
         self._checks: list[Check] = []
         self._finished = False
@@ -110,10 +110,10 @@ class CertifyTask:
             if clock.seconds and name != WRONG
         ]  # fmt: skip
 
-    def _examine(self, pair: Pair, tokens: Tokens) -> None:
+    def _examine(self, pair: RankModels, tokens: Tokens) -> None:
         run, task, leads = self._inputs.run, self._task, self._ranks.is_leader
         greedy_only = run.sampling.temperature == 0
-        plan = Plan(
+        plan = Effort(
             samples=task.samples, new_tokens=task.max_new_tokens, law_tokens=task.law_tokens,
             law_rounds=task.law_rounds, law_positions=2 * task.law_rounds, greedy_tokens=task.greedy_tokens,
             false_alarm=task.false_alarm, shuffles=SHUFFLES, rows=task.batch_size, chunk=task.prefill_chunk,
@@ -151,7 +151,7 @@ class CertifyTask:
             self._add(*checks)
 
     @staticmethod
-    def _by_rounds(engine: AnyEngine, witness: Witness, plan: Plan, rounds: int) -> list[Check]:
+    def _by_rounds(engine: AnyEngine, witness: Witness, plan: Effort, rounds: int) -> list[Check]:
         """What all rounds that were watched say together, and many first tokens without a pass."""
         assert isinstance(engine, WatchedEngine)
         first = first_tokens(engine, witness.rounds, rounds, plan.rows, plan.seed)
@@ -162,7 +162,7 @@ class CertifyTask:
         ]  # fmt: skip
 
     def _sampler(
-        self, pair: Pair, tokens: Tokens, name: str, run: RunConf, progress: Progress
+        self, pair: RankModels, tokens: Tokens, name: str, run: RunConf, progress: Progress
     ) -> EngineSampler:
         ends, task = tokens.end_ids, self._task
         engine = engine_for(pair, run, tokens, ends, self._inputs.seed, task.prefill_chunk)

@@ -21,10 +21,10 @@ from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES, describe
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.loader import DRAFT, load, load_part
+from llama_ssp.pair.placements import ModelPlacement, may_draft, require_loadable
 from llama_ssp.planner.resolve import drafts
 from llama_ssp.planner.run_plan import Prediction
 from llama_ssp.report.run_folder import Progress
-from llama_ssp.seats import ModelPlacement, may_draft, require_loadable
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
@@ -43,7 +43,7 @@ from llama_ssp.text.translation import Bridge, Intersection
 
 
 @dataclass(frozen=True)
-class Pair:
+class RankModels:
     """This rank's models: None where it holds none, because another rank or the text itself drafts.
 
     `vocab` and `context` are the target's, `draft_context` and `draft_dtype` the draft model's.
@@ -69,7 +69,7 @@ class Pair:
 def open_pair(
     found: list[ModelPlacement], run: RunConf, rows: int, slots: int, ranks: Ranks = ALONE,
     caches: tuple[int, int] = (1, 1),
-) -> Pair:  # fmt: skip
+) -> RankModels:  # fmt: skip
     """Loads the models, if they fit with so many caches of each of `rows` texts of `slots` tokens."""
     prediction = require_loadable(found, run, rows, slots, caches)
     pair = replace(ModelCache(ranks).open(found), prediction=prediction)
@@ -80,7 +80,7 @@ def open_pair(
     return pair
 
 
-def prepare(pair: Pair, run: RunConf, rows: int) -> None:
+def prepare(pair: RankModels, run: RunConf, rows: int) -> None:
     """Compiles what batches of so many rows will need, before any clock runs."""
     several, drafted = rows > 1, may_draft(run)
     wanted: list[tuple[CompiledModel, Kind]] = []
@@ -105,7 +105,7 @@ class ModelCache:
         self._crews: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
         self._held: list[tuple[ModelPlacement, CausalModel]] = []
 
-    def open(self, found: list[ModelPlacement]) -> Pair:
+    def open(self, found: list[ModelPlacement]) -> RankModels:
         """Loads what this rank holds of the pair; what it does not need is let go of first."""
         if self._held:
             self._held = [(seat, model) for seat, model in self._held if seat in found]
@@ -126,7 +126,7 @@ class ModelCache:
         vocab, context, _, draft_context = (max(known) for known in zip(*every, strict=True))
         devices = {seat.role: _seated(seat) for seat in found}
         draft_dtype = TORCH_DTYPES[found[-1].dtype]
-        return Pair(target, draft, devices, crew, vocab, context, draft_context, draft_dtype)
+        return RankModels(target, draft, devices, crew, vocab, context, draft_context, draft_dtype)
 
     def _crew(self, found: list[ModelPlacement]) -> Roles:
         """Groups are made once: they cost connections."""
@@ -168,7 +168,7 @@ def _loaded(seat: ModelPlacement, group: Ranks) -> CausalModel:
 
 
 def engine_for(
-    pair: Pair, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int
+    pair: RankModels, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int
 ) -> AnyEngine:
     """One engine with caches and draws of its own; only real tokens are ever drawn."""
     transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
@@ -181,7 +181,7 @@ def rule_of(run: RunConf) -> Rule:
 
 
 def engine_with(
-    pair: Pair, run: RunConf, tokens: Tokens, transform: SamplingTransform, draws: Draws, chunk: int
+    pair: RankModels, run: RunConf, tokens: Tokens, transform: SamplingTransform, draws: Draws, chunk: int
 ) -> AnyEngine:
     """One engine with caches of its own, for these distributions and draws."""
     bridge = tokens.paired.bridge if tokens.paired else None
@@ -200,7 +200,12 @@ def engine_with(
 
 
 def _drafter(
-    pair: Pair, run: RunConf, transform: SamplingTransform, draws: Draws, chunk: int, bridge: Bridge | None
+    pair: RankModels,
+    run: RunConf,
+    transform: SamplingTransform,
+    draws: Draws,
+    chunk: int,
+    bridge: Bridge | None,
 ) -> Drafter | None:
     """This rank's part in drafting; None where it has none."""
     crew, wide = pair.crew, partial(torch.promote_types, torch.float32)
@@ -225,7 +230,7 @@ def _drafter(
     return ModelDrafter(runner, transform, draws)
 
 
-def draft_alone(pair: Pair) -> Pair | None:
+def draft_alone(pair: RankModels) -> RankModels | None:
     """The draft in the target's place, on the ranks that share it with the leader; None on others."""
     group = pair.crew.draft
     if pair.draft is None or group is None or (group.world == 1 and not pair.crew.leads):

@@ -1,0 +1,56 @@
+"""From Hydra overrides to one checked run, without a command line. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from llama_ssp.config import RunConf, few_resolvers, register
+from llama_ssp.config.overrides import CONF, translated
+from llama_ssp.config.validation import to_run
+from llama_ssp.errors import UsageError
+
+
+def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
+    """The run that these overrides describe; `folders` are private ones that may hold presets, too.
+
+    Raises UsageError where an override names no key, no preset, or a value that is not allowed.
+    """
+    register()
+    places = ",".join(f"'file://{quoted(folder)}'" for folder in folders)
+    try:
+        with few_resolvers(), initialize_config_dir(str(CONF), version_base="1.3"):
+            return to_run(compose("run", [*overrides, f"hydra.searchpath=[{places}]"]))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translated(error) from error
+
+
+def quoted(text: object) -> str:
+    """The text as it stands between single quotes in an override."""
+    return str(text).replace("\\", "\\\\").replace("'", "\\'")
+
+
+def model_words(role: str, name: str | Path) -> list[str]:
+    """The overrides that choose this model: a preset's name, a folder, or an id on the Hugging Face hub.
+
+    `role` is model or draft. Raises UsageError where the name is none of the three.
+    """
+    presets = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+    if isinstance(name, str) and name in presets:
+        return [f"{role}={name}"]
+    if Path(name).expanduser().is_dir():
+        return [f"{role}=local", f"{role}.path='{quoted(name)}'"]
+    if isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return [f"{role}=local", f"{role}.repo='{quoted(name)}'"]
+    by_letters = {preset.lower(): preset for preset in presets}
+    near = [by_letters[one] for one in difflib.get_close_matches(str(name).lower(), by_letters, 1)]
+    raise UsageError(
+        f"{role} is no preset, no folder and no hub id", found=repr(str(name)),
+        allowed="a name under conf/model, an existing folder, ORG/NAME",
+        fix=f"did you mean {near[0]}?" if near else "check the path",
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""The Python API: the command's own texts, its errors, and nothing that an import should not do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llama_ssp
+from llama_ssp import RunError, SamplingConfig, SpeculationConfig, load_pair, plan
+from tests.conftest import Command
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
+PROMPTS = ["hello", "a longer prompt", "x"]
+TINY = (
+    "model=tiny",
+    "draft=tiny_draft",
+    "task.batch_size=2",
+    "task.max_new_tokens=12",
+    "seed=5",
+    "output=json",
+)
+
+
+def test_texts_are_those_of_the_command(command: Command) -> None:
+    answer = command(*TINY, f"task.prompts={json.dumps(PROMPTS)}", "sampling.top_k=40", "speculation.k=3")
+    expected = json.loads(answer.out.splitlines()[-1])["outputs"]
+    sampling, speculation = SamplingConfig(top_k=40), SpeculationConfig(k=3)
+    with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
+        how = {"max_new_tokens": 12, "sampling": sampling, "speculation": speculation, "seed": 5}
+        found = pair.generate(PROMPTS, **how)
+        again = pair.generate(PROMPTS, **how)
+        rows: dict[int, list[int]] = {n: [] for n in range(len(PROMPTS))}
+        for step in pair.stream(PROMPTS, **how):
+            for row in step:
+                rows[row.index] += row.token_ids
+    assert [(one.prompt, one.token_ids, one.text) for one in found] == [
+        (one["prompt"], one["token_ids"], one["text"]) for one in expected
+    ]
+    assert found == again and [rows[n] for n in rows] == [one.token_ids for one in found]
+    assert all(one.finish_reason == "length" and one.drafted >= one.accepted > 0 for one in found)
+
+
+def test_without_a_draft_and_without_prompts() -> None:
+    with load_pair("tiny") as pair:
+        (regular,) = pair.generate(["hello"], max_new_tokens=4, seed=1)
+        assert (regular.drafted, len(regular.token_ids)) == (0, 4)
+        assert pair.generate([], seed=1) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: load_pair("7b"), "no hub id; found '7b'.*did you mean 7B?"),
+        (lambda: load_pair("no/such/folder"), "model is no preset, no folder and no hub id"),
+        (lambda: load_pair("tiny", overrides=["hydra.run.dir=x"]), "hydra"),
+        (lambda: load_pair("tiny").generate(["x"], sampling=SamplingConfig(top_p=2.0)), "sampling.top_p"),
+        (lambda: load_pair("tiny").generate(["x"], max_new_tokens=0), "task.max_new_tokens"),
+        (lambda: load_pair("tiny", max_tokens=64).generate(["x" * 99999], max_new_tokens=2), "fills the model"),
+        (lambda: plan("65B", cluster="p9"), "p9"),
+    ],
+)
+def test_errors_are_raised_as_one_line(call: object, says: str) -> None:
+    assert callable(call)
+    with pytest.raises(RunError, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_nothing_of_the_process_is_changed() -> None:
+    """No handler of a signal, no logging; and importing loads no torch."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGALRM
+    handlers = [signal.getsignal(number) for number in numbers]
+    logs = list(logging.getLogger().handlers)
+    with load_pair("tiny", draft="tiny_draft") as pair:
+        pair.generate(["hello"], max_new_tokens=4, seed=1)
+    assert handlers == [signal.getsignal(number) for number in numbers]
+    assert logging.getLogger().handlers == logs
+    code = (
+        "import sys, llama_ssp; from llama_ssp import SamplingConfig, plan; "
+        "plan('7B', cluster='p4d'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_names_are_there() -> None:
+    assert all(getattr(llama_ssp, name) for name in llama_ssp.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = llama_ssp.nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_of_the_guide(example: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(example, encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0 and run.stdout, run.stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_leader_has_the_texts(tmp_path: Path) -> None:
+    """Every rank calls; in fp32 the texts are those of one process."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "from llama_ssp import load_pair\n"
+        "with load_pair('tiny', draft='tiny_draft', batch_size=2) as pair:\n"
+        f"    found = pair.generate({PROMPTS!r}, max_new_tokens=8, seed=3)\n"
+        "print(os.environ['RANK'], [one.token_ids for one in found], flush=True)\n",
+        encoding="utf-8",
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
+        alone = [one.token_ids for one in pair.generate(PROMPTS, max_new_tokens=8, seed=3)]
+    assert sorted(run.stdout.splitlines()) == [f"0 {alone}", "1 []"]
