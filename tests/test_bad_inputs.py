@@ -373,7 +373,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    "reached", ["llama_ssp.cli.config.register", "llama_ssp.cli.entries", "llama_ssp.tasks.runner"]
+    "reached", ["llama_ssp.cli.config.register", "llama_ssp.cli.pair_specs", "llama_ssp.tasks.runner.execute"]
 )
 @pytest.mark.parametrize(
     "error",

@@ -269,7 +269,7 @@ FILTER_FAULTS = [
         SAMPLINGS["top-k"],
     ),
     (mutants.State, "prefix", mutants._committed_prefix_only, SAMPLINGS["penalties"]),
-    (mutants.Laws, "_probs", mutants._soft_at_zero, SAMPLINGS["greedy"]),
+    (mutants.SamplingTransform, "_probs", mutants._soft_at_zero, SAMPLINGS["greedy"]),
 ]
 mutants_greatest = certify_faults.sampling.greatest
 
@@ -370,8 +370,8 @@ def test_certify_itself_is_sharp(blunted: mutants.Mutant) -> None:
 
 WORLD_FAULTS = [
     (mutants.RaggedCache, "update", mutants._keeps_stale, "plain"),
-    (mutants.Laws, "_probs", mutants._unfiltered_target, "nucleus"),
-    (mutants.Laws, "_probs", mutants._unfiltered_target, "top-k"),
+    (mutants.SamplingTransform, "_probs", mutants._unfiltered_target, "nucleus"),
+    (mutants.SamplingTransform, "_probs", mutants._unfiltered_target, "top-k"),
     (mutants.State, "prefix", mutants._committed_prefix_only, "penalties"),
 ]
 

@@ -280,9 +280,9 @@ def kernel_with(whole: str, faulty: str) -> Callable[[], Any]:
         source = deciding.SOURCE.read_text(encoding="utf-8")
         assert source.count(whole) == 1
         with TemporaryDirectory() as folder:
-            (Path(folder) / "deciding.cpp").write_text(source.replace(whole, faulty), encoding="utf-8")
+            (Path(folder) / "native.cpp").write_text(source.replace(whole, faulty), encoding="utf-8")
             with (
-                patch.object(build, "__file__", f"{folder}/build.py"),
+                patch.object(deciding, "SOURCE", Path(folder) / "native.cpp"),
                 patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/cache"),
             ):
                 return compiled()

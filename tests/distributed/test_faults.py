@@ -130,14 +130,14 @@ def free_port() -> int:
 
 K, FOLDER = "speculation.k=-1", "model.path=/no/such"
 OUT_OF_RANGE, NO_FOLDER = "speculation.k is out of range", "model.path is not a folder"
-IMPORT = "a package cannot be imported; import of llama_ssp.tasks halted"
+IMPORT = "a package cannot be imported; import of llama_ssp.tasks.runner halted"
 
 
 def fail_at_start(own: dict[int, str], port: int, rank: int) -> None:
     """Ranks with settings of their own, or without a module; with a port, the leader keeps the store."""
     setting = own.get(rank, "")
     if setting == IMPORT:
-        sys.modules["llama_ssp.tasks"] = None  # type: ignore[assignment]
+        sys.modules["llama_ssp.tasks.runner"] = None  # type: ignore[assignment]
     elif setting == FOLDER:
         sys.argv += ["model=local", "draft=none", setting]
     elif setting:

@@ -321,7 +321,7 @@ TEMPLATES = [
     hostile(17, "escape", templated(ESCAPE), "chat template", reach=FILES, code=3, extra=CHAT),
     hostile(17, "escape-by-format", templated("{{ '{0.__class__.__mro__}'.format(messages) }}"),
             "chat template", reach=FILES, code=3, extra=CHAT),
-    harmless(17, "escape-by-filter", templated("{{ messages|attr('__class__')|attr('__mro__') }} x"), CHAT),
+    harmless(17, "escape-by-filter", templated("{{ messages|attr('__class__')|attr('__mro__') }} {{ messages[-1]['content'] }}"), CHAT),
     hostile(17, "escape-by-globals", templated("{{ cycler.__init__.__globals__.os.mkdir('executed') }}"),
             "chat template", reach=FILES, code=3, extra=CHAT),
     hostile(17, "include", templated("{% include '/etc/passwd' %}"), "chat template", reach=FILES, code=3,

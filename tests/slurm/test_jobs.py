@@ -90,7 +90,7 @@ def test_a_killed_rank_of_two_nodes(batches: Batches, expected: bytes):
 
 DEADLY = """
 import os, signal
-from llama_ssp.batch import parts
+from llama_ssp.batch import attempt_log as parts
 
 begin = parts.Part.begin
 
