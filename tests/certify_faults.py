@@ -14,7 +14,6 @@ import functools
 import io
 import json
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -32,10 +31,10 @@ import numpy as np
 import torch
 
 from bench.surroundings import surroundings, write
-from llama_ssp import cli, pair
+from llama_ssp import cli
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.models.kernels import build
 from llama_ssp.models.kv_cache import RaggedCache
+from llama_ssp.pair import assembly as pair
 from llama_ssp.report.statistics import sum_band, uniform_band
 from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative import sampling
@@ -75,7 +74,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class KernelFault:
-    """A line of deciding.cpp and what stands there instead.
+    """A line of native.cpp and what stands there instead.
 
     The kernel decides as it does in compiled steps, beside steps that are not: to compile them takes minutes.
     """
@@ -88,17 +87,14 @@ class KernelFault:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        folder = Path(build.__file__).parent
-        source = (folder / "deciding.cpp").read_text(encoding="utf-8")
+        source = deciding.SOURCE.read_text(encoding="utf-8")
         assert source.count(self.line) == 1
         unbuilt = functools.cache(deciding.operators.__wrapped__)
         with tempfile.TemporaryDirectory() as place:
-            shutil.copytree(folder, place, dirs_exist_ok=True)
-            (Path(place) / "deciding.cpp").write_text(
-                source.replace(self.line, self.faulty), encoding="utf-8"
-            )
+            faulty = Path(place) / deciding.SOURCE.name
+            faulty.write_text(source.replace(self.line, self.faulty), encoding="utf-8")
             with (
-                patch.object(build, "__file__", str(Path(place) / "build.py")),
+                patch.object(deciding, "SOURCE", faulty),
                 patch.object(deciding, "operators", unbuilt),
                 patch.object(pair, "draws_for", _by_kernel),
             ):

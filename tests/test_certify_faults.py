@@ -82,7 +82,10 @@ def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
         found = laws_checked(shipped, NUCLEUS if fault.overrides else SamplingConfig())
     assert found.outcome is Outcome.failed
     shown = found.figures["median_total_variation"] > 3 * found.figures["rounding_median_total_variation"]
-    assert shown or found.figures["positions_rule_wrong"] + found.figures["positions_astray"] > 5
+    least = (
+        3 if "bonus" in fault.name else 5
+    )  # a wrong bonus shows at the last position of a whole block alone
+    assert shown or found.figures["positions_rule_wrong"] + found.figures["positions_astray"] > least
 
 
 @pytest.mark.parametrize(
