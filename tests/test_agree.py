@@ -52,12 +52,12 @@ def naive(target: CausalModel, draft: CausalModel, prompt: Prompt, ends: frozens
         both = [logits(model, text) for model in (target, draft)]
         one, other = (int(logit_V.argmax()) for logit_V in both)
         if one != other:
-            transform = [logit_V.softmax(-1) for logit_V in both]
+            each = [logit_V.softmax(-1) for logit_V in both]
             return (
                 text[len(prompt.token_ids) :],
                 "fork",
                 (one, other),
-                [(probs[one], probs[other]) for probs in transform],
+                [(probs[one], probs[other]) for probs in each],
             )
         text.append(one)
         if one in ends:

@@ -185,7 +185,7 @@ class IntersectionDrafter(_BridgedDrafter):
         count = tuple(min(n, r) for n, r in zip(count, room, strict=True))
         if not max(count):
             return nothing(state)
-        drafted, transform, damaged = [], [], []
+        drafted, probs, damaged = [], [], []
         for offset in range(max(count)):
             drafting = [offset < n for n in count]
             logit_BV = self._in_target(self._mirror.logits(offset, drafting).to(state.device))
@@ -198,10 +198,10 @@ class IntersectionDrafter(_BridgedDrafter):
             self._own_V = self._own_V.to(token_B.device)
             self._mirror.place(self._own_V[token_B], offset, drafting)
             drafted.append(token_B)
-            transform.append(probs_BV)
+            probs.append(probs_BV)
             damaged.append(damaged_B & ~idle_B)
         damaged_B = torch.stack(damaged, 1).any(1)
-        return Proposal(torch.stack(drafted, 1), torch.stack(transform, 1), count, damaged_B)
+        return Proposal(torch.stack(drafted, 1), torch.stack(probs, 1), count, damaged_B)
 
     def _in_target(self, logit_BD: Tensor) -> Tensor:
         """The draft's logits by the target's ids: chances of tokens that are one add up, others have none."""
