@@ -19,7 +19,7 @@ class RunError(Exception):
     speaks: bool | None = None  # whether this rank says it; None is: the leader does
 
     def __init__(
-        self, what: str, *, where: str = "", found: object = None, allowed: str = "", fix: str = ""
+        self, what: str, where: object = "", found: object = None, allowed: object = "", fix: str = ""
     ) -> None:
         facts = ", ".join(
             part
@@ -29,7 +29,7 @@ class RunError(Exception):
             )
             if part
         )
-        line = "; ".join(part for part in (what, where, facts, fix) if part)
+        line = "; ".join(part for part in (what, str(where), facts, fix) if part)
         super().__init__(one_line(line))
 
 
