@@ -10,7 +10,6 @@ them.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -27,12 +26,12 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from llama_ssp import cli
+from tests.warm import server
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120  # of the harness, not of the program
 TIMEOUT_S = 6  # placement.timeout_s where a rank falls silent; elsewhere nothing has to wait for it
 KILL_S, STOP_S = 5.0, TIMEOUT_S + 10.0  # what is promised
-PRELOADED = ["llama_ssp.cli", "llama_ssp.tasks.runner", "transformers.models.llama.modeling_llama"]
 PHASES = ("load", "prefill", "draft", "verify", "commit")
 RUN = (
     "model=tiny", "draft=tiny_draft", 'task.prompts=["hello"]', "task.max_new_tokens=64",
@@ -121,8 +120,7 @@ class Started:
         folder.mkdir(parents=True)
         (folder / "stdin").write_text(stdin)
         self._folder = folder
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = server()
         # As torchrun does it: the store outlives the ranks.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = [

@@ -1,8 +1,7 @@
-"""Real gloo ranks: runs a function on each of N fresh processes and returns what each returned."""
+"""Real gloo ranks: runs a function on each of N processes and returns what each returned."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import traceback
@@ -13,6 +12,7 @@ import torch
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.process_group import open_ranks
+from tests.warm import server
 
 PATIENCE_S = 120
 
@@ -21,7 +21,7 @@ def on_ranks(
     world: int, job: Callable[..., Any], *args: Any, patience_s: float = PATIENCE_S
 ) -> dict[int, Any]:
     """{rank: job(ranks, *args)}; a job that raised gives its exception. No process is left behind."""
-    context = multiprocessing.get_context("spawn")
+    context = server()
     results = context.Queue()
     port = _free_port()
     ranks = [
