@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from tests.distributed.faults import Started
 from tests.distributed.pairs import entry_of
 from tests.families import build
 from tests.renumbered import renumber
-from tests.test_process import ROOT
+from tests.warm import ROOT, python
 
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
 DEMO = ("model=demo", "draft=demo_bytes", "seed=1", "output=json", "task.max_new_tokens=24", *FP32)
@@ -211,10 +209,7 @@ def test_a_neox_target_with_a_neo_draft(bridge: str, command: Command, tmp_path:
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """Other ids cost no draft; bytes are often not what the target takes."""
     arguments = ["repeats=1", "new=6", "ks=2", "temperatures=0", f"write={tmp_path / 'page.md'}"]
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "bridges.py"), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    ran = python([ROOT / "bench" / "bridges.py", *arguments], ROOT)
     assert ran.returncode == 0, ran.stderr
     rows = {row["name"]: row for row in json.loads(ran.stdout.splitlines()[-1])["rows"]}
     names = ("demo_draft, the same tokens", "demo_draft with other ids, intersection")

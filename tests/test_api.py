@@ -16,8 +16,8 @@ import pytest
 import llama_ssp
 from llama_ssp import RunError, SamplingConfig, SpeculationConfig, load_pair, plan
 from tests.conftest import Command
+from tests.warm import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.S)
 PROMPTS = ["hello", "a longer prompt", "x"]
 TINY = (
@@ -101,9 +101,7 @@ def test_names_are_there() -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_of_the_guide(example: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(example, encoding="utf-8")
-    run = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
+    run = python([tmp_path / "script.py"], tmp_path)
     assert run.returncode == 0 and run.stdout, run.stderr
 
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests.warm import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow
 
 
 def bench(name: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     """The exit code, the text, and the document of its last line."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / name), *arguments],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = python([ROOT / "bench" / name, *arguments], ROOT)
     assert done.stdout, done.stderr[-800:]
     *lines, last = done.stdout.splitlines()
     return done.returncode, "\n".join(lines), json.loads(last)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.warm import ROOT, python
+
 pytestmark = pytest.mark.slow
 
 
@@ -128,9 +129,7 @@ def test_readme_command(command, tmp_path):
     words[0] = str(ROOT / words[0])
     if "task=eval" in words:
         words.append("task.sizes=[5]")  # the command as it stands, on fewer prompts
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, input="def hello\n", capture_output=True, text=True
-    )
+    done = python(words, tmp_path, stdin="def hello\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -141,9 +140,6 @@ def test_the_readme_has_commands():
 
 @pytest.mark.slow
 def test_the_benchmark_of_make_demo_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "side_by_side.py"), "repeats=1", "new=4", "ks=2", "seed=1"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = python([ROOT / "bench" / "side_by_side.py", "repeats=1", "new=4", "ks=2", "seed=1"], tmp_path)
     assert done.returncode == 0, done.stderr[-800:]
     assert "| speculative, K = 2 |" in done.stdout

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.progress import Progress
 from llama_ssp.batch.slurm.history import End, ends
 from tests.slurm.lab import Lab, wait_for
+from tests.warm import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDS = 20
 COMMAND = (
     "task=batch", "model=tiny", "draft=tiny_draft", "model.dtype=fp32", "draft.dtype=fp32", "seed=7",
@@ -46,10 +45,7 @@ class Batches:
     def run(self, *overrides: str) -> subprocess.CompletedProcess[str]:
         """The command, in the job's folder."""
         env = {**(self.lab.env if self.lab else os.environ), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, str(ROOT / "launch" / "run.py"), *COMMAND, *overrides],
-            cwd=self.home, env=env, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        return python([ROOT / "launch" / "run.py", *COMMAND, *overrides], self.home, env)
 
     def alone(self) -> bytes:
         done = self.run()
