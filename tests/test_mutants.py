@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants import MUTANTS, strict_draws, verdict
+from tests.mutants import MUTANTS, healthy, strict_draws, verdict
 
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_fault_is_caught(mutant):
-    assert mutant.caught_by() is None, "the proof fails without the fault"
+    assert healthy(mutant.caught_by) is None, "the proof fails without the fault"
     assert verdict(mutant), f"the planted fault lives: {mutant.name}"
 
 
