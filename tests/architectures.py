@@ -22,7 +22,8 @@ from transformers.utils import logging
 from bench.surroundings import surroundings
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError
-from llama_ssp.models.causal_lm import TESTED_FAMILIES, CausalModel
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.loader import ready
 from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB, tiny

@@ -23,9 +23,9 @@ from llama_ssp.config import Weights
 from llama_ssp.distributed.comm import Alone
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.models.sharding import Cut
 from llama_ssp.models.synthetic import build
 from llama_ssp.models.tensor_parallel import cut_module
-from llama_ssp.models.tp_table import Cut
 from llama_ssp.planner.workload import DRAFT, Role
 from llama_ssp.speculative.model_runner import ModelRunner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -15,13 +16,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llama_ssp.config import ModelConf
 from llama_ssp.config.overrides import CONF
 from llama_ssp.models.checkpoint import complete
-from llama_ssp.models.sharding import PLANNED_FAMILIES, SPLIT_FAMILIES, TESTED_FAMILIES
+from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
+from llama_ssp.models.families import (
+    READ_TOGETHER_BEYOND,
+    SCALED_BY_PASS,
+    SPLIT_FAMILIES,
+    TESTED_FAMILIES,
+)
 from tests import checkpoints
 from tests.architectures import DOC, EQUAL, REFUSED, UNBUILT, Finding, document, examine, row_of
 from tests.conftest import Command
 from tests.families import FAMILIES, WHOLE, build
 from tests.rig import perturbed
 
+PACKAGE = Path(__file__).resolve().parents[1] / "llama_ssp"
 SIZE = 300
 NAMES = (*FAMILIES, *WHOLE)
 PROMPT, TEXT = 'task.prompts=["the quick brown"]', "the quick brown"
@@ -47,7 +55,7 @@ def pair(name: str, folder: Path) -> list[str]:
 def test_every_preset_is_of_a_tested_family() -> None:
     presets = [yaml.safe_load(file.read_text()) for file in sorted((CONF / "model").glob("*.yaml"))]
     families = {preset["family"] for preset in presets if preset.get("family")}
-    assert families <= set(TESTED_FAMILIES) & set(PLANNED_FAMILIES)
+    assert families <= set(SPLIT_FAMILIES)
     assert {family for family, _ in (FAMILIES | WHOLE).values()} == set(TESTED_FAMILIES)
     assert {family for family, _ in WHOLE.values()} == set(TESTED_FAMILIES) - set(SPLIT_FAMILIES)
 
@@ -146,3 +154,33 @@ def test_an_architecture_of_the_page_writes_transformers_text(architecture: str)
 def test_the_page_says_why_an_architecture_is_refused() -> None:
     found = examine("llama4_text")
     assert found.outcome == REFUSED and f"| llama4_text | {found.note} |" in DOC.read_text(encoding="utf-8")
+
+
+def test_a_family_is_one_row() -> None:
+    """No other module of the package names an architecture: what differs is in the rows of families.py."""
+    every = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    named = {
+        (path.relative_to(PACKAGE).as_posix(), node.value)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in every
+    }
+    rows = {("models/families.py", name) for name in (*FAMILY_ROWS, *SCALED_BY_PASS, *READ_TOGETHER_BEYOND)}
+    assert named == rows | {("tasks/microbench.py", "llama")}  # its synthetic models are Llamas
+
+
+def test_a_row_names_the_layers_of_its_module() -> None:
+    """Every linear layer in a block of a family that is split, with its bias, as transformers builds them."""
+    for name, (family, _) in FAMILIES.items():
+        module, row = build(name), FAMILY_ROWS[family]
+        (blocks,) = (part for part in module.modules() if isinstance(part, torch.nn.ModuleList))
+        linears = [
+            (path.rpartition(".")[2], part)
+            for path, part in blocks[0].named_modules()
+            if isinstance(part, torch.nn.Linear)
+        ]
+        assert {leaf for leaf, _ in linears} == set(row.layers), name
+        assert {leaf for leaf, part in linears if part.bias is not None} == set(row.biased), name
+        norms = [part for part in blocks[0].modules() if "norm" in type(part).__name__.lower()]
+        assert len(norms) == row.norms + 2 * row.qk_norm, name
+        assert all(hasattr(norm, "bias") == row.layer_norm for norm in norms), name

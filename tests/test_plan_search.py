@@ -230,7 +230,7 @@ def test_nf4_is_billed_with_its_scales_and_refused_where_the_loader_refuses_it()
     odd = asked("65B", None, P4D, dtype=Dtype.nf4)
     odd = replace(odd, target=replace(odd.target, model=replace(odd.target.model, dtype=Dtype.nf4, dim=8200)))
     for world in (1, 2):
-        with pytest.raises(DistributedError, match="nf4 wants layers whose inputs are whole blocks"):
+        with pytest.raises(DistributedError, match="nf4 needs inputs in whole blocks"):
             option(odd, next(placements(world, False)))
 
 

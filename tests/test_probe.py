@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llama_ssp.errors import ModelError
 from llama_ssp.models import self_check as probe
 from llama_ssp.models.causal_lm import CausalModel, attention_of
+from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.self_check import require_faithful
-from llama_ssp.models.sharding import TESTED_FAMILIES
 from llama_ssp.speculative.state import Prompt
 from tests.families import CONTEXT, FAMILIES, VOCAB, tiny
 from tests.families import build as build_tested

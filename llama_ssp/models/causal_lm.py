@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import SCALED_FROM, context_within
+from llama_ssp.models.families import TESTED_FAMILIES, family_of
 from llama_ssp.models.kv_cache import Feed, RaggedCache, Tally
 from llama_ssp.models.quantization import scales_of
-from llama_ssp.models.sharding import TESTED_FAMILIES
 from llama_ssp.models.transfer import sent
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -57,7 +57,7 @@ class CausalModel:
         self.scale = RowScale.of(module, self.context)
         rereads = SCALED_FROM in _names_in_code(MODELS, config, "prepare_inputs_for_generation")
         self.restart = self.scale.limit if self.scale and rereads else None
-        if config.model_type == "gpt_neo":
+        if family_of(config.model_type).masks_inside:
             _adapt_gpt_neo(module)
 
     @property
@@ -118,8 +118,9 @@ def windows_of(config: Any) -> dict[str, int | None]:
 
     The window is the config's where the architecture makes a windowed mask; elsewhere the key is ignored.
     """
-    if config.model_type == "gpt_neo":
-        return {"full_attention": None, "sliding_attention": int(config.window_size)}
+    family = family_of(config.model_type)
+    if family.masks_inside and family.window:
+        return {"full_attention": None, "sliding_attention": int(getattr(config, family.window.key))}
     slides = SLIDING_MASK in _names_in_code(BACKBONES, config, "forward")
     window = int(getattr(config, "sliding_window", None) or 0) if slides else 0
     kinds = kinds_of(config)
@@ -232,7 +233,8 @@ def attention_of(config: Any) -> str:
     softcapped = getattr(config, "attn_logit_softcapping", None) is not None
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     fused = getattr(architecture, "_supports_sdpa", False)
-    return "eager" if softcapped or config.model_type == "gpt_neo" or not fused else "sdpa"
+    inside = family_of(config.model_type).masks_inside
+    return "eager" if softcapped or inside or not fused else "sdpa"
 
 
 def kernels_of(config: Any, dtype: torch.dtype) -> dict[str, Any]:

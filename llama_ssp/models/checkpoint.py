@@ -17,8 +17,8 @@ from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
+from llama_ssp.models.families import SCALED_BY_PASS, TESTED_FAMILIES, Window, family_of
 from llama_ssp.models.folder import header, read_json, require_no_code, require_plain, weight_files
-from llama_ssp.models.sharding import TESTED_FAMILIES
 
 log = logging.getLogger(__name__)
 
@@ -28,18 +28,10 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
-TIED_BY_DEFAULT = ("gemma2", "gpt_neo", "opt")  # families whose config.json leaves it out where it is so
-CONTEXTS = {"falcon": 2048}  # of families whose config.json may leave it out
 SCALES = (".SCB", ".absmax")  # how the names of tensors end that bitsandbytes quantised weights with
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # where embeddings may be narrower than layers
 SUPPORTED = ", ".join(TESTED_FAMILIES) + ", and others that have attention with explicit positions only"
-# Families with windowed layers: the key of the window, and what it is where config.json leaves it out.
-WINDOWS: dict[str, tuple[str, int | None]] = {
-    "gemma2": ("sliding_window", 4096), "gpt_neo": ("window_size", 256), "mistral": ("sliding_window", 4096),
-    **dict.fromkeys(("mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"), ("sliding_window", None)),
-}  # fmt: skip
 SCALED_FROM = "original_max_position_embeddings"
-SCALED_BY_PASS = ("phimoe",)  # families with longrope that scale all positions by the longest of a pass
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
 
 
@@ -193,8 +185,12 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
     def given(default: int, *names: str) -> int:
         return first(*names) if any(config.get(name) is not None for name in names) else default
 
+    family = family_of(config["model_type"])
     heads, dim = first("num_attention_heads", "num_heads", "n_head"), first("hidden_size", "n_embd")
     positions = "max_position_embeddings", "n_positions"
+    # Falcon's config.json has a number of KV heads for its newer kind only.
+    newer = config.get("new_decoder_architecture") or not config.get("multi_query", True)
+    one_kv = family.multi_query and not newer
     for name in PROJECTED:
         if config.get(name) not in (None, dim):
             raise _unsupported(checkpoint, f"its embeddings are projected ({name})", f"embeddings of {dim}")
@@ -202,16 +198,13 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "family": config["model_type"],
         "n_layers": first("num_hidden_layers", "num_layers", "n_layer"),
         "n_heads": heads,
-        "n_kv_heads": 1 if _has_one_kv_head(config) else given(heads, "num_key_value_heads", "num_kv_heads"),
+        "n_kv_heads": 1 if one_kv else given(heads, "num_key_value_heads", "num_kv_heads"),
         "head_dim": given(dim // heads, "head_dim"),
         "dim": dim,
         "ffn": given(4 * dim, "intermediate_size", "ffn_dim", "n_inner"),
         "vocab": first("vocab_size"),
         "context": context_within(
-            given(CONTEXTS[config["model_type"]], *positions)
-            if config["model_type"] in CONTEXTS
-            else first(*positions),
-            config,
+            given(family.context, *positions) if family.context else first(*positions), config
         ),
         "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
         "sliding_window": None,
@@ -222,8 +215,8 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
             found=f"{heads} and {shape['n_kv_heads']}", allowed="a whole number of query heads per KV head",
             fix="fetch the model again",
         )  # fmt: skip
-    if (window := _window(config, shape["n_layers"])) is not None:
-        shape["sliding_window"] = given(window[1], window[0])
+    if window := _window(config, family.window, shape["n_layers"]):
+        shape["sliding_window"] = given(*window)
     _compare_embedding(checkpoint, shape["vocab"], dim)
     _compare_layers(checkpoint, shape["n_layers"])
     return shape
@@ -242,15 +235,6 @@ def _unsupported(checkpoint: Checkpoint, why: str, allowed: str = SUPPORTED) -> 
     )  # fmt: skip
 
 
-def _has_one_kv_head(config: dict[str, Any]) -> bool:
-    """Falcon's config.json says how many there are only for its newer kind."""
-    return bool(
-        config["model_type"] == "falcon"
-        and config.get("multi_query", True)
-        and not config.get("new_decoder_architecture")
-    )
-
-
 def context_within(positions: int, config: dict[str, Any]) -> int:
     """How many of these positions can be used: all, or those before all rows would need the same scale."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -262,20 +246,20 @@ def context_within(positions: int, config: dict[str, Any]) -> int:
     return min(positions, unscaled) if isinstance(unscaled, int) else positions
 
 
-def _window(config: dict[str, Any], n_layers: int) -> tuple[str, int] | None:
-    """The key of the window and its value, where the family's layers have one: llama's ignore the key.
+def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> tuple[int, str] | None:
+    """The default and the key of the family's window, if config.json switches it on.
 
     causal_lm.windows_of reads the same off the code of any architecture.
     """
-    family = config["model_type"]
-    key, usual = WINDOWS.get(family, ("", None))
-    window = config.get(key, usual)
-    if family.startswith("qwen"):  # which switch it on, for all layers from one on
+    if window is None or config.get(window.key, window.default) is None:
+        return None
+    if window.switched:
         kinds, first = config.get("layer_types"), config.get("max_window_layers", 28)
         later = isinstance(first, int) and first < n_layers
         slides = "sliding_attention" in kinds if isinstance(kinds, list) else later
-        window = window if config.get("use_sliding_window") and (slides or family == "qwen3_moe") else None
-    return None if window is None else (key, window)
+        if not config.get("use_sliding_window") or (window.partial and not slides):
+            return None
+    return window.default or 0, window.key
 
 
 def _compare_layers(checkpoint: Checkpoint, claimed: int) -> None:
@@ -320,7 +304,8 @@ def outlined(model: ModelConf, role: str) -> ModelConf:
         raise ModelError(
             "config.json names no model_type", where=str(file), fix="use a Hugging Face model folder"
         )
-    tied = checkpoint.config.get("tie_word_embeddings", checkpoint.config["model_type"] in TIED_BY_DEFAULT)
+    usual = family_of(checkpoint.config["model_type"]).tied
+    tied = checkpoint.config.get("tie_word_embeddings", usual)
     return replace(with_shape(model, checkpoint, role), tied=bool(tied))
 
 

@@ -18,11 +18,12 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import ModelError, RunError, lacks_memory, shortened
 from llama_ssp.models.causal_lm import CausalModel, kernels_of, windows_of
 from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.folder import read_json
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.self_check import require_faithful
-from llama_ssp.models.sharding import TESTED_FAMILIES, require_quantised
+from llama_ssp.models.sharding import require_quantised
 from llama_ssp.models.synthetic import SyntheticSource, build
 from llama_ssp.models.tensor_parallel import cut_module, differences, fill_module, require_filled
 

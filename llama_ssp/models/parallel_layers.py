@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.models.sharding import Span
-from llama_ssp.models.tp_table import ATTENTION_OUTPUTS, Sizes
+from llama_ssp.models.families import Linear, family_of
+from llama_ssp.models.sharding import Sizes, Span, length
 
 
 class RowParallel(nn.Module):
@@ -47,7 +47,7 @@ class GatheredHead(nn.Linear):
 
 
 def gather_head(head: Any, ranks: Ranks, shares: list[Span]) -> None:
-    head.__class__, head.ranks, head.shares = GatheredHead, ranks, [last - first for first, last in shares]
+    head.__class__, head.ranks, head.shares = GatheredHead, ranks, list(map(length, shares))
 
 
 def cut_embedding(embedding: Any, held: Span, ranks: Ranks) -> None:
@@ -70,19 +70,18 @@ def cut_embedding(embedding: Any, held: Span, ranks: Ranks) -> None:
     embedding.register_forward_hook(after)
 
 
-def count_heads(module: Any, sizes: Sizes) -> None:
-    """Attention that counts its heads counts this rank's."""
-    heads = sizes.heads
-    for layer in module.modules():
-        if not any(isinstance(getattr(layer, leaf, None), RowParallel) for leaf in ATTENTION_OUTPUTS):
+def set_head_counts(module: Any, sizes: Sizes) -> None:
+    """Gives every attention module the number of this rank's heads."""
+    queries, kvs = sizes.heads.queries, sizes.heads.kvs
+    counts = {"num_heads": queries, "num_key_value_heads": kvs, "num_key_value_groups": queries // kvs}
+    layers = family_of(module.config.model_type).layers
+    outputs = [name for name, linear in layers.items() if linear is Linear.OUTPUT]
+    for attention in module.modules():
+        if not any(isinstance(getattr(attention, name, None), RowParallel) for name in outputs):
             continue
-        local = {
-            "num_heads": heads.queries, "num_key_value_heads": heads.kvs,
-            "num_key_value_groups": heads.queries // heads.kvs,
-        }  # fmt: skip
-        for name, count in local.items():
-            if hasattr(layer, name):
-                setattr(layer, name, count)
-        if hasattr(layer, "qkv_proj"):  # phi3 asks its config where queries end; the model's stays whole
-            layer.config = copy.copy(layer.config)
-            layer.config.num_attention_heads = heads.queries
+        for name, count in counts.items():
+            if hasattr(attention, name):
+                setattr(attention, name, count)
+        if Linear.QKV in layers.values():  # its queries end where its config says; the model's config stays
+            attention.config = copy.copy(attention.config)
+            attention.config.num_attention_heads = queries

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llama_ssp.models.tp_table import COLUMNS, Cut
+from llama_ssp.models.sharding import COLUMNS, Cut
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

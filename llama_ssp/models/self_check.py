@@ -16,6 +16,7 @@ import torch
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.families import READ_TOGETHER_BEYOND
 from llama_ssp.models.kv_cache import Feed
 
 log = logging.getLogger(__name__)
@@ -31,17 +32,14 @@ PIECES = (4, 2)  # a row: how many tokens are fed at a time
 # behind a length that the text goes beyond.
 STRAY = 0.05
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-# Architectures that choose among the tokens of a pass as soon as there are more than this key of the config
-# says: what they choose depends on what is read together. The trial sees it where it reaches so far.
 READ_TOGETHER = "the architecture's logits depend on how many tokens are read together"
-CHOOSY = {"doge": "keep_window_size"}
 
 
 def require_faithful(causal: CausalModel) -> None:
     """Refuses a model whose ragged, cached logits differ from its plain ones."""
     config = causal.module.config
     where = f"{causal.name} ({config.model_type})"
-    key = CHOOSY.get(config.model_type, "")
+    key = READ_TOGETHER_BEYOND.get(config.model_type, "")
     if key and int(getattr(config, key)) < causal.context:
         raise ModelError(
             f"{READ_TOGETHER} beyond {key}", where=where, found=getattr(config, key),

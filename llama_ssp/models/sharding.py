@@ -1,40 +1,29 @@
-"""Who holds which part of a model that is split over ranks: units, shares, refusals. No torch.
+"""Which part of a split model a rank holds, and which splits are refused. No torch.
 
-A share always ends on a unit: a KV head with its query heads, 64 columns of the MLP, one row of the
-vocabulary. Shares may be uneven, by one unit at most: 52 heads over 8 ranks are 7,7,7,7,6,6,6,6.
+A part ends on a whole unit: a KV head with its query heads, 64 columns of the MLP, one row of the vocabulary.
+Parts differ by one unit at most: 52 heads over 8 ranks are 7,7,7,7,6,6,6,6.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import DistributedError, ModelError
+from llama_ssp.models.families import DEEPSPEED_FAMILIES, SPLIT_FAMILIES, Linear
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
-NF4_BLOCK = (
-    64  # weights of one scale; bitsandbytes' CPU kernel is wrong where a row is not made of whole ones
-)
-# Families whose layers are cut by tensor_parallel.py and compared with the whole model in tests.
-SPLIT_FAMILIES = (
-    "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3",
-)  # fmt: skip
-
-# Families whose every attention variant is tested against transformers' own generate.
-TESTED_FAMILIES = tuple(sorted((*SPLIT_FAMILIES, "falcon", "mixtral", "qwen3_moe")))
-
-# Families whose every tensor and moment the plan knows; others run in one process, unplanned.
-PLANNED_FAMILIES = SPLIT_FAMILIES
-
-# Families that DeepSpeed cuts rightly, as compared with the whole model in tests; it cuts phi3's fused MLP
-# wrongly, and refuses gpt2.
-DEEPSPEED_FAMILIES = (
-    "gemma2", "gpt_neo", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3",
-)  # fmt: skip
-
+NF4_BLOCK = 64  # weights with one scale; bitsandbytes' CPU kernel needs rows of whole blocks
 OTHER_RANKS = "start another number of ranks (torchrun --nproc-per-node); for a draft, placement.draft_degree"
 
+ROWS, COLUMNS = 0, 1  # of a weight: a layer's outputs, and its inputs
 Span = tuple[int, int]  # half-open
+
+
+def length(span: Span) -> int:
+    return span[1] - span[0]
 
 
 @dataclass(frozen=True)
@@ -46,11 +35,11 @@ class Heads:
 
     @property
     def queries(self) -> int:
-        return self.query[1] - self.query[0]
+        return length(self.query)
 
     @property
     def kvs(self) -> int:
-        return self.kv[1] - self.kv[0]
+        return length(self.kv)
 
 
 def share(total: int, world: int, rank: int, unit: int = 1) -> Span:
@@ -62,12 +51,11 @@ def share(total: int, world: int, rank: int, unit: int = 1) -> Span:
 
 
 def filled_share(what: str, total: int, world: int, rank: int, unit: int = 1) -> Span:
-    """`share`, refused where a rank would hold nothing."""
-    if -(-total // unit) < world:
-        raise DistributedError(
-            f"the model has too little {what} for the ranks", found=f"{total} over {world} ranks",
-            allowed=f"at most {-(-total // unit)} ranks", fix="start fewer ranks",
-        )  # fmt: skip
+    """`share`; a DistributedError if some rank's part would be empty."""
+    most = -(-total // unit)
+    if most < world:
+        what, found = f"the model has too little {what} for the ranks", f"{total} over {world} ranks"
+        raise DistributedError(what, "", found, f"at most {most} ranks", "start fewer ranks")
     return share(total, world, rank, unit)
 
 
@@ -84,91 +72,147 @@ def vocab_share(vocab: int, world: int, rank: int) -> Span:
 
 
 def head_ranges(n_heads: int, n_kv: int, world: int, rank: int, where: str = "") -> Heads:
-    """Whole KV groups; where there are fewer KV heads than ranks, each is held by several ranks alike."""
+    """Whole KV groups; where there are fewer KV heads than ranks, several ranks hold the same KV head."""
     if world <= n_kv:
         first, last = share(n_kv, world, rank)
         group = n_heads // n_kv
         return Heads((first * group, last * group), (first, last))
-    if n_kv == n_heads or world % n_kv or n_heads % world:
-        fitting = [n for n in range(1, n_heads + 1) if n <= n_kv or _replicates(n_heads, n_kv, n)]
-        raise DistributedError(
-            "the model's heads cannot be split over the ranks", where=where,
-            found=f"{n_heads} heads, {n_kv} KV heads, {world} ranks",
-            allowed=f"{_in_words(fitting)} ranks", fix=OTHER_RANKS,
-        )  # fmt: skip
+    if world % n_kv or n_heads % world:
+        found = f"{n_heads} heads, {n_kv} KV heads, {world} ranks"
+        fitting = [n for n in range(1, n_heads + 1) if n <= n_kv or (n % n_kv == 0 and n_heads % n == 0)]
+        what, allowed = "the model's heads cannot be split over the ranks", f"{_in_words(fitting)} ranks"
+        raise DistributedError(what, where, found, allowed, OTHER_RANKS)
     query = share(n_heads, world, rank)
     kv = query[0] * n_kv // n_heads
     return Heads(query, (kv, kv + 1))
-
-
-def is_planned(model: ModelConf) -> bool:
-    return model.family in PLANNED_FAMILIES
-
-
-def require_planned(model: ModelConf, role: str) -> None:
-    """Refuses a plan of a model whose layers the plan does not know: its figures would be another's."""
-    if not is_planned(model):
-        raise ModelError(
-            "the architecture cannot be planned", where=f"{role} {model.name}", found=model.family,
-            allowed=", ".join(PLANNED_FAMILIES), fix="run it in one process: nothing is foretold of it",
-        )  # fmt: skip
-
-
-def require_split(model: ModelConf, world: int, role: str = "model") -> None:
-    """Refuses, alike on every rank and before anything is opened, a model that cannot be split so."""
-    where = f"{role} {model.name}"
-    if model.family not in SPLIT_FAMILIES:
-        raise ModelError(
-            "the architecture cannot be split over ranks", where=where, found=model.family,
-            allowed=", ".join(SPLIT_FAMILIES), fix="run it in one process, a draft with placement=leader",
-        )  # fmt: skip
-    head_ranges(model.n_heads, model.n_kv_heads, world, 0, where)
-    mlp_share(model.ffn, world, 0)
-    vocab_share(model.vocab, world, 0)
-    require_quantised(model, world)
-
-
-def require_quantised(model: ModelConf, world: int = 1) -> None:
-    """Refuses a model whose layers, or parts of layers, cannot be held in the number format asked for."""
-    if model.dtype is not Dtype.nf4:
-        return
-    parts = [head_ranges(model.n_heads, model.n_kv_heads, world, rank) for rank in range(world)]
-    shares = [mlp_share(model.ffn, world, rank) for rank in range(world)]
-    inputs = {
-        "dim": {model.dim},
-        "heads of a rank": {part.queries * model.head_dim for part in parts},
-        "MLP width of a rank": {last - first for first, last in shares},
-    }
-    for what, found in inputs.items():
-        odd = sorted(size for size in found if size % NF4_BLOCK)
-        if odd:
-            raise DistributedError(
-                "nf4 wants layers whose inputs are whole blocks", where=f"model {model.name}, {what}",
-                found=odd[0], allowed=f"multiples of {NF4_BLOCK}",
-                fix="use dtype=int8 or bf16" + (", or other ranks" if "rank" in what and world > 1 else ""),
-            )  # fmt: skip
-
-
-def require_deepspeed(model: ModelConf, world: int) -> None:
-    """Refuses, alike on every rank and before anything is opened, a model that DeepSpeed would not cut."""
-    if model.family not in DEEPSPEED_FAMILIES:
-        raise ModelError(
-            "DeepSpeed does not cut the architecture", where=f"model {model.name}", found=model.family,
-            allowed=", ".join(DEEPSPEED_FAMILIES), fix="use placement.splitting=tensor, or one process",
-        )  # fmt: skip
-    if model.dtype in (Dtype.int8, Dtype.nf4):
-        raise DistributedError(
-            "DeepSpeed would lose the scales of quantised layers", where=f"model {model.name}",
-            found=model.dtype.value, allowed="fp32, bf16, fp16", fix="use placement.splitting=tensor",
-        )  # fmt: skip
-    filled_share("attention heads", model.n_heads, world, 0)
-
-
-def _replicates(n_heads: int, n_kv: int, world: int) -> bool:
-    return n_kv != n_heads and world % n_kv == 0 and n_heads % world == 0
 
 
 def _in_words(counts: list[int]) -> str:
     """1..4, 8 for 1, 2, 3, 4, 8."""
     run = next((i for i, n in enumerate(counts, start=1) if n != i), len(counts) + 1) - 1
     return ", ".join([f"1..{run}"] * (run > 2) + [str(n) for n in counts[run if run > 2 else 0 :]])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The rows, or the columns, of a weight that a rank holds: one span, or one for each fused part."""
+
+    dim: int
+    spans: tuple[Span, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(map(length, self.spans))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What cuts are computed from: this rank's heads, and the model's."""
+
+    heads: Heads
+    head_dim: int
+    n_heads: int
+    n_kv: int
+    world: int
+    rank: int
+
+    @staticmethod
+    def of(config: Any, world: int, rank: int) -> Sizes:
+        n_heads = int(config.num_attention_heads)
+        n_kv = int(getattr(config, "num_key_value_heads", None) or n_heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
+        return Sizes(head_ranges(n_heads, n_kv, world, rank), head_dim, n_heads, n_kv, world, rank)
+
+    def queries(self, unit: int = 1, after: int = 0) -> Span:
+        """The rank's numbers of all queries, which begin behind `after` others."""
+        return _numbers(self.heads.query, self.head_dim * unit, after)
+
+    def kvs(self, after: int = 0) -> Span:
+        return _numbers(self.heads.kv, self.head_dim, after)
+
+    def mlp(self, width: int, after: int = 0) -> Span:
+        return _numbers(mlp_share(width, self.world, self.rank), 1, after)
+
+
+def _numbers(span: Span, each: int, after: int) -> Span:
+    return after + span[0] * each, after + span[1] * each
+
+
+def _qkv(sizes: Sizes, _width: int) -> tuple[Span, ...]:
+    keys, values = sizes.n_heads * sizes.head_dim, (sizes.n_heads + sizes.n_kv) * sizes.head_dim
+    return sizes.queries(), sizes.kvs(keys), sizes.kvs(values)
+
+
+# For each kind of layer, the side that is cut, and the rank's spans of it, given its length. Cut outputs need
+# no message between ranks, cut inputs need one sum.
+CUTS: dict[Linear, tuple[int, Callable[[Sizes, int], tuple[Span, ...]]]] = {
+    Linear.QUERY: (ROWS, lambda sizes, _: (sizes.queries(),)),
+    Linear.KV: (ROWS, lambda sizes, _: (sizes.kvs(),)),
+    Linear.QKV: (ROWS, _qkv),
+    Linear.QKV_BY_HEAD: (ROWS, lambda sizes, _: (sizes.queries(3),)),
+    Linear.OUTPUT: (COLUMNS, lambda sizes, _: (sizes.queries(),)),
+    Linear.UP: (ROWS, lambda sizes, n: (sizes.mlp(n),)),
+    Linear.GATE_UP: (ROWS, lambda sizes, n: (sizes.mlp(n // 2), sizes.mlp(n // 2, n // 2))),
+    Linear.DOWN: (COLUMNS, lambda sizes, n: (sizes.mlp(n),)),
+}
+
+
+def is_planned(model: ModelConf) -> bool:
+    return model.family in SPLIT_FAMILIES
+
+
+def require_planned(model: ModelConf, role: str) -> None:
+    """A ModelError if the planner does not know the model's layers."""
+    if not is_planned(model):
+        what, fix = "the architecture cannot be planned", "run it in one process, without a plan"
+        raise ModelError(what, f"{role} {model.name}", model.family, ", ".join(SPLIT_FAMILIES), fix)
+
+
+def require_split(model: ModelConf, world: int, role: str = "model") -> None:
+    """Refuses a model that cannot be split over so many ranks: on every rank, before a file is opened."""
+    where = f"{role} {model.name}"
+    if model.family not in SPLIT_FAMILIES:
+        raise unsplit(where, model.family, "run it in one process, a draft with placement=leader")
+    head_ranges(model.n_heads, model.n_kv_heads, world, 0, where)
+    mlp_share(model.ffn, world, 0)
+    vocab_share(model.vocab, world, 0)
+    require_quantised(model, world)
+
+
+def unsplit(where: str, family: str, fix: str = "run it in one process") -> ModelError:
+    what = "the architecture cannot be split over ranks"
+    return ModelError(what, where, family, ", ".join(SPLIT_FAMILIES), fix)
+
+
+def require_quantised(model: ModelConf, world: int = 1) -> None:
+    """Refuses nf4 for a model whose layers, or a rank's parts of them, are not whole blocks."""
+    if model.dtype is not Dtype.nf4:
+        return
+    parts = [head_ranges(model.n_heads, model.n_kv_heads, world, rank) for rank in range(world)]
+    inputs = {
+        "dim": {model.dim},
+        "heads of a rank": {part.queries * model.head_dim for part in parts},
+        "MLP width of a rank": {length(mlp_share(model.ffn, world, rank)) for rank in range(world)},
+    }
+    for what, sizes in inputs.items():
+        odd = sorted(size for size in sizes if size % NF4_BLOCK)
+        if odd:
+            fix = "use dtype=int8 or bf16" + (", or other ranks" if "rank" in what and world > 1 else "")
+            where, allowed = f"model {model.name}, {what}", f"multiples of {NF4_BLOCK}"
+            what = "nf4 needs inputs in whole blocks"
+            raise DistributedError(what, where, odd[0], allowed, fix)
+
+
+def require_deepspeed(model: ModelConf, world: int) -> None:
+    """Refuses a model that DeepSpeed would not cut: on every rank, before a file is opened."""
+    where = f"model {model.name}"
+    if model.family not in DEEPSPEED_FAMILIES:
+        what, fix = (
+            "DeepSpeed does not cut the architecture",
+            "use placement.splitting=tensor, or one process",
+        )
+        raise ModelError(what, where, model.family, ", ".join(DEEPSPEED_FAMILIES), fix)
+    if model.dtype in (Dtype.int8, Dtype.nf4):
+        what, fix = "DeepSpeed would lose the scales of quantised layers", "use placement.splitting=tensor"
+        raise DistributedError(what, where, model.dtype.value, "fp32, bf16, fp16", fix)
+    filled_share("attention heads", model.n_heads, world, 0)

@@ -19,14 +19,18 @@ from torch import Tensor, nn
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import attention_of
-from llama_ssp.models.sharding import Span
-from llama_ssp.models.tp_table import COLUMNS, Cut
+from llama_ssp.models.families import FAMILIES, Linear, family_of
+from llama_ssp.models.sharding import COLUMNS, Cut, Span
 
 HALF = 32  # signs per token; each stands twice, once negated, so that a vector's mean is zero
 SPREAD = 3.0  # standard deviation of the logits
-RESIDUAL_WRITERS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "out_proj", "fc2", "c_proj")
-WITHOUT_ROPE = ("gpt_neo", "opt")
-POSITION_TABLES = ("wpe", "embed_positions")
+# Layers that write into the residual stream, and tables of positions: their weights are zero.
+QUIET = {"wpe", "embed_positions"} | {
+    name
+    for family in FAMILIES.values()
+    for name, linear in family.layers.items()
+    if linear in (Linear.OUTPUT, Linear.DOWN)
+}
 TILE = 2**18
 
 
@@ -34,28 +38,24 @@ def config_for(model: ModelConf) -> Any:
     """transformers' config of the model's shape."""
     from transformers import AutoConfig
 
+    family = family_of(model.family)
     shape: dict[str, Any] = {
-        "vocab_size": model.vocab, "hidden_size": model.dim, "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads, "num_key_value_heads": model.n_kv_heads,
-        "head_dim": model.head_dim, "intermediate_size": model.ffn,
-        "max_position_embeddings": model.context, "tie_word_embeddings": model.tied,
-    }  # fmt: skip
-    if model.sliding_window and model.family in ("mistral", "gemma2", "phi3"):
-        shape["sliding_window"] = model.sliding_window
-    if model.sliding_window and model.family in ("qwen2", "qwen3"):
-        own = {"use_sliding_window": True, "max_window_layers": model.n_layers // 2}
-        shape = {**shape, **own, "sliding_window": model.sliding_window}
-    if model.family == "gpt_neo":
-        kinds = [[["global", "local"], model.n_layers // 2]]
-        shape = {
-            "vocab_size": model.vocab, "hidden_size": model.dim, "num_layers": model.n_layers,
-            "num_heads": model.n_heads, "intermediate_size": model.ffn, "attention_types": kinds,
-            "max_position_embeddings": model.context, "window_size": model.sliding_window or 256,
-        }  # fmt: skip
-    if model.family == "opt":
-        shape = {**shape, "ffn_dim": model.ffn, "word_embed_proj_dim": model.dim}
-    if model.family in ("gpt_neox", "opt"):
-        shape = {k: v for k, v in shape.items() if k not in ("num_key_value_heads", "head_dim")}
+        "vocab_size": model.vocab,
+        "hidden_size": model.dim,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        family.mlp_key: model.ffn,
+        "max_position_embeddings": model.context,
+        "tie_word_embeddings": model.tied,
+    }
+    if family.grouped:
+        shape |= {"num_key_value_heads": model.n_kv_heads, "head_dim": model.head_dim}
+    if family.window and model.sliding_window:
+        shape[family.window.key] = model.sliding_window
+        if family.window.switched:
+            shape |= {"use_sliding_window": True, "max_window_layers": model.n_layers // 2}
+    if family.masks_inside:
+        shape["attention_types"] = [[["global", "local"], model.n_layers // 2]]
     try:
         config = AutoConfig.for_model(model.family, **shape)
     except ValueError:
@@ -72,7 +72,7 @@ def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    if model.head_dim % 2 and model.family not in WITHOUT_ROPE:
+    if model.head_dim % 2 and family_of(model.family).position_rows is None:
         raise ModelError(
             "rotary positions need an even head size", where=f"model {model.name}", found=model.head_dim,
             fix="correct head_dim",
@@ -98,7 +98,7 @@ class SyntheticSource:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._dtype: torch.dtype = module.dtype
         self._device = device
-        self._shifted = model.family == "gemma2"  # whose norms multiply by 1 + weight
+        self._norm_offset = family_of(model.family).norm_offset
         generator = torch.Generator().manual_seed(model.seed)
         noise = (torch.randn(TILE, generator=generator) * 0.02).to(device, self._dtype)
         longest = max(math.prod(shape[1:]) for shape in self.shapes.values())
@@ -142,7 +142,7 @@ class SyntheticSource:
             vector[: 2 * HALF] = self._scale * _norm_signs().repeat(2)
         elif name.endswith("weight"):
             vector.fill_(1.0)
-        return vector - 1 if self._shifted and name.endswith("weight") else vector
+        return vector - self._norm_offset if name.endswith("weight") else vector
 
 
 def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> float:
@@ -203,4 +203,4 @@ def _norm_signs() -> Tensor:
 
 def _is_quiet(name: str) -> bool:
     parts = name.split(".")
-    return parts[-2] in RESIDUAL_WRITERS + POSITION_TABLES
+    return parts[-2] in QUIET

@@ -17,13 +17,14 @@ from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.parallel_layers import RowParallel, count_heads, cut_embedding, gather_head
+from llama_ssp.models.families import family_of
+from llama_ssp.models.parallel_layers import RowParallel, cut_embedding, gather_head, set_head_counts
 from llama_ssp.models.quantization import QUANTISED, quantised
 from llama_ssp.models.safetensors_io import Source
-from llama_ssp.models.sharding import vocab_share
-from llama_ssp.models.tp_table import COLUMNS, ROWS, Cut, Sizes, cuts_of, require_known
+from llama_ssp.models.sharding import COLUMNS, CUTS, ROWS, Cut, Sizes, unsplit, vocab_share
 
 CPU = torch.device("cpu")
+PLANNED = {"colwise": ROWS, "rowwise": COLUMNS}  # in transformers' plans, for y = x W^T with W on disk
 HELD_BACK = 16 * 2**20  # bytes read between two returns of memory to the system
 
 
@@ -56,8 +57,32 @@ def cut_module(
             module.set_submodule(name, RowParallel(module.get_submodule(name), ranks))
     cut_embedding(embedding, looked_up, ranks)
     gather_head(head, ranks, shares)
-    count_heads(module, sizes)
+    set_head_counts(module, sizes)
     return vocab
+
+
+def cuts_of(module: Any, sizes: Sizes) -> dict[str, Cut]:
+    """The cut of every linear layer of the family's row, by the layer's full name."""
+    layers, cuts = family_of(module.config.model_type).layers, {}
+    for name, layer in module.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(layer, nn.Linear) and leaf in layers:
+            dim, spans = CUTS[layers[leaf]]
+            cuts[name] = Cut(dim, spans(sizes, layer.weight.shape[dim]))
+    return cuts
+
+
+def require_known(module: Any) -> None:
+    """Refuses a family without cuts, and one that transformers' own plan cuts in another way."""
+    name = module.config.model_type
+    family = family_of(name)
+    if not family.split:
+        raise unsplit(type(module).__name__, name)
+    for pattern, way in (getattr(module.config, "base_model_tp_plan", None) or {}).items():
+        leaf, side = pattern.rpartition(".")[2], PLANNED.get(way.partition("_")[0])
+        if side is not None and (leaf not in family.layers or CUTS[family.layers[leaf]][0] != side):
+            what = "the architecture has a layer that this program cannot split"
+            raise ModelError(what, name, f"{pattern}: {way}", fix="run it in one process")
 
 
 def fill_module(

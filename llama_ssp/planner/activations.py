@@ -15,22 +15,13 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 
 from llama_ssp.config import Dtype
-from llama_ssp.planner.weights import LAYER_NORM, Part, weights, width
+from llama_ssp.planner.weights import Part, weights, width
 
 MASKS, HIDDEN, LOGITS, LAWS, TOKENS = "masks", "activations", "logits", "laws", "tokens"
 PREFILL, DRAFT_PREFILL, DRAFT, VERIFY = "prefill", "draft prefill", "draft", "verify"
 
 INT, FP32, FP64 = 8, 4, 8
 LAG = 2  # as model_runner.py has it: columns of a draft's step behind a block that was accepted whole
-EAGER = ("gemma2", "gpt_neo")  # attention by plain products, whose scores are tensors
-FUSED = ("gpt_neox", "phi3")  # queries, keys and values of one product
-# Of ffn numbers a token: what a feed-forward layer has at once. Gate, its activation and their product, of
-# which one has gone; fused gate and up; a GELU written out step by step; a linear layer and its activation.
-MLP_PARTS = {"phi3": 4, "gpt_neo": 5, "gpt_neox": 2, "opt": 2}
-GATED = 3
-# Of dim numbers a token, beside a norm or a product: the embedded tokens, the layer's input, and the norm's
-# output or the sum behind attention; in some families embedded positions and their sum, or one norm more.
-STREAM = {"gpt_neo": 5, "opt": 5, "gemma2": 4}
 GPU_ALIGNMENT = 16  # of a mask's rows in torch's memory-efficient attention
 INTEGERS = 24  # int64 numbers a token: ids, positions, slots, and what they are made of
 PACKED_SINCE = 5, 23  # of transformers
@@ -89,7 +80,7 @@ class Forward:
 
     @property
     def eager(self) -> bool:
-        return self.part.family in EAGER
+        return self.part.family.eager
 
     def masks(self) -> int:
         """A mask for each kind of layer, bool or numbers to add, and positions: kept until the next pass."""
@@ -101,8 +92,10 @@ class Forward:
         part, w, state = self.part, self.w, self.tokens * self.part.dim * self.w
         masks = self.masks()
         yield {MASKS: before + masks + self._masked()}
-        # The states that stay beside a layer's work, and the cosines and sines of all positions.
-        stream = STREAM.get(part.family, 3) * state + 2 * self.tokens * part.rotary_width * w
+        # States that stay during a layer's work: embedded tokens, the layer's input, the norm's output or the
+        # sum after attention; positions and their sum, or a norm more. And the cosines and sines.
+        states = 3 + 2 * (part.family.position_rows is not None) + (part.family.norms > 2)
+        stream = states * state + 2 * self.tokens * part.rotary_width * w
         beside = MIB + KERNEL_SCRATCH * self.kernels.threads + self._dequantised()
         worst = max(self._normed(), self._rotated(), self._attended(), state + self._fed())
         yield {MASKS: masks, HIDDEN: stream + worst + beside}
@@ -123,11 +116,11 @@ class Forward:
         part, w = self.part, self.w
         made = w * (part.query_width + 2 * part.key_width)
         turned = 4 * w * max(part.query_width, part.key_width)
-        if part.family == "qwen3":
+        if part.family.qk_norm:
             turned = max(turned, part.query_width * (2 * FP32 + w))  # queries have a norm of their own
         if self.dtype is Dtype.int8:
             turned = max(turned, _int8(part.dim, part.query_width))
-        copies = 2 if part.family in FUSED else 1  # the product of all three stays
+        copies = 2 if part.family.fused_qkv else 1  # the product of all three stays
         # A CPU writes 16 bit into a cache through a copy of the layer's keys in fp32.
         stored = self.cells * FP32 if self.kernels.cpu and w < FP32 else 0
         return self.tokens * copies * made + max(self.tokens * turned, stored)
@@ -135,11 +128,11 @@ class Forward:
     def _attended(self) -> int:
         """Attention: queries and outputs, repeated keys and values, scores or a mask of the kernel."""
         part, w = self.part, self.w
-        fused = w * (part.query_width + 2 * part.key_width) if part.family in FUSED else 0
+        fused = w * (part.query_width + 2 * part.key_width) if part.family.fused_qkv else 0
         made = self.tokens * (3 * w * part.query_width + FP32 * part.queries + fused)
         out = self.tokens * w * (self._sums * part.dim + 2 * part.query_width) + self._kept_scores()
         repeated = self.rows * part.query_width * self.span
-        if part.family == "gpt_neo":  # in fp32: queries, keys, a step and the next
+        if part.family.masks_inside:  # in fp32: queries, keys, a step and the next
             wide = self.tokens * part.query_width * FP32 + repeated * FP32 * (w < FP32)
             return max(out, made + wide + self._scores(2 * FP32 + w))
         shared = 0 if part.queries == part.kvs else 1 if part.kvs == 1 else 2
@@ -155,11 +148,11 @@ class Forward:
     @property
     def _sums(self) -> int:
         """Outputs of a layer that is cut by inputs: a bias behind the sum over ranks makes a second one."""
-        return 2 if self.part.family in LAYER_NORM else 1
+        return 2 if self.part.family.layer_norm else 1
 
     def _kept_scores(self) -> int:
         """Scores stay until the layer's end, and GPT-Neo's a layer more."""
-        return self._scores(self.w * (2 if self.part.family == "gpt_neo" else 1))
+        return self._scores(self.w * (2 if self.part.family.masks_inside else 1))
 
     def _scores(self, step: int) -> int:
         """Where scores are tensors: bytes of one for each query and key, times `step`."""
@@ -168,8 +161,8 @@ class Forward:
     def _fed(self) -> int:
         """The feed-forward layer, and its output."""
         part, w = self.part, self.w
-        halves = 2 if part.family == "phi3" else 1  # gate and up are one product
-        inside = part.ffn * w * MLP_PARTS.get(part.family, GATED)
+        halves = 2 if part.family.fused_mlp else 1  # gate and up are one product
+        inside = part.ffn * w * part.family.mlp_states
         if self.dtype is Dtype.int8:
             up = part.ffn * w + _int8(part.dim, halves * part.ffn)
             inside = max(inside, up, part.ffn * w * halves + _int8(part.ffn, part.dim))
@@ -184,7 +177,7 @@ class Forward:
 
     def _head(self) -> int:
         """Logits; gathered from several ranks: a part, its padded copy, all parts, the whole."""
-        part, numbers = self.part, self.part.whole_vocab * (2 if self.part.family == "gemma2" else 1)
+        part, numbers = self.part, self.part.whole_vocab * (2 if self.part.family.softcap else 1)
         if part.world > 1:
             numbers = max(numbers, part.vocab + (1 + part.world) * part.widest + part.whole_vocab)
         return self.logits * numbers * self.w

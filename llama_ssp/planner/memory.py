@@ -14,12 +14,6 @@ from llama_ssp.planner.room import Bill
 from llama_ssp.planner.weights import BYTES, CACHE, Part, Weight, held, tensors, weights, width
 from llama_ssp.planner.workload import DRAFT, TARGET, Kind, Line, Role, Workload
 
-# Of the kinds of layers, which look back only so far, in families that can have a window.
-WINDOWED = {
-    **dict.fromkeys(("gemma2", "gpt_neo", "qwen2", "qwen3"), (False, True)),
-    **dict.fromkeys(("mistral", "phi3"), (True,)),
-}  # fmt: skip
-ALWAYS_WINDOWED = ("gemma2", "gpt_neo")
 LOADING = "load"
 SEGMENTS = "segments"
 ALLOCATOR = "torch's caching allocator: whole segments, and blocks between that fit nothing"
@@ -204,9 +198,7 @@ def shares(target: Role, draft: Role | None, placement: Placement, work: Workloa
 
 def share_of(role: Role, part: Part, capacity: int, caches: int = 1) -> Share:
     """The part with what else its passes depend on."""
-    windowed = WINDOWED.get(part.family, (False,))
-    if part.family not in ALWAYS_WINDOWED and not role.model.sliding_window:
-        windowed = (False,)
+    windowed = part.family.windowed(role.model.sliding_window)
     return Share(role.role, part, role.dtype, capacity, caches, windowed)
 
 

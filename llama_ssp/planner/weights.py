@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.models.sharding import Span, head_ranges, mlp_share, vocab_share
+from llama_ssp.models.families import Family, Linear, family_of
+from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_share
 
 # Of a layer's weight; scales come on top.
 BYTES = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.nf4: 0.5}
 NF4_BLOCK = 64  # weights that share an fp32 scale
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 
-LAYER_NORM = ("gpt_neo", "gpt_neox", "opt")  # two vectors each; the others' RMS norms have one
 EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS = (
     "embedding", "head", "layers", "norms", "quantisation scales", "positions", "buffers",
 )  # fmt: skip
@@ -29,7 +29,7 @@ HELD = (EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS)  # every gro
 class Part:
     """The sizes of one rank's part of a model; `widest` is the largest share of the vocabulary."""
 
-    family: str
+    family: Family
     layers: int
     dim: int
     head_dim: int
@@ -53,14 +53,14 @@ class Part:
         if world > 1:
             heads = head_ranges(model.n_heads, model.n_kv_heads, world, rank)
             queries, kvs = heads.queries, heads.kvs
-            ffn = size(mlp_share(model.ffn, world, rank))
-            vocab = size(vocab_share(model.vocab, world, rank))
-            widest = size(vocab_share(model.vocab, world, 0))
+            ffn = length(mlp_share(model.ffn, world, rank))
+            vocab = length(vocab_share(model.vocab, world, rank))
+            widest = length(vocab_share(model.vocab, world, 0))
         looked_up = vocab
         if leader_looks_up and world > 1:
             looked_up = 1 if rank else model.vocab
         return Part(
-            model.family, model.n_layers, model.dim, model.head_dim, model.context, model.tied,
+            family_of(model.family), model.n_layers, model.dim, model.head_dim, model.context, model.tied,
             model.vocab, world, queries, kvs, ffn, vocab, widest, looked_up,
         )  # fmt: skip
 
@@ -74,8 +74,8 @@ class Part:
 
     @property
     def rotary_width(self) -> int:
-        """How much of a head is rotated: all of it, but a quarter in GPT-NeoX."""
-        return self.head_dim // 4 if self.family == "gpt_neox" else self.head_dim
+        """How much of a head is rotated."""
+        return int(self.head_dim * self.family.rotary)
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,16 @@ class Weight:
 def weights(part: Part) -> Iterator[Weight]:
     """Every parameter of the part; a tied head is the embedding, where that has its rows."""
     dim, layers, family = part.dim, part.layers, part.family
-    vectors = 2 if family in LAYER_NORM else 1
+    vectors = 2 if family.layer_norm else 1
     yield Weight(EMBEDDING, part.looked_up, dim)
-    if family in ("gpt_neo", "opt"):
-        yield Weight(POSITIONS, part.context + (2 if family == "opt" else 0), dim)
+    if family.position_rows is not None:
+        yield Weight(POSITIONS, part.context + family.position_rows, dim)
     for outputs, inputs, bias in _matrices(part):
         yield Weight(LAYERS, outputs, inputs, layers, linear=True)
         if bias:
             yield Weight(LAYERS, outputs, 1, layers)
-    yield Weight(NORMS, dim, 1, layers * vectors * (4 if family == "gemma2" else 2))
-    if family == "qwen3":
+    yield Weight(NORMS, dim, 1, layers * vectors * family.norms)
+    if family.qk_norm:
         yield Weight(NORMS, part.head_dim, 1, 2 * layers)
     yield Weight(NORMS, dim, 1, vectors)
     if not part.tied or part.looked_up < part.vocab:
@@ -115,33 +115,29 @@ def weights(part: Part) -> Iterator[Weight]:
 
 def _matrices(part: Part) -> Iterator[tuple[int, int, bool]]:
     """A layer's matrices, (outputs, inputs, with bias), in the order in which they are read."""
-    family, dim, ffn = part.family, part.dim, part.ffn
-    queries, keys = part.query_width, part.key_width
-    biased = family in ("opt", "gpt_neox")
-    if family in ("gpt_neox", "phi3"):
-        yield queries + 2 * keys, dim, biased
-    else:
-        for width in (queries, keys, keys):
-            yield width, dim, biased or family == "qwen2"
-    yield dim, queries, biased or family == "gpt_neo"
-    if family in LAYER_NORM:
-        yield ffn, dim, True
-    elif family == "phi3":
-        yield 2 * ffn, dim, False
-    else:
-        yield ffn, dim, False
-        yield ffn, dim, False
-    yield dim, ffn, family in LAYER_NORM
+    dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
+    sides = {
+        Linear.QUERY: (queries, dim),
+        Linear.KV: (keys, dim),
+        Linear.QKV: (queries + 2 * keys, dim),
+        Linear.QKV_BY_HEAD: (queries + 2 * keys, dim),
+        Linear.OUTPUT: (dim, queries),
+        Linear.UP: (ffn, dim),
+        Linear.GATE_UP: (2 * ffn, dim),
+        Linear.DOWN: (dim, ffn),
+    }
+    for name, linear in part.family.layers.items():
+        yield *sides[linear], name in part.family.biased
 
 
 def buffers(part: Part, dtype: Dtype) -> list[int]:
-    """Bytes of what a module computes for itself: rotary frequencies (twice), GPT-Neo's opened masks."""
-    if part.family == "gpt_neo":
+    """Bytes of what a module computes for itself: rotary frequencies (twice), opened masks, a scale."""
+    family = part.family
+    if family.masks_inside:
         return [1] * part.layers
-    if part.family == "opt":
+    if family.position_rows is not None:
         return []
-    scale = [width(dtype)] if part.family == "gemma2" else []  # of its embedding
-    return scale + 2 * [4 * (part.rotary_width // 2)]
+    return [width(dtype)] * family.scaled_embedding + 2 * [4 * (part.rotary_width // 2)]
 
 
 def width(dtype: Dtype) -> int:
@@ -177,7 +173,3 @@ def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
         yield SCALES, NF4_TABLE
     else:
         yield weight.group, weight.count * width(dtype)
-
-
-def size(span: Span) -> int:
-    return span[1] - span[0]

@@ -17,9 +17,10 @@ from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models import deepspeed_tp as autotp
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.deepspeed_tp import load_deepspeed
+from llama_ssp.models.families import DEEPSPEED_FAMILIES
 from llama_ssp.models.loader import load
 from llama_ssp.models.parallel_layers import RowParallel
-from llama_ssp.models.sharding import DEEPSPEED_FAMILIES, require_deepspeed
+from llama_ssp.models.sharding import require_deepspeed
 from tests.distributed.processes import on_ranks
 from tests.distributed.test_tensor import TOLERANCE, UNEVEN, randomised_biases, walked
 from tests.families import FAMILIES, build

@@ -18,10 +18,9 @@ from llama_ssp.config.overrides import CONF
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.safetensors_io import taken
-from llama_ssp.models.sharding import mlp_share, share
+from llama_ssp.models.sharding import Cut, mlp_share, share
 from llama_ssp.models.synthetic import build
 from llama_ssp.models.tensor_parallel import cut_module
-from llama_ssp.models.tp_table import Cut
 from llama_ssp.planner.room import parameters
 
 META = torch.device("meta")

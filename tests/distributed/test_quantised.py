@@ -20,8 +20,8 @@ from llama_ssp.models.loader import load, load_part
 from llama_ssp.models.parallel_layers import RowParallel
 from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.safetensors_io import taken
-from llama_ssp.models.sharding import NF4_BLOCK, require_split
-from llama_ssp.models.tp_table import ROWS, Sizes, cuts_of
+from llama_ssp.models.sharding import NF4_BLOCK, ROWS, Sizes, require_split
+from llama_ssp.models.tensor_parallel import cuts_of
 from tests.distributed.test_tensor import randomised_biases, walked
 from tests.distributed.threads import ranks_of, together
 from tests.families import build

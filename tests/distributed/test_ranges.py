@@ -87,7 +87,7 @@ def test_a_model_is_refused_for_what_cannot_be_split():
     require_split(model(dtype=Dtype.nf4, dim=64, head_dim=64, ffn=256), 4)
     for changes, kind, found in (
         ({"family": "mixtral"}, ModelError, "mixtral"),
-        ({"dtype": Dtype.nf4}, DistributedError, "nf4 wants layers whose inputs are whole blocks"),
+        ({"dtype": Dtype.nf4}, DistributedError, "nf4 needs inputs in whole blocks"),
         ({"n_heads": 3, "n_kv_heads": 3}, DistributedError, "3 heads"),
     ):
         with pytest.raises(kind, match=found):

@@ -15,13 +15,14 @@ from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.families import SPLIT_FAMILIES, Linear
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load, load_part
 from llama_ssp.models.safetensors_io import taken
-from llama_ssp.models.sharding import SPLIT_FAMILIES, head_ranges
+from llama_ssp.models.sharding import CUTS, Sizes, head_ranges
 from llama_ssp.models.synthetic import SyntheticSource
 from llama_ssp.models.synthetic import build as build_synthetic
-from llama_ssp.models.tp_table import TABLE, Sizes, cuts_of
+from llama_ssp.models.tensor_parallel import cuts_of
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ranks_of, together
 from tests.families import FAMILIES, VOCAB, build
@@ -248,7 +249,7 @@ def test_a_missing_weight_is_refused(folder_of: Any, tmp_path: Path):
 
 
 def test_a_plan_that_the_table_contradicts_is_refused(folder_of: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(TABLE, "down_proj", TABLE["up_proj"])
+    monkeypatch.setitem(CUTS, Linear.DOWN, CUTS[Linear.UP])
     with pytest.raises(ModelError, match="down_proj: rowwise"):
         parts_of(folder_of("llama-gqa"), 2)
 
