@@ -41,7 +41,7 @@ from llama_ssp.tasks.certify.target_probs import Noise, Reference
 from llama_ssp.tasks.certify.verdict import Check, Outcome, page, sentence, verdict
 from tests import certify_faults, mutants
 from tests.conftest import Answer, Command
-from tests.toy import toy
+from tests.toy import Toy, toy
 
 SURE = 1e-7  # false-alarm rate of a check in these tests
 VOCAB = 8
@@ -404,6 +404,27 @@ def test_a_cut_may_fall_differently_within_rounding() -> None:
         gap = math.log(float(uncut_V[down[1]] / uncut_V[down[2]]))
         noise = Noise(total_variation=1e-7, log=gap / 4 + 1e-6)
         assert reference.departure(transform, noise, 0, 0).within(noise) is excused, kept
+
+
+def test_what_a_small_batch_rounds_differently_is_rounding() -> None:
+    """A batch of few rows may be multiplied by another kernel: where rounds had few rows, and all regular
+    passes many, their distributions would seem to be another model's."""
+    plain = Toy.forward
+
+    def rounds_by_rows(self: Toy, input_ids: torch.Tensor, **rest: Any) -> Any:
+        seen = plain(self, input_ids, **rest)
+        if len(input_ids) < 4:
+            seen.logits = seen.logits * 1.01
+        return seen
+
+    target, transform = toy(VOCAB, 0), SamplingTransform(SamplingConfig(), (), VOCAB)
+    rounds = [
+        Round(2, (1, 2, token), 1, 0, torch.zeros(2, VOCAB), torch.zeros(1, VOCAB)) for token in range(4)
+    ]
+    for forward, differs in ((plain, False), (rounds_by_rows, True)):
+        with patch.object(Toy, "forward", forward):
+            noise = Reference(target, rounds, 2, 4, 512).noise(transform)
+        assert (noise.total_variation > 1e-4) is differs
 
 
 def two_samples(subject: Any, wrong: Any = None) -> dict[str, Check]:

@@ -2,7 +2,7 @@
 them.
 
 Every text is fed anew to an empty cache: token by token, as regular sampling does, and, to see what rounding
-does, in blocks and in one piece, each time beside other rows. Every rank takes part in every pass.
+does, in blocks and in one piece, each time in another batch, and alone. Every rank takes part in every pass.
 
 Where filters cut a distribution, rounding may keep a token or drop it, and the distribution jumps. So a
 recorded distribution is held against the distribution *before* its cut: what it keeps must be what some
@@ -70,7 +70,10 @@ def tolerance(noise: Noise) -> float:
 
 
 class Reference:
-    """The target's logits at every position of the rounds, by three regular passes."""
+    """The target's logits at every position of the rounds, by four regular passes.
+
+    The last has one row: a batch of few tokens may be multiplied by another kernel, which rounds differently.
+    """
 
     def __init__(self, model: Model, rounds: Sequence[Round], width: int, rows: int, chunk: int) -> None:
         self._rounds = rounds
@@ -81,6 +84,7 @@ class Reference:
             _logits(model, rounds, order, 1, rows, chunk),
             _logits(model, rounds, other, width, rows, chunk),
             _logits(model, rounds, third, longest, rows, chunk),
+            _logits(model, rounds, order, longest, 1, chunk),
         ]
 
     def noise(self, transform: SamplingTransform) -> Noise:
