@@ -76,7 +76,7 @@ def main() -> NoReturn:
     try:
         GUARD.start(None if _environment().world == 1 else GRACE_S)
         code = _guarded()
-        GUARD.ending = True  # for a signal it is too late
+        GUARD.end()  # for a signal it is too late
     except KeyboardInterrupt as stop:  # it came before or after what is guarded
         code = _stopped(stop)
     except JointError as error:  # the others may be waited for without end when a group is taken down
@@ -259,7 +259,7 @@ def _forget_unwritable_output() -> None:
 
 def _fail(message: str, code: int, error: BaseException) -> int:
     """Says it, if this process is the one to; the exit code."""
-    GUARD.ending = True  # no signal interrupts what is said
+    GUARD.end()  # no signal interrupts what is said
     if os.environ.get("LLAMA_SSP_DEBUG") == "1":
         traceback.print_exception(error)
     speaks = error.speaks if isinstance(error, RunError) else None

@@ -132,9 +132,9 @@ class StagedLink:
     def send(self, frame: bytes) -> None:
         stage = self._stage
         stage.mail[self._far].append(frame)
-        letter = Message.opened(frame)
+        message = Message.unpack(frame)
         stage.waiting.discard(self._far)
-        if letter.kind is MessageKind.REPLY:
+        if message.kind is MessageKind.REPLY:
             stage.looked = 0
             if stage.schedule.twice:
                 stage.mail[self._far].append(frame)
@@ -172,7 +172,7 @@ def overlapped(
     """One run of the shipping loop on both sides."""
     stage = Stage(schedule)
     asker = DraftClient(StagedLink(stage, "leader"), PATIENCE_S)
-    answerer = DraftServer(StagedLink(stage, "draft"))
+    answerer = DraftServer(StagedLink(stage, "draft"), ALONE)
     transform = SamplingTransform(s.sampling, tuple(s.ends), target.vocab)
     remote = RemoteDrafter(asker, draft.context, transform.vocab, torch.float64)
     leads = Roles(ALONE, ALONE, None, asker, asker, apart=(1,))

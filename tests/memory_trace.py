@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llama_ssp.config import Weights
-from llama_ssp.distributed.comm import Alone
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.sharding import Cut
@@ -86,11 +86,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self._known[key]
 
 
-class FakeRanks(Alone):
+class FakeRanks(Ranks):
     """One of several ranks, the others of which answer at once."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world, self.is_leader = rank, world, rank == 0
+        self.rank, self.world = rank, world
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [torch.empty_like(tensor) for _ in range(self.world)]

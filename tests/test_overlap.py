@@ -152,10 +152,10 @@ def _any_reply(asker: DraftClient, seconds: float) -> bool:
     frame = asker.link.receive(seconds)
     if frame is None:
         return False
-    letter = Message.opened(frame)
-    asker._heard = letter.number
-    if letter.kind is MessageKind.REPLY:
-        asker._reply = letter
+    message = Message.unpack(frame)
+    asker._acknowledged = message.number
+    if message.kind is MessageKind.REPLY:
+        asker._reply = message
     return True
 
 

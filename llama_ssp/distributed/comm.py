@@ -1,9 +1,10 @@
-"""What a rank can say to others; one process is the case of a single rank."""
+"""One rank's view of the others, and the collectives that every rank calls in the same order."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -12,114 +13,73 @@ from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import DistributedError
 
 
-class Ranks(Protocol):
-    """One rank's view of all: what it is, and the collectives that every rank calls in the same order."""
+class Ranks:
+    """The ranks of a run, or some of them as a group. This base class is one process without others."""
+
+    rank: int = LEADER
+    world: int = 1
+    patience_s: float = 0.0  # how long one rank waits for another
 
     @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    @property
-    def is_leader(self) -> bool: ...
-
-    @property
-    def patience_s(self) -> float:
-        """How long one rank may wait for another."""
+    def is_leader(self) -> bool:
+        return self.rank == LEADER
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor; all are of one shape."""
-
-    def broadcast_ints(self, values: list[int]) -> list[int]:
-        """The leader's integers, on every rank; what the others pass is not looked at."""
-
-    def gather_ints(self, values: list[int]) -> list[list[int]]:
-        """Every rank's integers, as many from each."""
-
-    def require_same(self, what: str, text: str) -> None:
-        """Refuses, on every rank, ranks that differ in `text`. Of JSON objects it names differing keys."""
-
-    def barrier(self) -> None:
-        """Waits until every rank has come here; for as long as loading may take."""
-
-    def among(self, members: tuple[int, ...]) -> Ranks | None:
-        """Some of these ranks as a group of its own, numbered in that order; None where this one is not in.
-
-        All ranks call it alike, members or not.
-        """
-
-    def link(self, one: int, other: int) -> Link | None:
-        """A line between two of these ranks; None on the others. All ranks call it alike."""
-
-    def may_lose(self, members: tuple[int, ...]) -> None:
-        """From now on these ranks, and no others, may go without ending the run. All ranks call it alike."""
-
-    def part_with_lost(self) -> None:
-        """Goes on without those that might be lost. All others call it, at the same place."""
-
-    def enter(self, phase: str, number: int = 0) -> None:
-        """Says what this rank is about to do, and in which round, for messages about failures."""
-
-    def keep_errors_in(self, folder: Path | None) -> None:
-        """Where a rank that fails leaves a record; the leader's folder counts."""
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        """Why this rank ends: the error, which the others get to know, or the one they ended with."""
-
-    def close(self) -> None:
-        """Leaves in good order, after every rank has come here."""
-
-
-class Alone:
-    """One process: nothing to say, nobody to wait for."""
-
-    rank, world, is_leader, patience_s = LEADER, 1, True, 0.0
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor; all have one shape."""
         return [tensor]
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
+        """The leader's integers, on every rank; what the other ranks pass is ignored."""
         return values
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Every rank's integers; all ranks pass equally many."""
         return [values]
 
     def require_same(self, what: str, text: str) -> None:
-        pass
+        """Raises DistributedError on every rank if `text` differs; of JSON objects it names the keys."""
 
     def barrier(self) -> None:
-        pass
+        """Waits until every rank is here, for as long as loading may take."""
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
+        """These ranks as a group, numbered in this order; None on the others. All ranks call it."""
         return self if LEADER in members else None
 
     def link(self, one: int, other: int) -> Link | None:
-        raise DistributedError("a single rank has nobody to talk to", found=f"ranks {one} and {other}")
+        """A connection between two ranks; None on the others. All ranks call it."""
+        raise DistributedError("a single rank has no other to connect to", found=f"ranks {one} and {other}")
 
     def may_lose(self, members: tuple[int, ...]) -> None:
-        pass
+        """From now on these ranks, and no others, may fail without ending the run. All ranks call it."""
 
-    def part_with_lost(self) -> None:
-        pass
+    def drop_lost(self) -> None:
+        """Goes on without the ranks that `may_lose` named. All other ranks call it, at the same place."""
 
     def enter(self, phase: str, number: int = 0) -> None:
-        pass
+        """Records what this rank does next, and in which round, for messages about failures."""
 
     def keep_errors_in(self, folder: Path | None) -> None:
-        pass
+        """Where a rank that fails writes its record; the leader's folder counts."""
 
     def cause_of(self, error: BaseException) -> BaseException:
+        """Why this rank ends: the error, which it passes to the others, or the error they ended with."""
         return error
 
     def close(self) -> None:
-        pass
+        """Leaves in good order, after every rank is here."""
 
 
-ALONE = Alone()
+ALONE = Ranks()
+
+
+def broadcast_json(plain: Any, ranks: Ranks) -> Any:
+    """The leader's JSON value, on every rank; what the other ranks pass is ignored."""
+    if ranks.world == 1:
+        return plain
+    own = json.dumps(plain).encode() if ranks.is_leader else b""
+    return json.loads(bytes(ranks.broadcast_ints(list(own))))

@@ -1,15 +1,14 @@
-"""What the leader and the draft's first rank write to each other over a line: asks, and replies to them.
+"""What the leader and the draft's first rank send each other over a link: requests and replies.
 
-A line brings each frame whole, once and in order, or it is lost (draft_link.py). Asks are numbered. The draft
-acknowledges each ask when it takes it up, and a reply carries the number of its ask. The leader discards a
-reply to an earlier ask, which it did not wait for, and counts it.
+A link brings each frame whole, once and in order, or it is lost (draft_link.py). Requests are numbered. The
+draft acknowledges each request when it takes it up, and a reply has the number of its request. The leader
+discards and counts replies to earlier requests, for which it did not wait.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_link import Link, LinkLost
 
 HEAD = struct.Struct("<BQQ")  # kind, number, how many integers
-LOOK_S = 1.0  # how long a rank that waits for the next ask is deaf to anything else
+LOOK_S = 1.0  # how long one wait for the next request lasts: signals interrupt between two
 
 
 class Dismissed(LinkLost):
@@ -27,78 +26,76 @@ class Dismissed(LinkLost):
 
 
 class MessageKind(IntEnum):
-    ASK = 1
-    HEARD = 2
+    REQUEST = 1
+    ACK = 2
     REPLY = 3
-    ADIEU = 4  # no ask will follow: the leader goes on alone
+    DISMISS = 4  # no request will follow: the leader goes on alone
 
 
 @dataclass(frozen=True)
 class Message:
-    """A frame, opened. `number` is that of the ask, or of the one it answers."""
+    """A frame's content. `number` is the request's, also in what answers it."""
 
     kind: MessageKind
     number: int
     values: list[int]
-    load: bytes = b""
+    payload: bytes = b""
 
-    def frame(self) -> bytes:
-        head = HEAD.pack(self.kind, self.number, len(self.values))
-        return head + array("q", self.values).tobytes() + self.load
+    def pack(self) -> bytes:
+        integers = struct.pack(f"<{len(self.values)}q", *self.values)
+        return HEAD.pack(self.kind, self.number, len(self.values)) + integers + self.payload
 
     @staticmethod
-    def opened(frame: bytes) -> Message:
+    def unpack(frame: bytes) -> Message:
         kind, number, count = HEAD.unpack_from(frame)
-        body = memoryview(frame)[HEAD.size :]
-        values = array("q")
-        values.frombytes(body[: 8 * count])
-        return Message(MessageKind(kind), number, list(values), bytes(body[8 * count :]))
+        values = struct.unpack_from(f"<{count}q", frame, HEAD.size)
+        return Message(MessageKind(kind), number, list(values), frame[HEAD.size + 8 * count :])
 
 
 @dataclass
 class DraftClient:
-    """The leader's end. When the line is lost it says so in `lost`, and is silent from then on.
+    """The leader's end. When the link is lost, `lost` says why, and nothing is sent from then on.
 
-    It has `broadcast_ints` as groups of ranks have, so that decisions are told by it as by them.
+    It has `broadcast_ints` as groups of ranks have, so that decisions go through it as through them.
     """
 
     link: Link
     patience_s: float
-    essential: bool = False  # whether the run ends when the line is lost
+    essential: bool = False  # whether the run ends when the link is lost
     lost: str | None = None
-    mourned: bool = False  # whether the loss has been told
-    discarded: int = 0  # replies to earlier asks
-    _number: int = 0  # of the last ask
-    _heard: int = 0  # of the last ask that the draft took up
+    loss_logged: bool = False
+    discarded: int = 0  # replies to earlier requests
+    _number: int = 0  # of the last request
+    _acknowledged: int = 0  # the last request that the draft took up
     _reply: Message | None = None
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
-        """Asks; returns at once."""
+        """Sends a request; returns at once."""
         if self.lost is None:
             self._number, self._reply = self._number + 1, None
-            while self._take(0.0):  # what nobody waits for any more must not fill the line
+            while self._take(0.0):  # replies that are no longer needed must not fill the link
                 pass
             try:
-                self.link.send(Message(MessageKind.ASK, self._number, values).frame())
+                self.link.send(Message(MessageKind.REQUEST, self._number, values).pack())
             except LinkLost as lost:
                 self.give_up(str(lost))
         return values
 
     def reply(self) -> Message | None:
-        """The reply to what was asked last; None if the line is lost."""
+        """Waits for the reply to the last request; None if the link is lost."""
         self._wait(lambda: self._reply is not None)
         return self._reply
 
     def flush(self) -> None:
-        """Until everything that was told has been heard."""
-        self._wait(lambda: self._heard == self._number)
+        """Waits until the draft has taken up every request."""
+        self._wait(lambda: self._acknowledged == self._number)
 
     def give_up(self, why: str) -> None:
-        """From now on nothing is asked, and no reply is waited for."""
+        """From now on nothing is sent or waited for."""
         if self.lost is None:
             self.lost, self._reply = why, None
-            with suppress(LinkLost):  # then it knows
-                self.link.send(Message(MessageKind.ADIEU, self._number, []).frame())
+            with suppress(LinkLost):
+                self.link.send(Message(MessageKind.DISMISS, self._number, []).pack())
             self.link.close()
 
     def _wait(self, done: Callable[[], bool]) -> None:
@@ -119,57 +116,50 @@ class DraftClient:
             return False
         if frame is None:
             return False
-        letter = Message.opened(frame)
-        self._heard = letter.number
-        if letter.kind is MessageKind.REPLY and letter.number == self._number:
-            self._reply = letter
-        elif letter.kind is MessageKind.REPLY:
+        message = Message.unpack(frame)
+        self._acknowledged = message.number
+        if message.kind is MessageKind.REPLY and message.number == self._number:
+            self._reply = message
+        elif message.kind is MessageKind.REPLY:
             self.discarded += 1
         return True
 
 
 @dataclass
 class DraftServer:
-    """The draft's end. It hears every ask once, in order."""
+    """The draft's end. It receives every request once, in order; only its first rank has it.
+
+    The other ranks that hold the draft get each request from the first, through `group`.
+    """
 
     link: Link
+    group: Ranks
     waited_s: float = 0.0
-    _number: int = 0  # of the last ask that was heard
-    _ask: Message | None = None  # that has come and was not yet heard
+    _number: int = 0  # of the last request that was taken up
+    _request: Message | None = None  # has come, and is not yet taken up
 
-    def come(self) -> bool:
-        """Whether the next ask is there; does not wait."""
+    def has_request(self) -> bool:
+        """Whether the next request has come; does not wait."""
         return self._next(0.0) is not None
 
     def broadcast_ints(self, _values: list[int]) -> list[int]:
-        """The next ask, as soon as it comes. Raises LinkLost where none will."""
+        """The next request, as soon as it comes. Raises LinkLost if none will come."""
         began = time.monotonic()
-        while (ask := self._next(LOOK_S)) is None:
+        while (request := self._next(LOOK_S)) is None:
             pass
         self.waited_s += time.monotonic() - began
-        self._number, self._ask = ask.number, None
-        self.link.send(Message(MessageKind.HEARD, self._number, []).frame())
-        return ask.values
+        self._number, self._request = request.number, None
+        self.link.send(Message(MessageKind.ACK, self._number, []).pack())
+        return self.group.broadcast_ints(request.values)
 
-    def answer(self, values: list[int], load: bytes) -> None:
-        """The reply to the last ask."""
-        self.link.send(Message(MessageKind.REPLY, self._number, values, load).frame())
+    def send_reply(self, values: list[int], payload: bytes) -> None:
+        """The reply to the last request."""
+        self.link.send(Message(MessageKind.REPLY, self._number, values, payload).pack())
 
     def _next(self, seconds: float) -> Message | None:
-        if self._ask is None and (frame := self.link.receive(seconds)) is not None:
-            letter = Message.opened(frame)
-            if letter.kind is MessageKind.ADIEU:
+        if self._request is None and (frame := self.link.receive(seconds)) is not None:
+            message = Message.unpack(frame)
+            if message.kind is MessageKind.DISMISS:
                 raise Dismissed("the leader goes on alone")
-            self._ask = letter
-        return self._ask
-
-
-@dataclass(frozen=True)
-class Relay:
-    """The draft's first rank hears the leader, and the draft's other ranks hear it."""
-
-    leader: DraftServer
-    draft: Ranks
-
-    def broadcast_ints(self, _values: list[int]) -> list[int]:
-        return self.draft.broadcast_ints(self.leader.broadcast_ints([]))
+            self._request = message
+        return self._request

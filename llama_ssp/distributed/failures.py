@@ -1,127 +1,156 @@
-"""Why a rank ends: the first one that fails leaves its reason, and all end with it."""
+"""Why a rank ends: the first cause in the store ends all ranks, with one line and one exit code."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from llama_ssp.distributed.draft_link import LinkLost
 from llama_ssp.distributed.draft_messages import Dismissed
-from llama_ssp.distributed.heartbeat import BEAT_S, LEAVE_S, QUIET_S, Heartbeat
 from llama_ssp.distributed.peers import Peers
-from llama_ssp.distributed.rendezvous import Rendezvous
-from llama_ssp.distributed.signals import GUARD
-from llama_ssp.distributed.store import END, Cause, Place, Store, stopped
+from llama_ssp.distributed.placement import LEADER
+from llama_ssp.distributed.signals import GUARD, PAUSED_S
+from llama_ssp.distributed.store import END, Cause, Place, Store, View, stopped
 from llama_ssp.errors import DISTRIBUTED, INPUT_OUTPUT, OK, DistributedError, JointError, RunError
 
-FIND_S = QUIET_S + 2 * BEAT_S  # for the watch to find whose fault it is
+BEAT_S = 1.0
+QUIET_S = 3.0  # without a beat, after a connection was lost: that rank is gone
+FIND_S = QUIET_S + 2 * BEAT_S  # for the thread to find which rank is gone
+LEAVE_S = 3.0  # for a rank to end in good order once the cause is known
+SETTLE_S = 0.05  # until what a rank wrote before it went has come to the store
 
 
 class LostPeer(DistributedError):
     """Another rank has ended, or is stuck: the cause is there, not here."""
 
 
-class Report:
-    """One rank's account of what it is doing, and of what ended it."""
+class Watch(threading.Thread):
+    """One rank's watch over the others.
 
-    def __init__(self, meeting: Rendezvous, patience_s: float) -> None:
-        address = meeting.address
-        self.rank, self.world = address.rank, address.world
+    The thread sends heartbeats, finds ranks that are gone or silent, and ends this process when there is a
+    cause. The main thread records what it does (`enter`), and asks why it has to end (`cause_of`).
+    """
+
+    def __init__(self, store: Store, peers: Peers, rank: int, world: int, patience_s: float, hosted: bool):
+        """`hosted`: the leader's own process keeps the store, not torchrun."""
+        super().__init__(name="watch", daemon=True)
+        self.rank, self.world = rank, world
         self.place = Place("start")
-        self.folder: Path | None = None  # where records are kept
-        self._keeps_store = address.hosts
-        self._board = Store(meeting.store, self.rank, self.world)
-        peers = Peers(meeting.everyone, self.rank)
-        self._watch = Heartbeat(
-            self._board.clone(), peers, self.rank, self.world, patience_s, not address.launched
-        )
-        self._watch.start()
+        self.folder: Path | None = None  # for records of errors
+        self.spare: frozenset[int] = frozenset()  # the others do not end with these ranks
+        self._store, self._thread_store, self._peers = store, store.clone(), peers
+        self._hosted, self._patience_s, self._beat_s = hosted, patience_s, min(BEAT_S, patience_s / 4)
+        self._cause: Cause | None = None
+        self._found, self._stopped = threading.Event(), threading.Event()
+        self._broken = threading.Event()  # a connection broke: a rank is gone
+        self._view: View | None = None  # as last read
+        self._changed = dict.fromkeys(range(world), time.monotonic())  # when each heartbeat last came
+        GUARD.on_signal.append(peers.wake)  # the others learn of a signal at once
+
+    # The main thread.
 
     def enter(self, phase: str, number: int = 0) -> None:
-        self.place = self._watch.place = Place(phase, number)
-        with suppress(RuntimeError):  # who keeps the store is gone: the watch knows
-            self._board.move(self.place)
+        self.place = Place(phase, number)
+        with suppress(RuntimeError):  # the store is gone: the thread finds that
+            self._store.move(self.place)
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """A peer that is gone, or late beyond its time, ends this rank with one line."""
+        """Raises LostPeer for torch's error when another rank is gone, or late beyond its time."""
         try:
             yield
         except RuntimeError as error:
-            GUARD.ending = True
-            self._watch.lost.set()
-            raise LostPeer(
-                "another rank has gone or does not answer", where=f"rank {self.rank}, {self.place}, {what}",
-                found=str(error)[-160:], fix="look for the first error of the other ranks",
-            ) from error  # fmt: skip
+            GUARD.end()
+            self._broken.set()
+            where, found = f"rank {self.rank}, {self.place}, {what}", str(error)[-160:]
+            fix = "look for the first error of the other ranks"
+            raise LostPeer("another rank has gone or does not answer", where, found, fix=fix) from error
 
     def leave(self) -> None:
         """From here on, ranks that go are no fault."""
         self.enter(END)
 
-    def part(self) -> None:
-        self._watch.part()
-
-    def may_lose(self, ranks: frozenset[int]) -> None:
-        """Should one of these go, or fall silent, the others do not end with it."""
-        self._watch.spare = ranks
-
-    @property
-    def spare(self) -> frozenset[int]:
-        return self._watch.spare
+    def stop(self) -> None:
+        """Ends the thread: the run is over."""
+        self._stopped.set()
+        self._rest(LEAVE_S)
+        GUARD.disarm("store")
 
     def excuse(self, ranks: tuple[int, ...]) -> None:
-        """The others go on without them."""
-        with suppress(RuntimeError):  # the store is gone: the watch knows
+        """Tells these ranks that the others go on without them."""
+        with suppress(RuntimeError):
             for rank in ranks:
-                self._board.excuse(rank)
+                self._store.excuse(rank)
 
     def dismiss(self, ranks: tuple[int, ...]) -> None:
-        """Lost ranks of this machine that only stand still are woken, so that they leave; or else ended."""
-        self._watch.dismiss(ranks)
+        """Lets stopped ranks of this machine run, so that they leave, and ends those that do not."""
+        for rank in ranks:
+            self._peers.signal(rank, signal.SIGCONT)
+        self._outlive(set(ranks), LEAVE_S)
 
     def see_off(self) -> None:
-        """The first rank of a machine leaves last: nobody else ends one that is stopped on its way out."""
-        self._watch.see_off()
-        GUARD.parted = True
+        """The first rank of a machine leaves last: it ends a rank that is stopped on its way out."""
+        others = self._peers.here
+        if self.rank < min(others, default=0):
+            self._outlive(others, max(self._patience_s, 2 * LEAVE_S))
+        GUARD.end(parted=True)
 
     def cause_of(self, error: BaseException) -> JointError:
-        """What all ranks end with: the first cause on the board, which may be this error.
+        """What all ranks end with: the first cause in the store, which may be this error.
 
         A rank that may be lost ends by itself, and with code 0: a launcher would take another for the run's.
         """
-        GUARD.ending = True
+        GUARD.end()
         if self.rank in self.spare and not isinstance(error, KeyboardInterrupt):
             left_alone = isinstance(error, LinkLost | LostPeer)
-            if not left_alone or self._is_excused(error) or not self._watch.ask(FIND_S):
+            if not left_alone or self._is_excused(error) or not self._find(FIND_S):
                 return self._lost(error, not left_alone)
-        cause = self._cause(error)
-        speaks = self._watch.speaks(cause)
-        GUARD.arm("cause", LEAVE_S, cause.code, cause.line if speaks else "")
+        elsewhere = isinstance(error, LostPeer | LinkLost | KeyboardInterrupt)
+        cause = self._find(FIND_S if elsewhere else 0.0)
+        if cause is None:
+            cause = self._own(error)
+            with suppress(RuntimeError):
+                cause = self._store.blame(cause)
+        speaks = self._arm(cause)
         self._keep(error, cause)
-        if self._keeps_store:
-            self._board.linger(cause.silent)
-        self._watch.rest(BEAT_S)
+        if self._hosted and self.rank == LEADER:
+            self._store.linger(cause.silent)
+        self._rest(BEAT_S)
         return JointError(cause.line, cause.code, speaks)
 
-    def _cause(self, error: BaseException) -> Cause:
-        elsewhere = isinstance(error, LostPeer | LinkLost | KeyboardInterrupt)
-        if found := self._watch.ask(FIND_S if elsewhere else 0.0):
-            return found
-        with suppress(RuntimeError):
-            return self._board.blame(self._own(error))
-        return self._own(error)
+    def _find(self, seconds: float) -> Cause | None:
+        """The cause, as soon as the thread has it."""
+        self._peers.wake()
+        return self._cause if self._found.wait(seconds) else None
+
+    def _rest(self, seconds: float) -> None:
+        """Until the thread has ended: were it inside the store's C++ when Python ends, Python would abort."""
+        self._peers.wake()
+        self.join(seconds)
+
+    def _outlive(self, ranks: set[int], seconds: float) -> None:
+        """Waits until they have gone, and ends those that do not go."""
+        until = time.monotonic() + seconds
+        try:
+            while ranks & self._peers.living() and time.monotonic() < until:
+                time.sleep(SETTLE_S)
+        finally:  # also when a signal ends the wait
+            for rank in ranks & self._peers.living():
+                self._peers.signal(rank, signal.SIGKILL)
 
     def _is_excused(self, error: BaseException) -> bool:
-        """Whether the others go on: then there is no cause to be found."""
+        """Whether the others go on: then there is no cause to find."""
         with suppress(RuntimeError):
-            return isinstance(error, Dismissed) or self._board.is_excused(self.rank)
+            return isinstance(error, Dismissed) or self._store.is_excused(self.rank)
         return False
 
     def _lost(self, error: BaseException, speaks: bool) -> JointError:
@@ -129,34 +158,114 @@ class Report:
         GUARD.arm("cause", LEAVE_S, OK)
         self._keep(error, cause)
         self.leave()
-        self.part()
+        self.stop()
         return JointError(cause.line, OK, speaks)
 
     def _own(self, error: BaseException) -> Cause:
+        """This rank's error as a cause."""
         where = f"rank {self.rank} failed during {self.place}"
         if isinstance(error, KeyboardInterrupt):
             return stopped(self.rank, error.args[0], self.place)
         if isinstance(error, LostPeer | LinkLost):
-            return Cause(f"rank {self.rank} waits in vain; {error}; {self._places()}")
+            places = self._view.places if self._view else []  # ranks out of step show
+            where = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+            return Cause(f"rank {self.rank} waits in vain; {error}; {where}")
         if isinstance(error, RunError):
             return Cause(f"{where}: {error}", error.code)
         code = INPUT_OUTPUT if isinstance(error, OSError) else DISTRIBUTED
         return Cause(f"{where}: {type(error).__name__}: {error}", code)
 
-    def _places(self) -> str:
-        """Where all ranks are: those out of step show."""
-        view = self._watch.view
-        return ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(view.places)) if view else ""
-
     def _keep(self, error: BaseException, cause: Cause) -> None:
-        """This rank's record, in the run folder where this machine has it."""
+        """Writes this rank's record, into the run folder if this machine has it."""
         if self.folder is None or not self.folder.is_dir():
             return
-        record = {
-            "time": datetime.now(UTC).isoformat(), "rank": self.rank, "phase": self.place.phase,
-            "round": self.place.round, "exception": f"{type(error).__name__}: {error}", "cause": cause.line,
-            "exit_code": cause.code, "host": socket.gethostname(), "pid": os.getpid(),
-        }  # fmt: skip
+        record = {"time": datetime.now(UTC).isoformat(), "rank": self.rank, **asdict(self.place)}
+        record |= {"exception": f"{type(error).__name__}: {error}", "cause": cause.line}
+        record |= {"exit_code": cause.code, "host": socket.gethostname(), "pid": os.getpid()}
         with suppress(OSError):  # a full disk must not hide the cause
             path = self.folder / f"error.rank{self.rank}.json"
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    # The thread.
+
+    def run(self) -> None:
+        beat, before = 0, time.monotonic()
+        while not self._stopped.is_set():
+            beat += 1
+            gone = self._peers.wait(self._beat_s)
+            if gone:
+                time.sleep(SETTLE_S)
+            now = time.monotonic()
+            if now - before > self._beat_s + PAUSED_S:  # this process was stopped: all others look late
+                self._changed = dict.fromkeys(self._changed, now)
+            before = now
+            GUARD.arm("store", self._patience_s, DISTRIBUTED, self._silent_store(), self._kill_keeper)
+            try:
+                cause = self._look(beat, gone)
+            except RuntimeError:
+                cause = self._lost_store()
+            GUARD.disarm("store")
+            if cause and not self._stopped.is_set():
+                self._cause = cause
+                self._arm(cause)
+                self._found.set()
+                with suppress(RuntimeError):  # the rank that kept the store is gone
+                    self._thread_store.acknowledge()
+                return
+
+    def _arm(self, cause: Cause) -> bool:
+        """This process ends soon, by itself if it has to; whether it says the cause."""
+        speaks = cause.speaker(self.world) == self.rank
+        GUARD.arm("cause", LEAVE_S, cause.code, cause.line if speaks else "")
+        return speaks
+
+    def _look(self, beat: int, gone: set[int]) -> Cause | None:
+        """Sends a heartbeat, reads those of the others, and records the cause if a rank is missing."""
+        self._thread_store.beat(beat)
+        before, view = self._view, self._thread_store.read()
+        self._view, now = view, time.monotonic()
+        for rank in range(self.world):
+            if before is None or before.beats[rank] != view.beats[rank]:
+                self._changed[rank] = now
+        if view.cause:
+            return view.cause
+        late_s = {rank: now - changed for rank, changed in self._changed.items() if rank != self.rank}
+        staying = {rank for rank in range(self.world) if view.places[rank].phase != END}
+        limit = QUIET_S if self._broken.is_set() else self._patience_s
+        late = {rank for rank in late_s.keys() & staying if late_s[rank] > limit}
+        # This rank waits also for those that leave; one may be stopped.
+        late |= {rank for rank in late_s.keys() - staying - gone if late_s[rank] > self._patience_s}
+        missing = sorted(((gone & staying) | late) - self.spare)
+        if not missing:  # only now: torchrun stops the others when one has gone
+            number = GUARD.signalled
+            return self._thread_store.blame(stopped(self.rank, number, self.place)) if number else None
+        first = next((rank for rank in missing if rank in gone), missing[0])
+        how = "is gone (killed by a signal, or it exited without a word)"
+        if first not in gone:
+            how = f"has not answered for {late_s[first]:.1f} s (stopped, or cut off)"
+        cause = Cause(f"rank {first} {how} during {view.places[first]}", silent=tuple(missing))
+        for rank in late - gone - self.spare:
+            self._peers.signal(rank, signal.SIGKILL)
+        return self._thread_store.blame(cause)
+
+    def _lost_store(self) -> Cause:
+        """The cause when the process that keeps the store is gone."""
+        gone = self._peers.wait(SETTLE_S)
+        if not self._hosted:
+            return Cause("the launcher that keeps the ranks' store is gone", silent=tuple(gone))
+        line = f"rank {LEADER} is gone; last heard of in {self._leaders_place()}"
+        return Cause(line, silent=(LEADER, *(gone - {LEADER})))
+
+    def _silent_store(self) -> str:
+        """What one rank says if the store does not answer at all."""
+        if not self._hosted:
+            return "the launcher that keeps the ranks' store does not answer" if self.rank == LEADER else ""
+        how = "does not answer (stopped, or cut off); last heard of in"
+        return f"rank {LEADER} {how} {self._leaders_place()}" if self.rank == LEADER + 1 else ""
+
+    def _leaders_place(self) -> Place:
+        return self._view.places[LEADER] if self._view else Place("start")
+
+    def _kill_keeper(self) -> None:
+        if self._hosted:
+            self._peers.signal(LEADER, signal.SIGKILL)

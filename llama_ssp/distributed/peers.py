@@ -1,4 +1,4 @@
-"""The other ranks' processes, where they run on this machine: whether they live, and how to end them."""
+"""The other ranks' processes on this machine: whether they live, and how to end them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process of some machine. A pid alone may come to be another's."""
+    """A process of some machine. A pid alone may come to be another process's."""
 
     machine: str
     host: str
@@ -26,11 +27,11 @@ def own_identity() -> Identity:
 
 
 class Peers:
-    """Those of this machine, held by pidfd: Linux tells when one ends, and never means another."""
+    """The other ranks of this machine, by pidfd: Linux reports when one ends, and never means another."""
 
     def __init__(self, everyone: dict[int, Identity], own: int) -> None:
         self._handles: dict[int, int] = {}
-        self._hearing, self._calling = os.pipe()
+        self._waiting, self._waking = os.pipe()
         if not hasattr(os, "pidfd_open"):
             return
         for rank, process in everyone.items():
@@ -38,44 +39,32 @@ class Peers:
                 with contextlib.suppress(OSError):
                     self._hold(rank, process)
 
-    def wait(self, seconds: float) -> set[int]:
-        """Ranks that are gone; returns as soon as there is one, when called, or after so many seconds."""
-        poll = select.poll()
-        for handle in (self._hearing, *self._handles.values()):
-            poll.register(handle, select.POLLIN)
-        ready = {handle for handle, _ in poll.poll(1000 * seconds)}
-        if self._hearing in ready:
-            os.read(self._hearing, 64)
-        return {rank for rank, handle in self._handles.items() if handle in ready}
-
-    def call(self) -> None:
-        """Ends the wait that is going on, or the next one."""
-        os.write(self._calling, b"!")
-
-    def kill(self, rank: int) -> None:
-        """Ends a rank that has stopped answering: it would keep its memory for ever."""
-        if rank in self._handles:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
-
-    def wake(self, rank: int) -> None:
-        """A stopped process goes on."""
-        if rank in self._handles:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._handles[rank], signal.SIGCONT)
-
     @property
     def here(self) -> set[int]:
-        """Those of this machine."""
+        """The other ranks of this machine."""
         return set(self._handles)
 
+    def wait(self, seconds: float) -> set[int]:
+        """Ranks that are gone; returns as soon as there is one, upon `wake`, or after this time."""
+        ready = _ready([self._waiting, *self._handles.values()], seconds)
+        if self._waiting in ready:
+            os.read(self._waiting, 64)
+        return {rank for rank, handle in self._handles.items() if handle in ready}
+
+    def wake(self) -> None:
+        """Ends the `wait` that is going on, or the next one."""
+        os.write(self._waking, b"!")
+
     def living(self) -> set[int]:
-        """Those of this machine that have not ended."""
-        poll = select.poll()
-        for handle in self._handles.values():
-            poll.register(handle, select.POLLIN)
-        ended = {handle for handle, _ in poll.poll(0)}
+        """The other ranks of this machine that have not ended."""
+        ended = _ready(self._handles.values(), 0.0)
         return {rank for rank, handle in self._handles.items() if handle not in ended}
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Sends a signal to a rank of this machine; does nothing for others."""
+        if rank in self._handles:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._handles[rank], number)
 
     def _hold(self, rank: int, process: Identity) -> None:
         handle = os.pidfd_open(process.pid)
@@ -83,6 +72,13 @@ class Peers:
             self._handles[rank] = handle
         else:
             os.close(handle)
+
+
+def _ready(handles: Iterable[int], seconds: float) -> set[int]:
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    return {handle for handle, _ in poll.poll(1000 * seconds)}
 
 
 def _machine() -> str:

@@ -1,8 +1,8 @@
-"""Several ranks that talk over torch.distributed.
+"""Several ranks that exchange tensors and messages over torch.distributed.
 
-Rank 0 leads: what it decides goes out as integers, one broadcast a message, never as pickled objects.
-A message carries its number and a checksum, because a rank that skipped or repeated one would otherwise
-be paired with its neighbours' next message, silently.
+Rank 0 leads: it sends its decisions as integers, one broadcast a message, never as pickled objects. A message
+has a number and a checksum: a rank that skipped or repeated one would otherwise silently take its neighbours'
+next message for this one.
 """
 
 from __future__ import annotations
@@ -23,69 +23,57 @@ from torch import Tensor
 
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.comm import ALONE, Ranks
-from llama_ssp.distributed.draft_link import Calling, Link, Listener, call
-from llama_ssp.distributed.failures import Report
+from llama_ssp.distributed.draft_link import Link, Listener, connect
+from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.rendezvous import meet
 from llama_ssp.errors import DistributedError
 
-PACKET = 1024  # integers of a message's first broadcast; a round's fit, a list of prompts takes a second one
+PACKET = 1024  # integers of a message's first broadcast: enough for a round; a list of prompts needs a second
 HEAD = 3  # number, length, checksum
-LOADING = timedelta(minutes=30)  # while ranks load
-WORKING_S = 120.0  # while one waits for another in a round
+LOADING = timedelta(minutes=30)  # how long ranks wait for each other while they load
+WORKING_S = 120.0  # and within a round
 MAX_NAMED = 3  # differences that a message names
-LATER_S = 10.0  # how much later NCCL gives up, which then ends the process: the watch is to be first
+LATER_S = 10.0  # NCCL ends the process when it gives up: it does so this much later than the watch
 
 
 @dataclass(frozen=True)
-class Terms:
+class Run:
     """What all groups of a run share."""
 
     rank: int
     device: torch.device
     patience: timedelta
-    report: Report
+    watch: Watch
 
 
-class Group:
-    """Some of the ranks: tensors over one process group, messages over one of their own on the CPU."""
+class Group(Ranks):
+    """Some of the ranks: tensors over one process group, messages over another on the CPU."""
 
-    def __init__(self, members: tuple[int, ...], terms: Terms) -> None:
-        """`members` are numbers of torchrun's. All ranks make the group, members or not."""
-        self._members, self._terms = members, terms
-        self._sent = 0
-        self._staying: dict[tuple[int, ...], Group] = {}  # by those that may be lost
+    def __init__(self, members: tuple[int, ...], run: Run) -> None:
+        """`members` are torchrun's numbers. All ranks make the group, members or not."""
+        self._run, self.patience_s = run, run.patience.total_seconds()
+        self._join(members)
+        self._staying: dict[tuple[int, ...], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
-        # Messages and waiting go by gloo also where tensors go by NCCL: a stuck kernel is still reported.
-        ranks = list(members)
-        backend = _backend(terms.device)
+        # Messages and barriers use gloo also where tensors use NCCL: a stuck kernel is still reported.
+        ranks, backend = list(members), _backend(run.device)
         later = timedelta(seconds=LATER_S if backend == "nccl" else 0)
         with self._during("making groups"):
-            self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=terms.patience)
+            self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=run.patience)
             self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
-            self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=terms.patience + later)
+            self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=run.patience + later)
 
-    @property
-    def rank(self) -> int:
-        return self._members.index(self._terms.rank)
-
-    @property
-    def world(self) -> int:
-        return len(self._members)
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == LEADER
+    def _join(self, members: tuple[int, ...]) -> None:
+        self._members, self.world, self._sent = members, len(members), 0
+        self.rank = members.index(self._run.rank) if self._run.rank in members else -1
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
         chosen = tuple(self._members[member] for member in members)
-        inside = self._terms.rank in chosen
         if chosen == self._members:
             return self
-        if len(chosen) == 1:
-            return ALONE if inside else None
-        group = Group(chosen, self._terms)
-        return group if inside else None
+        group = Group(chosen, self._run) if len(chosen) > 1 else ALONE
+        return group if self._run.rank in chosen else None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         with self._during("summing"):
@@ -98,32 +86,30 @@ class Group:
             dist.all_gather(parts, tensor, group=self._tensors)
         return self._in_order(parts)
 
-    @property
-    def patience_s(self) -> float:
-        return self._terms.patience.total_seconds()
-
     def link(self, one: int, other: int) -> Link | None:
-        """The other one listens, and pins up where, together with a word that only ranks know."""
+        """`other` listens, and gathers its address with a secret that only ranks know."""
         listener = Listener() if self.rank == other else None
-        every = self.gather_ints((listener.calling if listener else Calling()).told())
+        own = json.dumps([listener.host, listener.port, listener.secret] if listener else [])
+        host, port, secret = json.loads(self._gather_texts(own)[other])
         if listener is not None:
             return listener.accept(self.patience_s)
-        return call(Calling.heard(every[other]), self.patience_s) if self.rank == one else None
+        return connect(host, port, secret, self.patience_s) if self.rank == one else None
 
     def may_lose(self, members: tuple[int, ...]) -> None:
         if members and members not in self._staying:
             staying = tuple(rank for rank in self._members if rank not in members)
-            self._staying[members] = Group(staying, self._terms)
-        self._terms.report.may_lose(frozenset(members))
+            self._staying[members] = Group(staying, self._run)
+        self._run.watch.spare = frozenset(members)
 
-    def part_with_lost(self) -> None:
-        lost = tuple(sorted(self._terms.report.spare))
+    def drop_lost(self) -> None:
+        lost = tuple(sorted(self._run.watch.spare))
         staying = self._staying.get(lost)
         if staying is not None and not self._lost:
-            self._lost, self._members, self._sent = lost, staying._members, 0
+            self._lost = lost
+            self._join(staying._members)
             self._messages, self._waiting = staying._messages, staying._waiting
             self._tensors = staying._tensors
-            self._terms.report.excuse(lost)
+            self._run.watch.excuse(lost)
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self._sent += 1
@@ -134,15 +120,16 @@ class Group:
         self._broadcast(packet)
         number, length, sum_ = packet[:HEAD].tolist()
         if number != self._sent:
-            raise self._astray("another message than was due", f"number {number}", f"number {self._sent}")
-        heard: list[int] = packet[HEAD : HEAD + length].tolist()
-        if length > len(heard):
-            rest = torch.tensor(values[len(heard) :] if self.is_leader else [0] * (length - len(heard)))
+            raise self._out_of_step("an unexpected message", f"number {number}", f"number {self._sent}")
+        received: list[int] = packet[HEAD : HEAD + length].tolist()
+        missing = length - len(received)
+        if missing > 0:
+            rest = torch.tensor(values[len(received) :] if self.is_leader else [0] * missing)
             self._broadcast(rest)
-            heard += rest.tolist()
-        if checksum(heard) != sum_:
-            raise self._astray("a damaged message", f"checksum {checksum(heard):08x}", f"{sum_:08x}")
-        return heard
+            received += rest.tolist()
+        if checksum(received) != sum_:
+            raise self._out_of_step("a damaged message", f"checksum {checksum(received):08x}", f"{sum_:08x}")
+        return received
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         own = torch.tensor(values, dtype=torch.int64)
@@ -152,19 +139,42 @@ class Group:
         return [part.tolist() for part in self._in_order(parts)]
 
     def require_same(self, what: str, text: str) -> None:
-        every = self.gather_ints(list(hashlib.sha256(text.encode()).digest()))
-        other = [self._members[rank] for rank, theirs in enumerate(every) if theirs != every[LEADER]]
-        if other:
+        digests = self.gather_ints(list(hashlib.sha256(text.encode()).digest()))
+        unlike = [rank for rank, digest in enumerate(digests) if digest != digests[LEADER]]
+        if unlike:
+            texts, numbers = self._gather_texts(text), [self._members[rank] for rank in unlike]
             leader = self._members[LEADER]
-            told = self._texts(text)
-            named = differing(told[self._members.index(other[0])], told[LEADER], (other[0], leader))
-            raise DistributedError(
-                f"the ranks differ in {what}",
-                found=f"ranks {', '.join(map(str, other))} unlike rank {leader}{named}",
-                allowed="the same on every rank", fix="start all ranks with the same command and files",
-            )  # fmt: skip
+            named = differing(texts[unlike[0]], texts[LEADER], (numbers[0], leader))
+            found = f"ranks {', '.join(map(str, numbers))} unlike rank {leader}{named}"
+            fix = "start all ranks with the same command and files"
+            raise DistributedError(f"the ranks differ in {what}", "", found, "the same on every rank", fix)
 
-    def _texts(self, text: str) -> list[str]:
+    def barrier(self) -> None:
+        with self._during("waiting for the others"):
+            dist.barrier(group=self._waiting)
+
+    def enter(self, phase: str, number: int = 0) -> None:
+        self._run.watch.enter(phase, number)
+
+    def keep_errors_in(self, folder: Path | None) -> None:
+        name = os.fsencode(folder.resolve()) if folder else b""
+        leaders = bytes(self.broadcast_ints(list(name)))
+        self._run.watch.folder = Path(os.fsdecode(leaders)) if leaders else None
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        return self._run.watch.cause_of(error)
+
+    def close(self) -> None:
+        watch = self._run.watch
+        watch.leave()
+        self.barrier()
+        watch.stop()
+        if self.is_leader:
+            watch.dismiss(self._lost)
+        dist.destroy_process_group()
+        watch.see_off()
+
+    def _gather_texts(self, text: str) -> list[str]:
         """Every rank's text."""
         own = text.encode()
         lengths = [length for (length,) in self.gather_ints([len(own)])]
@@ -172,32 +182,8 @@ class Group:
         every = zip(self.gather_ints(padded), lengths, strict=True)
         return [bytes(values[:length]).decode() for values, length in every]
 
-    def barrier(self) -> None:
-        with self._during("waiting for the others"):
-            dist.barrier(group=self._waiting)
-
-    def enter(self, phase: str, number: int = 0) -> None:
-        self._terms.report.enter(phase, number)
-
-    def keep_errors_in(self, folder: Path | None) -> None:
-        name = str(folder.resolve()) if folder else ""
-        told = bytes(self.broadcast_ints(list(os.fsencode(name))))
-        self._terms.report.folder = Path(os.fsdecode(told)) if told else None
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        return self._terms.report.cause_of(error)
-
-    def close(self) -> None:
-        self._terms.report.leave()
-        self.barrier()
-        self._terms.report.part()
-        if self.is_leader:
-            self._terms.report.dismiss(self._lost)
-        dist.destroy_process_group()
-        self._terms.report.see_off()
-
     def _in_order(self, parts: list[Tensor]) -> list[Tensor]:
-        """As the members are numbered here; torch goes by their numbers in the run."""
+        """As the members are numbered here; torch orders them by their numbers in the run."""
         of = dict(zip(sorted(self._members), parts, strict=True))
         return [of[member] for member in self._members]
 
@@ -205,15 +191,13 @@ class Group:
         with self._during(f"message {self._sent}"):
             dist.broadcast(tensor, src=self._members[LEADER], group=self._messages)
 
-    def _astray(self, what: str, found: str, allowed: str) -> DistributedError:
-        return DistributedError(
-            f"the ranks are out of step: {what}",
-            where=f"rank {self._terms.rank}, {self._terms.report.place}", found=found, allowed=allowed,
-            fix="report it: ranks derive all they do from the leader's messages",
-        )  # fmt: skip
+    def _out_of_step(self, what: str, found: str, allowed: str) -> DistributedError:
+        where = f"rank {self._run.rank}, {self._run.watch.place}"
+        fix = "report it: ranks derive all they do from the leader's messages"
+        return DistributedError(f"the ranks are out of step: {what}", where, found, allowed, fix)
 
     def _during(self, what: str) -> AbstractContextManager[None]:
-        return self._terms.report.during(what)
+        return self._run.watch.during(what)
 
 
 def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
@@ -229,12 +213,11 @@ def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, str]:
-    """The values of a JSON document as JSON, each under its dotted key."""
+    """The values of a JSON document as JSON, by dotted key."""
     if not isinstance(node, dict) or not node:
         return {prefix.rstrip("."): json.dumps(node)}
-    return {
-        key: text for name, inner in node.items() for key, text in flat(inner, f"{prefix}{name}.").items()
-    }
+    inner = [flat(value, f"{prefix}{name}.").items() for name, value in node.items()]
+    return {key: text for items in inner for key, text in items}
 
 
 def checksum(values: list[int]) -> int:
@@ -242,20 +225,19 @@ def checksum(values: list[int]) -> int:
 
 
 def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
-    """The ranks that torchrun started; a single one talks to nobody.
+    """The ranks that torchrun started, or ALONE.
 
     `patience_s` is how long they may come after each other, be silent, or wait for one another.
     """
     if rank_environment().world == 1:
         return ALONE
-    meeting = meet(patience_s)
-    rank, world = meeting.address.rank, meeting.address.world
-    report = Report(meeting, patience_s)
+    store, watch = meet(patience_s)
     try:
-        dist.init_process_group("gloo", store=meeting.store, timeout=LOADING, rank=rank, world_size=world)
-        return Group(tuple(range(world)), Terms(rank, device, timedelta(seconds=patience_s), report))
+        dist.init_process_group("gloo", store=store, timeout=LOADING, rank=watch.rank, world_size=watch.world)
+        run = Run(watch.rank, device, timedelta(seconds=patience_s), watch)
+        return Group(tuple(range(watch.world)), run)
     except BaseException as error:
-        raise report.cause_of(error) from error
+        raise watch.cause_of(error) from error
 
 
 def _backend(device: torch.device) -> str:

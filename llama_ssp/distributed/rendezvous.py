@@ -1,4 +1,4 @@
-"""How ranks find each other: the run's store, and who has come."""
+"""How ranks find each other: the run's store, and which ranks have come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from llama_ssp.config.environment import START, number_of, rank_environment
-from llama_ssp.distributed.peers import Identity, own_identity
+from llama_ssp.distributed.failures import Watch
+from llama_ssp.distributed.peers import Identity, Peers, own_identity
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.distributed.store import Cause, Place, Store, stopped
@@ -26,13 +27,13 @@ from llama_ssp.errors import DistributedError, JointError
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RETRY_S = 0.2
 EARLY_S = 10.0  # for a rank that fails before all have met, to tell the others; they may still be importing
-stores: Any = dist  # which has them, though it does not say so
+stores: Any = dist  # has them, though its type does not say so
 LOOPBACK = "lo"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Who this rank is and where all meet, as the environment has it."""
+    """This rank's number and where all ranks meet, from the environment."""
 
     rank: int
     world: int
@@ -42,46 +43,40 @@ class Address:
 
     @property
     def hosts(self) -> bool:
+        """Whether this process keeps the store."""
         return self.rank == LEADER and not self.launched
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """All ranks have come."""
-
-    address: Address
-    store: Any
-    everyone: dict[int, Identity]
-
-
-def meet(patience_s: float) -> Rendezvous:
-    """Waits until every rank has come, this long at most."""
+def meet(patience_s: float) -> tuple[Any, Watch]:
+    """Waits until every rank has come, this long at most; returns torch's store and the watch, which runs."""
     address = _address()
     if _on_one_machine(address.world):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     until = time.monotonic() + patience_s
-    store = _store(address, until, patience_s)
-    board = Store(store, address.rank, address.world)
+    tcp_store = _store(address, until, patience_s)
+    store = Store(tcp_store, address.rank, address.world)
     try:
-        board.open()  # whoever is here can be read
-        store.set(f"here/{address.rank}", json.dumps(asdict(own_identity())))
-        return Rendezvous(address, store, _arrived(store, board, address, until, patience_s))
+        store.open()  # the ranks that are here can be read
+        tcp_store.set(f"here/{address.rank}", json.dumps(asdict(own_identity())))
+        peers = Peers(_arrived(tcp_store, store, address, until, patience_s), address.rank)
+        watch = Watch(store, peers, address.rank, address.world, patience_s, not address.launched)
     except KeyboardInterrupt as stop:
-        own = stopped(address.rank, stop.args[0], Place("start"))
-        cause, speaks = board.settle(own, stopped=True)
+        cause, speaks = store.settle(stopped(address.rank, stop.args[0], Place("start")), stopped=True)
         if address.hosts:
-            board.linger()
+            store.linger()
         raise JointError(cause.line, cause.code, speaks) from stop
     except RuntimeError as error:
+        where, fix = f"rank {address.rank}, {address}", "look for the first error of the other ranks"
         gone = DistributedError(
-            "the store at which the ranks meet is gone", where=f"rank {address.rank}, {address}",
-            found=str(error)[-160:], fix="look for the first error of the other ranks",
-        )  # fmt: skip
+            "the store at which the ranks meet is gone", where, str(error)[-160:], fix=fix
+        )
         gone.speaks = address.rank == (LEADER if address.launched else LEADER + 1)
         raise gone from error
+    watch.start()
+    return tcp_store, watch
 
 
 def announce(line: str, code: int, stopped: bool, say: Callable[[], None]) -> int:
@@ -95,113 +90,97 @@ def announce(line: str, code: int, stopped: bool, say: Callable[[], None]) -> in
         if address.rank == LEADER:
             say()
         return code
-    GUARD.grace_s = EARLY_S  # a rank that is stopped now has its line to say
+    GUARD.end(grace_s=EARLY_S)  # a rank that is stopped now has its line to say
     GUARD.arm("cause", 2 * EARLY_S, code, "" if stopped else line)
-    store = _store(address, time.monotonic() + EARLY_S, EARLY_S)
-    board = Store(store, address.rank, address.world)
-    cause, speaks = board.settle(Cause(line, code), stopped)
+    store = Store(_store(address, time.monotonic() + EARLY_S, EARLY_S), address.rank, address.world)
+    cause, speaks = store.settle(Cause(line, code), stopped)
     if speaks:
         say()
     GUARD.disarm("cause")
     with suppress(RuntimeError):
-        board.heard()
+        store.acknowledge()
     if address.hosts:
-        board.linger(seconds=EARLY_S)
+        store.linger(seconds=EARLY_S)
     return cause.code
 
 
 def _address() -> Address:
     missing = [name for name in ENVIRONMENT if not os.environ.get(name)]
     if missing:
-        raise DistributedError(
-            "several ranks were asked for, but not by torchrun", where="environment",
-            found=f"no {', '.join(missing)}", fix=START,
-        )  # fmt: skip
-    found = rank_environment()
-    return Address(
-        found.rank, found.world, os.environ["MASTER_ADDR"], number_of("MASTER_PORT", 1, 65535),
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
-    )  # fmt: skip
+        what, found = "several ranks were asked for, but not by torchrun", f"no {', '.join(missing)}"
+        raise DistributedError(what, "environment", found, fix=START)
+    own, host = rank_environment(), os.environ["MASTER_ADDR"]
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return Address(own.rank, own.world, host, number_of("MASTER_PORT", 1, 65535), launched)
 
 
 def _store(address: Address, until: float, patience_s: float) -> Any:
     """The run's store; the leader keeps it where torchrun does not."""
-    listener = _listener(address) if address.hosts else None
+    listener = _listener(address).detach() if address.hosts else None
     if listener is None:
         _reach(address, until, patience_s)
-    store = stores.TCPStore(
-        address.host, address.port, address.world, address.hosts, timedelta(seconds=patience_s),
-        wait_for_workers=False, master_listen_fd=listener.detach() if listener else None,
-    )  # fmt: skip
+    where = address.host, address.port, address.world, address.hosts, timedelta(seconds=patience_s)
+    store = stores.TCPStore(*where, wait_for_workers=False, master_listen_fd=listener)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return stores.PrefixStore(f"llama_ssp/{attempt}", store)
 
 
 def _listener(address: Address) -> socket.socket:
-    """On the loopback device where the ranks meet there, so that nobody else can come."""
+    """On the loopback device where the ranks meet there, so that no other machine can connect."""
     try:
         if _is_loopback(address.host):
             return socket.create_server((socket.gethostbyname(address.host), address.port), backlog=1024)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", address.port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-            )
-        return socket.create_server(("", address.port), backlog=1024)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", address.port), family=family, backlog=1024, dualstack_ipv6=dual)
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        raise DistributedError(
-            "the port at which the ranks meet is in use" if taken else "the ranks cannot meet there",
-            where=f"MASTER_ADDR and MASTER_PORT, {address}", found=error.strerror,
-            fix="choose another MASTER_PORT; torchrun --standalone takes a free one",
-        ) from error  # fmt: skip
+        what = "the ranks cannot meet there"
+        if error.errno == errno.EADDRINUSE:
+            what = "the port at which the ranks meet is in use"
+        fix = "choose another MASTER_PORT; torchrun --standalone takes a free one"
+        where = f"MASTER_ADDR and MASTER_PORT, {address}"
+        raise DistributedError(what, where, error.strerror, fix=fix) from error
 
 
 def _reach(address: Address, until: float, patience_s: float) -> None:
-    """Waits until somebody listens there: TCPStore itself would fill the log while it tries."""
+    """Waits until a process listens there: TCPStore itself would fill the log while it tries."""
     while True:
         try:
             socket.create_connection((address.host, address.port), timeout=RETRY_S * 5).close()
             return
         except OSError as error:
             if time.monotonic() > until:
-                absent = DistributedError(
-                    "nobody is where the ranks meet",
-                    where=f"rank {address.rank} of {address.world}, {address}",
-                    found=f"{error.strerror or error}, for {patience_s:g} s",
-                    fix="check MASTER_ADDR, MASTER_PORT and that rank 0 was started",
-                )  # fmt: skip
+                where = f"rank {address.rank} of {address.world}, {address}"
+                found = f"{error.strerror or error}, for {patience_s:g} s"
+                fix = "check MASTER_ADDR, MASTER_PORT and that rank 0 was started"
+                absent = DistributedError("nobody is where the ranks meet", where, found, fix=fix)
                 absent.speaks = True  # the leader may not be there to say it
                 raise absent from error
             time.sleep(RETRY_S)
 
 
 def _arrived(
-    store: Any, board: Store, address: Address, until: float, patience_s: float
+    tcp_store: Any, store: Store, address: Address, until: float, patience_s: float
 ) -> dict[int, Identity]:
+    """Waits for all ranks; their processes."""
     every = range(address.world)
-    while not all(here := [store.check([f"here/{rank}"]) for rank in every]):
-        if cause := board.cause():  # of a rank that does not come
-            GUARD.ending = True
-            board.heard()
+    while not all(here := [tcp_store.check([f"here/{rank}"]) for rank in every]):
+        if cause := store.cause():  # of a rank that does not come
+            GUARD.end()
+            store.acknowledge()
             if address.hosts:
-                board.linger()
+                store.linger()
             raise JointError(cause.line, cause.code, speaks=False)
         if time.monotonic() > until:
-            come = [rank for rank in every if here[rank]]
-            absent = [rank for rank in every if not here[rank]]
-            error = DistributedError(
-                "not all ranks have come", where=f"rank {address.rank}, {address}",
-                found=f"ranks {_listed(come)} of {address.world} after {patience_s:g} s",
-                fix=f"start {_listed(absent)} too, or raise placement.timeout_s",
-            )  # fmt: skip
-            error.speaks = address.rank == come[0]
+            come = ", ".join(str(rank) for rank in every if here[rank])
+            absent = ", ".join(str(rank) for rank in every if not here[rank])
+            where, found = f"rank {address.rank}, {address}", f"ranks {come} of {address.world} after"
+            fix = f"start {absent} too, or raise placement.timeout_s"
+            error = DistributedError("not all ranks have come", where, f"{found} {patience_s:g} s", fix=fix)
+            error.speaks = address.rank == here.index(True)
             raise error
         time.sleep(RETRY_S / 4)
-    return {rank: Identity(**json.loads(store.get(f"here/{rank}"))) for rank in every}
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+    return {rank: Identity(**json.loads(tcp_store.get(f"here/{rank}"))) for rank in every}
 
 
 def _on_one_machine(world: int) -> bool:

@@ -1,8 +1,8 @@
-"""Ends this process when it does not end by itself. No torch.
+"""Ends this process on a signal or at a deadline, also when its main thread runs no Python code. No torch.
 
 A signal raises KeyboardInterrupt where Python code runs; a rank that waits inside a collective runs none.
-The guard is a thread that hears every signal, and keeps alarms: at the first one due, the process says its
-line, if it is the one to speak, and is gone.
+So a thread, the guard, receives every signal, and keeps alarms: when one is due, the process prints the
+alarm's line and exits. The state is one object a process, as signal handlers are; it changes in its methods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,16 +27,16 @@ CODE_FILE = "LLAMA_SSP_CODE_FILE"  # names the file for `leave_code`
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 TICK_S = 1.0
 AGAIN_S, REMINDER = 0.01, signal.SIGURG  # how a signal comes again that could not interrupt
-# Code in which an exception is lost: Python forgets it, or an import that it cuts short cannot be repeated.
+# Code in which an exception is lost: Python drops it, or an import that it cuts short cannot be repeated.
 LOSING = {"<frozen importlib._bootstrap>", weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 PAUSED_S = 3.0  # a tick this late: the process itself was stopped, and no alarm is due for that
 PR_SET_PDEATHSIG = 1
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Alarm:
-    """When the process leaves, with which code, and what it says and does then."""
+    """When the process exits, with which code, and what it prints and does before."""
 
     at: float
     code: int
@@ -48,25 +48,27 @@ class Guard:
     """The process's signals and alarms; does nothing until it is started."""
 
     def __init__(self) -> None:
-        self.signalled = 0  # the first signal that came
-        self._warned = False
-        self.ending = False  # what ends the run is known: no signal interrupts that
-        self.parted = False  # the ranks look after each other no more
-        self.on_signal: list[Callable[[], None]] = []  # called in the guard's thread
-        self._owed = 0  # a signal that has not interrupted yet
-        self._held, self._parting = False, ""
-        self.grace_s: float | None = None
-        self._alarms: dict[str, Alarm] = {}
+        self._reset(None)
         self._lock = threading.Lock()
 
+    def _reset(self, grace_s: float | None) -> None:
+        self.signalled = 0  # the first signal that came
+        self.ending = False  # the cause of the end is known: no signal interrupts its report
+        self.parted = False  # the ranks watch each other no more
+        self.on_signal: list[Callable[[], None]] = []  # called in the guard's thread
+        self._grace_s = grace_s
+        self._warned = False  # by a first signal: the second one acts at once
+        self._pending = 0  # a signal that has not interrupted yet
+        self._held, self._parting = False, ""
+        self._alarms: dict[str, Alarm] = {}
+
     def start(self, grace_s: float | None) -> None:
-        """From the main thread. `grace_s` is how long a signal may take to be obeyed; None is for ever."""
-        self.signalled, self.ending, self.parted, self._warned, self._owed = 0, False, False, False, 0
-        self.on_signal, self.grace_s, self._alarms = [], grace_s, {}
-        self._held, self._parting, self._handlers = False, "", dict[int, Any]()
-        self._hearing, self._calling = os.pipe()
-        os.set_blocking(self._calling, False)
-        self._called = signal.set_wakeup_fd(self._calling, warn_on_full_buffer=False)
+        """From the main thread. A signal is obeyed after `grace_s` at the latest; None is without limit."""
+        self._reset(grace_s)
+        self._handlers = dict[int, Any]()
+        self._receiving, self._sending = os.pipe()
+        os.set_blocking(self._sending, False)
+        self._wakeup = signal.set_wakeup_fd(self._sending, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._thread.start()
         self._handlers[REMINDER] = signal.signal(REMINDER, self._remind)
@@ -74,32 +76,39 @@ class Guard:
             self._handlers[number] = signal.signal(number, self._interrupt)
 
     def stop(self) -> None:
-        """Puts everything back."""
+        """Restores what was there before."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._called)
-        os.close(self._calling)  # ends the thread
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._sending)  # ends the thread
         self._thread.join()
-        os.close(self._hearing)
+        os.close(self._receiving)
+        self.signalled = 0
 
     @contextlib.contextmanager
     def held(self, line: str = "") -> Iterator[None]:
         """No signal interrupts what runs inside, which would lose the exception; it interrupts at the end.
 
-        With a `line`, a process without other ranks says it upon a signal and leaves at once.
+        With a `line`, a process without other ranks prints it upon a signal and exits at once.
         """
-        self._held, self._parting = True, line if self.grace_s is None else ""
+        self._held, self._parting = True, line if self._grace_s is None else ""
         try:
             yield
         finally:
             self._held, self._parting = False, ""
-        if self._owed:
-            self._interrupt(self._owed, None)
+        if self._pending:
+            self._interrupt(self._pending, None)
+
+    def end(self, parted: bool = False, grace_s: float | None = None) -> None:
+        """The process ends, for a known reason: from here on no signal interrupts."""
+        self.ending = True
+        self.parted = self.parted or parted
+        self._grace_s = self._grace_s if grace_s is None else grace_s
 
     def arm(
         self, name: str, seconds: float, code: int, line: str = "", last: Callable[[], None] | None = None
     ) -> None:
-        """The process leaves after so many seconds, unless the alarm is taken back or set anew."""
+        """The process exits after this time, unless the alarm is disarmed or armed anew."""
         with self._lock:
             self._alarms[name] = Alarm(time.monotonic() + seconds, code, line, last)
 
@@ -108,35 +117,37 @@ class Guard:
             self._alarms.pop(name, None)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """The first signal interrupts what the main thread does; later ones are the guard's business.
+        """The first signal interrupts the main thread; later ones only reach the guard's thread.
 
         Where the exception would be lost, the interruption waits until that is over.
         """
-        self._owed = 0 if self.ending else number
-        if self._owed and not self._held and not _is_lost(frame):
-            self.ending, self.signalled, self._owed = True, number, 0
+        self._pending = 0 if self.ending else number
+        if self._pending and not self._held and not _is_lost(frame):
+            self.ending, self.signalled, self._pending = True, number, 0
             raise KeyboardInterrupt(number)
 
     def _remind(self, _: int, frame: FrameType | None) -> None:
-        if self._owed:
-            self._interrupt(self._owed, frame)
+        if self._pending:
+            self._interrupt(self._pending, frame)
 
     def _watch(self) -> None:
         before = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._hearing], [], [], self._wait_s())
+            ready, _, _ = select.select([self._receiving], [], [], self._wait_s())
             now = time.monotonic()
             if not ready and now - before > PAUSED_S:
-                self._postpone(now - before)
+                with self._lock:
+                    for alarm in self._alarms.values():
+                        alarm.at += now - before
             before = now
-            heard = os.read(self._hearing, 64) if ready else None
-            if heard == b"":
+            received = os.read(self._receiving, 64) if ready else None
+            if received == b"":
                 return
-            for number in heard or b"":
+            for number in received or b"":
                 if number in STOPPING:
                     self._signal(number)
             self._leave_if_due(time.monotonic())
-            if self._owed:
+            if self._pending:
                 time.sleep(AGAIN_S)
                 signal.pthread_kill(threading.main_thread().ident or 0, REMINDER)
 
@@ -146,37 +157,29 @@ class Guard:
         return TICK_S if first is None else min(TICK_S, max(0.0, first - time.monotonic()))
 
     def _signal(self, number: int) -> None:
-        if self._warned:
-            leave(128 + number)
-        if self._parting:
-            leave(128 + number, self._parting)
+        if self._warned or self._parting:
+            leave(128 + number, "" if self._warned else self._parting)
         self._warned, self.signalled = True, self.signalled or number
-        if self.grace_s is not None:
-            self.arm("signal", self.grace_s, 128 + number)
+        if self._grace_s is not None:
+            self.arm("signal", self._grace_s, 128 + number)
         for call in self.on_signal:
-            with contextlib.suppress(Exception):  # a full disk, say: whoever is signalled ends all the same
+            with contextlib.suppress(Exception):  # such as a full disk: the process ends all the same
                 call()
-
-    def _postpone(self, seconds: float) -> None:
-        with self._lock:
-            for name, alarm in self._alarms.items():
-                self._alarms[name] = replace(alarm, at=alarm.at + seconds)
 
     def _leave_if_due(self, now: float) -> None:
         with self._lock:
-            due = sorted((a for a in self._alarms.values() if a.at <= now), key=lambda alarm: alarm.at)
-        if due:
-            if due[0].last:
-                due[0].last()
-            leave(due[0].code, due[0].line)
+            due = min(self._alarms.values(), key=lambda alarm: alarm.at, default=None)
+        if due is not None and due.at <= now:
+            if due.last:
+                due.last()
+            leave(due.code, due.line)
 
 
 GUARD = Guard()
 
 
 def _is_lost(frame: FrameType | None) -> bool:
-    """Whether an exception that is raised here may be lost: in a destructor, a weak reference's callback,
-    an import."""
+    """Whether an exception raised here may be lost: in a destructor, a weak callback, an import."""
     while frame is not None:
         if frame.f_code.co_name == "__del__" or frame.f_code.co_filename in LOSING:
             return True
@@ -185,7 +188,7 @@ def _is_lost(frame: FrameType | None) -> bool:
 
 
 def leave_code(code: int) -> None:
-    """Tells who started this group how it ended: the first rank to end with anything but 0 says it."""
+    """Writes the exit code for the process that started these ranks; the first that is not 0 counts."""
     name = os.environ.get(CODE_FILE)
     if name is None or code == OK:
         return
@@ -196,7 +199,7 @@ def leave_code(code: int) -> None:
 
 
 def leave(code: int, line: str = "") -> NoReturn:
-    """At once, past buffers that another thread may hold, and past destructors that may wait."""
+    """Exits at once, past buffers that another thread may hold, and past destructors that may wait."""
     if line:
         with contextlib.suppress(OSError):
             os.write(2, f"error: {one_line(line)}\n".encode(errors="backslashreplace"))
@@ -205,10 +208,10 @@ def leave(code: int, line: str = "") -> NoReturn:
 
 
 def end_with_launcher() -> None:
-    """Linux kills this process when torchrun, which started it, is gone: nobody else would."""
+    """Linux kills this process when torchrun, which started it, is gone: nothing else would."""
     if BY_TORCHRUN not in os.environ or not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before the kernel knew
+    if os.getppid() != parent:  # it went before the kernel was asked
         leave(128 + signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What ranks pin up for each other in the run's store: where they are, that they live, why they end."""
+"""What ranks write for each other into the run's store: where they are, heartbeats, why they end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llama_ssp.errors import DISTRIBUTED
 
 CAUSE = "cause"
 LOOK_S = 0.02
-LEADER_S = 5.0  # for the leader to fail alike, or to know the cause
-LINGER_S = 2.0  # for the others to hear the cause from a store that ends with this process
+LEADER_S = 5.0  # for the leader to fail alike, or to read the cause
+LINGER_S = 2.0  # for the others to read the cause from a store that ends with this process
 END = "end"  # the phase of a rank that leaves in good order
 
 
@@ -40,14 +40,14 @@ class Cause:
     silent: tuple[int, ...] = ()  # ranks that are gone, or do not answer
     said: bool = False  # the rank that failed says the line itself
 
-    def voice(self, world: int) -> int:
-        """Who says it: the leader, or else the lowest rank that is left. -1 where no other rank has to."""
+    def speaker(self, world: int) -> int:
+        """The rank that says it: the leader, or the lowest that is left; -1 if none has to."""
         return -1 if self.said else min(set(range(world)) - set(self.silent), default=-1)
 
 
 @dataclass(frozen=True)
 class View:
-    """The board at one moment."""
+    """The store at one moment."""
 
     places: list[Place]
     beats: list[str]
@@ -55,14 +55,14 @@ class View:
 
 
 class Store:
-    """One connection to the store; a thread has its own, as one that waits blocks the others."""
+    """One connection to the store. Each thread has its own: a call that waits blocks the connection."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank, self._world = store, rank, world
 
     def open(self) -> None:
-        """Pins up what others read without waiting."""
-        if self._rank == 0:
+        """Writes what others read without waiting."""
+        if self._rank == LEADER:
             self._store.compare_set(CAUSE, "", "")  # a rank that failed before may have set it
         self.beat(0)
         self.move(Place("start"))
@@ -84,16 +84,15 @@ class Store:
         return View(places, rest[self._world :], _cause(cause))
 
     def blame(self, cause: Cause) -> Cause:
-        """The cause that was pinned up first: this one, or an earlier one."""
+        """Records the cause; returns the one recorded first, this or an earlier one."""
         first = self._store.compare_set(CAUSE, "", json.dumps(asdict(cause))).decode()
         return _cause(first) or cause
 
     def cause(self) -> Cause | None:
-        """The cause that a rank has pinned up, if there is one."""
-        return _cause(self._store.get(CAUSE).decode()) if self._store.check([CAUSE]) else None
+        return _cause(self._store.get(CAUSE).decode()) if self._has(CAUSE) else None
 
     def settle(self, own: Cause, stopped: bool) -> tuple[Cause, bool]:
-        """Pins up why this rank ends before all ranks have met.
+        """Records why this rank ends before all ranks have met.
 
         Returns the cause this rank ends with, and whether it says the line: of ranks with the same line,
         the leader does, or the first if the leader is late. A rank that was `stopped` ends with the cause of
@@ -104,32 +103,32 @@ class Store:
         if stopped and first != own:
             return first, False
         until = time.monotonic() + LEADER_S
-        while self._rank != LEADER and not self.has_heard(LEADER) and time.monotonic() < until:
+        while self._rank != LEADER and not self._has(f"heard/{LEADER}") and time.monotonic() < until:
             time.sleep(LOOK_S)
         key = hashlib.sha256(own.line.encode(errors="surrogatepass")).hexdigest()
         return own, self._store.add(f"said/{key}", 1) == 1
 
     def excuse(self, rank: int) -> None:
-        """Says that the others go on without this rank."""
+        """Records that the others go on without this rank."""
         self._store.set(f"excused/{rank}", "")
 
     def is_excused(self, rank: int) -> bool:
-        return bool(self._store.check([f"excused/{rank}"]))
+        return self._has(f"excused/{rank}")
 
-    def heard(self) -> None:
-        """Says that this rank knows the cause."""
+    def acknowledge(self) -> None:
+        """Records that this rank has read the cause."""
         self._store.set(f"heard/{self._rank}", "")
 
-    def has_heard(self, rank: int) -> bool:
-        return bool(self._store.check([f"heard/{rank}"]))
-
     def linger(self, silent: tuple[int, ...] = (), seconds: float = LINGER_S) -> None:
-        """Waits until the other ranks know the cause, so long at most; `silent` ones are not waited for."""
+        """Waits until the other ranks have read the cause, for a limited time; not for `silent` ones."""
         until = time.monotonic() + seconds
         others = set(range(self._world)) - {self._rank, *silent}
         with suppress(RuntimeError):
-            while time.monotonic() < until and not all(map(self.has_heard, others)):
+            while time.monotonic() < until and not all(self._has(f"heard/{rank}") for rank in others):
                 time.sleep(LOOK_S)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
 
 
 def stopped(rank: int, number: int, place: Place) -> Cause:
@@ -138,7 +137,5 @@ def stopped(rank: int, number: int, place: Place) -> Cause:
 
 
 def _cause(text: str) -> Cause | None:
-    if not text:
-        return None
-    values = json.loads(text)
-    return Cause(values["line"], values["code"], tuple(values["silent"]), values["said"])
+    values = json.loads(text) if text else None
+    return Cause(**{**values, "silent": tuple(values["silent"])}) if values else None

@@ -187,11 +187,11 @@ def engine_with(
     bridge = tokens.paired.bridge if tokens.paired else None
     essential = run.placement.on_draft_loss is OnDraftLoss.stop
     pair.crew.everyone.may_lose(() if essential else pair.crew.apart)
-    if isinstance(pair.crew.line, DraftClient):
-        pair.crew.line.essential, pair.crew.line.patience_s = essential, run.placement.draft_timeout_s
+    if isinstance(link := pair.crew.draft_link, DraftClient):
+        link.essential, link.patience_s = essential, run.placement.draft_timeout_s
     crew, drafter = pair.crew, _drafter(pair, run, transform, draws, chunk, bridge)
     if not drafts(run) and not crew.drafts_apart:
-        crew = replace(crew, asked=None)
+        crew = replace(crew, draft_channel=None)
     target = ModelRunner(pair.target, chunk) if pair.target else None
     if target is not None and crew.leads:
         return Engine(target, drafter or NoDrafter(), transform, rule_of(run), draws, crew)
@@ -215,14 +215,14 @@ def _drafter(
     if not drafts(run):
         return NoDrafter() if pair.draft and crew.drafts_apart else None
     if pair.draft is None:
-        if not isinstance(crew.line, DraftClient):
+        if not isinstance(crew.draft_link, DraftClient):
             return None
-        return RemoteDrafter(crew.line, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
+        return RemoteDrafter(crew.draft_link, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
     runner = ModelRunner(pair.draft, chunk)
     if crew.draft is not None and not crew.draft.is_leader:
         return AheadDraftShard(runner, crew.draft, spec.overlap) if crew.drafts_apart else DraftShard(runner)
-    if isinstance(crew.line, DraftServer) and crew.draft is not None:
-        return SendingDrafter(runner, transform, draws, crew.draft, crew.line, spec.overlap)
+    if isinstance(crew.draft_link, DraftServer) and crew.draft is not None:
+        return SendingDrafter(runner, transform, draws, crew.draft, crew.draft_link, spec.overlap)
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, transform, draws, bridge)
     if bridge is not None:

@@ -70,8 +70,9 @@ class LeaderProtocol:
 
     def __init__(self, crew: Roles) -> None:
         self._target = crew.target if crew.target is not None and crew.target.world > 1 else None
-        self._asked, self._everyone = crew.asked, crew.everyone
-        self._line = crew.line if isinstance(crew.line, DraftClient) and crew.asked is not None else None
+        self._asked, self._everyone = crew.draft_channel, crew.everyone
+        link = crew.draft_link if crew.draft_channel is not None else None
+        self._line = link if isinstance(link, DraftClient) else None
         self._untold: list[int] = []  # the last decision
         self._basis: int | None = None  # what the texts were when it was taken
         self._rows = 0
@@ -94,7 +95,7 @@ class LeaderProtocol:
             drafted = [token for row in proposal.drafted_BK.tolist() for token in row]
             self._tell(self._target, self._basis_of(state), [*proposal.count, *drafted])
         self._untold, self._basis = [], None
-        self._part_with_lost()
+        self._drop_lost()
 
     def decide(self, state: State, verdict: RoundResult) -> None:
         """Keeps the decision for the next messages."""
@@ -112,7 +113,7 @@ class LeaderProtocol:
                 self._require_line()
             self._tell(self._target, self._basis, [0] * self._rows)
             self._untold, self._basis = [], None
-            self._part_with_lost()
+            self._drop_lost()
 
     def _tell(self, ranks: LeaderChannel | None, basis: int, values: list[int]) -> None:
         if ranks is not None:
@@ -127,7 +128,7 @@ class LeaderProtocol:
     def _require_line(self) -> None:
         """A draft apart that is gone, or silent, ends the run only where it is wanted so."""
         line = self._line
-        if line is None or line.lost is None or line.mourned:
+        if line is None or line.lost is None or line.loss_logged:
             return
         if line.essential:
             raise LostPeer(
@@ -135,12 +136,12 @@ class LeaderProtocol:
                 fix="look there for the first error; placement.on_draft_loss=continue lets the target go on",
             )  # fmt: skip
         log.warning("the draft is lost (%s): the target goes on alone", line.lost)
-        line.mourned = True
+        line.loss_logged = True
 
-    def _part_with_lost(self) -> None:
+    def _drop_lost(self) -> None:
         """After the others have been told."""
         if self._is_alone:
-            self._everyone.part_with_lost()
+            self._everyone.drop_lost()
 
     def _basis_of(self, state: State) -> int:
         """What the texts were at the last decision; before the first, what they are."""
@@ -151,7 +152,7 @@ class FollowerProtocol:
     """Any other rank's side: it hears the end of one round and the start of the next together."""
 
     def __init__(self, crew: Roles) -> None:
-        self._me, self._asked, self._everyone = crew.everyone.rank, crew.asked, crew.everyone
+        self._me, self._asked, self._everyone = crew.everyone.rank, crew.draft_channel, crew.everyone
         self._target = crew.target
         self._start: list[int] | None = None  # of the round to come
         self._basis: int | None = None  # what the texts were at the last decision
@@ -215,7 +216,7 @@ class FollowerProtocol:
         if theirs != basis:
             raise self._astray("their texts differ in length")
         if kind & ALONE:
-            self._everyone.part_with_lost()
+            self._everyone.drop_lost()
         rest = iter(values)
         return RoundResult.heard(rest, rows) if kind & DECIDED else None, list(rest)
 

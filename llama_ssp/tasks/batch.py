@@ -18,9 +18,8 @@ from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
 from llama_ssp.config import BatchConf
-from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.distributed.told import broadcast_json
 from llama_ssp.errors import StorageError
 from llama_ssp.pair.assembly import RankModels, engine_with, lookahead_for, open_pair, rule_of
 from llama_ssp.pair.batches import nothing_run

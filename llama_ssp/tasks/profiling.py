@@ -74,23 +74,12 @@ def _at_once() -> None:
     """Nothing to wait for."""
 
 
-class TimedRanks:
+class TimedRanks(Ranks):
     """The same ranks, with all they say to each other on a stopwatch."""
 
     def __init__(self, ranks: Ranks, watch: Stopwatch) -> None:
         self._ranks, self._watch = ranks, watch
-
-    @property
-    def rank(self) -> int:
-        return self._ranks.rank
-
-    @property
-    def world(self) -> int:
-        return self._ranks.world
-
-    @property
-    def is_leader(self) -> bool:
-        return self._ranks.is_leader
+        self.rank, self.world, self.patience_s = ranks.rank, ranks.world, ranks.patience_s
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         with self._watch.part(COMMUNICATE):
@@ -108,18 +97,15 @@ class TimedRanks:
         some = self._ranks.among(members)
         return TimedRanks(some, self._watch) if some is not None else None
 
-    @property
-    def patience_s(self) -> float:
-        return self._ranks.patience_s
-
     def link(self, one: int, other: int) -> Link | None:
         return self._ranks.link(one, other)
 
     def may_lose(self, members: tuple[int, ...]) -> None:
         self._ranks.may_lose(members)
 
-    def part_with_lost(self) -> None:
-        self._ranks.part_with_lost()
+    def drop_lost(self) -> None:
+        self._ranks.drop_lost()
+        self.rank, self.world = self._ranks.rank, self._ranks.world
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         return self._ranks.gather_ints(values)

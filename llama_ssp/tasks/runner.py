@@ -21,10 +21,9 @@ from llama_ssp.config import (
     Output,
     TaskConf,
 )
-from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.distributed.process_group import open_ranks
-from llama_ssp.distributed.told import broadcast_json
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.planner.comparison import Memory, RunMeasurement, beside, in_words

@@ -102,7 +102,7 @@ def _one_at_a_time(build: Callable[..., Any], lock: threading.Lock) -> Callable[
 def on_placement(models: Models, name: str, case: Case) -> list[Run]:
     ranks, held = models.open(name)
     for pair, _ in held:
-        for group in (pair.crew.target, pair.crew.draft, pair.crew.asked):
+        for group in (pair.crew.target, pair.crew.draft, pair.crew.draft_channel):
             if isinstance(group, ThreadRank):
                 group.counts = dict.fromkeys(group.counts, 0)
     return together([lambda pair=pair: written(*pair, case) for pair in held], ranks)
@@ -153,7 +153,7 @@ def test_a_round_has_one_message(name: str, k: int, models: Models):
     runs = on_placement(models, name, Case(k))
     _, held = models.open(name)
     for (pair, _), run in zip(held, runs, strict=True):
-        split, asked = pair.crew.target, pair.crew.asked
+        split, asked = pair.crew.target, pair.crew.draft_channel
         if isinstance(split, ThreadRank):
             assert split.counts["messages"] == run.rounds + 1  # what begins the first round, and ends each
             assert split.counts["sums"] == run.target_forwards * (1 + 2 * LAYERS)

@@ -41,9 +41,9 @@ class Loss:
 
 
 LOSSES = {
-    "killed while it drafts": Loss(partial(kill, signal.SIGKILL), "draft", -9, "closed the line"),
+    "killed while it drafts": Loss(partial(kill, signal.SIGKILL), "draft", -9, "closed the connection"),
     "killed while the target verifies": Loss(partial(kill, signal.SIGKILL), "verify", -9, ""),
-    "out of memory": Loss(fail, "draft", 0, "closed the line"),
+    "out of memory": Loss(fail, "draft", 0, "closed the connection"),
     "stopped": Loss(partial(kill, signal.SIGSTOP), "verify", 0, "it has not answered for 3.0 s"),
 }
 

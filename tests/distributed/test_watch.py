@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Any
 
 import pytest
 
-from llama_ssp.distributed.heartbeat import Heartbeat
+from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.distributed.store import END, Cause, Place, View
 
@@ -19,6 +20,9 @@ class Board:
 
     def __init__(self, phase: str) -> None:
         self._phase = phase
+
+    def clone(self) -> Board:
+        return self
 
     def beat(self, number: int) -> None: ...
 
@@ -36,12 +40,13 @@ class Peers:
         self.here = here or set()
         self.killed: list[int] = []
 
-    def call(self) -> None: ...
+    def wake(self) -> None: ...
 
     def living(self) -> set[int]:
         return self.here & {1} - set(self.killed)
 
-    def kill(self, rank: int) -> None:
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        assert number is signal.SIGKILL
         self.killed.append(rank)
 
 
@@ -53,7 +58,7 @@ def test_who_stands_still_on_its_way_out_is_ended_too(
     """While this rank still waits for it; one that has gone in good order is no fault."""
     monkeypatch.setattr(GUARD, "on_signal", [])
     board, peers = Board(phase), Peers()
-    watch = Heartbeat(board, peers, 0, 2, PATIENCE_S, True)  # type: ignore[arg-type]
+    watch = Watch(board, peers, 0, 2, PATIENCE_S, True)  # type: ignore[arg-type]
     watch._look(1, set())
     time.sleep(2 * PATIENCE_S)
     cause: Any = watch._look(2, gone)
@@ -73,5 +78,5 @@ def test_the_first_of_a_machine_ends_who_does_not_leave(
     """When all is done, and nobody else looks any more."""
     monkeypatch.setattr(GUARD, "on_signal", [])
     peers = Peers(here)
-    Heartbeat(Board(END), peers, rank, 3, PATIENCE_S, True).see_off()  # type: ignore[arg-type]
+    Watch(Board(END), peers, rank, 3, PATIENCE_S, True).see_off()  # type: ignore[arg-type]
     assert peers.killed == killed

@@ -104,7 +104,7 @@ class ThreadRank:
     def may_lose(self, members: tuple[int, ...]) -> None:
         pass
 
-    def part_with_lost(self) -> None:
+    def drop_lost(self) -> None:
         pass
 
     def broadcast_ints(self, values: list[int]) -> list[int]:

@@ -68,12 +68,12 @@ class SendingDrafter(AheadDrafter):
             drafts = [*proposal.damaged.long().tolist(), *proposal.drafted_BK.flatten().tolist()]
             spans, self.spans = [time for span in self.spans for time in span], []
             told = [self.forwards, *astuple(self.tally), int(1e6 * (self._line.waited_s - self._waited_s))]
-            self._line.answer([*tags(state, count), how, *told, len(spans), *spans, *drafts], load)
+            self._line.send_reply([*tags(state, count), how, *told, len(spans), *spans, *drafts], load)
         return proposal
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
         """The leader's next message is what ends it."""
-        self.ahead(state, proposal, self._line.come)
+        self.ahead(state, proposal, self._line.has_request)
 
 
 class RemoteDrafter(CachelessDrafter):
@@ -125,7 +125,7 @@ class RemoteDrafter(CachelessDrafter):
         self._keep(asked_us, rest[:times])
         drafts = sent(rest[times:], state.device)
         drafted_BK = drafts[rows:].view(rows, k)
-        draft_BKV = sent(read(how, reply.load, (rows, k, self._vocab), self._dtype), state.device)
+        draft_BKV = sent(read(how, reply.payload, (rows, k, self._vocab), self._dtype), state.device)
         for offset in range(k):
             state.place(drafted_BK[:, offset], offset, count)
         return Proposal(drafted_BK, draft_BKV, count, drafts[:rows].bool())
