@@ -8,8 +8,6 @@ import os
 import re
 import select
 import struct
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -19,13 +17,11 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from tests.warm import ROOT, start
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
-RUN = [sys.executable, str(ROOT / "launch" / "run.py")]
 SESSION = ("task=compare", "model=tiny", "draft=tiny_draft", "seed=1", "task.max_new_tokens=24")
-# A process whose controlling terminal is the one on its standard input: Ctrl-C then is a signal.
-LOGIN = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
 ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
 ALTERNATE, BACK = "\x1b[?1049h", "\x1b[?1049l"
 PATIENCE_S = 60
@@ -39,12 +35,11 @@ class Terminal:
         self._master, slave = os.openpty()
         self.resize(columns, lines)
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "WORLD_SIZE", "RANK")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", LOGIN, *RUN, *SESSION, *overrides], cwd=folder,
-            stdin=slave, stdout=slave, stderr=slave,
-            env={**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        os.close(slave)
+        # The terminal controls the process: Ctrl-C is a signal.
+        words = [ROOT / "launch" / "run.py", *SESSION, *overrides]
+        env = {**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
+        self._process = start(words, folder, [os.ttyname(slave)] * 3, env)
+        self._slave: int | None = slave  # kept open until the process has opened it
         self.seen = ""
         self._looked_at = 0
 
@@ -68,11 +63,12 @@ class Terminal:
         limit = time.monotonic() + PATIENCE_S
         while time.monotonic() < limit and self._read():
             pass
-        return self._process.wait(PATIENCE_S)
+        self._process.join(PATIENCE_S)
+        return int(self._process.exitcode)
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
         os.close(self._master)
 
     def _read(self) -> bool:
@@ -83,6 +79,9 @@ class Terminal:
             data = os.read(self._master, 65536)
         except OSError:  # how Linux says that nobody has the terminal open any more
             return False
+        if self._slave is not None:
+            os.close(self._slave)
+            self._slave = None
         self.seen += data.decode(errors="replace")
         return bool(data)
 

@@ -31,36 +31,49 @@ def server() -> Any:
     return context
 
 
+def start(
+    words: Sequence[object], folder: Path, streams: Sequence[Path | str], env: Mapping[str, str] | None = None
+) -> Any:
+    """Starts Python with `words`: a script, or -m and a module, and its arguments. Returns the process.
+
+    `streams` are the files of standard input, output and error; a terminal is one for all three.
+    """
+    args = [str(word) for word in words], folder, [str(one) for one in streams], dict(env or os.environ)
+    process = server().Process(target=_run, args=args, daemon=True)
+    process.start()
+    return process
+
+
 def python(
-    words: Sequence[object], folder: Path, env: Mapping[str, str] | None = None, stdin: str = "",
-    patience_s: float = PATIENCE_S,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """What `subprocess.run([sys.executable, *words])` returns; `words` are a script, or -m and a module, and
-    its arguments."""
+    words: Sequence[object], folder: Path, env: Mapping[str, str] | None = None, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, *words], text=True, capture_output=True)` returns."""
     with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / "0").write_text(stdin, encoding="utf-8")
-        args = (list(map(str, words)), str(folder), dict(os.environ if env is None else env), scratch)
-        process = server().Process(target=_run, args=args, daemon=True)
-        process.start()
-        process.join(patience_s)
+        streams = [Path(scratch) / name for name in ("in", "out", "err")]
+        streams[0].write_text(stdin, encoding="utf-8")
+        process = start(words, folder, streams, env)
+        process.join(PATIENCE_S)
         if process.exitcode is None:
             process.kill()
-            raise subprocess.TimeoutExpired(args[0], patience_s)
-        out, err = ((Path(scratch) / name).read_text(encoding="utf-8", errors="replace") for name in "12")
-        return subprocess.CompletedProcess(args[0], process.exitcode, out, err)
+            raise subprocess.TimeoutExpired(list(map(str, words)), PATIENCE_S)
+        out, err = (stream.read_text(encoding="utf-8", errors="replace") for stream in streams[1:])
+        return subprocess.CompletedProcess(list(map(str, words)), process.exitcode, out, err)
 
 
-def _run(words: list[str], folder: str, env: dict[str, str], streams: str) -> None:
+def _run(words: list[str], folder: Path, streams: list[str], env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
+    if len(set(streams)) == 1:
+        os.login_tty(os.open(streams[0], os.O_RDWR))
+    for number, stream in enumerate(streams):
+        os.dup2(os.open(stream, os.O_RDWR | os.O_CREAT, 0o600), number)
+    sys.stdin, sys.stdout = os.fdopen(0, "r", closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.chdir(folder)
-    for number in range(3):
-        os.dup2(os.open(f"{streams}/{number}", os.O_RDWR | os.O_CREAT, 0o600), number)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False  # it may have children
     if words[0] == "-m":
         sys.argv = words[1:]
-        sys.path.insert(0, folder)
+        sys.path.insert(0, str(folder))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
