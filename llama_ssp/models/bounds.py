@@ -1,4 +1,4 @@
-"""What a model's small files may ask of time and memory, before libraries give it to them. No torch."""
+"""Refuses small files of a model that would make libraries take unbounded time or memory. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.folder import MAX_JSON_BYTES
+from llama_ssp.models.folder import REFETCH, require_small
 
-MAX_COUNT = 100_000  # of layers or labels: libraries make a list of so many, whatever the weights are
-MAX_GROWTH = 32  # times as long as a text a tokenizer may make it; llama's makes 3 bytes of a space
+MAX_COUNT = 100_000  # of layers or labels: libraries make a list of this length, whatever the weights are
+MAX_GROWTH = 32  # a tokenizer may make a text this many times as long; llama's makes 3 bytes of a space
 COUNTED = re.compile("layer|label|attention_types")  # in a key of config.json
 
 
 def require_counts(path: Path, config: dict[str, Any]) -> None:
-    """Refuses a config.json that would have libraries make a list without end."""
+    """Refuses a config.json with a number of layers or labels that libraries would make a huge list of."""
     parts: list[tuple[str, Any]] = list(config.items())
     while parts:
         name, value = parts.pop()
@@ -26,26 +26,20 @@ def require_counts(path: Path, config: dict[str, Any]) -> None:
         elif isinstance(value, list):
             parts += [(name, item) for item in value]
         elif isinstance(value, int) and value > MAX_COUNT and COUNTED.search(name):
-            raise ModelError(
-                "config.json has a number of layers or labels that no model has", where=str(path),
-                found=f"{name} {value}", allowed=f"at most {MAX_COUNT}", fix="fetch the model again",
-            )  # fmt: skip
+            what = "config.json has a number of layers or labels that no model has"
+            raise ModelError(what, path, f"{name} {value}", f"at most {MAX_COUNT}", REFETCH)
 
 
 def require_short_texts(path: Path) -> None:
-    """Refuses tokenizers that make a text very much longer, by each file that one may be read from."""
+    """Refuses a folder with a tokenizer's file that fails `require_short_text`."""
     for file in sorted(path.glob("tokenizer*.json")):
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(
-                "the file is too large", where=str(file), found=file.stat().st_size,
-                allowed=f"{MAX_JSON_BYTES} bytes", fix="fetch the model again",
-            )  # fmt: skip
-        with suppress(ValueError, RecursionError):  # what no tokenizer can be read from is said by who reads
+        require_small(file)
+        with suppress(ValueError, RecursionError):  # text/tokenizer.py says what cannot be read
             require_short_text(file, json.loads(file.read_bytes()))
 
 
 def require_short_text(file: Path, content: Any) -> None:
-    """The same of what a tokenizer's file holds."""
+    """Refuses a tokenizer that makes a text very much longer; `content` is what its file holds."""
     for step in ("normalizer", "post_processor", "decoder"):
         parts, growth = [content.get(step) if isinstance(content, dict) else None], 1.0
         while parts:
@@ -53,20 +47,19 @@ def require_short_text(file: Path, content: Any) -> None:
             parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
             growth *= _growth(part) if isinstance(part, dict) else 1
             if growth > MAX_GROWTH:
-                raise ModelError(
-                    "the tokenizer makes texts longer without reason", where=f"{file}: {step}",
-                    found=f"{growth:.3g} times as long, or more", allowed=f"{MAX_GROWTH} times",
-                    fix="do not use this model: a prompt could fill the memory",
-                )  # fmt: skip
+                what, where = "the tokenizer makes texts longer without reason", f"{file}: {step}"
+                found = f"{growth:.3g} times as long, or more"
+                fix = "do not use this model: a prompt could fill the memory"
+                raise ModelError(what, where, found, f"{MAX_GROWTH} times", fix)
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """How many times as long a step of a tokenizer may make a text: replacements, and texts put twice."""
+    """How many times as long one step of a tokenizer may make a text, by replacing or by repeating."""
     pattern, content, single = part.get("pattern"), part.get("content"), part.get("single")
     if part.get("type") == "Replace" and isinstance(content, str):
         plain = pattern.get("String") if isinstance(pattern, dict) else None
         added, taken = (len(text.encode(errors="surrogatepass")) for text in (content, str(plain or "")))
-        return max(1.0, added / taken if taken else 1.0 + added)  # an expression may stand for nothing at all
+        return max(1.0, added / taken if taken else 1.0 + added)  # an expression may match nothing at all
     if part.get("type") == "TemplateProcessing" and isinstance(single, list):
         return max(1, sum("Sequence" in piece for piece in single if isinstance(piece, dict)))
     return 1

@@ -1,7 +1,7 @@
-"""What a model folder claims to be, read from its JSON and from safetensors headers. No torch.
+"""What a model folder claims to be, read from its JSON files and safetensors headers. No torch.
 
-Everything here is checked before a weight is read: the folder is there, is complete, stays inside
-itself, needs no code of its own, and has the shape that the config says.
+All checks are made before a weight is read: the folder is complete, stays inside itself and needs no code of
+its own, and its tensors have the shapes that config.json says.
 """
 
 from __future__ import annotations
@@ -18,118 +18,152 @@ from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
 from llama_ssp.models.families import SCALED_BY_PASS, TESTED_FAMILIES, Window, family_of
-from llama_ssp.models.folder import header, read_json, require_no_code, require_plain, weight_files
+from llama_ssp.models.folder import MODEL_FOLDER, REFETCH, header, read_json, require_safe, weight_files
 
 log = logging.getLogger(__name__)
 
-SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parents[1] / "shipped"  # models that come with us
-REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # as the hub names them
+SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parents[1] / "shipped"  # models in this package
+REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub repository's name
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
-SCALES = (".SCB", ".absmax")  # how the names of tensors end that bitsandbytes quantised weights with
-PROJECTED = ("word_embed_proj_dim", "embedding_size")  # where embeddings may be narrower than layers
-SUPPORTED = ", ".join(TESTED_FAMILIES) + ", and others that have attention with explicit positions only"
+SCALES = (".SCB", ".absmax")  # endings of the tensors that bitsandbytes adds to quantised weights
+PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
-HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding serves as head
+HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding is the head, too
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+SUPPORTED = ", ".join(TESTED_FAMILIES) + ", and others that have attention with explicit positions only"
+POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that passed: its config, and every tensor's shape."""
+    """A folder that was checked: its config.json, and the shape of every tensor."""
 
     path: Path
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
 
 
+def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:
+    """The model with the shape that its checked folder says, and the folder; None for a synthetic model."""
+    if model.weights is Weights.synthetic:
+        return model, None
+    path = find(model, role)
+    return with_shape(model, inspect(path), role), path
+
+
+def outlined(model: ModelConf, role: str) -> ModelConf:
+    """The model with its shape from config.json alone; a preset that has the shape needs no files."""
+    known = bool(model.family) and all(getattr(model, size) for size in SIZES)
+    if model.weights is Weights.synthetic or (known and not _is_here(model)):
+        return model
+    local = model.path is not None or model.repo is None
+    path = find(model, role) if local else _hub_copy(model, role, "config.json").parent
+    config = _read_config(path)
+    tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
+    return replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied))
+
+
 def find(model: ModelConf, role: str) -> Path:
-    """The folder of a model: `path`, or the local copy of its hub repository."""
-    if model.path is not None:
-        own = model.path.removeprefix(SHIPPED)
-        path = home_expanded(model.path) if own == model.path else SHIPPED_FOLDER / Path(own).name
-        if not path.is_dir():
-            hub = (
-                f"; for a hub repository write {role}.repo={model.path}" if REPO.fullmatch(model.path) else ""
-            )
-            raise ModelError(
-                f"{role}.path is not a folder", where=str(path),
-                fix=f"give the folder that holds config.json and *.safetensors{hub}",
-            )  # fmt: skip
+    """The folder of a model: its `path`, or the local copy of its hub repository."""
+    if model.path is None and model.repo is not None:
+        path = _hub_copy(model, role)
+        commit = commit_of(path)
+        pinned = "" if model.revision == commit else f"; {role}.revision={commit} keeps to it"
+        log.info("%s %s: %s at commit %s%s", role, model.name, model.repo, commit, pinned)
         return path
-    if model.repo is None:
-        raise UsageError(
-            f"{role} {model.name} has neither a path nor a repo",
-            fix=f"write {role}.path=FOLDER, or {role}.weights=synthetic to try it without weights",
-        )
-    return _hub_copy(model, model.repo, role)
+    if model.path is None:
+        fix = f"write {role}.path=FOLDER, or {role}.weights=synthetic to try it without weights"
+        raise UsageError(f"{role} {model.name} has neither a path nor a repo", fix=fix)
+    own = model.path.removeprefix(SHIPPED)
+    path = home_expanded(model.path) if own == model.path else SHIPPED_FOLDER / Path(own).name
+    if not path.is_dir():
+        hub = f"; for a hub repository write {role}.repo={model.path}" if REPO.fullmatch(model.path) else ""
+        fix = f"give the folder that holds config.json and *.safetensors{hub}"
+        raise ModelError(f"{role}.path is not a folder", path, fix=fix)
+    return path
 
 
-def _hub_copy(model: ModelConf, repo: str, role: str) -> Path:
-    """The repository's folder in the local store, fetched if that is allowed, and named by its commit."""
-    from huggingface_hub import snapshot_download
+def _hub_copy(model: ModelConf, role: str, file: str | None = None) -> Path:
+    """The repository's folder in the local store, or one file; fetched if `download` is true."""
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     if not rank_environment().is_leader:
-        disable_progress_bars()  # one voice
+        disable_progress_bars()
+    how = {"revision": model.revision, "local_files_only": not model.download}
     try:
-        path = Path(
-            snapshot_download(
-                repo,
-                revision=model.revision,
-                local_files_only=not model.download,
-                allow_patterns=WANTED,
-                ignore_patterns=UNWANTED,
-            )
-        )
+        if file is not None:
+            return Path(hf_hub_download(model.repo, file, **how))
+        return Path(snapshot_download(model.repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, **how))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        what = f"{role} {model.name}{f': {file}' if file else ''} is not at hand"
         found = "no local copy" if not model.download else str(error)
-        raise ModelError(
-            f"{role} {model.name} is not at hand", where=f"hub repository {repo}", found=found,
-            fix=f"write {role}.path=FOLDER, or {role}.download=true with {role}.revision=COMMIT, "
-            f"or {role}.weights=synthetic to try the machine without weights",
-        ) from None  # fmt: skip
-    commit = commit_of(path)
-    pinned = "" if model.revision == commit else f"; {role}.revision={commit} keeps to it"
-    log.info("%s %s: %s at commit %s%s", role, model.name, repo, commit, pinned)
-    return path
+        fix = (
+            f"write {role}.path=FOLDER, or {role}.download=true with {role}.revision=COMMIT, "
+            f"or {role}.weights=synthetic to try the machine without weights"
+        )
+        raise ModelError(what, f"hub repository {model.repo}", found, fix=fix) from None
 
 
 def commit_of(path: Path) -> str | None:
-    """Which commit of a hub repository the folder holds, if it is a copy of one."""
+    """The commit of the hub repository that the folder is a copy of; None for another folder."""
     return path.name if path.parent.name == "snapshots" else None
 
 
+def folder_at_hand(model: ModelConf) -> Path | None:
+    """A local folder with a tokenizer of the model; None if there is none. Nothing is fetched."""
+    if model.weights is Weights.synthetic:
+        return None
+    if model.path is not None or model.repo is None:
+        return find(model, "model") if _is_here(model) else None
+    if not (_hub_cache() / f"models--{model.repo.replace('/', '--')}").is_dir():
+        return None  # without the library, which takes a while to import
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model.repo, "tokenizer.json", revision=model.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _is_here(model: ModelConf) -> bool:
+    return model.path is not None and (model.path.startswith(SHIPPED) or home_expanded(model.path).is_dir())
+
+
+def _hub_cache() -> Path:
+    """Where the hub's library keeps what it has fetched."""
+    own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return home_expanded(own or f"{home}/hub")
+
+
 def inspect(path: Path) -> Checkpoint:
-    """Reads and checks the folder."""
-    config = read_json(path / "config.json")
-    require_plain(path)
-    require_no_code(path)
-    require_counts(path, config)
+    """Reads and checks the folder; raises ModelError."""
+    config = _read_config(path)
+    require_safe(path)
     require_short_texts(path)
-    if not isinstance(config.get("model_type"), str):
-        raise ModelError(
-            "config.json names no model_type",
-            where=str(path),
-            fix="use a Hugging Face model folder",
-        )
     shapes: dict[str, tuple[int, ...]] = {}
-    for file, expected in weight_files(path).items():
-        found = header(file)
-        missing = sorted(set(expected) - set(found)) if expected is not None else []
-        extra = sorted(set(found) - set(expected)) if expected is not None else []
-        twins = sorted(set(found) & set(shapes))
+    for file, listed in weight_files(path).items():
+        held = header(file)
+        expected = held if listed is None else listed
+        missing, extra, twins = set(expected) - set(held), set(held) - set(expected), set(held) & set(shapes)
         for problem, names in (("lacks", missing), ("holds unlisted", extra), ("repeats", twins)):
             if names:
-                raise ModelError(
-                    f"{file.name} {problem} tensors", where=str(file),
-                    found=f"{len(names)}: {', '.join(names[:5])}", fix="fetch the model again",
-                )  # fmt: skip
-        shapes.update(found)
+                found = f"{len(names)}: {', '.join(sorted(names)[:5])}"
+                raise ModelError(f"{file.name} {problem} tensors", file, found, fix=REFETCH)
+        shapes.update(held)
     _require_scales(path, config.get("quantization_config"), shapes)
     return Checkpoint(path, config, shapes)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = read_json(path / "config.json")
+    require_counts(path, config)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError("config.json has no model_type", path, fix=MODEL_FOLDER)
+    return config
 
 
 def _require_scales(path: Path, claim: object, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -137,106 +171,92 @@ def _require_scales(path: Path, claim: object, shapes: dict[str, tuple[int, ...]
     if not isinstance(claim, dict) or any(name.endswith(SCALES) for name in shapes):
         return
     if claim.get("quant_method") == "bitsandbytes" or claim.get("load_in_8bit") or claim.get("load_in_4bit"):
-        raise ModelError(
-            "config.json says that bitsandbytes quantised the weights, but they are plain",
-            where=f"{path / 'config.json'}: quantization_config", found="no scales among the tensors",
-            fix="remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights",
-        )  # fmt: skip
+        what = "config.json says that bitsandbytes quantised the weights, but they are plain"
+        where = f"{path / 'config.json'}: quantization_config"
+        fix = "remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights"
+        raise ModelError(what, where, "no scales among the tensors", fix=fix)
 
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
-    """The model with the checkpoint's shape; a preset that says otherwise is refused."""
+    """The model with the checkpoint's shape; a ModelError if a preset says another one."""
     found = shape_of(checkpoint)
-    claimed = {key: getattr(model, key) for key in found}
+    # A tied head may be saved, too, and versions of a model differ in windows.
     wrong = [
-        f"{key} {claimed[key]} in the config, {value} in config.json"
+        f"{key} {claimed} in the config, {value} in config.json"
         for key, value in found.items()
-        if key not in ("tied", "sliding_window")  # a tied head may be saved, too; versions differ in windows
-        and claimed[key] not in (0, "", None, value)
+        if key not in ("tied", "sliding_window")
+        and (claimed := getattr(model, key)) not in (0, "", None, value)
     ]
     if wrong:
-        raise ModelError(
-            f"the checkpoint is not a {model.name}", where=str(checkpoint.path), found="; ".join(wrong),
-            fix=f"choose the preset that matches, or {role}=local {role}.path=FOLDER",
-        )  # fmt: skip
+        fix = f"choose the preset that matches, or {role}=local {role}.path=FOLDER"
+        raise ModelError(f"the checkpoint is not a {model.name}", checkpoint.path, "; ".join(wrong), fix=fix)
     return replace(model, **found)
 
 
 def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The six integers and their company, under the config's names."""
+    """The model's sizes by the config's names; a ModelError if config.json lacks one or tensors differ."""
     config = checkpoint.config
 
-    def first(*names: str) -> int:
-        for name in names:
-            value = config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
-                return value
-        found = [config[name] for name in names if config.get(name) is not None]
-        if not found:
-            _require_tested(checkpoint, f"its config.json has no {names[0]}")
-        elif isinstance(found[0], list):
-            _require_tested(checkpoint, f"its layers differ in {names[0]}")
-        raise ModelError(
-            f"config.json has no usable {names[0]}", where=str(checkpoint.path),
-            found=repr(next(iter(found), None)), allowed="a positive whole number",
-            fix="correct it, or fetch the model again",
-        )  # fmt: skip
-
-    def given(default: int, *names: str) -> int:
-        return first(*names) if any(config.get(name) is not None for name in names) else default
+    def size(*names: str, default: int | None = None) -> int:
+        return _size(checkpoint, names, default)
 
     family = family_of(config["model_type"])
-    heads, dim = first("num_attention_heads", "num_heads", "n_head"), first("hidden_size", "n_embd")
-    positions = "max_position_embeddings", "n_positions"
-    # Falcon's config.json has a number of KV heads for its newer kind only.
-    newer = config.get("new_decoder_architecture") or not config.get("multi_query", True)
-    one_kv = family.multi_query and not newer
+    heads, dim = size("num_attention_heads", "num_heads", "n_head"), size("hidden_size", "n_embd")
     for name in PROJECTED:
         if config.get(name) not in (None, dim):
             raise _unsupported(checkpoint, f"its embeddings are projected ({name})", f"embeddings of {dim}")
+    layers = size("num_hidden_layers", "num_layers", "n_layer")
+    # Falcon's config.json has a number of KV heads for its newer kind only.
+    newer = config.get("new_decoder_architecture") or not config.get("multi_query", True)
+    one_kv = family.multi_query and not newer
+    kv_heads = 1 if one_kv else size("num_key_value_heads", "num_kv_heads", default=heads)
+    window = _window(config, family.window, layers)
     shape = {
         "family": config["model_type"],
-        "n_layers": first("num_hidden_layers", "num_layers", "n_layer"),
+        "n_layers": layers,
         "n_heads": heads,
-        "n_kv_heads": 1 if one_kv else given(heads, "num_key_value_heads", "num_kv_heads"),
-        "head_dim": given(dim // heads, "head_dim"),
+        "n_kv_heads": kv_heads,
+        "head_dim": size("head_dim", default=dim // heads),
         "dim": dim,
-        "ffn": given(4 * dim, "intermediate_size", "ffn_dim", "n_inner"),
-        "vocab": first("vocab_size"),
-        "context": context_within(
-            given(family.context, *positions) if family.context else first(*positions), config
-        ),
+        "ffn": size("intermediate_size", "ffn_dim", "n_inner", default=4 * dim),
+        "vocab": size("vocab_size"),
+        "context": context_within(size(*POSITIONS, default=family.context), config),
         "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
-        "sliding_window": None,
+        "sliding_window": size(window.key, default=window.default) if window else None,
     }
-    if heads % shape["n_kv_heads"]:
-        raise ModelError(
-            "query heads do not divide into groups of KV heads", where=str(checkpoint.path),
-            found=f"{heads} and {shape['n_kv_heads']}", allowed="a whole number of query heads per KV head",
-            fix="fetch the model again",
-        )  # fmt: skip
-    if window := _window(config, family.window, shape["n_layers"]):
-        shape["sliding_window"] = given(*window)
-    _compare_embedding(checkpoint, shape["vocab"], dim)
-    _compare_layers(checkpoint, shape["n_layers"])
+    if heads % kv_heads:
+        what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"
+        allowed = "a whole number of query heads per KV head"
+        raise ModelError(what, checkpoint.path, found, allowed, REFETCH)
+    _compare_tensors(checkpoint, shape["vocab"], dim, layers)
     return shape
 
 
-def _require_tested(checkpoint: Checkpoint, why: str) -> None:
-    """A config that lacks what the tested families have is another architecture's, or else damaged."""
-    if checkpoint.config["model_type"] not in TESTED_FAMILIES:
-        raise _unsupported(checkpoint, why)
+def _size(checkpoint: Checkpoint, names: tuple[str, ...], default: int | None) -> int:
+    """The value of the first of these keys that config.json has with a usable one, or else the default."""
+    values = [value for name in names if (value := checkpoint.config.get(name)) is not None]
+    for value in values:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+            return value
+    if not values and default is not None:
+        return default
+    if checkpoint.config["model_type"] not in TESTED_FAMILIES:  # tested ones lack a size only if damaged
+        if not values:
+            raise _unsupported(checkpoint, f"its config.json has no {names[0]}")
+        if isinstance(values[0], list):
+            raise _unsupported(checkpoint, f"its layers differ in {names[0]}")
+    what, found = f"config.json has no usable {names[0]}", repr(values[0] if values else None)
+    fix = "correct it, or fetch the model again"
+    raise ModelError(what, checkpoint.path, found, "a positive whole number", fix)
 
 
 def _unsupported(checkpoint: Checkpoint, why: str, allowed: str = SUPPORTED) -> ModelError:
-    return ModelError(
-        f"the architecture is not supported: {why}", where=str(checkpoint.path),
-        found=checkpoint.config["model_type"], allowed=allowed, fix="choose another model",
-    )  # fmt: skip
+    what = f"the architecture is not supported: {why}"
+    return ModelError(what, checkpoint.path, checkpoint.config["model_type"], allowed, "choose another model")
 
 
 def context_within(positions: int, config: dict[str, Any]) -> int:
-    """How many of these positions can be used: all, or those before all rows would need the same scale."""
+    """How many of these positions can be used: all, or those that all rows give the same scale."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config["model_type"] not in SCALED_BY_PASS or not isinstance(rope, dict):
         return positions
@@ -246,8 +266,8 @@ def context_within(positions: int, config: dict[str, Any]) -> int:
     return min(positions, unscaled) if isinstance(unscaled, int) else positions
 
 
-def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> tuple[int, str] | None:
-    """The default and the key of the family's window, if config.json switches it on.
+def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> Window | None:
+    """The family's window, if config.json switches it on.
 
     causal_lm.windows_of reads the same off the code of any architecture.
     """
@@ -259,97 +279,16 @@ def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> tup
         slides = "sliding_attention" in kinds if isinstance(kinds, list) else later
         if not config.get("use_sliding_window") or (window.partial and not slides):
             return None
-    return window.default or 0, window.key
+    return window
 
 
-def _compare_layers(checkpoint: Checkpoint, claimed: int) -> None:
-    """Before a module of so many layers is made."""
-    numbers = [int(found[1]) for name in checkpoint.shapes if (found := LAYER.search(name))]
-    if numbers and 1 + max(numbers) != claimed:
-        raise ModelError(
-            "the number of layers contradicts config.json", where=str(checkpoint.path),
-            found=f"{1 + max(numbers)} in the weights, {claimed} in config.json", fix="fetch the model again",
-        )  # fmt: skip
-
-
-def _compare_embedding(checkpoint: Checkpoint, vocab: int, dim: int) -> None:
+def _compare_tensors(checkpoint: Checkpoint, vocab: int, dim: int, layers: int) -> None:
+    """Refuses weights with another number of layers, or another embedding, than config.json says."""
     for name, shape in checkpoint.shapes.items():
-        if name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")) and shape != (
-            vocab,
-            dim,
-        ):
-            raise ModelError(
-                "a tensor's shape contradicts config.json", where=f"{checkpoint.path}: {name}",
-                found=shape, allowed=str((vocab, dim)), fix="fetch the model again",
-            )  # fmt: skip
-
-
-def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:
-    """The model with its shape checked against its files, and where they are; a synthetic one has none."""
-    if model.weights is Weights.synthetic:
-        return model, None
-    path = find(model, role)
-    return with_shape(model, inspect(path), role), path
-
-
-def outlined(model: ModelConf, role: str) -> ModelConf:
-    """The model with its shape from config.json alone; a preset that has it needs no files at all."""
-    known = bool(model.family) and all(getattr(model, size) for size in SIZES)
-    if model.weights is Weights.synthetic or (known and not _is_here(model)):
-        return model
-    file = _config_file(model, role)
-    checkpoint = Checkpoint(file.parent, read_json(file), {})
-    require_counts(file.parent, checkpoint.config)
-    if not isinstance(checkpoint.config.get("model_type"), str):
-        raise ModelError(
-            "config.json names no model_type", where=str(file), fix="use a Hugging Face model folder"
-        )
-    usual = family_of(checkpoint.config["model_type"]).tied
-    tied = checkpoint.config.get("tie_word_embeddings", usual)
-    return replace(with_shape(model, checkpoint, role), tied=bool(tied))
-
-
-def _is_here(model: ModelConf) -> bool:
-    return model.path is not None and (model.path.startswith(SHIPPED) or home_expanded(model.path).is_dir())
-
-
-def folder_at_hand(model: ModelConf) -> Path | None:
-    """Where a tokenizer of the model is on this machine; nothing is fetched for it. None if there is none."""
-    if model.weights is Weights.synthetic:
-        return None
-    if model.path is not None or model.repo is None:
-        return find(model, "model") if _is_here(model) else None
-    if not (_hub_cache() / f"models--{model.repo.replace('/', '--')}").is_dir():
-        return None  # known without the library, which takes a while to import
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model.repo, "tokenizer.json", revision=model.revision)
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _hub_cache() -> Path:
-    """Where the hub's library keeps what it has fetched."""
-    own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return home_expanded(own or f"{home}/hub")
-
-
-def _config_file(model: ModelConf, role: str) -> Path:
-    """The config.json, of a hub repository fetched where download=true."""
-    if model.path is not None or model.repo is None:
-        return find(model, role) / "config.json"
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            hf_hub_download(
-                model.repo, "config.json", revision=model.revision, local_files_only=not model.download
-            )
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        found = "no local copy" if not model.download else str(error)
-        raise ModelError(
-            f"{role} {model.name}: config.json is not at hand", where=f"hub repository {model.repo}",
-            found=found, fix=f"write {role}.download=true, or {role}.path=FOLDER",
-        ) from None  # fmt: skip
+        if name.endswith(EMBEDDINGS) and shape != (vocab, dim):
+            what, where = "a tensor's shape contradicts config.json", f"{checkpoint.path}: {name}"
+            raise ModelError(what, where, shape, (vocab, dim), REFETCH)
+    numbers = [int(match[1]) for name in checkpoint.shapes if (match := LAYER.search(name))]
+    if numbers and 1 + max(numbers) != layers:
+        what, found = "the number of layers contradicts config.json", f"{1 + max(numbers)} in the weights"
+        raise ModelError(what, checkpoint.path, f"{found}, {layers} in config.json", fix=REFETCH)

@@ -1,4 +1,7 @@
-"""The files of a model folder, opened with suspicion: plain, inside, whole, no pickle, no code. No torch."""
+"""Reads the files of a model folder that may be hostile or damaged. No torch.
+
+Only whole, regular files inside the folder are opened; nothing in them is run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import json
 import math
 import stat
 import struct
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +21,49 @@ MAX_JSON_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 10 * 2**20  # of 100 000 tensors; a shard of a large model has a hundredth of it
 MAX_NAME = 255  # characters of a file's or a tensor's name
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-POINTER = b"version https://git-lfs"  # how a Git LFS pointer begins, which stands in a file's place
-INDEX = "model.safetensors.index.json"
+POINTER = b"version https://git-lfs"  # how a Git LFS pointer begins
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SAMPLES, SAMPLE_BYTES = 32, 512  # of a weight file, for its fingerprint
 TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
-CODE_FILES = (
-    "config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json",
-    "preprocessor_config.json",
-)  # fmt: skip
+CODE_KINDS = ("", "tokenizer_", "generation_", "processor_", "preprocessor_")  # of a config.json
 ADAPTER = "adapter_config.json"
 READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
+# Bits of a number in each format that can be loaded.
+BITS = {"BOOL": 8} | {
+    name: bits
+    for bits, names in {64: "F64 I64 U64", 32: "F32 I32 U32", 16: "BF16 F16 I16 U16", 8: "I8 U8"}.items()
+    for name in names.split()
+}
+REFETCH, COPY = "fetch the model again", "copy it into the folder"
+MODEL_FOLDER = "use a Hugging Face model folder"
 
-# Bits of an element of each number format that can be loaded here.
-BITS = {
-    "F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8,
-    "BOOL": 8, "U16": 16, "U32": 32, "U64": 64,
-}  # fmt: skip
 
-
-def weight_files(path: Path) -> dict[Path, list[str] | None]:
-    """The files that hold weights, with the tensors each should hold where an index says so."""
-    if (path / INDEX).exists():
-        weight_map = read_json(path / INDEX).get("weight_map")
+def weight_files(path: Path) -> Mapping[Path, list[str] | None]:
+    """The safetensors files of a folder, with the tensors that an index lists for each; else None."""
+    index, single = path / INDEX, path / SINGLE
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError("the index has no weight_map", where=str(path / INDEX), fix="fetch it again")
-        files: dict[Path, list[str] | None] = {}
+            raise ModelError("the index has no weight_map", index, fix=REFETCH)
+        files: dict[Path, list[str]] = {}
         for tensor, name in weight_map.items():
-            names = files.setdefault(_inside(path, name, str(path / INDEX)), [])
-            assert names is not None
-            names.append(tensor)
+            files.setdefault(_shard(path, name, index), []).append(tensor)
         return files
-    if (path / "model.safetensors").exists() or (path / "model.safetensors").is_symlink():
-        return {_inside(path, "model.safetensors", str(path)): None}
+    if single.exists() or single.is_symlink():
+        return {_shard(path, SINGLE, path): None}
     pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
     if pickled:
-        raise ModelError(
-            "the weights are pickled, which can run code", where=str(path), found=", ".join(pickled[:5]),
-            allowed="*.safetensors",
-            fix="convert them where you trust them: AutoModelForCausalLM.from_pretrained(DIR)"
-            ".save_pretrained(NEW_DIR, safe_serialization=True)",
-        )  # fmt: skip
-    raise ModelError(
-        "the folder holds no weights", where=str(path), allowed=f"model.safetensors or {INDEX}",
-        fix="give the folder of a saved model",
-    )  # fmt: skip
+        convert = "from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)"
+        fix = f"convert them where you trust them: AutoModelForCausalLM.{convert}"
+        what, found = "the weights are pickled, which can run code", ", ".join(pickled[:5])
+        raise ModelError(what, path, found, "*.safetensors", fix)
+    fix = "give the folder of a saved model"
+    raise ModelError("the folder holds no weights", path, allowed=f"{SINGLE} or {INDEX}", fix=fix)
 
 
 def header(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes in a safetensors file, whose length must be exactly what its header says."""
+    """The shapes in a safetensors file; a ModelError unless it holds exactly what its header says."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -75,50 +74,45 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
             raise _damaged(file, f"a header of {length} bytes in a file of {size}")
         text = stream.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_no_twins)
-        unfit = next((k for k in header if len(k) > MAX_NAME or not k.isprintable()), None)
+        entries = json.loads(text, object_pairs_hook=_no_twins)
+        unfit = next((k for k in entries if len(k) > MAX_NAME or not k.isprintable()), None)
         if unfit is not None:
             raise _damaged(file, f"a tensor by the name of {unfit[:MAX_NAME]!r}")
-        entries = {k: v for k, v in header.items() if k != "__metadata__"}
+        entries.pop("__metadata__", None)
         shapes = {k: _whole_numbers(v["shape"]) for k, v in entries.items()}
         places = {k: _whole_numbers(v["data_offsets"]) for k, v in entries.items()}
-        spans = sorted((first, last) for first, last in places.values())
+        spans = [(0, 0), *sorted((first, last) for first, last in places.values())]
         formats = {k: str(v["dtype"]) for k, v in entries.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         twice = str(error) if isinstance(error, _TwinsError) else "that is not a table of tensors"
         raise _damaged(file, f"a header {twice}") from None
     for name, (first, last) in places.items():
-        if formats[name] not in BITS:
-            raise ModelError(
-                "a tensor has a number format that cannot be loaded", where=f"{file}: {name}",
-                found=formats[name], allowed=", ".join(BITS), fix="use a copy of the model in bf16 or fp16",
-            )  # fmt: skip
-        if min(shapes[name], default=0) < 0 or math.prod(shapes[name]) * BITS[formats[name]] != 8 * (
-            last - first
-        ):
-            raise _damaged(file, f"{last - first} bytes for {name} of {shapes[name]} in {formats[name]}")
-    end = 0
-    for first, last in spans:
-        if first != end or last < first:
+        bits, shape = BITS.get(formats[name]), shapes[name]
+        if bits is None:
+            what, fix = "a tensor has a number format that cannot be loaded", "use a copy in bf16 or fp16"
+            raise ModelError(what, f"{file}: {name}", formats[name], ", ".join(BITS), fix)
+        if min(shape, default=0) < 0 or math.prod(shape) * bits != 8 * (last - first):
+            raise _damaged(file, f"{last - first} bytes for {name} of {shape} in {formats[name]}")
+    for (_, end), (first, _) in pairwise(spans):
+        if first != end:
             raise _damaged(file, f"tensors that overlap or leave a gap at byte {end}")
-        end = last
-    if 8 + length + end != size:
-        raise _damaged(file, f"{size} bytes where the header promises {8 + length + end}")
+    expected = 8 + length + spans[-1][1]
+    if expected != size:
+        raise _damaged(file, f"{size} bytes where the header promises {expected}")
     return shapes
 
 
 def _whole_numbers(value: list[Any]) -> tuple[int, ...]:
-    """The list's numbers; TypeError where one is not whole: JSON has fractions, Python's also Infinity."""
-    if not isinstance(value, list) or any(type(n) is not int for n in value):
+    if not isinstance(value, list) or any(type(number) is not int for number in value):
         raise TypeError("not a list of whole numbers")
     return tuple(value)
 
 
 def fingerprint(path: Path) -> str:
-    """What tells this model from another in moments, whatever its size: a hash for ranks to compare.
+    """A hash of the model that takes moments whatever its size, for ranks to compare.
 
-    Of the small files, the tokenizer's among them, everything counts; of the weight files, their names,
-    sizes and headers, and some bytes of each at fixed places.
+    All bytes of small files count, the tokenizer's among them; of weight files, names, sizes, headers, and
+    some bytes at fixed places.
     """
     digest = hashlib.sha256()
     weights = weight_files(path)
@@ -138,49 +132,39 @@ def fingerprint(path: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model folder; a ModelError if there is none."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
-            raise ModelError("not a regular file", where=str(file), fix="use a Hugging Face model folder")
+            raise ModelError("not a regular file", file, fix=MODEL_FOLDER)
         require_inside(file)
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(
-                "the file is too large",
-                where=str(file),
-                found=file.stat().st_size,
-                allowed=str(MAX_JSON_BYTES),
-            )
+        require_small(file)
         require_fetched(file)
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
     except FileNotFoundError:
-        raise ModelError(
-            f"there is no {file.name}",
-            where=str(file.parent),
-            fix="use a Hugging Face model folder",
-        ) from None
+        raise ModelError(f"there is no {file.name}", file.parent, fix=MODEL_FOLDER) from None
     except (ValueError, RecursionError) as error:
-        raise ModelError(
-            f"{file.name} is not JSON",
-            where=str(file.parent),
-            found=str(error),
-            fix="fetch it again",
-        ) from None
+        raise ModelError(f"{file.name} is not JSON", file.parent, error, fix=REFETCH) from None
     if not isinstance(content, dict):
-        raise ModelError(f"{file.name} is not a JSON object", where=str(file.parent), fix="fetch it again")
+        raise ModelError(f"{file.name} is not a JSON object", file.parent, fix=REFETCH)
     return content
 
 
-def require_plain(path: Path) -> None:
-    """What libraries open must be whole files of the folder: opening a pipe would wait for ever."""
+def require_small(file: Path) -> None:
+    size = file.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ModelError("the file is too large", file, size, f"{MAX_JSON_BYTES} bytes", REFETCH)
+
+
+def require_safe(path: Path) -> None:
+    """Refuses what libraries would open and is not a whole file of the folder, and a model that runs code."""
     for entry in sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]):
         if entry.suffix in READ_BY_LIBRARIES and entry.exists():
             if not entry.is_file():
-                raise ModelError(
-                    "not a regular file", where=str(entry), found="a folder, a pipe or a device",
-                    fix="copy the model's files into the folder",
-                )  # fmt: skip
+                raise ModelError("not a regular file", entry, "a folder, a pipe or a device", fix=COPY)
             require_inside(entry, path)
-            if entry.suffix != ".safetensors":  # those that are used have their headers read
+            if entry.suffix != ".safetensors":  # `header` reads those that are used
                 require_fetched(entry)
+    _require_no_code(path)
 
 
 def require_fetched(file: Path) -> None:
@@ -190,28 +174,23 @@ def require_fetched(file: Path) -> None:
             raise _pointer(file)
 
 
-def require_no_code(path: Path) -> None:
-    """Refuses what would have code run that is not ours, or weights changed by what lies beside them."""
-    for name in CODE_FILES:
-        content = read_json(path / name) if (path / name).exists() else {}
+def _require_no_code(path: Path) -> None:
+    """Refuses a model that needs code of its own to run, or an adapter that would change its weights."""
+    for kind in CODE_KINDS:
+        file = path / f"{kind}config.json"
+        content = read_json(file) if file.exists() else {}
         wants = [key for key in CODE_KEYS if content.get(key)] + _kernels_of_others(content)
         if wants:
-            raise ModelError(
-                "the model wants to run code of its own", where=str(path / name), found=", ".join(wants),
-                fix=f"use a model of a built-in architecture, or a copy whose {name} has no {wants[0]}",
-            )  # fmt: skip
+            fix = f"use a model of a built-in architecture, or a copy with no {wants[0]} in its {file.name}"
+            raise ModelError("the model wants to run code of its own", file, ", ".join(wants), fix=fix)
         listed = content.get("fast_tokenizer_files")
         outside = [str(n) for n in listed if str(n) != Path(str(n)).name] if isinstance(listed, list) else []
         if outside:  # libraries open one of them
-            raise ModelError(
-                "the model names a file outside of its folder", where=str(path / name),
-                found=", ".join(outside), fix="do not use this model",
-            )  # fmt: skip
-    if (path / ADAPTER).exists():  # whether libraries apply it hangs on what else is installed
-        raise ModelError(
-            "an adapter lies beside the weights", where=str(path / ADAPTER),
-            fix="merge it into the weights where you trust it, or use a copy of the model without it",
-        )  # fmt: skip
+            what, fix = "the model names a file outside of its folder", "do not use this model"
+            raise ModelError(what, file, ", ".join(outside), fix=fix)
+    if (path / ADAPTER).exists():  # libraries apply it if peft is installed
+        fix = "merge it into the weights where you trust it, or use a copy of the model without it"
+        raise ModelError("an adapter lies beside the weights", path / ADAPTER, fix=fix)
 
 
 def _kernels_of_others(content: dict[str, Any]) -> list[str]:
@@ -224,67 +203,44 @@ def _kernels_of_others(content: dict[str, Any]) -> list[str]:
 
 
 def require_inside(file: Path, folder: Path | None = None) -> None:
-    """Refuses a link that leaves the model's folder, by default that of the file.
+    """Refuses a link out of the model's folder, by default that of the file.
 
-    Hub copies keep links to a `blobs` folder two levels up; those count as inside.
+    Hub copies have links to a `blobs` folder two levels up; those count as inside.
     """
     real, home = file.resolve(), (folder or file.parent).resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
-        raise ModelError(
-            "a file leaves the folder", where=str(file), found=str(real), fix="copy it into the folder"
-        )
+        raise ModelError("a file leaves the folder", file, real, fix=COPY)
 
 
-def _inside(path: Path, name: object, source: str) -> Path:
-    """The file a checkpoint names, if it is a plain file of that folder."""
-    if (
-        not isinstance(name, str)
-        or name != Path(name).name
-        or name in ("", ".", "..")
-        or len(name) > MAX_NAME
-    ):
-        raise ModelError(
-            "a shard's name leaves the folder", where=source, found=repr(name), allowed="a plain file name",
-            fix="do not use this model: its index points outside",
-        )  # fmt: skip
+def _shard(path: Path, name: object, source: Path) -> Path:
+    """The file by the name that `source` gives; a ModelError unless it is a regular file of the folder."""
+    if not isinstance(name, str) or name in ("", "..") or name != Path(name).name or len(name) > MAX_NAME:
+        what, fix = "a shard's name leaves the folder", "do not use this model: its index points outside"
+        raise ModelError(what, source, repr(name), "a plain file name", fix)
     file = path / name
     try:
         mode = file.stat().st_mode
     except (OSError, ValueError):
-        raise ModelError(
-            "a shard is missing",
-            where=f"{source}: {name}",
-            found="no such file",
-            fix=f"put it into {path}",
-        ) from None
+        where, fix = f"{source}: {name}", f"put it into {path}"
+        raise ModelError("a shard is missing", where, "no such file", fix=fix) from None
     if not stat.S_ISREG(mode):
-        raise ModelError(
-            "a shard is not a plain file of the folder", where=str(file), found=str(file.resolve()),
-            fix="copy the weights into the folder",
-        )  # fmt: skip
+        raise ModelError("a shard is not a regular file", file, file.resolve(), fix=COPY)
     require_inside(file)
     return file
 
 
 def _pointer(file: Path) -> ModelError:
-    return ModelError(
-        f"{file.name} is a Git LFS pointer, not the file", where=str(file),
-        fix="run git lfs pull in the model's folder, or fetch the model again",
-    )  # fmt: skip
+    fix = "run git lfs pull in the model's folder, or fetch the model again"
+    return ModelError(f"{file.name} is a Git LFS pointer, not the file", file, fix=fix)
 
 
 def _damaged(file: Path, found: str) -> ModelError:
-    return ModelError(
-        "the weights file is damaged or cut short",
-        where=str(file),
-        found=found,
-        fix="fetch it again",
-    )
+    return ModelError("the weights file is damaged or cut short", file, found, fix=REFETCH)
 
 
 class _TwinsError(ValueError):
-    """A key stands twice in a JSON object: which one holds is anyone's guess."""
+    """A key stands twice in a JSON object."""
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

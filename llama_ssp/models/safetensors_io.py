@@ -1,8 +1,7 @@
-"""Where weights are read from, a slice at a time: a folder of safetensors files, or anything like it."""
+"""Reads weights a slice at a time from a folder of safetensors files."""
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,10 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from llama_ssp.models.folder import weight_files
 from llama_ssp.models.sharding import COLUMNS, Cut
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the module's
 # Tables that old checkpoints hold and that modules compute.
 COMPUTED = (".inv_freq", ".masked_bias", ".attention.bias", ".attn.bias")
@@ -26,18 +24,18 @@ class Source(Protocol):
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
-        """The part, or all, in memory of its own."""
+        """The cut part, or all, in memory of its own."""
 
 
 class FileSource:
-    """Weights of a folder of safetensors files."""
+    """The weights of a folder, which `inspect` has checked."""
 
     def __init__(self, folder: Path, module: Any) -> None:
         self._opened = ExitStack()
         known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         self._places: dict[str, tuple[Any, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in _files(folder):
+        for file in sorted(weight_files(folder)):
             handle = self._opened.enter_context(safe_open(file, framework="pt"))
             for key in handle.keys():  # noqa: SIM118, a handle cannot be iterated
                 name = _module_name(key, known, module.base_model_prefix)
@@ -55,34 +53,25 @@ class FileSource:
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
         handle, key = self._places[name]
-        if not self.shapes[name]:
-            return taken(handle.get_tensor(key), None)
-        return taken(handle.get_slice(key), cut)
+        return taken(handle.get_slice(key) if cut else handle.get_tensor(key), cut)
 
 
 def taken(weight: Any, cut: Cut | None) -> Tensor:
-    """A copy of the part: a slice of a file is a view of all of it."""
+    """A copy of the cut part of a tensor or of a slice of a file, or of all of it."""
     if cut is None:
-        parts = [weight[:] if not isinstance(weight, Tensor) else weight]
+        parts = [weight]
     elif cut.dim == COLUMNS:
         parts = [weight[:, first:last] for first, last in cut.spans]
     else:
         parts = [weight[first:last] for first, last in cut.spans]
     if cut is not None and len(parts) > 1:
         return torch.cat(parts, cut.dim)
-    return parts[0].clone(memory_format=torch.contiguous_format)
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.exists():
-        return [folder / SINGLE]
-    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / name for name in sorted(set(places))]
+    copy: Tensor = parts[0].clone(memory_format=torch.contiguous_format)  # a slice may be a view of the file
+    return copy
 
 
 def _module_name(key: str, known: set[str], prefix: str) -> str:
-    """What the module calls a tensor on disk."""
+    """The module's name for a tensor on disk."""
     for old, new in RENAMED.items():
         if key not in known and key.startswith(old):
             key = new + key.removeprefix(old)
