@@ -35,7 +35,7 @@ from words import Words  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.models.loader import DRAFT, load  # noqa: E402
 from llama_ssp.pair.assembly import RankModels  # noqa: E402
-from llama_ssp.planner.speed import share_of  # noqa: E402
+from llama_ssp.planner.speed import pass_cost  # noqa: E402
 from llama_ssp.planner.workload import Role  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.report.tables import aligned, figure  # noqa: E402
@@ -262,7 +262,7 @@ def main() -> None:
     bandwidth = read_per_s()
     clock, said = (time.process_time, "CPU time") if asked.threads == 1 else (time.perf_counter, "time")
     parts = rounds(pair, [int(k) for k in asked.ks.split(",")], clock)
-    read = Both(*(share_of(Role("", model, Dtype.bf16), 1).weights for model in (target, draft)))
+    read = Both(*(pass_cost(Role("", model, Dtype.bf16), 1).weights for model in (target, draft)))
     steps = steps_alone(parts, regular_ms(pair[0].target, clock), found)
     rows = figures(found, read, bandwidth, steps)
     met = [

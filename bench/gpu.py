@@ -41,7 +41,7 @@ from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.models.kernels.int8 import Int8Linear  # noqa: E402
 from llama_ssp.models.loader import DRAFT, load  # noqa: E402
 from llama_ssp.pair.assembly import engine_for  # noqa: E402
-from llama_ssp.planner.speed import share_of  # noqa: E402
+from llama_ssp.planner.speed import pass_cost  # noqa: E402
 from llama_ssp.planner.workload import Role  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
@@ -157,7 +157,7 @@ def share_read(asked: Asked, model: ModelConf) -> tuple[float, float]:
     pair, _, _ = opened(asked.run(model), 4 * LENGTH)
     assert pair.target is not None
     step_s = seconds(alone(pair.target, LENGTH, 1))
-    return share_of(Role("", model, model.dtype), 1).weights / step_s / bandwidth(asked), step_s
+    return pass_cost(Role("", model, model.dtype), 1).weights / step_s / bandwidth(asked), step_s
 
 
 def regular(asked: Asked) -> list[Row]:

@@ -35,7 +35,7 @@ from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
 from llama_ssp.models.kv_cache import Feed  # noqa: E402
 from llama_ssp.models.loader import load_part  # noqa: E402
 from llama_ssp.models.synthetic import SyntheticSource, build, config_for  # noqa: E402
-from llama_ssp.planner.room import parameters  # noqa: E402
+from llama_ssp.planner.weights import parameters  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 
 MIB, GIB = 2**20, 2**30

@@ -41,7 +41,7 @@ from llama_ssp.models.loader import load  # noqa: E402
 from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for  # noqa: E402
 from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
 from llama_ssp.planner.resolve import PairSpec  # noqa: E402
-from llama_ssp.planner.speed import BAND, Pace  # noqa: E402
+from llama_ssp.planner.speed import BAND, RoundTimes  # noqa: E402
 from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength, best_k  # noqa: E402
@@ -193,11 +193,11 @@ def turn(
     return 1000 * spent / (new * len(PROMPTS))
 
 
-def pace_of(runs: list[list[Exchange]], k: int, mode: Overlap) -> Pace:
+def pace_of(runs: list[list[Exchange]], k: int, mode: Overlap) -> RoundTimes:
     """What a draft and verifying took where nobody worked at the same time."""
     drafts = [(one.replied_us - one.asked_us) / len(one.spans) for run in runs for one in run]
     verifying = [after.asked_us - one.replied_us for run in runs for one, after in pairwise(run)]
-    return Pace(median(drafts) / 1e6, (median(verifying) / 1e6,) * (k + 1), 1, mode)
+    return RoundTimes(median(drafts) / 1e6, (median(verifying) / 1e6,) * (k + 1), 1, mode)
 
 
 def step_share(history: list[Exchange]) -> float:

@@ -35,17 +35,16 @@ from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
 from llama_ssp.distributed.roles import Roles  # noqa: E402
 from llama_ssp.models.loader import load, load_part  # noqa: E402
 from llama_ssp.models.synthetic import build  # noqa: E402
-from llama_ssp.planner.activations import DRAFT as DRAFTING  # noqa: E402
 from llama_ssp.planner.activations import (  # noqa: E402
     DRAFT_PREFILL,
+    DRAFT_STEPS,
     PREFILL,
     VERIFY,
     Kernels,
-    Round,
+    RankWork,
 )
-from llama_ssp.planner.memory import share_of  # noqa: E402
-from llama_ssp.planner.weights import Part, held  # noqa: E402
-from llama_ssp.planner.workload import DRAFT, TARGET, Role  # noqa: E402
+from llama_ssp.planner.weights import Part, RolePart, held  # noqa: E402
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter  # noqa: E402
 from llama_ssp.speculative.engine import Engine  # noqa: E402
@@ -66,7 +65,7 @@ PHASES = ("prefill", "decode", "verify")
 DTYPES = (Dtype.fp32, Dtype.fp16, Dtype.bf16)
 PLANNED = {
     (TARGET, "prefill"): PREFILL, (TARGET, "decode"): VERIFY, (TARGET, "verify"): VERIFY,
-    (DRAFT, "prefill"): DRAFT_PREFILL, (DRAFT, "decode"): DRAFTING, (DRAFT, "verify"): DRAFTING,
+    (DRAFT, "prefill"): DRAFT_PREFILL, (DRAFT, "decode"): DRAFT_STEPS, (DRAFT, "verify"): DRAFT_STEPS,
 }  # fmt: skip
 ALLOWED_SHARE, ALLOWED_BYTES = 0.05, 64 * 2**20
 CPU = torch.device("cpu")
@@ -163,12 +162,12 @@ def _let_go(tensor: Tensor, hands: int) -> None:
 def planned(case: Case, rank: int) -> int:
     """Weights and caches, and the bound of the phase beside them."""
     role = case.conf
-    share = share_of(role, Part.of(role.model, case.world, rank), ROOM)
-    model = share.forward(ROWS, Kernels(cpu=True, threads=torch.get_num_threads()))
-    target, draft = (model, None) if case.role == TARGET else (None, model)
-    batch = Round(target, draft, VOCAB, ROWS, PROMPT, ROOM, case.k, CHUNK, rank == 0, True)
+    own = RolePart.of(role, Part.of(role.model, case.world, rank), ROOM)
+    target, draft = (own, None) if case.role == TARGET else (None, own)
+    work, kernels = Workload(ROWS, PROMPT, NEW, case.k, CHUNK), Kernels(True, torch.get_num_threads())
+    batch = RankWork(target, draft, VOCAB, work, ROOM, rank == 0, True, kernels)
     passing = sum(batch.peaks()[PLANNED[case.role, case.phase]].values())
-    return sum(held(share.part, role.dtype).values()) + share.caches_bytes(ROWS) + passing
+    return sum(held(own.part, role.dtype).values()) + own.caches_bytes(ROWS) + passing
 
 
 def actual(case: Case, ranks: Ranks) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llama_ssp.config import SamplingConfig, SpeculationConfig
     from llama_ssp.errors import RunError
     from llama_ssp.pair.api import Completion, Pair, load_pair
-    from llama_ssp.planner.outcome import Plan
+    from llama_ssp.planner.plan import Plan
     from llama_ssp.tasks.plan import plan
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     elif name in ("SamplingConfig", "SpeculationConfig"):
         from llama_ssp import config as found
     elif name == "Plan":
-        from llama_ssp.planner import outcome as found
+        from llama_ssp.planner import plan as found
     elif name == "plan":
         from llama_ssp.tasks import plan as found
     elif name == "RunError":

@@ -1,4 +1,4 @@
-"""Plans of presets, without Hydra: what the tests of the plan share."""
+"""Plans of presets, without Hydra, for the tests of the planner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 from llama_ssp.config import ClusterConf, Dtype, ModelConf, TimesConf
 from llama_ssp.config.overrides import CONF
 from llama_ssp.planner.hardware import Machine, machine_of
-from llama_ssp.planner.search import Asked
+from llama_ssp.planner.search import PlanRequest
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 
 
@@ -36,14 +36,14 @@ def machine(name: str, **changes: Any) -> Machine:
     return machine_of(cluster(name, **changes))
 
 
-def asked(
+def request(
     target: str, draft: str | None, on: Machine, *, dtype: Dtype = Dtype.bf16, acceptance: float = 0.8,
     **work: int,
-) -> Asked:  # fmt: skip
+) -> PlanRequest:  # fmt: skip
     workload = Workload(
         **{"rows": 1, "prompt_tokens": 512, "new_tokens": 128, "k": 4, **work}  # type: ignore[arg-type]
     )
     roles = [Role(TARGET, model(target), dtype)]
     if draft is not None:
         roles.append(Role(DRAFT, model(draft), dtype))
-    return Asked(on, roles[0], roles[1] if draft else None, workload, acceptance)
+    return PlanRequest(on, roles[0], roles[1] if draft else None, workload, acceptance)

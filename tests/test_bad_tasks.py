@@ -13,7 +13,7 @@ import pytest
 from llama_ssp.config import Output, RunConf, TaskConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import StorageError
-from llama_ssp.planner.comparison import RunMeasurement
+from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.runner import TASKS, _run
 from llama_ssp.text.prompts import Reading

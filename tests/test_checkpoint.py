@@ -19,9 +19,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import windows_of
 from llama_ssp.models.checkpoint import Checkpoint, commit_of, complete, find, inspect, shape_of, with_shape
 from llama_ssp.models.folder import fingerprint
-from llama_ssp.planner.memory import share_of
-from llama_ssp.planner.room import parameters
-from llama_ssp.planner.weights import Part
+from llama_ssp.planner.weights import Part, RolePart, parameters
 from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints, families
 from tests.checkpoints import INDEX, copied, edit, join, split
@@ -102,7 +100,7 @@ def test_the_plan_has_the_windows_of_the_module(name: str, own: dict[str, Any], 
     config = json.loads((tmp_path / "config.json").read_text()) | own
     shape = shape_of(Checkpoint(tmp_path, config, {}))
     role = Role(TARGET, ModelConf(**shape), Dtype.fp32)
-    masks = share_of(role, Part.of(role.model), 8).windowed
+    masks = RolePart.of(role, Part.of(role.model), 8).windowed
     windows = windows_of(module.config)
     assert masks == tuple(window is not None for window in windows.values())
     assert {shape["sliding_window"]} - {None} == set(windows.values()) - {None}

@@ -16,7 +16,7 @@ from llama_ssp.config import GenerateConf, ModelConf, RunConf, Weights, override
 from llama_ssp.config import validation as checks
 from llama_ssp.errors import UsageError
 from llama_ssp.models import synthetic
-from llama_ssp.planner.room import parameters
+from llama_ssp.planner.weights import parameters
 
 PUBLISHED = {
     "7B": 6_738_415_616,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llama_ssp.distributed.comm import ALONE
-from llama_ssp.planner.comparison import DEVICE
+from llama_ssp.planner.run_plan import DEVICE
 from llama_ssp.tasks import run_measurement as ways
 from llama_ssp.tasks.measure import MeasureTask, peak_memory
 from llama_ssp.tasks.profiling import PARTS

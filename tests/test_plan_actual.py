@@ -8,35 +8,69 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import (
+    ClusterConf,
     Drafting,
     DraftSeat,
     Dtype,
+    GenerateConf,
     PlacementConf,
     PlanningConf,
     RunConf,
     SpeculationConfig,
 )
 from llama_ssp.errors import DistributedError
-from llama_ssp.planner.comparison import Memory, RunMeasurement, beside, counted, in_words
-from llama_ssp.planner.memory import tensor_lines
-from llama_ssp.planner.room import GIB
-from llama_ssp.planner.run_plan import Prediction, asked_of_run, placed, predict, require_fit
-from llama_ssp.planner.search import best_placement
-from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.planner.memory import rank_work, tensor_lines
+from llama_ssp.planner.resolve import choose_placement
+from llama_ssp.planner.run_plan import (
+    MeasuredMemory,
+    Prediction,
+    RunMeasurement,
+    compare_with_plan,
+    counted,
+    in_words,
+    predict,
+    request_of,
+    require_fit,
+)
+from llama_ssp.planner.search import round_times, search
+from llama_ssp.planner.workload import GIB, TARGET, Workload
 from tests.plans import cluster, model
 
-WORK = Workload(rows=1, prompt_tokens=1536, new_tokens=128, k=4)
-ROLES = (Role(TARGET, model("65B"), Dtype.bf16), Role(DRAFT, model("7B"), Dtype.bf16))
+SLOTS = 1536 + 128
 
 
 def run(**changes) -> RunConf:
-    return RunConf(**{"model": ROLES[0].model, "draft": ROLES[1].model, "cluster": cluster("p4d"), **changes})
+    task = GenerateConf(name="generate", max_new_tokens=128, batch_size=1)
+    roles = {
+        "model": replace(model("65B"), dtype=Dtype.bf16),
+        "draft": replace(model("7B"), dtype=Dtype.bf16),
+    }
+    return RunConf(**{**roles, "cluster": cluster("p4d"), "task": task, **changes})
+
+
+def predicted(conf: RunConf, world: int, **what) -> Prediction:
+    found = predict(conf, choose_placement(conf, world), slots=SLOTS, **what)
+    assert found is not None
+    return found
+
+
+def test_the_request_is_the_runs_own():
+    """One function makes it for every caller: models, formats, workload."""
+    request = request_of(run(), slots=SLOTS)
+    assert request.work == Workload(1, 1536, 128, k=4) and request.k_max == 16
+    assert [role.dtype for role in request.roles] == [Dtype.bf16, Dtype.bf16]
+    assert request_of(run(), rows=3, slots=SLOTS, caches=(2, 1)).work == Workload(
+        3, 1536, 128, k=4, target_caches=2
+    )
+    assert request_of(run()).work.prompt_tokens == 512, "before prompts are read"
+    assert request_of(run(), dtypes=[Dtype.int8, Dtype.fp16]).target.dtype is Dtype.int8
+    assert request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
+    assert request_of(run(cluster=ClusterConf()), on_cpu=True).machine.is_cpu
 
 
 def test_auto_is_the_fastest_that_fits():
-    asked = asked_of_run(run(), ROLES, WORK)
-    place = placed(PlacementConf(), asked, 8, drafts=True)
-    assert place == best_placement(asked, 8).placement
+    place = choose_placement(run(), 8)
+    assert place == search(request_of(run()), [8])[0].placement
     assert place.in_words() == "target 0-7, draft 0-7 (split)"
 
 
@@ -44,74 +78,64 @@ def test_auto_is_the_fastest_that_fits():
     "conf", [PlacementConf(draft=DraftSeat.leader), PlacementConf(draft=DraftSeat.own, draft_degree=2)]
 )
 def test_what_was_asked_for_stays(conf):
-    asked = asked_of_run(run(), ROLES, WORK)
-    assert placed(conf, asked, 8, drafts=True).draft == ((0,) if conf.draft is DraftSeat.leader else (6, 7))
+    draft = choose_placement(run(placement=conf), 8).draft
+    assert draft == ((0,) if conf.draft is DraftSeat.leader else (6, 7))
 
 
 def test_one_rank_and_no_plan_have_nothing_to_choose():
-    assert placed(PlacementConf(), None, 4, drafts=True).in_words() == "target 0-3, draft 0 (whole)"
-    asked = asked_of_run(run(), ROLES, WORK)
-    assert placed(PlacementConf(), asked, 1, drafts=True).world == 1
+    unknown = replace(cluster("p4d"), name="mine", gpu="RTX 4090", gb_s=None)
+    assert choose_placement(run(cluster=unknown), 4).in_words() == "target 0-3, draft 0 (whole)"
+    assert choose_placement(run(), 1).world == 1
 
 
 def test_what_does_not_fit_is_refused_with_advice():
-    conf = run(cluster=cluster("p4d", gpus=4))
-    asked = asked_of_run(conf, ROLES, WORK)
-    prediction = predict(conf, asked, placed(PlacementConf(draft=DraftSeat.leader), asked, 4, drafts=True))
+    conf = run(cluster=cluster("p4d", gpus=4), placement=PlacementConf(draft=DraftSeat.leader))
     with pytest.raises(DistributedError) as refused:
-        require_fit(prediction, enforce=True)
+        require_fit(predicted(conf, 4), enforce=True)
     said = str(refused.value)
     assert "do not fit; rank 0 of target 0-3, draft 0 (whole)" in said
     assert "placement=sharded on 4 ranks" in said and "plan.enforce=false" in said and "\n" not in said
 
 
 def test_a_refusal_can_be_waved_through(caplog):
-    conf = run(cluster=cluster("p4d", gpus=1))
-    asked = asked_of_run(conf, ROLES, WORK)
     with caplog.at_level(logging.WARNING):
-        require_fit(predict(conf, asked, placed(PlacementConf(), asked, 1, drafts=True)), enforce=False)
+        require_fit(predicted(run(cluster=cluster("p4d", gpus=1)), 1), enforce=False)
     assert "it may not fit: rank 0" in caplog.text
 
 
 def test_what_fits_is_not_talked_about(caplog):
-    asked = asked_of_run(run(), ROLES, WORK)
     with caplog.at_level(logging.WARNING):
-        require_fit(predict(run(), asked, placed(PlacementConf(), asked, 8, drafts=True)), enforce=True)
+        require_fit(predicted(run(), 8), enforce=True)
         require_fit(None, enforce=True)
     assert caplog.text == ""
 
 
 def test_the_measured_capacity_counts():
     """What the device has left when the run starts, not what its data sheet says."""
-    conf, alone = run(cluster=cluster("p4d", gib=None)), (Role(TARGET, model("7B"), Dtype.bf16), None)
-    asked = asked_of_run(conf, alone, WORK, capacity=10 * GIB)
-    prediction = predict(conf, asked, placed(PlacementConf(), asked, 1, drafts=False))
+    conf = run(cluster=cluster("p4d", gib=None), model=model("7B"), draft=None)
     with pytest.raises(DistributedError, match=r"allowed 10\.00 GiB"):
-        require_fit(prediction, enforce=True)
+        require_fit(predicted(conf, 1, capacity=10 * GIB), enforce=True)
 
 
 def test_an_unknown_gpu_is_not_planned(caplog):
     conf = run(cluster=replace(cluster("p4d"), name="mine", gpu="RTX 4090", gb_s=None))
     with caplog.at_level(logging.INFO):
-        assert asked_of_run(conf, ROLES, WORK) is None
+        assert predict(conf, choose_placement(conf, 2), slots=SLOTS) is None
     assert "not planned: the GPU's figures are not known" in caplog.text
-    assert predict(conf, None, placed(PlacementConf(), None, 2, drafts=True)) is None
 
 
-def prediction_of(conf: RunConf, world: int = 8) -> Prediction:
-    asked = asked_of_run(conf, ROLES, WORK)
-    found = predict(conf, asked, placed(PlacementConf(), asked, world, drafts=True))
-    assert found is not None
-    return found
+def test_other_architectures_are_not_planned():
+    conf = run(model=replace(model("65B"), family="falcon"))
+    assert predict(conf, choose_placement(conf, 1), slots=SLOTS) is None
 
 
 def test_predicted_beside_measured():
-    prediction = prediction_of(run())
-    pace, bill = prediction.pace(1), prediction.option.bills[0]
-    said = counted(bill)
-    slow = RunMeasurement("speculative", prediction, 1, 4, 2 * pace.ms_per_token(0.7, 4), 0.7)
-    half = Memory(0, {name: size // 2 for name, size in said.items()})
-    plan = beside([slow, replace(slow, name="regular", k=0, ms_per_token=None)], [half])
+    prediction = predicted(run(), 8)
+    _, ms = prediction.ms_per_token(1, 4, 0.7)
+    said = counted(prediction.option.ranks[0])
+    slow = RunMeasurement("speculative", prediction, 1, 4, 2 * ms, 0.7)
+    half = MeasuredMemory(0, {name: size // 2 for name, size in said.items()})
+    plan = compare_with_plan([slow, replace(slow, name="regular", k=0, ms_per_token=None)], [half])
     assert plan is not None and plan["verdict"] == "fits"
     assert plan["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
     assert plan["ways"][1]["ms_per_token"]["measured"] is None
@@ -120,37 +144,40 @@ def test_predicted_beside_measured():
     assert first.startswith("plan against actual: speculative, ms/token ") and first.endswith("(0.50x)")
     assert "rank 0, weights and caches" in last and last.count("(2.00x)") == 4
     assert 0 < said["held_bytes"] < said["tensor_bytes"] < said["reserved_bytes"] < said["device_bytes"]
-    assert said["device_bytes"] == bill.total
+    assert said["device_bytes"] == prediction.option.ranks[0].total
 
 
 def test_a_run_without_a_plan_has_nothing_beside_it():
-    assert beside([], []) is None
-    assert beside([RunMeasurement("regular", None, 1, 0, 1.0, None)], [Memory(0, {})]) is None
+    assert compare_with_plan([], []) is None
+    assert (
+        compare_with_plan([RunMeasurement("regular", None, 1, 0, 1.0, None)], [MeasuredMemory(0, {})]) is None
+    )
 
 
 def test_adaptive_ways_are_predicted_at_their_best_k_and_counted_rounds_as_they_were():
-    prediction = prediction_of(run())
-    pace = prediction.pace(2)
-    k, ms = RunMeasurement("adaptive", prediction, 2, None, 1.0, 0.9).predicted(prediction)
-    assert (k, ms) == (pace.best_k(0.9), pace.ms_per_token(0.9, pace.best_k(0.9)))
-    _, by_round = RunMeasurement("agreeing", prediction, 2, 8, 1.0, None, tokens_per_round=5.0).predicted(
-        prediction
-    )
-    assert by_round == pytest.approx(1000 * pace.round_s(8, 0.7) / 5)
+    prediction = predicted(run(), 8)
+    request = replace(prediction.request, work=replace(prediction.request.work, rows=2))
+    times = round_times(request, prediction.option.placement)
+    best = times.best_k(0.9)
+    assert prediction.ms_per_token(2, None, 0.9) == (best, times.ms_per_token(0.9, best))
+    _, by_round = prediction.ms_per_token(2, 8, None, tokens_per_round=5.0)
+    assert by_round == pytest.approx(1000 * times.round_s(8, 0.7) / 5)
 
 
 def test_of_several_pairs_the_one_that_needs_most_counts():
-    small, large = prediction_of(run()), prediction_of(run(), 4)
+    small, large = predicted(run(), 8), predicted(run(), 4)
     ways = [RunMeasurement(name, one, 1, 0, 1.0, None) for name, one in (("a", small), ("b", large))]
-    plan = beside(ways, [Memory(0, dict.fromkeys(counted(large.option.bills[0])))])
+    fullest = large.option.ranks[0]
+    plan = compare_with_plan(ways, [MeasuredMemory(0, dict.fromkeys(counted(fullest)))])
     assert plan is not None and plan["placement"] == large.option.placement.in_words()
-    assert plan["memory"][0]["device_bytes"]["predicted"] == large.option.bills[0].total
+    assert plan["memory"][0]["device_bytes"]["predicted"] == fullest.total
 
 
-def test_caches_of_other_engines_are_billed():
+def test_caches_of_other_engines_are_counted():
+    placement = predicted(run(), 8).option.placement
     one, three = (
-        tensor_lines(*ROLES, prediction_of(run()).option.placement, replace(WORK, target_caches=n), 0)
-        for n in (1, 3)
+        tensor_lines(rank_work(request.target, request.draft, placement, request.work, 0))
+        for request in (request_of(run(), slots=SLOTS, caches=(n, 1)) for n in (1, 3))
     )
     cache, caches = (
         next(line.bytes for line in lines if (line.role, line.name) == (TARGET, "cache"))
@@ -160,16 +187,12 @@ def test_caches_of_other_engines_are_billed():
     assert sum(line.bytes for line in three) - sum(line.bytes for line in one) == 2 * cache
 
 
-def test_adaptive_runs_are_billed_at_their_largest_k():
+def test_adaptive_runs_are_planned_at_their_largest_k():
     conf = run(speculation=SpeculationConfig(adaptive=True, k=0, k_max=3), plan=PlanningConf(acceptance=0.95))
-    asked = asked_of_run(conf, ROLES, WORK)
-    prediction = predict(conf, asked, placed(PlacementConf(), asked, 8, drafts=True))
-    assert prediction is not None and prediction.option.k == 3
+    assert predicted(conf, 8).option.k == 3
 
 
 def test_text_drafts():
     conf = run(speculation=SpeculationConfig(drafter=Drafting.ngram, k=8), draft=None)
-    asked = asked_of_run(conf, (ROLES[0], None), WORK)
-    assert asked is not None and asked.text_drafts
-    place = placed(PlacementConf(), asked, 8, drafts=False)
-    assert predict(conf, asked, place).option.pace.draft == 0
+    found = predicted(conf, 8)
+    assert found.request.text_drafts and found.option.times.draft == 0 and found.option.k == 8

@@ -12,7 +12,7 @@ from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models import host_memory
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.hardware import gpus_here, known, machine_of, matching, require_world
-from llama_ssp.planner.room import GIB
+from llama_ssp.planner.workload import GIB
 from tests.plans import cluster, machine
 
 NAMES = {

@@ -10,13 +10,12 @@ from llama_ssp.config import Dtype, PlacementConf, Splitting
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError
 from llama_ssp.planner.advice import advice, largest, overrides
-from llama_ssp.planner.constants import communicators, constant_lines
-from llama_ssp.planner.fit import FitVerdict, GpuBill, bill_of
-from llama_ssp.planner.memory import segments, tensor_lines
-from llama_ssp.planner.outcome import outcome, parts, worlds_of
-from llama_ssp.planner.room import GIB
-from llama_ssp.planner.search import best_placement, option, placements, regular_ms, search
-from tests.plans import asked, machine
+from llama_ssp.planner.fit import FitVerdict, RankMemory, communicators, library_lines, rank_memories
+from llama_ssp.planner.memory import rank_work, segments, tensor_lines
+from llama_ssp.planner.plan import make_plan, parts, worlds_of
+from llama_ssp.planner.search import option, placements, regular_ms, search
+from llama_ssp.planner.workload import GIB
+from tests.plans import machine, request
 
 P4D = machine("p4d")
 
@@ -44,7 +43,7 @@ def test_a_huge_cluster_is_planned_by_what_the_models_can_use(monkeypatch):
         return resolve(conf, world, drafts)
 
     monkeypatch.setattr("llama_ssp.planner.search.resolve", counted)
-    huge = asked("65B", "7B", replace(P4D, nodes=1024, gpus=4))
+    huge = request("65B", "7B", replace(P4D, nodes=1024, gpus=4))
     assert search(huge, [1, 64, 128, 4096])[0].placement.world <= 64
     assert worlds == {1, 64}
     with pytest.raises(DistributedError, match=r"heads cannot be split.*4096 ranks"):
@@ -70,7 +69,7 @@ def test_placements_are_asked_for_as_they_are_said(world):
 
 
 def test_the_fastest_that_fits_comes_first():
-    found = search(asked("65B", "7B", P4D, prompt_tokens=1536), list(range(1, 9)))
+    found = search(request("65B", "7B", P4D, prompt_tokens=1536), list(range(1, 9)))
     assert [one.verdict.rank for one in found] == sorted(one.verdict.rank for one in found)
     fitting = [one for one in found if one.verdict is FitVerdict.fits]
     assert [one.ms_per_token for one in fitting] == sorted(one.ms_per_token for one in fitting)
@@ -80,14 +79,14 @@ def test_the_fastest_that_fits_comes_first():
 
 def test_a_sharded_draft_saves_what_the_whole_one_spoils():
     """65B over 4 GPUs of 40 GB: with the whole 7B on the leader it does not fit, split it does."""
-    on = asked("65B", "7B", P4D, prompt_tokens=1536)
+    on = request("65B", "7B", P4D, prompt_tokens=1536)
     assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is FitVerdict.does_not_fit
     assert option(on, named("target 0-3, draft 0-3 (split)", 4)).verdict is FitVerdict.fits
 
 
 def test_the_draft_is_counted():
     """vLLM issues 9995 and 8073: it fitted without the draft, then ran out of memory with it."""
-    on = asked("65B", "7B", P4D, prompt_tokens=1536)
+    on = request("65B", "7B", P4D, prompt_tokens=1536)
     alone = replace(on, draft=None)
     assert search(alone, [4])[0].verdict is FitVerdict.fits
     assert option(on, named("target 0-3, draft 0 (whole)", 4)).verdict is FitVerdict.does_not_fit
@@ -95,24 +94,24 @@ def test_the_draft_is_counted():
 
 def test_the_drafts_cache_is_counted():
     """llama.cpp issue 25465, vllm-metal issue 447: weights of the draft counted, its cache forgotten."""
-    on = asked("7B", "7B", P4D, rows=16, prompt_tokens=1900)
-    (bill,) = option(on, named("target 0, draft 0 (whole)", 1)).bills
-    assert parts(bill.lines)["draft caches"] == parts(bill.lines)["target caches"] > 15 * GIB
-    assert bill.verdict is FitVerdict.does_not_fit
+    on = request("7B", "7B", P4D, rows=16, prompt_tokens=1900)
+    (memory,) = option(on, named("target 0, draft 0 (whole)", 1)).ranks
+    assert parts(memory.lines)["draft caches"] == parts(memory.lines)["target caches"] > 15 * GIB
+    assert memory.verdict is FitVerdict.does_not_fit
 
 
 def test_a_batch_is_counted():
     """accelerate issue 608: it fitted at one row, and ran out of memory with a batch."""
-    one, many = (asked("13B", None, machine("p4d", gpus=1), rows=n, prompt_tokens=1900) for n in (1, 12))
+    one, many = (request("13B", None, machine("p4d", gpus=1), rows=n, prompt_tokens=1900) for n in (1, 12))
     assert search(one, [1])[0].verdict is FitVerdict.fits
     assert search(many, [1])[0].verdict is not FitVerdict.fits
 
 
 def test_checked_positions_are_counted():
     """vLLM issues 37521 and 27508: the first real check, and logits in fp32, took what nobody had counted."""
-    on = asked("llama3.1-8b", "llama3.2-1b", P4D, rows=64, prompt_tokens=16)
+    on = request("llama3.1-8b", "llama3.2-1b", P4D, rows=64, prompt_tokens=16)
     place = named("target 0, draft 0 (whole)", 1)
-    one, eight = (option(on, place, k).bills[0].total for k in (1, 8))
+    one, eight = (option(on, place, k).ranks[0].total for k in (1, 8))
     assert eight - one >= 7 * 64 * 128256 * 4
 
 
@@ -127,21 +126,19 @@ def test_communicators_are_counted():
 
 
 def test_30b_over_eight_has_an_uneven_split():
-    on = asked("30B", "7B", P4D)
-    bills = option(on, named("target 0-7, draft 0-7 (split)", 8)).bills
-    caches = [parts(bill.lines)["target caches"] for bill in bills]
+    on = request("30B", "7B", P4D)
+    ranks = option(on, named("target 0-7, draft 0-7 (split)", 8)).ranks
+    caches = [parts(one.lines)["target caches"] for one in ranks]
     assert caches[0] == max(caches) and caches[-1] == min(caches)
     assert caches[0] / caches[-1] == pytest.approx(7 / 6, rel=1e-3)
 
 
-def test_ranks_that_hold_alike_have_the_same_bill_as_each_alone():
-    on = asked("30B", "7B", P4D)
+def test_the_memory_of_a_rank_is_its_tensors_segments_and_libraries():
+    on = request("30B", "7B", P4D)
     for place in placements(8, True):
-        bills = bill_of(P4D, on.target, on.draft, place, on.work)
-        for bill in bills:
-            tensors = tensor_lines(on.target, on.draft, place, on.work, bill.rank, P4D.kernels)
-            rounding = segments(on.target, on.draft, place, on.work, bill.rank)
-            assert bill.lines == (*tensors, rounding, *constant_lines(P4D, place, bill.rank))
+        for one in rank_memories(P4D, on.target, on.draft, place, on.work):
+            own = rank_work(on.target, on.draft, place, on.work, one.rank, P4D.kernels)
+            assert one.lines == (*tensor_lines(own), segments(own), *library_lines(P4D, place, one.rank))
 
 
 @pytest.mark.parametrize(
@@ -151,17 +148,17 @@ def test_ranks_that_hold_alike_have_the_same_bill_as_each_alone():
         (10 * GIB, int(10.2 * GIB), FitVerdict.uncertain),
         (10 * GIB, int(9.8 * GIB), FitVerdict.uncertain),
         (10 * GIB, 9 * GIB, FitVerdict.does_not_fit),
-        (40 * GIB, 41 * GIB, FitVerdict.uncertain),  # 3 % of a large bill
+        (40 * GIB, 41 * GIB, FitVerdict.uncertain),  # 3 % of a large estimate
         (0, 0, FitVerdict.uncertain),
     ],
 )
 def test_verdict(total, capacity, verdict):
-    lines = option(asked("tiny", None, P4D), next(placements(1, False))).bills[0].lines[:1]
-    assert GpuBill(0, (replace(lines[0], bytes=total),), capacity).verdict is verdict
+    lines = option(request("tiny", None, P4D), next(placements(1, False))).ranks[0].lines[:1]
+    assert RankMemory(0, (replace(lines[0], bytes=total),), capacity).verdict is verdict
 
 
 def test_the_largest_is_the_largest():
-    on = asked("13B", None, machine("p4d", gpus=1))
+    on = request("13B", None, machine("p4d", gpus=1))
     chosen = search(on, [1])[0]
     room = largest(on, chosen)
 
@@ -171,17 +168,17 @@ def test_the_largest_is_the_largest():
 
     assert 1 < room.rows < 100
     assert fits(rows=room.rows) and not fits(rows=room.rows + 1)
-    assert room.context == 2048 and room.k == 0  # the model's own; no draft
+    assert room.context_tokens == 2048 and room.k == 0  # the model's own; no draft
 
 
 def test_no_more_than_the_model_can_read():
-    on = asked("llama3.1-8b", None, machine("l4x4", gpus=1))
+    on = request("llama3.1-8b", None, machine("l4x4", gpus=1))
     room = largest(on, search(on, [1])[0])
-    assert on.work.slots < room.context < 131072
+    assert on.work.slots < room.context_tokens < 131072
 
 
 def test_advice_fits_when_it_is_followed():
-    on = asked("65B", "7B", machine("p4d", gpus=4), prompt_tokens=1536)
+    on = request("65B", "7B", machine("p4d", gpus=4), prompt_tokens=1536)
     chosen = option(on, named("target 0-3, draft 0 (whole)", 4))
     said = advice(on, chosen, [1, 2, 3, 4])
     assert said[0] == "draft split over 4 (placement=sharded on 4 ranks)"
@@ -190,13 +187,13 @@ def test_advice_fits_when_it_is_followed():
 
 
 def test_more_ranks_are_advised():
-    on = asked("65B", None, P4D)
+    on = request("65B", None, P4D)
     said = advice(on, option(on, next(placements(2, False))), list(range(1, 9)))
     assert said[0].startswith("target over 8 ranks instead of 2")
 
 
 def test_int8_is_advised_where_it_helps():
-    on = asked("13B", None, machine("l4x4", gpus=1))
+    on = request("13B", None, machine("l4x4", gpus=1))
     chosen = search(on, [1])[0]
     assert chosen.verdict is FitVerdict.does_not_fit
     assert "model.dtype=int8 (target 0)" in advice(on, chosen, [1])
@@ -204,14 +201,14 @@ def test_int8_is_advised_where_it_helps():
 
 def test_nf4_is_advised_where_int8_is_still_too_much():
     """65B on one GPU of 40 GB, and on one of 80 GB, where int8 is enough."""
-    small, large = asked("65B", None, machine("p4d", gpus=1)), asked("65B", None, machine("p4de", gpus=1))
+    small, large = request("65B", None, machine("p4d", gpus=1)), request("65B", None, machine("p4de", gpus=1))
     said, other = (advice(on, search(on, [1])[0], [1]) for on in (small, large))
     assert "model.dtype=nf4 (target 0)" in said and "model.dtype=int8 (target 0)" in other
     assert not any("int8" in words for words in said) and not any("nf4" in words for words in other)
 
 
 def test_both_in_nf4_where_one_is_not_enough():
-    on = asked("13B", "13B", machine("v100x8", gpus=1, gib=19.0))
+    on = request("13B", "13B", machine("v100x8", gpus=1, gib=19.0))
     said = advice(on, search(on, [1])[0], [1])
     assert "model.dtype=nf4 draft.dtype=nf4 (target 0, draft 0 (whole))" in said
     fits = replace(on, **{
@@ -221,13 +218,13 @@ def test_both_in_nf4_where_one_is_not_enough():
     assert search(fits, [1])[0].verdict is FitVerdict.fits
 
 
-def test_nf4_is_billed_with_its_scales_and_refused_where_the_loader_refuses_it():
+def test_nf4_is_counted_with_its_scales_and_refused_where_the_loader_refuses_it():
     four, eight, sixteen = (
-        option(asked("65B", None, P4D, dtype=dtype), next(placements(8, False))).worst.total
+        option(request("65B", None, P4D, dtype=dtype), next(placements(8, False))).worst.total
         for dtype in (Dtype.nf4, Dtype.int8, Dtype.bf16)
     )
     assert four < eight < sixteen
-    odd = asked("65B", None, P4D, dtype=Dtype.nf4)
+    odd = request("65B", None, P4D, dtype=Dtype.nf4)
     odd = replace(odd, target=replace(odd.target, model=replace(odd.target.model, dtype=Dtype.nf4, dim=8200)))
     for world in (1, 2):
         with pytest.raises(DistributedError, match="nf4 needs inputs in whole blocks"):
@@ -235,21 +232,21 @@ def test_nf4_is_billed_with_its_scales_and_refused_where_the_loader_refuses_it()
 
 
 def test_a_shorter_context_and_fewer_rows_are_advised():
-    on = asked("13B", None, machine("p4d", gpus=1), rows=32, prompt_tokens=1900)
+    on = request("13B", None, machine("p4d", gpus=1), rows=32, prompt_tokens=1900)
     chosen = search(on, [1])[0]
     said = advice(on, chosen, [1])
     room = largest(on, chosen)
     assert f"{room.rows} rows instead of 32 (task.batch_size)" in said
-    assert f"context {room.context} instead of 2028 (prompt and new tokens)" in said
+    assert f"context {room.context_tokens} instead of 2028 (prompt and new tokens)" in said
 
 
 def test_where_nothing_helps_nothing_is_advised():
-    on = asked("llama3.1-70b", None, machine("cpu", gib=1.0))
+    on = request("llama3.1-70b", None, machine("cpu", gib=1.0))
     assert advice(on, search(on, [1])[0], [1]) == []
 
 
 def test_more_ranks_than_can_be_split_are_refused():
-    on = asked("qwen2.5-7b", None, P4D)  # 28 heads, 4 KV heads
+    on = request("qwen2.5-7b", None, P4D)  # 28 heads, 4 KV heads
     found = {len(one.placement.target) for one in search(on, list(range(1, 9)))}
     assert found == {1, 2, 3, 4}
     with pytest.raises(DistributedError, match=r"cannot be split.*28 heads, 4 KV heads, 8 ranks"):
@@ -260,7 +257,7 @@ def test_more_ranks_than_can_be_split_are_refused():
 
 def test_int8_is_split_as_the_loader_splits_it():
     eight, sixteen = (
-        option(asked("65B", None, P4D, dtype=dtype), next(placements(8, False))).worst.total
+        option(request("65B", None, P4D, dtype=dtype), next(placements(8, False))).worst.total
         for dtype in (Dtype.int8, Dtype.bf16)
     )
     assert 0.5 < eight / sixteen < 0.7
@@ -269,24 +266,24 @@ def test_int8_is_split_as_the_loader_splits_it():
 def test_other_ways_of_splitting_are_refused():
     place = resolve(PlacementConf(splitting=Splitting.deepspeed), 2, drafts=False)
     with pytest.raises(DistributedError, match="what DeepSpeed holds is not planned"):
-        option(asked("7B", None, P4D), place)
+        option(request("7B", None, P4D), place)
 
 
-def test_best_placement_has_exactly_the_ranks_there_are():
-    on = asked("65B", "7B", P4D)
+def test_placements_have_exactly_the_requested_ranks():
+    on = request("65B", "7B", P4D)
     for world in (4, 5):
-        assert best_placement(on, world).placement.world == world
+        assert search(on, [world])[0].placement.world == world
 
 
 def test_copies_are_never_better_than_the_leaders_draft():
-    on = asked("65B", "7B", P4D)
+    on = request("65B", "7B", P4D)
     copies, whole = (option(on, named(f"target 0-7, draft {w}", 8)) for w in ("0-7 (copies)", "0 (whole)"))
     assert copies.ms_per_token == whole.ms_per_token
-    assert sum(b.total for b in copies.bills) > sum(b.total for b in whole.bills)
+    assert sum(b.total for b in copies.ranks) > sum(b.total for b in whole.ranks)
 
 
 def test_speed_up_is_over_the_best_regular_run():
-    on = asked("65B", "7B", P4D)
+    on = request("65B", "7B", P4D)
     worlds = [1, 3, 8]
     options = search(on, worlds)
     alone = search(replace(on, draft=None), worlds)[0]
@@ -296,10 +293,10 @@ def test_speed_up_is_over_the_best_regular_run():
 
 
 def test_text_drafts_cost_nothing_but_the_check():
-    on = replace(asked("7B", None, P4D), text_drafts=True)
+    on = replace(request("7B", None, P4D), text_drafts=True)
     chosen = search(on, [1])[0]
-    assert chosen.pace.draft == 0 and chosen.k == on.k_max
-    assert outcome(on).speedup > 2
+    assert chosen.times.draft == 0 and chosen.k == on.k_max
+    assert make_plan(on).speedup > 2
 
 
 def test_of_many_gpus_not_every_number_is_tried():
@@ -308,17 +305,17 @@ def test_of_many_gpus_not_every_number_is_tried():
     assert worlds_of(32) == [1, 2, 4, 8, 16, 32]
 
 
-def test_a_bill_in_parts_loses_nothing():
-    on = asked("65B", "7B", P4D)
-    for bill in search(on, [8])[0].bills:
-        assert sum(parts(bill.lines).values()) == bill.total
+def test_parts_add_up_to_the_total():
+    on = request("65B", "7B", P4D)
+    for one in search(on, [8])[0].ranks:
+        assert sum(parts(one.lines).values()) == one.total
 
 
 @pytest.mark.slow
 def test_the_sentence():
-    said = outcome(asked("65B", "7B", P4D)).sentence()
+    said = make_plan(request("65B", "7B", P4D)).sentence()
     assert said.startswith("It fits, target 0-7, draft 0-7 (split); at acceptance 0.80: ")
     assert said.endswith("drafting does not pay.")
-    assert "without drafting" in outcome(asked("7B", None, P4D)).sentence()
-    dear = outcome(asked("7B", "7B", P4D, acceptance=0.3)).sentence()
+    assert "without drafting" in make_plan(request("7B", None, P4D)).sentence()
+    dear = make_plan(request("7B", "7B", P4D, acceptance=0.3)).sentence()
     assert "at acceptance 0.30 drafting does not pay" in dear

@@ -8,23 +8,23 @@ from statistics import mean
 import pytest
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
-from llama_ssp.planner.room import parameters
 from llama_ssp.planner.search import option, placements
 from llama_ssp.planner.speed import (
     CALIBRATION,
-    Pace,
+    RoundTimes,
+    at_acceptance,
     between,
     break_even,
     calibrated,
-    chance,
     forward_s,
+    pass_cost,
     prefill_s,
-    share_of,
     times_of,
 )
+from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import best_k, tokens_per_round
-from tests.plans import asked, machine, model
+from tests.plans import machine, model, request
 
 # gpt-fast README (pytorch-labs/gpt-fast, the version that has Llama-3-8B): bf16, one row, a prompt of 5
 # tokens, A100-80 limited to 330 W; tokens/s by ranks. None of them is in the package.
@@ -43,8 +43,8 @@ OTHER_GPU = 76.33
 
 def rate(name: str, ranks: int, cluster: str = "p4de") -> float:
     """Tokens a second of an engine that holds embedding and head whole on every rank, as gpt-fast does."""
-    share = share_of(Role("model", model(name), Dtype.bf16), ranks, whole_tables=True)
-    return 1 / forward_s(share, machine(cluster).times, 1, 1, 5)
+    cost = pass_cost(Role("model", model(name), Dtype.bf16), ranks, whole_tables=True)
+    return 1 / forward_s(cost, machine(cluster).times, 1, 1, 5)
 
 
 def test_the_calibration_is_reproduced():
@@ -74,25 +74,25 @@ def test_another_gpu_is_within_the_band():
 
 def test_bytes_read_are_the_models_but_for_its_embedding():
     conf = model("llama2-7b")
-    share = share_of(Role("model", conf, Dtype.bf16), 1)
-    assert share.weights == 2 * (parameters(conf) - conf.vocab * conf.dim)
+    cost = pass_cost(Role("model", conf, Dtype.bf16), 1)
+    assert cost.weights == 2 * (parameters(conf) - conf.vocab * conf.dim)
     tied = model("smollm2-135m")
-    assert share_of(Role("model", tied, Dtype.bf16), 1).weights == 2 * parameters(tied)
+    assert pass_cost(Role("model", tied, Dtype.bf16), 1).weights == 2 * parameters(tied)
 
 
 @pytest.mark.parametrize("name", ["30B", "llama2-70b", "qwen2.5-7b", "gpt-neox-20b", "gemma2-9b"])
 def test_the_busiest_rank_reads_at_least_its_part(name):
     role = Role("model", model(name), Dtype.bf16)
-    whole = share_of(role, 1).weights
+    whole = pass_cost(role, 1).weights
     for ranks in (2, 3, 4):
-        part = share_of(role, ranks).weights
+        part = pass_cost(role, ranks).weights
         assert whole / ranks <= part < 1.3 * whole / ranks
-    assert share_of(Role("model", model("30B"), Dtype.bf16), 8).slot == 2 * 60 * 7 * 128 * 2  # 7 of 52 heads
+    assert pass_cost(Role("model", model("30B"), Dtype.bf16), 8).slot == 2 * 60 * 7 * 128 * 2  # 7 of 52 heads
 
 
 def test_int8_reads_half():
     conf = model("7B")
-    wide, narrow = (share_of(Role("model", conf, d), 1).weights for d in (Dtype.bf16, Dtype.int8))
+    wide, narrow = (pass_cost(Role("model", conf, d), 1).weights for d in (Dtype.bf16, Dtype.int8))
     head = 2 * conf.vocab * conf.dim
     assert narrow - head == pytest.approx((wide - head) / 2, rel=0.002)  # and its scales
 
@@ -104,13 +104,13 @@ def test_figures_between_known_ones():
 
 
 def test_a_long_pass_is_bound_by_arithmetic():
-    share = share_of(Role("model", model("7B"), Dtype.bf16), 1)
+    cost = pass_cost(Role("model", model("7B"), Dtype.bf16), 1)
     times = machine("p4d").times
-    one, many = forward_s(share, times, 1, 1, 0), forward_s(share, times, 1, 2048, 0)
-    assert forward_s(share, times, 1, 8, 0) < 1.05 * one
-    assert many == pytest.approx(share.flops * 2048 / times.flops_per_s, rel=0.05)
-    assert prefill_s(share, times, 1, 2048, 2048) == many
-    assert prefill_s(share, times, 1, 2048, 64) > many
+    one, many = forward_s(cost, times, 1, 1, 0), forward_s(cost, times, 1, 2048, 0)
+    assert forward_s(cost, times, 1, 8, 0) < 1.05 * one
+    assert many == pytest.approx(cost.flops * 2048 / times.flops_per_s, rel=0.05)
+    assert prefill_s(cost, times, 1, 2048, 2048) == many
+    assert prefill_s(cost, times, 1, 2048, 64) > many
 
 
 def test_own_constants_go_before_the_calibrated_ones():
@@ -120,8 +120,8 @@ def test_own_constants_go_before_the_calibrated_ones():
     assert times.message == 4e-6
 
 
-def paper(draft: float, verify: float, most: int = 16) -> Pace:
-    return Pace(draft, (1.0, *[verify] * most), rows=1)
+def paper(draft: float, verify: float, most: int = 16) -> RoundTimes:
+    return RoundTimes(draft, (1.0, *[verify] * most), rows=1)
 
 
 def test_best_k_is_the_papers_where_verifying_costs_a_step():
@@ -131,17 +131,17 @@ def test_best_k_is_the_papers_where_verifying_costs_a_step():
 
 
 def test_speed_up_is_the_papers():
-    pace, regular = paper(0.1, 1.03), 1000.0
-    one = chance(pace, 0.8, regular, k=4)
+    times, regular = paper(0.1, 1.03), 1000.0
+    one = at_acceptance(times, 0.8, regular, k=4)
     assert one.speedup == pytest.approx(tokens_per_round(0.8, 4) / (4 * 0.1 + 1.03))
-    assert chance(pace, 0.8, regular).speedup >= one.speedup
+    assert at_acceptance(times, 0.8, regular).speedup >= one.speedup
 
 
 def test_break_even():
     """With K = 1 drafting pays when 1 + a exceeds what a round costs."""
     assert break_even(paper(0.3, 1.05), 1000.0) == pytest.approx(0.35, abs=2e-3)
     assert break_even(paper(20.0, 1.0), 1000.0) is None
-    assert break_even(Pace(0.0, (1.0,), 1), 1000.0) is None
+    assert break_even(RoundTimes(0.0, (1.0,), 1), 1000.0) is None
 
 
 def test_a_draft_that_runs_ahead():
@@ -168,6 +168,6 @@ def test_rows_share_a_round():
 
 def test_an_unsharded_draft_erases_the_gain_of_a_sharded_target():
     """What users do: 65B over 8 GPUs with the whole 7B on one of them."""
-    on = asked("65B", "7B", machine("p4d"))
+    on = request("65B", "7B", machine("p4d"))
     by_degree = {one.draft_degree: option(on, one) for one in placements(8, True) if not one.draft_apart}
     assert by_degree[8].ms_per_token < 0.65 * by_degree[1].ms_per_token

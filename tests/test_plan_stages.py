@@ -14,11 +14,11 @@ from llama_ssp.models import synthetic
 from llama_ssp.models.device_map import spread_of
 from llama_ssp.planner.activations import GPU
 from llama_ssp.planner.fit import FitVerdict
-from llama_ssp.planner.room import GIB
+from llama_ssp.planner.layers import Stage, layers_lines, stages
 from llama_ssp.planner.search import option
-from llama_ssp.planner.stages import Stage, stage_lines, stages
-from llama_ssp.planner.weights import HELD, Part, held
-from tests.plans import asked, machine, model
+from llama_ssp.planner.weights import WEIGHTS, Part, held
+from llama_ssp.planner.workload import GIB
+from tests.plans import machine, model, request
 
 PLENTY = 10**13
 BY_LAYERS = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=False)
@@ -50,20 +50,20 @@ def test_layers_are_dealt_out_as_accelerate_does(name: str, gpus: int, dtype: Dt
 @pytest.mark.parametrize("name", ["7B", "gemma2-2b", "gpt-neo-1.3b"])
 @pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.nf4])
 def test_together_the_gpus_hold_the_model(name: str, dtype: Dtype) -> None:
-    on = asked(name, None, machine("p4d"), dtype=dtype)
+    on = request(name, None, machine("p4d"), dtype=dtype)
     whole = held(Part.of(on.target.model), dtype)
     sums = dict.fromkeys(whole, 0)
-    for lines in stage_lines(on.target, None, on.work, 4, replace(GPU, cpu=True)):
+    for lines in layers_lines(on.target, None, on.work, 4, replace(GPU, cpu=True)):
         for line in lines:
-            if line.name in HELD:
+            if line.name in WEIGHTS:
                 sums[line.name] += line.bytes
     assert {**sums, "buffers": 0} == {**whole, "buffers": 0}  # which every GPU has
 
 
 def test_laws_and_the_draft_are_on_the_first_gpu() -> None:
-    on = asked("13B", "7B", machine("p4d", gpus=2))
+    on = request("13B", "7B", machine("p4d", gpus=2))
     place = resolve(PlacementConf(splitting=Splitting.layers), 1, drafts=True)
-    first, second = option(on, place).bills
+    first, second = option(on, place).ranks
     assert {line.role for line in second.lines} == {"model", "libraries"}
     assert any(line.role == "draft" for line in first.lines)
     assert not any(line.name.startswith("laws") for line in second.lines)
@@ -73,17 +73,17 @@ def test_laws_and_the_draft_are_on_the_first_gpu() -> None:
 def test_what_passes_through_a_full_gpu_is_counted() -> None:
     """accelerate #608: a device_map that fills the cards runs with one row, and out of memory with eight."""
     card = machine("p4d", gpus=2, gib=17.0)
-    few, many = (asked("13B", None, card, rows=rows, prompt_tokens=1900) for rows in (1, 8))
+    few, many = (request("13B", None, card, rows=rows, prompt_tokens=1900) for rows in (1, 8))
     assert option(few, BY_LAYERS).verdict is FitVerdict.fits
     assert option(many, BY_LAYERS).verdict is FitVerdict.does_not_fit
     weights = [
-        sum(line.bytes for line in bill.lines if line.name in HELD) for bill in option(many, BY_LAYERS).bills
+        sum(line.bytes for line in one.lines if line.name in WEIGHTS) for one in option(many, BY_LAYERS).ranks
     ]
     assert max(weights) < 14 * GIB, "by weights alone it would fit"
 
 
 def test_one_gpu_holds_all_and_computes_alone() -> None:
-    on = asked("7B", None, machine("p4d"))
+    on = request("7B", None, machine("p4d"))
     assert stages(on.target.model, Dtype.bf16, 1) == [Stage(32, True, True, True)]
     alone = resolve(PlacementConf(), 1, drafts=False)
     assert option(on, BY_LAYERS).ms_per_token == option(on, alone).ms_per_token

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 from bench.plan_bytes import ALLOWED_BYTES, ALLOWED_SHARE
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.config.overrides import CONF
-from llama_ssp.planner.activations import Kernels, packs_queries
-from llama_ssp.planner.memory import share_of
-from llama_ssp.planner.weights import Part, held
+from llama_ssp.planner.activations import Forward, Kernels, packs_queries
+from llama_ssp.planner.weights import Part, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role
 from tests.memory_trace import Pass, Traced, trace
 from tests.plans import model as preset_model
@@ -41,16 +39,15 @@ def model(family: str, **changes: Any) -> ModelConf:
 
 
 def bound(role: Role, passes: list[Pass], rows: int, capacity: int, world: int, rank: int) -> Traced:
-    share = share_of(role, Part.of(role.model, world, rank), capacity)
-    model = share.forward(rows, TRACED)
+    own = RolePart.of(role, Part.of(role.model, world, rank), capacity)
     peaks, fed, before = [], 0, 0
     for step in passes:
         fed += step.columns
         logits = rows * (1 if step.last_only else step.columns)
-        one = replace(model, columns=step.columns, span=fed, logits=logits)
+        one = Forward(own, TRACED, rows, step.columns, fed, logits)
         peaks.append(max(sum(moment.values()) for moment in one.moments(before)))
         before = one.masks()
-    return Traced(sum(held(share.part, role.dtype).values()), share.caches_bytes(rows), tuple(peaks))
+    return Traced(sum(held(own.part, role.dtype).values()), own.caches_bytes(rows), tuple(peaks))
 
 
 def compare(
@@ -133,10 +130,10 @@ def test_depth_is_extrapolated_exactly() -> None:
 @pytest.mark.parametrize(
     ("installed", "packs"), [("5.17.0", False), ("5.23.0", True), ("6.0.0.dev0", True), (None, False)]
 )
-def test_the_bill_is_that_of_the_modules_that_are_installed(
+def test_the_bound_is_that_of_the_installed_modules(
     installed: str | None, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Repeated keys of a single token's pass are billed where they are repeated, or nobody can tell."""
+    """Repeated keys of a single token's pass are counted where they are repeated, or where it is unknown."""
 
     def version(_: str) -> str:
         if installed is None:

@@ -9,7 +9,7 @@ import pytest
 
 from llama_ssp.config import ModelConf
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER, inspect, with_shape
-from llama_ssp.planner.room import parameters
+from llama_ssp.planner.weights import parameters
 from tests.conftest import Command
 
 NAMES = ("demo", "demo_draft", "demo_bytes")

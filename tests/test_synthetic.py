@@ -8,7 +8,7 @@ import torch
 from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights
 from llama_ssp.models.loader import load
 from llama_ssp.models.synthetic import agreement_at, flips_for
-from llama_ssp.planner.room import parameters
+from llama_ssp.planner.weights import parameters
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine

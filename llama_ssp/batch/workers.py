@@ -18,13 +18,11 @@ from pathlib import Path
 from llama_ssp.batch.job import Job, held_seed, job_of, longest_in
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.requests import Request
-from llama_ssp.config import BatchConf, RunConf
+from llama_ssp.config import RunConf
 from llama_ssp.config.overrides import ranks
 from llama_ssp.errors import UsageError
-from llama_ssp.planner.hardware import machine_of
-from llama_ssp.planner.resolve import PairSpec, drafts, pair_specs
-from llama_ssp.planner.run_plan import Prediction, asked_of_run, predict, require_fit
-from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.planner.run_plan import Prediction, predict, require_fit
 from llama_ssp.report.run_folder import config_sha256, versions
 
 log = logging.getLogger(__name__)
@@ -81,7 +79,8 @@ def share(run: RunConf, folders: list[Path], world: int) -> Share:
     if run.seed is None and held is None:
         log.info("seed=%d (drawn; the job keeps it)", seed)
     job = job_of(entry.run, entry.files, seed)
-    prediction = _predicted(entry, job)
+    # By the figures of the cluster that is named; None where it says too little.
+    prediction = predict(entry.run, entry.placement, slots=min(_slots(job), entry.run.model.context))
     require_fit(prediction, run.plan.enforce)
     return Share(entry.run, job, seed, prediction)
 
@@ -109,24 +108,6 @@ def counted(logs: Iterable[Path]) -> Counter[str]:
                         document = json.loads(line)
                         found.update({name: document[name] for name in COUNTED})
     return found
-
-
-def _predicted(entry: PairSpec, job: Job) -> Prediction | None:
-    """By the figures of the cluster that is named; None where it says too little."""
-    run, task = entry.run, entry.run.task
-    assert isinstance(task, BatchConf)
-    try:
-        machine = machine_of(run.cluster)
-    except UsageError as error:
-        log.info("not planned: %s", error)
-        return None
-    target = Role(TARGET, run.model, machine.dtype(run.model.dtype))
-    draft = Role(DRAFT, run.draft, machine.dtype(run.draft.dtype)) if drafts(run) and run.draft else None
-    slots = min(_slots(job), run.model.context)
-    new = min(task.max_new_tokens, slots - 1)
-    k = run.speculation.k if draft else 0
-    work = Workload(task.batch_size, slots - new, new, k, task.prefill_chunk)
-    return predict(run, asked_of_run(run, (target, draft), work), entry.placement)
 
 
 def _slots(job: Job) -> int:

@@ -119,6 +119,17 @@ class RunConf:
     output: Output = Output.text
     out: str | None = "outputs"
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a draft model takes part."""
+        spec = self.speculation
+        return self.draft is not None and spec.drafter is Drafting.model and spec.may_draft
+
+    @property
+    def drafts_from_text(self) -> bool:
+        """Whether tokens are drafted by n-gram lookup."""
+        return self.speculation.drafter is Drafting.ngram and self.speculation.may_draft
+
 
 SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
 

@@ -304,3 +304,8 @@ class SpeculationConfig:
     ngram_max: int = 4
     bridge: Bridging = Bridging.auto
     overlap: Overlap = Overlap.auto
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether K may be more than 0."""
+        return self.k > 0 or self.adaptive

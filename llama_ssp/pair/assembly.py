@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from llama_ssp.config import USUAL_COST_RATIO, Drafting, OnDraftLoss, RunConf, Splitting, home_expanded
+from llama_ssp.config import USUAL_COST_RATIO, OnDraftLoss, RunConf, Splitting, home_expanded
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.roles import Roles, roles_of
@@ -21,8 +21,7 @@ from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES, describe
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.loader import DRAFT, load, load_part
-from llama_ssp.pair.placements import ModelPlacement, may_draft, require_loadable
-from llama_ssp.planner.resolve import drafts
+from llama_ssp.pair.placements import ModelPlacement, require_loadable
 from llama_ssp.planner.run_plan import Prediction
 from llama_ssp.report.run_folder import Progress
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
@@ -82,7 +81,7 @@ def open_pair(
 
 def prepare(pair: RankModels, run: RunConf, rows: int) -> None:
     """Compiles what batches of so many rows will need, before any clock runs."""
-    several, drafted = rows > 1, may_draft(run)
+    several, drafted = rows > 1, run.speculation.may_draft
     wanted: list[tuple[CompiledModel, Kind]] = []
     if isinstance(pair.target, CompiledModel):
         wanted.append((pair.target, (several, drafted or not several)))
@@ -190,7 +189,7 @@ def engine_with(
     if isinstance(link := pair.crew.draft_link, DraftClient):
         link.essential, link.patience_s = essential, run.placement.draft_timeout_s
     crew, drafter = pair.crew, _drafter(pair, run, transform, draws, chunk, bridge)
-    if not drafts(run) and not crew.drafts_apart:
+    if not run.has_draft_model and not crew.drafts_apart:
         crew = replace(crew, draft_channel=None)
     target = ModelRunner(pair.target, chunk) if pair.target else None
     if target is not None and crew.leads:
@@ -210,9 +209,9 @@ def _drafter(
     """This rank's part in drafting; None where it has none."""
     crew, wide = pair.crew, partial(torch.promote_types, torch.float32)
     spec = run.speculation
-    if pair.target and crew.leads and spec.drafter is Drafting.ngram and may_draft(run):
+    if pair.target and crew.leads and run.drafts_from_text:
         return NgramDrafter(spec.ngram_min, spec.ngram_max, transform.vocab, wide(pair.target.dtype))
-    if not drafts(run):
+    if not run.has_draft_model:
         return NoDrafter() if pair.draft and crew.drafts_apart else None
     if pair.draft is None:
         if not isinstance(crew.draft_link, DraftClient):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,11 +15,11 @@ from llama_ssp.models.devices import TORCH_DTYPES, device_of, dtype_of, every_de
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.loader import DRAFT, require_supported
 from llama_ssp.models.sharding import is_planned
-from llama_ssp.planner.hardware import CPU
+from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.room import Bill, bill, parameters, require_room
-from llama_ssp.planner.run_plan import Prediction, asked_of_run, predict, require_fit
-from llama_ssp.planner.workload import Role, Workload
+from llama_ssp.planner.run_plan import Prediction, predict, require_fit
+from llama_ssp.planner.weights import parameters
+from llama_ssp.planner.workload import Role
 from llama_ssp.text.pairing import Paired, Pairing
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
 
@@ -135,25 +135,19 @@ def _predicted(
 ) -> Prediction | None:
     """The plan of this run; None where it has none: other layers, devices of their own, engines not ours."""
     target, draft = found[0], found[1] if len(found) > 1 else None
-    if not all(is_planned(seat.model) for seat in found):
-        return None
     if draft is not None and draft.device != target.device and target.world == 1:
         return None
-    new = min(getattr(run.task, "max_new_tokens", slots), slots - 1)
-    k = run.speculation.k if may_draft(run) else 0
-    work = Workload(rows, slots - new, new, k, getattr(run.task, "prefill_chunk", slots), *caches)
-    if target.device.type == "cpu" and run.cluster.gpu is None:
-        run = replace(run, cluster=replace(run.cluster, gpu=CPU))
-    roles = [Role(seat.role, seat.model, seat.dtype) for seat in found]
-    whole = (roles[0], roles[1] if draft is not None else None)
-    asked = asked_of_run(run, whole, work, memory_of(target.device))
     drafting = (draft.ranks, draft.copies) if draft is not None else ((), False)
-    return predict(run, asked, Placement(target.splitting, target.world, target.ranks, *drafting))
+    return predict(
+        run, Placement(target.splitting, target.world, target.ranks, *drafting), rows=rows, slots=slots,
+        dtypes=[seat.dtype for seat in found], caches=caches, capacity=memory_of(target.device),
+        on_cpu=target.device.type == "cpu",
+    )  # fmt: skip
 
 
 def _require_room(found: list[ModelPlacement], run: RunConf, rows: int, slots: int) -> None:
     """Weights and caches alone, device by device; a model that accelerate spreads, over all there is."""
-    by_device: dict[torch.device | None, list[Bill]] = {}
+    by_device: dict[torch.device | None, list[Role]] = {}
     for seat in found:
         if not is_planned(seat.model):
             log.info("%s: what %s takes is not known beforehand", seat.role, seat.model.family)
@@ -161,18 +155,12 @@ def _require_room(found: list[ModelPlacement], run: RunConf, rows: int, slots: i
         spread = seat.splitting is Splitting.layers
         if not (spread and seat.offload):  # what is offloaded has a disk's room
             place = None if spread else seat.device
-            by_device.setdefault(place, []).append(bill(seat.role, seat.model, seat.dtype, rows, slots))
-    for device, bills in by_device.items():
+            by_device.setdefault(place, []).append(Role(seat.role, seat.model, seat.dtype))
+    for device, roles in by_device.items():
         gib, name = run.cluster.gib, "all devices together" if device is None else str(device)
         room = sum(map(memory_of, every_device())) if device is None else memory_of(device)
-        require_room(
-            bills, name, room if gib is None or device is None else int(gib * 2**30), run.cluster.reserve
-        )
-
-
-def may_draft(run: RunConf) -> bool:
-    """Whether K may be more than 0."""
-    return run.speculation.k > 0 or run.speculation.adaptive
+        capacity = room if gib is None or device is None else int(gib * 2**30)
+        require_capacity(roles, rows, slots, name, capacity, run.cluster.reserve)
 
 
 def _warn(found: list[ModelPlacement], run: RunConf) -> None:
@@ -190,7 +178,7 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
         if seat.device.type == "cpu" and TORCH_DTYPES[seat.dtype] is torch.float16:
             log.warning("%s.dtype=fp16 is several times slower than bf16 on a CPU", seat.role)
     if draft is None:
-        if run.draft is None and run.speculation.drafter is Drafting.model and may_draft(run):
+        if run.draft is None and run.speculation.drafter is Drafting.model and run.speculation.may_draft:
             log.info("no draft model: plain decoding")
         return
     if draft.path is not None and target.path is not None and draft.path.samefile(target.path):

@@ -1,25 +1,28 @@
-"""Does it fit: the bill of every GPU against what that GPU has, with what the bill cannot know. No torch."""
+"""Does it fit: the memory estimate of every rank against the capacity of its device. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
-from llama_ssp.models.sharding import head_ranges, mlp_share, vocab_share
-from llama_ssp.planner.constants import constant_lines
-from llama_ssp.planner.hardware import MIB, Machine
-from llama_ssp.planner.memory import segments, tensor_lines
-from llama_ssp.planner.stages import stage_lines
-from llama_ssp.planner.workload import Line, Role, Workload
+from llama_ssp.errors import DistributedError
+from llama_ssp.planner.hardware import Machine
+from llama_ssp.planner.layers import layers_lines
+from llama_ssp.planner.memory import rank_work, segments, tensor_lines
+from llama_ssp.planner.weights import Part, held, width
+from llama_ssp.planner.workload import CONSTANT, GIB, MIB, MemoryLine, Role, Workload
 
-# How far a whole GPU's bill may be off: what is constant here differs by driver and version.
+LIBRARIES = "libraries"  # the role of lines that belong to no model
+SHAPES = {"target": 2, "draft": 1}  # that graphs are captured of: decode and verify; a draft step
+# How far off an estimate may be: what is constant here differs by driver and version.
 UNCERTAIN_SHARE, UNCERTAIN_BYTES = 0.03, 300 * MIB
 
 
 class FitVerdict(Enum):
-    """`uncertain`: whether it fits hangs on what the bill cannot know."""
+    """`uncertain`: the margin is smaller than the estimate's uncertainty."""
 
     fits = "fits"
     uncertain = "uncertain"
@@ -31,11 +34,11 @@ class FitVerdict(Enum):
 
 
 @dataclass(frozen=True)
-class GpuBill:
-    """What one rank's GPU has to hold, and what it can."""
+class RankMemory:
+    """What one rank, or with placement=layers one GPU, will hold, line by line; and its capacity in bytes."""
 
     rank: int
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryLine, ...]
     capacity: int
 
     @property
@@ -48,7 +51,7 @@ class GpuBill:
 
     @property
     def margin(self) -> int:
-        """What is left, were the bill exact; negative where it does not fit."""
+        """The capacity left; negative where it does not fit."""
         return self.capacity - self.total
 
     @property
@@ -58,42 +61,77 @@ class GpuBill:
         return FitVerdict.uncertain if self.margin >= -self.uncertainty else FitVerdict.does_not_fit
 
 
-def bill_of(
+def rank_memories(
     machine: Machine, target: Role, draft: Role | None, placement: Placement, work: Workload
-) -> tuple[GpuBill, ...]:
-    """The bill of every rank, or by layers of every GPU; ranks that hold alike have it made once."""
-    made: dict[object, tuple[Line, ...]] = {}
-    capacity = machine.capacity_of(placement.world)
-    found = []
+) -> tuple[RankMemory, ...]:
+    """The memory of every rank, or with placement=layers of every GPU."""
+    capacity, kernels = machine.capacity_of(placement.world), machine.kernels
     if placement.splitting is Splitting.layers:
-        gpus = 1 if machine.is_cpu else machine.gpus
-        every = stage_lines(target, draft, work, gpus, machine.kernels)
-        taken = constant_lines(machine, placement, LEADER)
-        return tuple(GpuBill(gpu, (*lines, *taken), capacity) for gpu, lines in enumerate(every))
+        every = layers_lines(target, draft, work, 1 if machine.is_cpu else machine.gpus, kernels)
+        constant = library_lines(machine, placement, LEADER)
+        return tuple(RankMemory(gpu, (*lines, *constant), capacity) for gpu, lines in enumerate(every))
+    found = []
     for rank in range(placement.world):
-        kind = [rank == LEADER, _part(target, placement.target, rank, len(placement.target))]
-        if draft is not None:
-            kind.append(_part(draft, placement.draft, rank, placement.draft_degree))
-        if tuple(kind) not in made:
-            made[tuple(kind)] = (
-                *tensor_lines(target, draft, placement, work, rank, machine.kernels),
-                *(() if machine.is_cpu else (segments(target, draft, placement, work, rank),)),
-                *constant_lines(machine, placement, rank),
-            )
-        found.append(GpuBill(rank, made[tuple(kind)], capacity))
+        own = rank_work(target, draft, placement, work, rank, kernels)
+        reserved = () if machine.is_cpu else (segments(own),)
+        lines = (*tensor_lines(own), *reserved, *library_lines(machine, placement, rank))
+        found.append(RankMemory(rank, lines, capacity))
     return tuple(found)
 
 
-def worst(bills: tuple[GpuBill, ...]) -> GpuBill:
-    """The GPU that decides: the fullest."""
-    return min(bills, key=lambda bill: bill.margin)
+def worst(ranks: Sequence[RankMemory]) -> RankMemory:
+    """The rank with the smallest margin: it decides whether the placement fits."""
+    return min(ranks, key=lambda one: one.margin)
 
 
-def _part(role: Role, ranks: tuple[int, ...], rank: int, degree: int) -> object:
-    """How much of the role the rank holds, in a form that can be compared."""
-    if rank not in ranks:
-        return None
-    index, model = ranks.index(rank) if degree > 1 else 0, role.model
-    heads = head_ranges(model.n_heads, model.n_kv_heads, degree, index)
-    spans = (mlp_share(model.ffn, degree, index), vocab_share(model.vocab, degree, index))
-    return (index == 0, heads.queries, heads.kvs, *(last - first for first, last in spans))
+def library_lines(machine: Machine, placement: Placement, rank: int) -> tuple[MemoryLine, ...]:
+    """Constants of the cluster: the context, and workspaces of what the rank takes part in."""
+    taken, source = machine.taken, f"cluster {machine.name}"
+    if machine.is_cpu:
+        return (MemoryLine(LIBRARIES, "process", taken.context, CONSTANT, source),)
+    groups = communicators(placement, rank)
+    shapes = SHAPES["target"] * (rank in placement.target) + SHAPES["draft"] * (rank in placement.draft)
+    sizes = {
+        "context and kernels": taken.context,
+        "cuBLAS workspaces": taken.cublas,
+        f"NCCL, {groups} group{'s' * (groups != 1)}": taken.nccl * groups,
+        "graph pools": taken.graph * shapes,
+    }
+    return tuple(MemoryLine(LIBRARIES, name, size, CONSTANT, source) for name, size in sizes.items() if size)
+
+
+def communicators(placement: Placement, rank: int) -> int:
+    """NCCL groups the rank is in: all ranks', and the draft's where it is split over only some of them."""
+    everyone = placement.world > 1
+    split = placement.draft_degree > 1 and rank in placement.draft
+    of_draft = split and len(placement.draft) < placement.world
+    of_target = placement.draft_apart and len(placement.target) > 1 and rank in placement.target
+    return int(everyone) + int(of_draft) + int(of_target)
+
+
+def require_capacity(
+    roles: Sequence[Role], rows: int, slots: int, device: str, capacity: int, reserve: float
+) -> None:
+    """For runs without a plan: refuses weights and caches that exceed the device's capacity.
+
+    int8 and nf4 keep embedding and head in 16 bit, and caches are 16 bit.
+    """
+    needed, words = 0, []
+    for role in roles:
+        part = Part.of(role.model)
+        weights = sum(held(part, role.dtype).values())
+        cache = 2 * part.layers * part.key_width * width(role.dtype) * rows * (slots + 1)
+        needed += weights + cache
+        words.append(
+            f"{role.role} {role.model.name}: weights {weights / GIB:.1f} GiB, cache {cache / GIB:.1f} GiB"
+        )
+    usable = int(capacity * (1 - reserve))
+    if needed > usable:
+        raise DistributedError(
+            f"the models do not fit on {device}",
+            where="; ".join(words),
+            found=f"{needed / GIB:.1f} GiB needed",
+            allowed=f"{usable / GIB:.1f} GiB ({capacity / GIB:.1f} GiB less {reserve:.0%} reserve)",
+            fix="take a smaller model, a smaller dtype (model.dtype=int8), fewer rows (task.batch_size) "
+            "or shorter texts (task.max_new_tokens)",
+        )

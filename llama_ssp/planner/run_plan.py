@@ -1,100 +1,224 @@
-"""The plan of a run that is about to load: where its draft sits, whether it fits, and afterwards how right
-it was. No torch.
+"""The plan of a run that is about to load, and afterwards its comparison with what was measured. No torch.
 
-    asked = asked_of_run(run, roles, work, capacity)     # None: nothing is known of this GPU
-    placement = placed(run.placement, asked, world)      # what placement=auto means here
-    prediction = predict(run, asked, placement)
-    require_fit(prediction, run.plan.enforce)            # before anything is loaded
-    beside(ways, measured)                               # comparison.py: for summary.json and for people
+`predict` plans the run, `require_fit` refuses it before anything is loaded, `compare_with_plan` is for
+summary.json and the log.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from llama_ssp.config import Drafting, DraftSeat, PlacementConf, RunConf, Splitting
-from llama_ssp.distributed.placement import Placement, resolve
+from llama_ssp.config import Dtype, RunConf, Splitting
+from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.advice import advice
-from llama_ssp.planner.fit import FitVerdict
-from llama_ssp.planner.hardware import machine_of
-from llama_ssp.planner.room import GIB
-from llama_ssp.planner.search import Asked, Option, best_placement, option, pace_of
-from llama_ssp.planner.speed import Pace
-from llama_ssp.planner.workload import Role, Workload
+from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
+from llama_ssp.planner.hardware import CPU, machine_of
+from llama_ssp.planner.memory import SEGMENTS
+from llama_ssp.planner.search import Option, PlanRequest, option, round_times
+from llama_ssp.planner.weights import CACHE, WEIGHTS
+from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 
 log = logging.getLogger(__name__)
 
+USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
+# What is counted of a rank's memory, each more than the one before.
+COUNTED = "held_bytes", "tensor_bytes", "reserved_bytes", "device_bytes"
+HELD_BYTES, TENSORS, RESERVED, DEVICE = COUNTED
+WORDS = dict(zip(COUNTED, ("weights and caches", "tensors", "reserved", "in all"), strict=True))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the plan says of this very run."""
+    """The plan of this very run."""
 
-    asked: Asked
+    request: PlanRequest
     option: Option
 
-    def pace(self, rows: int) -> Pace:
-        """With so many rows a batch."""
-        return pace_of(replace(self.asked, work=replace(self.asked.work, rows=rows)), self.option.placement)
+    def ms_per_token(
+        self, rows: int, k: int | None, acceptance: float | None, tokens_per_round: float | None = None
+    ) -> tuple[int, float]:
+        """K and milliseconds a token. None: the best K, the request's acceptance, the tokens that follow."""
+        request = replace(self.request, work=replace(self.request.work, rows=rows))
+        times = round_times(request, self.option.placement)
+        acceptance = request.acceptance if acceptance is None else acceptance
+        k = times.best_k(acceptance) if k is None else min(k, len(times.verify) - 1)
+        if tokens_per_round is not None:
+            return k, 1000 * times.round_s(k, acceptance) / tokens_per_round
+        return k, times.ms_per_token(acceptance, k)
 
 
-def asked_of_run(
-    run: RunConf, roles: tuple[Role, Role | None], work: Workload, capacity: int | None = None
-) -> Asked | None:
-    """What a plan of this run is about; None, with a word, where the device's figures are not known.
+def request_of(
+    run: RunConf,
+    *,
+    rows: int | None = None,
+    slots: int | None = None,
+    dtypes: Sequence[Dtype] = (),
+    caches: tuple[int, int] = (1, 1),
+    capacity: int | None = None,
+    on_cpu: bool = False,
+) -> PlanRequest:
+    """What to plan for a run: machine, models, workload. Raises UsageError for a GPU without known figures.
 
-    `capacity` is what the device has left, in bytes, as measured; cluster.gib goes before it.
+    `rows` and `slots` (the longest text with its new tokens) are the task's own where they are None; `dtypes`
+    the resolved formats of target and draft, else what the machine makes of `auto`; `caches` how many of each
+    model's there are at once; `capacity` the device's free bytes, as measured (cluster.gib goes before it).
     """
+    task, spec = run.task, run.speculation
+    on_cpu = on_cpu or run.placement.target_device == CPU
+    cluster = replace(run.cluster, gpu=CPU) if on_cpu and run.cluster.gpu is None else run.cluster
+    machine = machine_of(cluster, capacity)
+    draft = run.draft if run.has_draft_model else None
+    target_dtype, draft_dtype = dtypes if len(dtypes) == 2 else (*dtypes, None, None)[:2]
+    most = run.model.context if slots is None else slots
+    new = min(getattr(task, "max_new_tokens", USUAL_TOKENS), most - 1)
+    prompt = getattr(task, "prompt_tokens", min(USUAL_TOKENS, most - new)) if slots is None else slots - new
+    rows = getattr(task, "batch_size", 1) if rows is None else rows
+    work = Workload(rows, prompt, new, spec.k, getattr(task, "prefill_chunk", USUAL_TOKENS), *caches)
+    return PlanRequest(
+        machine,
+        Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype)),
+        Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None,
+        work,
+        getattr(task, "acceptance", run.plan.acceptance),
+        k_max=max(spec.k_max, spec.k),
+        text_drafts=run.drafts_from_text,
+        overlap=spec.overlap,
+    )
+
+
+def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | None:
+    """Memory and speed of the run; `what` as in `request_of`. None, with a log line, if it cannot be planned:
+    other architectures, other ways of splitting, an unknown GPU."""
+    models = [run.model, *([run.draft] if run.has_draft_model and run.draft else [])]
+    if placement.splitting is not Splitting.tensor or not all(map(is_planned, models)):
+        return None
     try:
-        machine = machine_of(run.cluster, capacity)
+        request = request_of(run, **what)
     except UsageError as error:
         log.info("not planned: %s", error)
         return None
-    spec = run.speculation
-    looks_up = spec.drafter is Drafting.ngram and (spec.k > 0 or spec.adaptive)
-    most = max(spec.k_max, spec.k)
-    return Asked(
-        machine, *roles, work, run.plan.acceptance, k_max=most, text_drafts=looks_up, overlap=spec.overlap
-    )
-
-
-def placed(conf: PlacementConf, asked: Asked | None, world: int, drafts: bool) -> Placement:
-    """Which ranks hold what: as asked for, and where that is left open the fastest that fits."""
-    if world > 1 and is_free(conf) and asked is not None and asked.draft is not None:
-        return best_placement(asked, world).placement
-    return resolve(conf, world, drafts)
-
-
-def is_free(conf: PlacementConf) -> bool:
-    """Whether the configuration leaves to the plan where the draft sits."""
-    named = (conf.draft_degree, conf.target_ranks, conf.draft_ranks)
-    return conf.splitting is Splitting.tensor and conf.draft is DraftSeat.auto and not any(named)
-
-
-def predict(run: RunConf, asked: Asked | None, placement: Placement) -> Prediction | None:
-    """The run's own bill and pace; None where nothing can be said."""
-    if asked is None or placement.splitting is not Splitting.tensor:
-        return None
-    return Prediction(
-        asked, option(asked, placement, asked.k_max if run.speculation.adaptive else asked.work.k)
-    )
+    k = request.k_max if run.speculation.adaptive else request.work.k
+    return Prediction(request, option(request, placement, k))
 
 
 def require_fit(prediction: Prediction | None, enforce: bool) -> None:
-    """Refuses a run that does not fit, with the plan's advice; where it is uncertain, says so."""
+    """Refuses a run that does not fit, with advice; warns where it is uncertain, or not enforced."""
     if prediction is None or prediction.option.verdict is FitVerdict.fits:
         return
-    asked, worst = prediction.asked, prediction.option.worst
-    where = f"rank {worst.rank} of {prediction.option.placement.in_words()}, {asked.machine.in_words()}"
+    request, chosen = prediction.request, prediction.option
+    worst = chosen.worst
+    where = f"rank {worst.rank} of {chosen.placement.in_words()}, {request.machine.in_words()}"
     found, allowed = f"{worst.total / GIB:.2f} GiB needed", f"{worst.capacity / GIB:.2f} GiB"
-    if prediction.option.verdict is FitVerdict.uncertain or not enforce:
+    if chosen.verdict is FitVerdict.uncertain or not enforce:
         log.warning("it may not fit: %s: %s of %s", where, found, allowed)
         return
-    changes = advice(asked, prediction.option, [prediction.option.placement.world])
-    raise DistributedError(
-        "the models do not fit", where=where, found=found, allowed=allowed,
-        fix="; or ".join([*(changes or [SMALLER]), "plan.enforce=false to try all the same"]),
-    )  # fmt: skip
+    changes = advice(request, chosen, [chosen.placement.world]) or [SMALLER]
+    fix = "; or ".join([*changes, "plan.enforce=false to try all the same"])
+    raise DistributedError("the models do not fit", where, found, allowed, fix)
+
+
+@dataclass(frozen=True)
+class RunMeasurement:
+    """One way in which texts were generated: rows and drafts a round, speed, acceptance.
+
+    `k` is None where it was chosen while running. `held_bytes` are weights and caches on this rank.
+    `tokens_per_round` is given where the acceptance does not determine it.
+    """
+
+    name: str
+    prediction: Prediction | None
+    rows: int
+    k: int | None
+    ms_per_token: float | None
+    acceptance: float | None
+    held_bytes: int = 0
+    tokens_per_round: float | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """The most that a rank has held, in bytes, for each of COUNTED; None where it is not known."""
+
+    rank: int
+    bytes: dict[str, int | None]
+
+
+def compare_with_plan(
+    runs: Sequence[RunMeasurement], measured: Sequence[MeasuredMemory]
+) -> dict[str, Any] | None:
+    """Predicted and measured, for `plan` in the summary; None where the run was not planned."""
+    predictions = list({id(one.prediction): one.prediction for one in runs if one.prediction}.values())
+    if not predictions:
+        return None
+    fullest = max(predictions, key=lambda one: one.option.worst.total)
+    verdict = max((one.option.verdict for one in predictions), key=lambda verdict: verdict.rank)
+    return {
+        "verdict": verdict.value,
+        "placement": fullest.option.placement.in_words(),
+        "band": max(one.request.band for one in predictions),
+        "ways": [_speed(one, one.prediction) for one in runs if one.prediction],
+        "memory": [_memory(memory, predictions) for memory in measured],
+    }
+
+
+def in_words(plan: dict[str, Any]) -> Iterator[str]:
+    """The same in a few log lines."""
+    for way in plan["ways"]:
+        if (both := way["ms_per_token"])["measured"]:
+            yield f"plan against actual: {way['name']}, ms/token {_compared(both, 1)}"
+    for memory in plan["memory"]:
+        known = [name for name in COUNTED if memory[name]["measured"]]
+        words = [f"{WORDS[name]} {_compared(memory[name], *_unit(memory[name]))}" for name in known]
+        if words:
+            yield f"plan against actual: rank {memory['rank']}, {'; '.join(words)}"
+
+
+def _speed(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
+    k, ms = prediction.ms_per_token(run.rows, run.k, run.acceptance, run.tokens_per_round)
+    return {
+        "name": run.name,
+        "placement": prediction.option.placement.in_words(),
+        "rows": run.rows,
+        "k": k,
+        "acceptance": run.acceptance,
+        "ms_per_token": _both(ms, run.ms_per_token),
+    }
+
+
+def _memory(memory: MeasuredMemory, predictions: list[Prediction]) -> dict[str, Any]:
+    """Of several pairs, one after the other, the one that needs most on the rank."""
+    counts = [counted(one.option.ranks[memory.rank]) for one in predictions]
+    predicted = {name: max(count[name] for count in counts) for name in COUNTED}
+    return {"rank": memory.rank, **{name: _both(predicted[name], memory.bytes[name]) for name in COUNTED}}
+
+
+def counted(memory: RankMemory) -> dict[str, int]:
+    """A rank's sums: weights and caches; all tensors; with the allocator's segments; with libraries."""
+    own = [line for line in memory.lines if line.role != LIBRARIES]
+    return {
+        HELD_BYTES: sum(line.bytes for line in own if line.name in (*WEIGHTS, CACHE)),
+        TENSORS: sum(line.bytes for line in own if line.name != SEGMENTS),
+        RESERVED: sum(line.bytes for line in own),
+        DEVICE: memory.total,
+    }
+
+
+def _both(predicted: float, measured: float | None) -> dict[str, Any]:
+    ratio = predicted / measured if measured else None
+    return {"predicted": predicted, "measured": measured, "predicted_over_measured": ratio}
+
+
+def _compared(both: dict[str, Any], unit: float, name: str = "") -> str:
+    predicted, measured = both["predicted"] / unit, both["measured"] / unit
+    ratio = both["predicted_over_measured"]
+    return f"{predicted:.4g} predicted, {measured:.4g}{name} measured ({ratio:.2f}x)"
+
+
+def _unit(both: dict[str, Any]) -> tuple[int, str]:
+    return (GIB, " GiB") if both["measured"] >= GIB else (MIB, " MiB")

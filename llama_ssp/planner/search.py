@@ -1,7 +1,7 @@
-"""Every placement of the pair on a cluster, with its bill and pace, the fastest that fits first. No torch.
+"""Every placement of the pair on a cluster with its memory and speed, the fastest that fits first. No torch.
 
-The target is split over the ranks that are its own, evenly or not; the draft sits on the leader, is split
-over some or all of the target's ranks, is copied, or has ranks of its own.
+The target is split over the ranks that are its own, evenly or not; the draft is on the leader, split over
+some or all of the target's ranks, copied, or on ranks of its own.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from llama_ssp.config import DraftSeat, Overlap, PlacementConf, Splitting
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split
-from llama_ssp.planner.fit import FitVerdict, GpuBill, bill_of, worst
+from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
-from llama_ssp.planner.speed import Pace, Share, band_of, forward_s, share_of
+from llama_ssp.planner.speed import RoundTimes, band_of, forward_s, pass_cost
 from llama_ssp.planner.workload import Role, Workload
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
 MANY_RANKS = 256  # over more of them a draft is split over powers of two only
-LAW_BYTES = 4  # of a probability, on its way to the leader
+PROB_BYTES = 4  # of a probability that is sent to the leader
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a plan is about. `text_drafts` where drafts are looked up in the text instead (n-grams)."""
+class PlanRequest:
+    """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model."""
 
     machine: Machine
     target: Role
@@ -48,17 +48,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Option:
-    """One placement. `k` and `ms_per_token` are the best at the asked acceptance."""
+    """One placement, planned. `k` and `ms_per_token` are the best at the requested acceptance."""
 
     placement: Placement
-    bills: tuple[GpuBill, ...]
-    pace: Pace
+    ranks: tuple[RankMemory, ...]
+    times: RoundTimes
     k: int
     ms_per_token: float
 
     @property
-    def worst(self) -> GpuBill:
-        return worst(self.bills)
+    def worst(self) -> RankMemory:
+        return worst(self.ranks)
 
     @property
     def verdict(self) -> FitVerdict:
@@ -67,87 +67,83 @@ class Option:
     @property
     def regular_ms(self) -> float:
         """The same placement without drafting."""
-        return self.pace.ms_per_token(0.0, 0)
+        return self.times.ms_per_token(0.0, 0)
 
 
 def placements(world: int, drafts: bool, every: bool = True) -> Iterator[Placement]:
-    """Every placement over exactly so many ranks, or only the most telling of each kind."""
+    """Every placement over exactly `world` ranks, or only a few of each kind."""
     if not drafts:
         yield resolve(PlacementConf(), world, drafts=False)
         return
     seats = [(DraftSeat.leader, 1)]
     if world > 1:
-        split, own = [world], [1]
+        own = [1]
         if every:
-            own = [2**n for n in range((world - 1).bit_length())]
-            own = own if world > MANY_RANKS else list(range(1, world))
-            split = [*own[1:], world]
-        seats += [(DraftSeat.sharded, degree) for degree in split]
+            own = list(range(1, world))
+            if world > MANY_RANKS:
+                own = [2**n for n in range((world - 1).bit_length())]
+        seats += [(DraftSeat.sharded, degree) for degree in (*own[1:], world)]
         seats += [(DraftSeat.own, degree) for degree in own]
         seats += [(DraftSeat.replicated, world)] * every
     for seat, degree in seats:
         yield resolve(PlacementConf(draft=seat, draft_degree=degree), world, drafts=True)
 
 
-def option(asked: Asked, placement: Placement, k: int | None = None) -> Option:
-    """The placement's bill and pace, at the best K or a given one; refused where it cannot be."""
-    require_possible(asked, placement)
-    pace = pace_of(asked, placement)
-    k = pace.best_k(asked.acceptance) if k is None else min(k, len(pace.verify) - 1)
-    work = replace(asked.work, k=k)
-    bills = bill_of(asked.machine, asked.target, asked.draft, placement, work)
-    return Option(placement, bills, pace, k, pace.ms_per_token(asked.acceptance, k))
+def option(request: PlanRequest, placement: Placement, k: int | None = None) -> Option:
+    """The placement's memory and speed, at the best K or a given one. Raises where it is impossible."""
+    require_possible(request, placement)
+    times = round_times(request, placement)
+    k = times.best_k(request.acceptance) if k is None else min(k, len(times.verify) - 1)
+    work = replace(request.work, k=k)
+    ranks = rank_memories(request.machine, request.target, request.draft, placement, work)
+    return Option(placement, ranks, times, k, times.ms_per_token(request.acceptance, k))
 
 
-def require_possible(asked: Asked, placement: Placement) -> None:
+def require_possible(request: PlanRequest, placement: Placement) -> None:
     """Refuses a split that the models do not allow."""
-    require_planned(placement.splitting)
+    require_planned_splitting(placement.splitting)
     degrees = len(placement.target), placement.draft_degree
-    for role, degree in zip(asked.roles, degrees, strict=False):
+    for role, degree in zip(request.roles, degrees, strict=False):
         if degree > 1:
             require_split(role.model, degree, role.role)
         else:
             require_quantised(role.model)
 
 
-def require_splittable(asked: Asked, world: int) -> None:
-    """Refuses more ranks than any placement of these models could use, before there is a table of them."""
-    if world > sum(role.model.n_heads for role in asked.roles):
-        require_split(asked.target.model, world, asked.target.role)
+def require_splittable(request: PlanRequest, world: int) -> None:
+    """Refuses more ranks than any placement of these models could use."""
+    if world > sum(role.model.n_heads for role in request.roles):
+        require_split(request.target.model, world, request.target.role)
     if world > MOST_RANKS:
-        raise DistributedError(
-            "a placement over too many ranks is not planned", found=f"{world} ranks",
-            allowed=f"at most {MOST_RANKS} ranks", fix="lower cluster.nodes or cluster.gpus",
-        )  # fmt: skip
+        what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
+        fix = "lower cluster.nodes or cluster.gpus"
+        raise DistributedError(what, found=f"{world} ranks", allowed=allowed, fix=fix)
 
 
-def require_planned(splitting: Splitting) -> None:
-    """Refuses DeepSpeed, which loads the whole model on every rank and cuts it by rules of its own."""
+def require_planned_splitting(splitting: Splitting) -> None:
+    """Refuses DeepSpeed, which loads the whole model on every rank and splits it by its own rules."""
     if splitting is Splitting.deepspeed:
-        raise DistributedError(
-            "what DeepSpeed holds is not planned", found=f"placement.splitting={splitting.value}",
-            allowed=f"{Splitting.tensor.value}, {Splitting.layers.value}",
-            fix="plan placement=auto, leader, sharded, replicated, own or layers",
-        )  # fmt: skip
+        what, found = "what DeepSpeed holds is not planned", f"placement.splitting={splitting.value}"
+        fix = "plan placement=auto, leader, sharded, replicated, own or layers"
+        raise DistributedError(what, found=found, allowed="tensor, layers", fix=fix)
 
 
-def search(asked: Asked, worlds: list[int], every: bool = True) -> list[Option]:
+def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[Option]:
     """The placements over these numbers of ranks: fitting ones first, the fastest first, fewer ranks first.
 
-    Of those that do not fit, the one that lacks least comes first. If none is possible, the reason of the
-    last is raised.
+    Of those that do not fit, the one that lacks least is first. If none is possible, raises the last reason.
     """
     found: list[Option] = []
     reason: DistributedError | ModelError | None = None
     for world in worlds:
         try:
-            require_splittable(asked, world)
+            require_splittable(request, world)
         except (DistributedError, ModelError) as error:
             reason = error
             continue
-        for placement in placements(world, asked.draft is not None, every):
+        for placement in placements(world, request.draft is not None, every):
             try:
-                found.append(option(asked, placement))
+                found.append(option(request, placement))
             except (DistributedError, ModelError) as error:
                 reason = error
     if not found and reason is not None:
@@ -155,33 +151,33 @@ def search(asked: Asked, worlds: list[int], every: bool = True) -> list[Option]:
     return sorted(found, key=_order)
 
 
-def best_placement(asked: Asked, world: int) -> Option:
-    """What placement=auto means for this many ranks: the fastest that fits."""
-    return search(asked, [world])[0]
-
-
-def pace_of(asked: Asked, placement: Placement) -> Pace:
-    """Seconds of a draft's step, and of verifying 0, 1, ... drafts, on this placement."""
-    times, work, draft = asked.machine.times, asked.work, asked.draft
+def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
+    """Seconds of a draft step, and of verifying 0, 1, ... drafts, with this placement."""
+    times, work, draft = request.machine.times, request.work, request.draft
     slots = work.prompt_tokens + work.new_tokens / 2  # halfway through the texts
-    target = share_of(asked.target, len(placement.target))
-    messages = 2 * times.message if placement.world > 1 else 0.0
     step = 0.0
     if draft is not None and placement.draft:
-        share = share_of(draft, placement.draft_degree)
-        probs = work.rows * share.vocab
-        step = forward_s(share, times, work.rows, 1, slots) + probs * times.probs
+        cost = pass_cost(draft, placement.draft_degree)
+        probs = work.rows * cost.vocab
+        step = forward_s(cost, times, work.rows, 1, slots) + probs * times.probs
         if placement.draft_apart:
-            step += probs * LAW_BYTES / times.link_per_s
-    drafts = (draft is not None and bool(placement.draft)) or asked.text_drafts
-    most = asked.k_max if drafts else 0
-    verify = tuple(_verify_s(asked, target, k, slots) + messages for k in range(most + 1))
-    return Pace(step, verify, work.rows, asked.overlap if placement.draft_apart else Overlap.off)
+            step += probs * PROB_BYTES / times.link_per_s
+    target = pass_cost(request.target, len(placement.target))
+    messages = 2 * times.message if placement.world > 1 else 0.0
+
+    def verify_s(k: int) -> float:
+        probs = work.rows * (k + 1) * target.vocab
+        spent = forward_s(target, times, work.rows, k + 1, slots) + probs * times.probs + times.round
+        return spent + (times.check + probs * times.accept if k else 0.0)
+
+    drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
+    verify = tuple(verify_s(k) + messages for k in range((request.k_max if drafts else 0) + 1))
+    return RoundTimes(step, verify, work.rows, request.overlap if placement.draft_apart else Overlap.off)
 
 
-def regular_ms(asked: Asked, options: list[Option], worlds: list[int]) -> float:
-    """Regular sampling at its best on the cluster: the target alone where it fits, else as in the options."""
-    alone = replace(asked, draft=None, text_drafts=False)
+def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -> float:
+    """The best regular sampling on the cluster: the target alone where it fits, else in an option."""
+    alone = replace(request, draft=None, text_drafts=False)
     with suppress(DistributedError):
         best = search(alone, worlds)[0]
         if best.verdict is not FitVerdict.does_not_fit:
@@ -189,15 +185,8 @@ def regular_ms(asked: Asked, options: list[Option], worlds: list[int]) -> float:
     return min(one.regular_ms for one in options)
 
 
-def _verify_s(asked: Asked, target: Share, k: int, slots: float) -> float:
-    times, rows = asked.machine.times, asked.work.rows
-    laws = rows * (k + 1) * target.vocab
-    spent = forward_s(target, times, rows, k + 1, slots) + laws * times.probs + times.round
-    return spent + (times.check + laws * times.accept if k else 0.0)
-
-
 def _order(one: Option) -> tuple[int, float, int, int]:
-    if one.verdict is FitVerdict.does_not_fit:  # how fast it would be is nobody's question
+    if one.verdict is FitVerdict.does_not_fit:  # its speed does not matter
         return one.verdict.rank, float(-one.worst.margin), one.placement.world, 0
-    # Times that print alike are alike: then fewer ranks and a smaller bill are better.
+    # Times that print alike are equal: then fewer ranks and less memory are better.
     return one.verdict.rank, round(one.ms_per_token, 3), one.placement.world, one.worst.total

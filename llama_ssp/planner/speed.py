@@ -1,10 +1,10 @@
-"""How long a step takes: bytes over bandwidth, a constant a layer, two sums over ranks a layer. No torch.
+"""The time of a step: bytes over bandwidth, a constant a layer, two all-reduces a layer. No torch.
 
     t = bytes_rank / bandwidth + L*c + [ranks > 1] * 2L * (alpha + beta*(ranks - 1))
 
-of the rank that reads most. The four constants are exactly determined by four published runs
-(CALIBRATION); runs that took no part in it are compared in tests. They hold for bf16, one row, CUDA
-graphs and caches made beforehand; elsewhere the band is wide, and task=calibrate measures.
+of the rank that reads most. Four published runs (CALIBRATION) determine the four constants exactly; tests
+compare other published runs. The constants hold for bf16, one row, CUDA graphs and preallocated caches;
+elsewhere the band is wide, and task=calibrate measures.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ CALIBRATED_LAYERS, CALIBRATED_MATRICES, CALIBRATED_HEAD = 32, 2 * 6_476_005_376,
 CALIBRATED_GB_S = 2039.0  # the data sheet's bandwidth of that GPU
 # A pass of 16 rows of tokens reads its weights 3 % slower than one of a single row (A100, aiconfigurator).
 ROWS_COST = {1: 1.0, 16: 1.03}
-# Of peak; a long prompt is read by GEMMs that attain about this much.
-FLOPS_SHARE = 0.5
-# How far off a prediction may be: of a calibrated machine or engine like the published one; of constants
-# that were measured on another machine, and of int8 and nf4, whose kernels took no part.
+FLOPS_SHARE = 0.5  # of peak: what the GEMMs of a long prompt attain
+# How far off a prediction may be: with constants of this machine, or of one like the published one; with
+# constants of another machine, and for int8 and nf4, whose kernels the published runs do not have.
 BAND, WIDE_BAND = 0.2, 0.5
-PASSES = 2  # gathers beside those of layers: the embedding's sum, the head's logits
+PASS_SUMS = 2  # collectives of a pass outside of layers: the embedding's sum, the head's logits
 
 
 @dataclass(frozen=True)
 class Times:
-    """The constants, in seconds. `band` is how far off what they predict may be."""
+    """The constants, in seconds; `band` is how far off a prediction may be. Fields as in TimesConf."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -53,8 +52,12 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What the busiest rank of a role reads in a pass, of weights and, for each slot, of a row's cache."""
+class PassCost:
+    """What the busiest rank of a role reads and computes in a pass.
+
+    `weights` in bytes, `slot` in bytes of a row's cache for each slot, `flops` for each token, `sums` over
+    ranks, `width` in bytes of a token's state.
+    """
 
     ranks: int
     layers: int
@@ -67,7 +70,7 @@ class Share:
 
 
 def calibrated() -> tuple[float, float, float, float]:
-    """Bytes a second, seconds a layer, and of a sum its constant and its seconds a further rank."""
+    """Bytes a second, seconds a layer, and an all-reduce's seconds: constant, and for each further rank."""
     total = 2 * CALIBRATED_LAYERS
     spent = {ranks: 1 / rate for ranks, rate in CALIBRATION.items()}
     read = {ranks: CALIBRATED_MATRICES / ranks + CALIBRATED_HEAD for ranks in CALIBRATION}
@@ -80,12 +83,12 @@ def calibrated() -> tuple[float, float, float, float]:
 
 
 def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | None, borrowed: bool) -> Times:
-    """The constants of a cluster, whose own go before the calibrated ones."""
+    """The constants of a cluster; its own take precedence over the calibrated ones."""
     speed, layer, constant, further = calibrated()
-    share = speed / 1e9 / CALIBRATED_GB_S if conf.bandwidth_share is None else conf.bandwidth_share
+    attained = speed / 1e9 / CALIBRATED_GB_S if conf.bandwidth_share is None else conf.bandwidth_share
     reduce = conf.all_reduce_us or {n: 1e6 * (constant + further * (n - 1)) for n in (2, 4, 8, 16)}
     return Times(
-        bytes_per_s=gb_s * 1e9 * share,
+        bytes_per_s=gb_s * 1e9 * attained,
         flops_per_s=tflops * 1e12 * (FLOPS_SHARE if conf.flops_share is None else conf.flops_share),
         rows_cost=tuple(sorted((conf.rows_cost or ROWS_COST).items())),
         layer=layer if conf.layer_us is None else conf.layer_us / 1e6,
@@ -102,45 +105,48 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
     )
 
 
-def share_of(role: Role, ranks: int, whole_tables: bool = False) -> Share:
-    """The part of the first rank, which holds what does not divide; `whole_tables` as in gpt-fast."""
-    model = role.model
-    part = Part.of(model, ranks)
-    looked_up = (POSITIONS, BUFFERS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS)
-    read = sum(size for group, size in held(part, role.dtype).items() if group not in looked_up)
-    numbers = sum(weight.count * weight.times for weight in weights(part) if weight.group not in looked_up)
+def pass_cost(role: Role, ranks: int, whole_tables: bool = False) -> PassCost:
+    """The cost for the first rank, which holds what does not divide evenly.
+
+    `whole_tables`: every rank holds embedding and head whole, as in gpt-fast.
+    """
+    part = Part.of(role.model, ranks)
+    not_read = (POSITIONS, BUFFERS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS)
+    read = sum(size for group, size in held(part, role.dtype).items() if group not in not_read)
+    numbers = sum(weight.count * weight.times for weight in weights(part) if weight.group not in not_read)
     elsewhere = (part.whole_vocab - part.vocab) * part.dim if whole_tables else 0
-    return Share(
+    w = width(role.dtype)
+    return PassCost(
         ranks=ranks,
         layers=part.layers,
-        weights=read + elsewhere * width(role.dtype),
-        slot=2.0 * part.layers * part.key_width * width(role.dtype),
+        weights=read + elsewhere * w,
+        slot=2.0 * part.layers * part.key_width * w,
         flops=2.0 * (numbers + elsewhere),
-        sums=2 * part.layers + (0 if whole_tables else PASSES) if ranks > 1 else 0,
-        width=part.dim * width(role.dtype),
+        sums=2 * part.layers + (0 if whole_tables else PASS_SUMS) if ranks > 1 else 0,
+        width=part.dim * w,
         vocab=part.whole_vocab,
     )
 
 
-def forward_s(share: Share, times: Times, rows: int, each: int, slots: float) -> float:
-    """One pass over `each` tokens of each row, which looks at `slots` cached ones."""
-    tokens = rows * each
-    reading = share.weights / times.bytes_per_s * between(times.rows_cost, tokens)
-    computing = share.flops * tokens / times.flops_per_s
-    looking = share.slot * rows * slots / times.bytes_per_s
-    traffic = 2 * share.width * tokens * (share.ranks - 1) / share.ranks / times.link_per_s
-    talking = share.sums * (between(times.reduce, share.ranks) + traffic) if share.ranks > 1 else 0.0
-    return max(reading, computing) + looking + share.layers * times.layer + times.step + talking
+def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) -> float:
+    """Seconds of one pass over `each` tokens of each row, which attends to `slots` cached ones."""
+    tokens, ranks = rows * each, cost.ranks
+    reading = cost.weights / times.bytes_per_s * between(times.rows_cost, tokens)
+    computing = cost.flops * tokens / times.flops_per_s
+    attending = cost.slot * rows * slots / times.bytes_per_s
+    traffic = 2 * cost.width * tokens * (ranks - 1) / ranks / times.link_per_s
+    reducing = cost.sums * (between(times.reduce, ranks) + traffic) if ranks > 1 else 0.0
+    return max(reading, computing) + attending + cost.layers * times.layer + times.step + reducing
 
 
-def prefill_s(share: Share, times: Times, rows: int, prompt: int, chunk: int) -> float:
-    """Reading the prompts, a chunk of each at a time."""
+def prefill_s(cost: PassCost, times: Times, rows: int, prompt: int, chunk: int) -> float:
+    """Seconds of prefill, a chunk of each row at a time."""
     starts = range(0, prompt, chunk)
-    return sum(forward_s(share, times, rows, min(chunk, prompt - at), at) for at in starts)
+    return sum(forward_s(cost, times, rows, min(chunk, prompt - at), at) for at in starts)
 
 
 def between(points: tuple[tuple[int, float], ...], at: int) -> float:
-    """The figure at a number, on the straight lines through what is known; beyond it, on the last line."""
+    """Linear interpolation between known points, and extrapolation beyond the last."""
     if len(points) == 1 or at <= points[0][0]:
         return points[0][1]
     index = min(max(bisect_left([n for n, _ in points], at), 1), len(points) - 1)
@@ -149,10 +155,10 @@ def between(points: tuple[tuple[int, float], ...], at: int) -> float:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Seconds of the parts of a round, for every K there is: `verify[k]` checks k drafts.
+class RoundTimes:
+    """Seconds of a draft step, and of verifying k drafts (`verify[k]`), for a batch of `rows`.
 
-    `overlap` is what the draft does while the target verifies; `off` unless it sits on ranks of its own.
+    `overlap` is what the draft does while the target verifies; `off` unless it has ranks of its own.
     """
 
     draft: float
@@ -161,20 +167,20 @@ class Pace:
     overlap: Overlap = Overlap.off
 
     def round_s(self, k: int, acceptance: float) -> float:
-        """One after the other, or both at the same time."""
+        """Seconds of a round with K drafts."""
         return self._ahead_s(k, acceptance) if self.goes_ahead(k, acceptance) else self._waiting_s(k)
 
     def goes_ahead(self, k: int, acceptance: float) -> bool:
-        """Whether the draft works while the target verifies; with `auto` it does where that is sooner."""
+        """Whether the draft runs while the target verifies; with `auto` it does where that is faster."""
         if self.overlap is Overlap.auto:
             return self._ahead_s(k, acceptance) < self._waiting_s(k)
         return self.overlap is not Overlap.off and k > 0
 
     def guessed(self, k: int, acceptance: float) -> float:
-        """In which share of the rounds every row's text is the one that was drafted for.
+        """The share of rounds in which the guessed continuation of every row is right.
 
-        All drafts stand, and the token behind them is the guess: two distributions that have `a` in common
-        race to the same token with chance a / (2 - a) at least (rng.race).
+        All drafts are accepted, and the next token is the guess: two distributions whose common part is `a`
+        race to the same token with probability a / (2 - a) at least (rng.race).
         """
         return float((acceptance**k * acceptance / (2 - acceptance)) ** self.rows)
 
@@ -189,9 +195,9 @@ class Pace:
         return k * self.draft + self.verify[k]
 
     def _ahead_s(self, k: int, acceptance: float) -> float:
-        """The guess and K drafts while the target verifies; where it was wrong, K drafts more.
+        """The guess and K drafts while the target verifies; K drafts more where the guess was wrong.
 
-        An ask that comes before they are made waits for the end of a pass first, half of one.
+        A request that arrives before they are done waits for the end of a pass, half a pass on average.
         """
         if k == 0:
             return self._waiting_s(k)
@@ -201,8 +207,8 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Chance:
-    """What an acceptance gives: the K that suits it, and what that brings over regular sampling."""
+class AcceptancePoint:
+    """At an acceptance: the best K, and its speed-up over regular sampling."""
 
     acceptance: float
     k: int
@@ -214,19 +220,21 @@ class Chance:
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
-def chance(pace: Pace, acceptance: float, regular_ms: float, k: int | None = None) -> Chance:
+def at_acceptance(
+    times: RoundTimes, acceptance: float, regular_ms: float, k: int | None = None
+) -> AcceptancePoint:
     """At the best K, or at a given one."""
-    k = pace.best_k(acceptance) if k is None else k
-    ms = pace.ms_per_token(acceptance, k)
-    return Chance(acceptance, k, ms, regular_ms / ms, tokens_per_round(acceptance, k))
+    k = times.best_k(acceptance) if k is None else k
+    ms = times.ms_per_token(acceptance, k)
+    return AcceptancePoint(acceptance, k, ms, regular_ms / ms, tokens_per_round(acceptance, k))
 
 
-def break_even(pace: Pace, regular_ms: float) -> float | None:
+def break_even(times: RoundTimes, regular_ms: float) -> float | None:
     """The acceptance from which drafting pays; None if it never does."""
-    kept = range(1, len(pace.verify))
+    ks = range(1, len(times.verify))
 
     def pays(acceptance: float) -> bool:
-        return min((pace.ms_per_token(acceptance, k) for k in kept), default=regular_ms) < regular_ms
+        return min((times.ms_per_token(acceptance, k) for k in ks), default=regular_ms) < regular_ms
 
     if not pays(1.0):
         return None

@@ -1,72 +1,65 @@
-"""A plan as a person reads it in ten seconds: tables and bars for a terminal. No torch."""
+"""A plan for a terminal: tables and bars. No torch."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from llama_ssp.planner.advice import MOST_K, MOST_ROWS
-from llama_ssp.planner.fit import FitVerdict, GpuBill
-from llama_ssp.planner.outcome import Plan, parts
-from llama_ssp.planner.room import GIB, parameters
+from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
+from llama_ssp.planner.plan import PARTS, Plan, parts
 from llama_ssp.planner.search import Option
 from llama_ssp.planner.speed import BAND
+from llama_ssp.planner.weights import parameters
+from llama_ssp.planner.workload import GIB
 
 WIDTH, CELLS = 104, 50
-FILL = dict(zip(parts([]), "█▓▒░+:", strict=True))
-COLOUR = dict(
-    zip(parts([]), ("blue", "cyan", "green", "bright_green", "yellow", "bright_black"), strict=True)
-)
+COLOURS = "blue", "cyan", "green", "bright_green", "yellow", "bright_black"
+FILL, COLOUR = dict(zip(PARTS, "█▓▒░+:", strict=True)), dict(zip(PARTS, COLOURS, strict=True))
 MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.does_not_fit: "red"}
 
 
 def rendered(plan: Plan, colour: bool) -> str:
     """The whole plan as text, with colours for a terminal."""
-    console = Console(
-        file=io.StringIO(), width=WIDTH, force_terminal=colour, highlight=False, soft_wrap=True,
-        color_system="standard" if colour else None, legacy_windows=False,
-    )  # fmt: skip
-    console.print(Text(heading(plan), style="bold"))
-    console.print(_placements(plan))
-    for line in _bars(plan.chosen.bills, "CPU" if plan.asked.machine.is_cpu else "GPU"):
-        console.print(line)
-    console.print()
+    shape: dict[str, Any] = {"width": WIDTH, "highlight": False, "soft_wrap": True, "legacy_windows": False}
+    shape["color_system"] = "standard" if colour else None
+    console = Console(file=(file := io.StringIO()), force_terminal=colour, **shape)
     fits = plan.chosen.verdict is not FitVerdict.does_not_fit
-    if plan.chances and fits:
-        console.print(_acceptances(plan))
-        console.print()
+    bars = _bars(plan.chosen.ranks, "CPU" if plan.request.machine.is_cpu else "GPU")
+    console.print(Text(heading(plan), style="bold"), _placements(plan), *bars, "", sep="\n")
+    if plan.acceptances and fits:
+        console.print(_acceptances(plan), "", sep="\n")
     for words in _words(plan) if fits else _changes(plan):
         console.print(Text(words))
     console.print(Text(plan.sentence(), style=f"bold {MARK[plan.chosen.verdict]}"))
-    assert isinstance(console.file, io.StringIO)
-    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
 def heading(plan: Plan) -> str:
-    """What the plan is about."""
-    models = " + ".join(
-        f"{role.model.name} {role.dtype.value} ({_count(parameters(role.model))})"
-        for role in plan.asked.roles
-    )
-    work = plan.asked.work
-    rows = f"{work.rows} row{'s' * (work.rows > 1)}"
-    return (
-        f"{models} on {plan.asked.machine.in_words()}\n"
-        f"{rows} of {work.prompt_tokens} + {work.new_tokens} tokens, acceptance {plan.asked.acceptance:.2f}"
-    )
+    """What is planned: models, machine, workload."""
+    request, work = plan.request, plan.request.work
+    sizes = [(role, _count(parameters(role.model))) for role in request.roles]
+    models = " + ".join(f"{role.model.name} {role.dtype.value} ({size})" for role, size in sizes)
+    rows = f"{work.rows} row{'s' * (work.rows > 1)} of {work.prompt_tokens} + {work.new_tokens} tokens"
+    return f"{models} on {request.machine.in_words()}\n{rows}, acceptance {request.acceptance:.2f}"
 
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
 
 
+def _empty_table() -> Table:
+    return Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+
+
 def _placements(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    fullest = "memory" if plan.asked.machine.is_cpu else "fullest GPU"
+    table = _empty_table()
+    fullest = "memory" if plan.request.machine.is_cpu else "fullest GPU"
     for name in ("", "placement", fullest, "verdict", "K", "ms/token", "speed-up"):
         table.add_column(name, justify="left" if name in ("", "placement", "verdict") else "right")
     shown = notable(plan.options)
@@ -87,7 +80,7 @@ def _placements(plan: Plan) -> Table:
 
 
 def notable(options: list[Option]) -> list[tuple[int, Option]]:
-    """The best of each kind of placement, and the fewest ranks that fit; with places in the ranking."""
+    """The best of each kind of placement, and the fewest ranks that fit, each with its rank in the list."""
     kinds: dict[object, tuple[int, Option]] = {}
     for number, one in enumerate(options, start=1):
         place = one.placement
@@ -99,12 +92,12 @@ def notable(options: list[Option]) -> list[tuple[int, Option]]:
     return sorted({number: one for number, one in kinds.values()}.items())
 
 
-def _bars(bills: tuple[GpuBill, ...], device: str) -> Iterator[Text]:
-    """A bar for each kind of GPU; those whose bars look alike share one."""
-    kinds: dict[object, list[GpuBill]] = {}
-    for bill in bills:
-        kinds.setdefault((tuple(_cells(bill).items()), bill.verdict), []).append(bill)
-    used = [name for name in FILL if any(parts(bill.lines)[name] for bill in bills)]
+def _bars(ranks: tuple[RankMemory, ...], device: str) -> Iterator[Text]:
+    """A bar for each kind of GPU; equal bars are drawn once."""
+    kinds: dict[object, list[RankMemory]] = {}
+    for one in ranks:
+        kinds.setdefault((tuple(_cells(one).items()), one.verdict), []).append(one)
+    used = [name for name in FILL if any(parts(one.lines)[name] for one in ranks)]
     for alike in kinds.values():
         yield _bar(alike, device)
     legend = Text(" " * 9)
@@ -113,27 +106,27 @@ def _bars(bills: tuple[GpuBill, ...], device: str) -> Iterator[Text]:
     yield legend
 
 
-def _cells(bill: GpuBill) -> dict[str, int]:
+def _cells(memory: RankMemory) -> dict[str, int]:
     """How many cells of the bar each part fills."""
-    scale = CELLS / max(bill.capacity, bill.total, 1)
+    scale = CELLS / max(memory.capacity, memory.total, 1)
     cells, filled, so_far = {}, 0, 0
-    for name, size in parts(bill.lines).items():
+    for name, size in parts(memory.lines).items():
         so_far += size
         cells[name] = round(so_far * scale) - filled
         filled += cells[name]
     return cells
 
 
-def _bar(alike: list[GpuBill], device: str) -> Text:
-    bill = min(alike, key=lambda one: one.margin)
-    ranks, cells = _spans([one.rank for one in alike]), _cells(bill)
+def _bar(alike: list[RankMemory], device: str) -> Text:
+    fullest = worst(alike)
+    ranks, cells = _spans([one.rank for one in alike]), _cells(fullest)
     line = Text(f"{device} {ranks:<4} ")
     for name, count in cells.items():
         line.append(FILL[name] * count, style=COLOUR[name])
     line.append("·" * (CELLS - sum(cells.values())), style="bright_black")
-    line.append(f" {bill.total / GIB:.1f} of {bill.capacity / GIB:.1f} GiB, ")
-    left = f"{bill.margin / GIB:.1f} left" if bill.margin >= 0 else f"{-bill.margin / GIB:.1f} too much"
-    line.append(left, style=MARK[bill.verdict])
+    line.append(f" {fullest.total / GIB:.1f} of {fullest.capacity / GIB:.1f} GiB, ")
+    margin = fullest.margin / GIB
+    line.append(f"{margin:.1f} left" if margin >= 0 else f"{-margin:.1f} too much", MARK[fullest.verdict])
     return line
 
 
@@ -149,43 +142,39 @@ def _spans(ranks: list[int]) -> str:
 
 
 def _acceptances(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table, points = _empty_table(), plan.acceptances
     table.add_column("acceptance")
-    for one in plan.chances:
+    for one in points:
         table.add_column(f"{one.acceptance:g}", justify="right")
-    table.add_row("K", *(str(one.k) for one in plan.chances))
-    table.add_row("tokens a round", *(f"{one.tokens_per_round:.2f}" for one in plan.chances))
-    table.add_row("ms/token", *(f"{one.ms_per_token:.2f}" for one in plan.chances))
-    table.add_row("speed-up", *(f"{one.speedup:.2f}x" for one in plan.chances))
+    table.add_row("K", *(str(one.k) for one in points))
+    table.add_row("tokens a round", *(f"{one.tokens_per_round:.2f}" for one in points))
+    table.add_row("ms/token", *(f"{one.ms_per_token:.2f}" for one in points))
+    table.add_row("speed-up", *(f"{one.speedup:.2f}x" for one in points))
     return table
 
 
 def _words(plan: Plan) -> Iterator[str]:
-    """What the tables leave out, a line each."""
-    room, pace, fewest = plan.room, plan.chosen.pace, plan.fewest
+    """What is not in the tables, a line each."""
+    room, times, fewest = plan.largest, plan.chosen.times, plan.fewest
     if plan.chosen.verdict is FitVerdict.fits:
-        most = f"largest that fits here: context {room.context}, or {_at_least(room.rows, MOST_ROWS)} rows"
+        rows = _at_least(room.rows, MOST_ROWS)
+        most = f"largest that fits here: context {room.context_tokens}, or {rows} rows"
         yield most + (f", or K = {_at_least(room.k, MOST_K)}" if plan.drafts else "")
     else:
         yield from _changes(plan)
     if fewest is not None and fewest.placement.world < plan.chosen.placement.world:
-        yield (
-            f"fewest GPUs that it fits on: {fewest.placement.world} ({fewest.placement.in_words()}), "
-            f"{fewest.ms_per_token:.2f} ms/token"
-        )
+        where = f"{fewest.placement.world} ({fewest.placement.in_words()})"
+        yield f"fewest GPUs that it fits on: {where}, {fewest.ms_per_token:.2f} ms/token"
     steps = f"regular {plan.regular_ms:.2f} ms/token, prompt {plan.prefill_ms:.0f} ms"
     if plan.drafts:
-        checked = 1000 * pace.verify[plan.chosen.k]
-        steps += f", a draft step {1000 * pace.draft:.2f} ms, verifying {checked:.2f} ms"
+        verify_ms = 1000 * times.verify[plan.chosen.k]
+        steps += f", a draft step {1000 * times.draft:.2f} ms, verifying {verify_ms:.2f} ms"
     yield steps
     if (overlap := plan.overlap()) is not None and overlap["goes_ahead"]:
-        yield (
-            f"the draft runs ahead, and its guess holds in {overlap['guess_holds_share']:.0%} of rounds; "
-            f"waiting instead takes {overlap['ms_per_token_waiting']:.2f} ms/token"
-        )
-    source = plan.asked.machine.times.source
-    yield f"times within {plan.asked.band:.0%}, constants of {source}"
-    machine = plan.asked.machine
+        guess = f"the draft runs ahead, and its guess holds in {overlap['guess_holds_share']:.0%} of rounds"
+        yield f"{guess}; waiting instead takes {overlap['ms_per_token_waiting']:.2f} ms/token"
+    machine = plan.request.machine
+    yield f"times within {plan.request.band:.0%}, constants of {machine.times.source}"
     if machine.nodes > 1 and not machine.is_cpu and plan.chosen.placement.world > machine.gpus:
         yield "sums over ranks are timed as within a node: between nodes they are slower, and so will this be"
     if machine.is_cpu and machine.times.band > BAND:
@@ -193,7 +182,7 @@ def _words(plan: Plan) -> Iterator[str]:
 
 
 def _changes(plan: Plan) -> Iterator[str]:
-    """What would make it fit."""
+    """The changes that make it fit."""
     for number, change in enumerate(plan.advice):
         yield f"{'to make it fit: ' if number == 0 else '            or: '}{change}"
     if not plan.advice:

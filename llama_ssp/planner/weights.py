@@ -1,6 +1,6 @@
-"""What one rank holds of a model: every tensor's size, from the config's integers and the cuts of load.
+"""What one rank holds of a model: the size of every tensor, from the config's integers and the split.
 
-With one rank the parts are the whole model, so the same table counts parameters.
+With one rank the part is the whole model, so the same table counts parameters.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family, Linear, family_of
 from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_share
+from llama_ssp.planner.workload import Role
 
-# Of a layer's weight; scales come on top.
+# Bytes of a layer's weight, without scales.
 BYTES = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.nf4: 0.5}
 NF4_BLOCK = 64  # weights that share an fp32 scale
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 
-EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS = (
-    "embedding", "head", "layers", "norms", "quantisation scales", "positions", "buffers",
-)  # fmt: skip
-
-CACHE = "cache"  # keys and values, which are no weights
-HELD = (EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS)  # every group
+# The groups of tensors.
+WEIGHTS = "embedding", "head", "layers", "norms", "quantisation scales", "positions", "buffers"
+EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
+CACHE = "cache"  # keys and values
 
 
 @dataclass(frozen=True)
@@ -42,27 +41,17 @@ class Part:
     ffn: int
     vocab: int
     widest: int
-    looked_up: int  # rows of the embedding
+    embedding_rows: int
 
     @staticmethod
     def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
-        """A split draft's first rank holds the embedding whole, the others a row that nobody reads."""
-        queries, kvs, ffn, vocab, widest = (
-            model.n_heads, model.n_kv_heads, model.ffn, model.vocab, model.vocab,
-        )  # fmt: skip
-        if world > 1:
-            heads = head_ranges(model.n_heads, model.n_kv_heads, world, rank)
-            queries, kvs = heads.queries, heads.kvs
-            ffn = length(mlp_share(model.ffn, world, rank))
-            vocab = length(vocab_share(model.vocab, world, rank))
-            widest = length(vocab_share(model.vocab, world, 0))
-        looked_up = vocab
-        if leader_looks_up and world > 1:
-            looked_up = 1 if rank else model.vocab
-        return Part(
-            family_of(model.family), model.n_layers, model.dim, model.head_dim, model.context, model.tied,
-            model.vocab, world, queries, kvs, ffn, vocab, widest, looked_up,
-        )  # fmt: skip
+        """`leader_looks_up`: rank 0 holds the whole embedding, the others one unused row."""
+        heads = head_ranges(model.n_heads, model.n_kv_heads, world, rank)
+        vocab, widest = (length(vocab_share(model.vocab, world, index)) for index in (rank, 0))
+        rows = vocab if not leader_looks_up or world == 1 else 1 if rank else model.vocab
+        whole = family_of(model.family), model.n_layers, model.dim, model.head_dim, model.context, model.tied
+        own = heads.queries, heads.kvs, length(mlp_share(model.ffn, world, rank)), vocab, widest, rows
+        return Part(*whole, model.vocab, world, *own)
 
     @property
     def query_width(self) -> int:
@@ -74,19 +63,19 @@ class Part:
 
     @property
     def rotary_width(self) -> int:
-        """How much of a head is rotated."""
+        """The rotated numbers of a head."""
         return int(self.head_dim * self.family.rotary)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensors that are alike: a matrix of `outputs` x `inputs`, or a vector (`inputs` 1)."""
+    """`times` equal tensors: matrices of `outputs` x `inputs`, or vectors (`inputs` 1)."""
 
     group: str
     outputs: int
     inputs: int
     times: int = 1
-    linear: bool = False  # of a layer, so that it may be quantised
+    linear: bool = False  # a layer's matrix, which may be quantised
 
     @property
     def count(self) -> int:
@@ -95,10 +84,10 @@ class Weight:
 
 
 def weights(part: Part) -> Iterator[Weight]:
-    """Every parameter of the part; a tied head is the embedding, where that has its rows."""
+    """Every parameter of the part. A tied head is the embedding, where that has the head's rows."""
     dim, layers, family = part.dim, part.layers, part.family
     vectors = 2 if family.layer_norm else 1
-    yield Weight(EMBEDDING, part.looked_up, dim)
+    yield Weight(EMBEDDING, part.embedding_rows, dim)
     if family.position_rows is not None:
         yield Weight(POSITIONS, part.context + family.position_rows, dim)
     for outputs, inputs, bias in _matrices(part):
@@ -109,7 +98,7 @@ def weights(part: Part) -> Iterator[Weight]:
     if family.qk_norm:
         yield Weight(NORMS, part.head_dim, 1, 2 * layers)
     yield Weight(NORMS, dim, 1, vectors)
-    if not part.tied or part.looked_up < part.vocab:
+    if not part.tied or part.embedding_rows < part.vocab:
         yield Weight(HEAD, part.vocab, dim)
 
 
@@ -130,8 +119,13 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, bool]]:
         yield *sides[linear], name in part.family.biased
 
 
+def parameters(model: ModelConf) -> int:
+    """How many parameters the model has; a tied head counts once."""
+    return sum(weight.count * weight.times for weight in weights(Part.of(model)))
+
+
 def buffers(part: Part, dtype: Dtype) -> list[int]:
-    """Bytes of what a module computes for itself: rotary frequencies (twice), opened masks, a scale."""
+    """Bytes of the buffers that a module computes: rotary frequencies (twice), opened masks, a scale."""
     family = part.family
     if family.masks_inside:
         return [1] * part.layers
@@ -141,7 +135,7 @@ def buffers(part: Part, dtype: Dtype) -> list[int]:
 
 
 def width(dtype: Dtype) -> int:
-    """Bytes of a number that is not quantised; quantised models keep such numbers, and compute, in bf16."""
+    """Bytes of an activation, or of a weight that is not quantised; quantised models compute in bf16."""
     return int(max(BYTES[dtype], 2))
 
 
@@ -154,7 +148,7 @@ def held(part: Part, dtype: Dtype, unit: int = 1) -> dict[str, int]:
 
 
 def tensors(part: Part, dtype: Dtype) -> Iterator[tuple[str, int, int]]:
-    """Every tensor: its group, its bytes, and how many are like it."""
+    """Every tensor as (group, bytes, how many)."""
     for weight in weights(part):
         for group, bytes_ in sizes_of(weight, dtype):
             yield group, bytes_, weight.times
@@ -163,7 +157,7 @@ def tensors(part: Part, dtype: Dtype) -> Iterator[tuple[str, int, int]]:
 
 
 def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
-    """What one such tensor occupies, and beside it the scales of a quantised one."""
+    """(group, bytes) of one such tensor, and of its scales where it is quantised."""
     if weight.linear and dtype is Dtype.int8:
         yield weight.group, weight.count
         yield SCALES, 4 * weight.outputs
@@ -173,3 +167,34 @@ def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
         yield SCALES, NF4_TABLE
     else:
         yield weight.group, weight.count * width(dtype)
+
+
+@dataclass(frozen=True)
+class RolePart:
+    """What one rank holds of a role: a part of the weights, and caches of `capacity` tokens and a spare slot.
+
+    `windowed` has an entry for each kind of attention layer: whether it has a sliding window.
+    """
+
+    role: str
+    part: Part
+    dtype: Dtype
+    capacity: int
+    caches: int
+    windowed: tuple[bool, ...]
+
+    @staticmethod
+    def of(role: Role, part: Part, capacity: int, caches: int = 1) -> RolePart:
+        windowed = part.family.windowed(role.model.sliding_window)
+        return RolePart(role.role, part, role.dtype, capacity, caches, windowed)
+
+    def keys(self, rows: int) -> int:
+        """How many numbers the keys of one layer are, in one cache."""
+        return rows * self.part.key_width * (self.capacity + 1)
+
+    def keys_bytes(self, rows: int) -> int:
+        return self.keys(rows) * width(self.dtype)
+
+    def caches_bytes(self, rows: int, unit: int = 1) -> int:
+        """Of all caches and layers, each layer's keys and values rounded up to `unit`."""
+        return self.caches * 2 * self.part.layers * (-(-self.keys_bytes(rows) // unit) * unit)

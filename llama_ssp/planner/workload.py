@@ -1,17 +1,15 @@
-"""What a plan is asked about, and the lines it answers with. No torch.
-
-A role is a model in a number format, a workload is what it has to do; a line is some bytes of one role
-on one rank, with how they are known.
-"""
+"""What a plan is about: two roles and a batch of work; and the lines that a memory estimate consists of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from llama_ssp.config import Dtype, ModelConf
 
 TARGET, DRAFT = "model", "draft"  # roles, by the names of their config groups
+MIB, GIB = 2**20, 2**30
+# How the bytes of a line are known: from shapes alone, as an upper bound by a formula, or as measured.
+EXACT, BOUND, CONSTANT = "exact", "bound", "constant"
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,9 @@ class Role:
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch: prompts of this length, so many new tokens each, K drafted a round (0: nobody drafts).
+    """One batch: rows of `prompt_tokens`, `new_tokens` each, K drafted a round (0: no drafting).
 
-    `target_caches` and `draft_caches` are how many of them there are at once, one for each engine.
+    `target_caches` and `draft_caches` are how many caches there are at once, one for each engine.
     """
 
     rows: int
@@ -40,24 +38,16 @@ class Workload:
 
     @property
     def slots(self) -> int:
-        """The capacity asked of the caches, which add one spare slot and stop at a model's context."""
+        """The capacity requested of the caches, which add one spare slot and stop at a model's context."""
         return self.prompt_tokens + self.new_tokens
 
 
-class Kind(Enum):
-    """How a line is known: from shapes alone, as an upper bound by a formula, or as a measured constant."""
-
-    exact = "exact"
-    bound = "bound"
-    constant = "constant"
-
-
 @dataclass(frozen=True)
-class Line:
-    """Bytes of one role on one rank. The lines of a rank add up: each byte stands in one of them."""
+class MemoryLine:
+    """Bytes of one role on one rank. The lines of a rank add up: each byte is in one of them."""
 
     role: str
     name: str
     bytes: int
-    kind: Kind
+    kind: str = EXACT
     source: str = ""

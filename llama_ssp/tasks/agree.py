@@ -13,8 +13,8 @@ from llama_ssp.errors import UsageError
 from llama_ssp.pair.assembly import RankModels, engine_for, open_pair
 from llama_ssp.pair.batches import damaged, prompt_of, usable_prompts
 from llama_ssp.pair.placements import model_placements, tokens_of
-from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.plots import plot_agreements, plot_place
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.speculative.follower import AnyEngine

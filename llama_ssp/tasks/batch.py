@@ -24,7 +24,7 @@ from llama_ssp.errors import StorageError
 from llama_ssp.pair.assembly import RankModels, engine_with, lookahead_for, open_pair, rule_of
 from llama_ssp.pair.batches import nothing_run
 from llama_ssp.pair.placements import model_placements, tokens_of
-from llama_ssp.planner.comparison import RunMeasurement
+from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.tables import aligned, figure
 from llama_ssp.speculative.native import draws_for

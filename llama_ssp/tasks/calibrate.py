@@ -36,12 +36,11 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import StorageError
 from llama_ssp.models.devices import describe, device_of, dtype_of
-from llama_ssp.planner.comparison import RunMeasurement
-from llama_ssp.planner.hardware import CPU, CPU_TABLE, MIB, Machine, known, machine_of, matching
-from llama_ssp.planner.room import GIB
-from llama_ssp.planner.search import Asked, pace_of
-from llama_ssp.planner.speed import Pace
-from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.planner.hardware import CPU, CPU_TABLE, Machine, known, machine_of, matching
+from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.planner.search import PlanRequest, round_times
+from llama_ssp.planner.speed import RoundTimes
+from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 from llama_ssp.report.run_folder import Console, RunFolder, versions
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.microbench import (
@@ -211,12 +210,13 @@ def non_negative(matrix: Any, wanted: Any) -> list[float]:
     return values
 
 
-def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> Pace:
+def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTimes:
     """What the plan says of a case: the draft on the leader, the target over all ranks."""
     draft = Role(DRAFT, case.draft, dtype) if case.draft else None
     work = Workload(1, len(PROMPT), NEW, case.k)
-    asked = Asked(machine, Role(TARGET, case.target, dtype), draft, work, 0.0)
-    return pace_of(asked, resolve(PlacementConf(draft=DraftSeat.leader), world, drafts=draft is not None))
+    request = PlanRequest(machine, Role(TARGET, case.target, dtype), draft, work, 0.0)
+    placement = resolve(PlacementConf(draft=DraftSeat.leader), world, drafts=draft is not None)
+    return round_times(request, placement)
 
 
 def _context_bytes(device: torch.device, held: int) -> int:

@@ -22,7 +22,7 @@ from llama_ssp.errors import DataError
 from llama_ssp.pair.assembly import RankModels, engine_for, open_pair
 from llama_ssp.pair.batches import begun, damaged, prompt_of, usable_prompts
 from llama_ssp.pair.placements import model_placements, tokens_of
-from llama_ssp.planner.comparison import RunMeasurement
+from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.live_view import Scene, Screen, figures, save, verdict
 from llama_ssp.report.run_folder import Console, RunFolder
 from llama_ssp.speculative.follower import AnyEngine

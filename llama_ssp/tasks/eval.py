@@ -16,9 +16,8 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, lookahead_for
 from llama_ssp.pair.batches import Batch, Batches, begun, damaged, unusable
 from llama_ssp.pair.placements import ModelPlacement, model_placements, require_loadable, tokens_of
-from llama_ssp.planner.comparison import RunMeasurement
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import Prediction
+from llama_ssp.planner.run_plan import Prediction, RunMeasurement
 from llama_ssp.report.plots import plot_place, plot_scores
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.scores import table

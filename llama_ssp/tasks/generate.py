@@ -12,7 +12,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
 from llama_ssp.pair.batches import Batches, damaged, nothing_run, prompt_of, usable_prompts
 from llama_ssp.pair.placements import model_placements, tokens_of
-from llama_ssp.planner.comparison import RunMeasurement
+from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Console, RunFolder
 from llama_ssp.speculative.generate import RowStep, Step
 from llama_ssp.speculative.state import Prompt, State

@@ -18,7 +18,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.assembly import RankModels, draft_alone, engine_for, lookahead_for, open_pair
 from llama_ssp.pair.batches import damaged, prompt_of, unusable, usable_prompts
 from llama_ssp.pair.placements import model_placements, tokens_of
-from llama_ssp.planner.comparison import TENSORS, RunMeasurement
+from llama_ssp.planner.run_plan import TENSORS, RunMeasurement
 from llama_ssp.report.plots import plot_place
 from llama_ssp.report.run_folder import Console, Progress, RunFolder
 from llama_ssp.report.speed_plots import plot_speeds

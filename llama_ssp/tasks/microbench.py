@@ -21,7 +21,7 @@ from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
 from llama_ssp.pair.placements import model_placements, tokens_of
-from llama_ssp.planner.resolve import PairSpec, drafts
+from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
@@ -159,7 +159,7 @@ class Player:
     def _pair(self, run: RunConf) -> tuple[RankModels, Any]:
         key = f"{run.model} {run.draft}"
         if key not in self._pairs:
-            placement = resolve(run.placement, self._ranks.world, drafts(run))
+            placement = resolve(run.placement, self._ranks.world, run.has_draft_model)
             found = model_placements(PairSpec(run, None, None, placement))
             tokens = tokens_of(found)
             pair = open_pair(found, run, 1, len(PROMPT) + self._new, self._ranks)

@@ -7,22 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import Drafting, Output, PlacementConf, PlanConf, RunConf, Splitting
+from llama_ssp.config import Output, PlanConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, model_words
 from llama_ssp.config.overrides import check_arguments
-from llama_ssp.distributed.placement import Placement, resolve
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import FAILED_CHECK, OK, ModelError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
-from llama_ssp.planner.hardware import machine_of, require_world
-from llama_ssp.planner.outcome import Plan, outcome
-from llama_ssp.planner.run_plan import is_free
-from llama_ssp.planner.search import Asked
-from llama_ssp.planner.search import require_planned as require_planned_splitting
+from llama_ssp.planner.hardware import require_world
+from llama_ssp.planner.plan import Plan, make_plan
+from llama_ssp.planner.resolve import is_free
+from llama_ssp.planner.run_plan import request_of
+from llama_ssp.planner.search import require_planned_splitting
 from llama_ssp.planner.table import rendered
-from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, config_sha256, versions
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.pairing import Pairing, pair
@@ -60,9 +60,13 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     for role, model in ((TARGET, run.model), (DRAFT, run.draft)):
         if model is not None:
             require_planned(model, role)
-    asked = asked_of(run)
-    require_world(asked.machine, ranks)
-    return run, outcome(asked, fixed_placement(run.placement, asked))
+    request = request_of(run)
+    require_world(request.machine, ranks)
+    require_planned_splitting(run.placement.splitting)
+    if is_free(run.placement):
+        return run, make_plan(request)
+    world = 1 if run.placement.splitting is Splitting.layers else request.machine.world
+    return run, make_plan(request, resolve(run.placement, world, drafts=request.draft is not None))
 
 
 def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
@@ -113,31 +117,3 @@ def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
         record = {**found_anyway.record(), "bridge": None, "refused": str(refusal)}
         return record, f"vocabularies: {found_anyway.in_words()}; a run is refused: {refusal}"
     return {**found.record(), "refused": None}, found.in_words()
-
-
-def asked_of(run: RunConf) -> Asked:
-    """What the plan is about, every figure in its place."""
-    task, spec = run.task, run.speculation
-    assert isinstance(task, PlanConf)
-    machine = machine_of(run.cluster)
-    speculates = spec.k > 0 or spec.adaptive
-    drafts = speculates and spec.drafter is Drafting.model and run.draft is not None
-    return Asked(
-        machine=machine,
-        target=Role(TARGET, run.model, machine.dtype(run.model.dtype)),
-        draft=Role(DRAFT, run.draft, machine.dtype(run.draft.dtype)) if drafts and run.draft else None,
-        work=Workload(task.batch_size, task.prompt_tokens, task.max_new_tokens, spec.k, task.prefill_chunk),
-        acceptance=task.acceptance,
-        k_max=spec.k_max,
-        text_drafts=speculates and spec.drafter is Drafting.ngram,
-        overlap=spec.overlap,
-    )
-
-
-def fixed_placement(conf: PlacementConf, asked: Asked) -> Placement | None:
-    """The one placement that was asked for; None where it is to be found."""
-    require_planned_splitting(conf.splitting)
-    if is_free(conf):
-        return None
-    world = 1 if conf.splitting is Splitting.layers else asked.machine.world  # one process spreads them
-    return resolve(conf, world, drafts=asked.draft is not None)

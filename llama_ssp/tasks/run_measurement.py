@@ -13,14 +13,13 @@ import torch
 from llama_ssp.config import Drafting, RunConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.assembly import RankModels
-from llama_ssp.pair.placements import may_draft
-from llama_ssp.planner.comparison import (
+from llama_ssp.planner.run_plan import (
     COUNTED,
     DEVICE,
     HELD_BYTES,
     RESERVED,
     TENSORS,
-    Memory,
+    MeasuredMemory,
     RunMeasurement,
 )
 from llama_ssp.speculative.stats import Counts, ratio
@@ -31,7 +30,7 @@ STATUS = Path("/proc/self/status")
 def way(name: str, pair: RankModels, run: RunConf, rows: int, figures: Mapping[str, Any]) -> RunMeasurement:
     """Texts written as `run` says; `figures` are the task's own, under their names in the JSON."""
     spec = run.speculation
-    k = 0 if spec.drafter is Drafting.none or not may_draft(run) else None if spec.adaptive else spec.k
+    k = 0 if spec.drafter is Drafting.none or not spec.may_draft else None if spec.adaptive else spec.k
     took, stood = figures["ms_per_token"], figures["acceptance_rate_decided"]
     return RunMeasurement(name, pair.prediction, rows, k, took, stood, pair.held_bytes)
 
@@ -42,17 +41,17 @@ def pace_of_counts(decode_s: float, counts: Counts) -> dict[str, Any]:
     return {"ms_per_token": ratio(1000 * decode_s, counted["tokens_committed"]), **counted}
 
 
-def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Memory]:
+def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[MeasuredMemory]:
     """The most that each rank has held; all ranks call it."""
     own = memory_here(held, device, ranks.rank)
     told = ranks.gather_ints([own.bytes[name] or 0 for name in COUNTED])
     return [
-        Memory(rank, {name: size or None for name, size in zip(COUNTED, sizes, strict=True)})
+        MeasuredMemory(rank, {name: size or None for name, size in zip(COUNTED, sizes, strict=True)})
         for rank, sizes in enumerate(told)
     ]
 
 
-def memory_here(held: int, device: torch.device, rank: int) -> Memory:
+def memory_here(held: int, device: torch.device, rank: int) -> MeasuredMemory:
     """Of this rank. `held` are its weights and caches; torch does not tell what else a CPU's tensors take."""
     found: dict[str, int | None] = {HELD_BYTES: held, TENSORS: None, RESERVED: None}
     if device.type == "cuda":
@@ -60,8 +59,8 @@ def memory_here(held: int, device: torch.device, rank: int) -> Memory:
         beside = total - free - torch.cuda.memory_reserved(device)  # and what other processes have there
         found[TENSORS] = torch.cuda.max_memory_allocated(device)
         found[RESERVED] = torch.cuda.max_memory_reserved(device)
-        return Memory(rank, {**found, DEVICE: beside + torch.cuda.max_memory_reserved(device)})
-    return Memory(rank, {**found, DEVICE: process_bytes()})
+        return MeasuredMemory(rank, {**found, DEVICE: beside + torch.cuda.max_memory_reserved(device)})
+    return MeasuredMemory(rank, {**found, DEVICE: process_bytes()})
 
 
 def process_bytes() -> int:

@@ -26,7 +26,7 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
-from llama_ssp.planner.comparison import Memory, RunMeasurement, beside, in_words
+from llama_ssp.planner.run_plan import MeasuredMemory, RunMeasurement, compare_with_plan, in_words
 from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, config_sha256, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
@@ -113,7 +113,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     began = time.perf_counter()
     task = TASKS[type(run.task)](inputs, console, folder, ranks)
     device = device_of(run.placement.target_device, "placement.target_device")
-    status, memory = "error", list[Memory]()
+    status, memory = "error", list[MeasuredMemory]()
     try:
         status = task.run()
         memory = memory_of_ranks(most_held(task.ways()), device, ranks)
@@ -121,7 +121,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         status = "interrupted"
         raise
     finally:
-        plan = beside(task.ways(), memory)
+        plan = compare_with_plan(task.ways(), memory)
         summary: dict[str, Any] = {
             "task": run.task.name,
             "status": status,

@@ -23,7 +23,7 @@ from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for
 from llama_ssp.pair.placements import model_placements
-from llama_ssp.planner.resolve import PairSpec, drafts
+from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB
@@ -65,7 +65,7 @@ def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) ->
         for path, role in ((target, "model"), (draft, "draft"))
     )
     run = RunConf(model=model, draft=small, placement=placement)
-    return PairSpec(run, target, draft, resolve(placement, world, drafts(run)))
+    return PairSpec(run, target, draft, resolve(placement, world, run.has_draft_model))
 
 
 def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) -> tuple[RankModels, RunConf]:

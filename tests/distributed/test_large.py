@@ -21,7 +21,7 @@ from llama_ssp.models.safetensors_io import taken
 from llama_ssp.models.sharding import Cut, mlp_share, share
 from llama_ssp.models.synthetic import build
 from llama_ssp.models.tensor_parallel import cut_module
-from llama_ssp.planner.room import parameters
+from llama_ssp.planner.weights import parameters
 
 META = torch.device("meta")
 GIB, MIB = 2**30, 2**20

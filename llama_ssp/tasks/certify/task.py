@@ -13,7 +13,7 @@ from llama_ssp.errors import UsageError
 from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
 from llama_ssp.pair.batches import prompt_of, usable_prompts
 from llama_ssp.pair.placements import model_placements, tokens_of
-from llama_ssp.planner.comparison import RunMeasurement
+from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Console, Progress, RunFolder, versions
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine

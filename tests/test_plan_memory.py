@@ -1,4 +1,4 @@
-"""The bill by rank, and the cases in which others say "it fits" and then run out of memory."""
+"""The memory of each rank, and the cases in which others say "it fits" and then run out of memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
 from llama_ssp.models import synthetic
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.planner.activations import MIB
+from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.memory import (
     LARGE_SEGMENT,
     SMALL_SEGMENT,
-    phases,
-    rank_bill,
+    Peak,
+    peaks,
+    rank_work,
     reserved,
     segments,
     tensor_lines,
 )
-from llama_ssp.planner.room import parameters, require_room
-from llama_ssp.planner.weights import Part, Weight, held, sizes_of
-from llama_ssp.planner.workload import DRAFT, TARGET, Kind, Role, Workload
+from llama_ssp.planner.weights import Part, Weight, held, parameters, sizes_of
+from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
 WORK = Workload(rows=1, prompt_tokens=1919, new_tokens=128, k=4, prefill_chunk=512)
 SIZES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,16 @@ def placed(target: int, draft: int = 0, copies: bool = False) -> Placement:
 def total(
     target: Role, draft: Role | None, placement: Placement, work: Workload = WORK, rank: int = 0
 ) -> int:
-    return sum(line.bytes for line in tensor_lines(target, draft, placement, work, rank))
+    return sum(line.bytes for line in lines_of(target, draft, placement, work, rank))
+
+
+def lines_of(*what: Any) -> tuple[MemoryLine, ...]:
+    """The lines of rank_work(*what)."""
+    return tensor_lines(rank_work(*what))
+
+
+def phases(*what: Any) -> tuple[Peak, ...]:
+    return peaks(rank_work(*what))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +101,7 @@ def test_the_ranks_together_hold_the_model(world: int) -> None:
     assert all(part["norms"] == whole["norms"] for part in parts)
 
 
-def test_an_uneven_split_is_billed_by_its_largest_part() -> None:
+def test_an_uneven_split_is_counted_by_its_largest_part() -> None:
     """30B over 8: seven heads on four ranks, six on the others, as published: 7.765 and 7.385 GiB."""
     target = role(TARGET, "30B")
     weights = [sum(held(Part.of(target.model, 8, rank), Dtype.fp16).values()) / 2**30 for rank in range(8)]
@@ -102,14 +111,14 @@ def test_an_uneven_split_is_billed_by_its_largest_part() -> None:
 
 
 def _named(target: Role, rank: int, name: str) -> int:
-    lines = tensor_lines(target, None, placed(8), replace(WORK, k=0), rank)
+    lines = lines_of(target, None, placed(8), replace(WORK, k=0), rank)
     return next(line.bytes for line in lines if line.name == name)
 
 
 def test_key_heads_are_replicated_where_ranks_are_more() -> None:
     target = role(TARGET, "65B", n_kv_heads=4)
     whole = sum(_named(target, rank, "cache") for rank in range(8))
-    single = tensor_lines(target, None, placed(1), replace(WORK, k=0), 0)
+    single = lines_of(target, None, placed(1), replace(WORK, k=0), 0)
     assert whole == 2 * next(line.bytes for line in single if line.name == "cache")
 
 
@@ -132,7 +141,7 @@ def test_the_draft_has_a_cache_of_its_own() -> None:
     target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
     lines = {
         (line.role, line.name): line.bytes
-        for line in tensor_lines(target, draft, placed(8, 1), replace(WORK, rows=3), 0)
+        for line in lines_of(target, draft, placed(8, 1), replace(WORK, rows=3), 0)
     }
     slots = WORK.slots + 1
     assert lines[DRAFT, "cache"] == 3 * slots * 2 * 32 * 4096 * 2
@@ -148,7 +157,7 @@ def test_the_shape_of_verification_is_counted() -> None:
     laws = dict(found["verify"].parts)["laws"]
     assert laws > 16 * 152064 * (9 * 4 + 8 * 4 + 9 * 8 + 8 * 8), "both laws, in fp32 and in double"
     assert found["verify"].bytes > found["prefill"].bytes
-    names = {line.name for line in tensor_lines(target, draft, placed(1, 1), work, 0)}
+    names = {line.name for line in lines_of(target, draft, placed(1, 1), work, 0)}
     assert "laws (verify)" in names
 
 
@@ -201,15 +210,13 @@ def test_split_drafts_and_copies() -> None:
     assert copy - share > 0.74 * sum(held(Part.of(draft.model), Dtype.fp16).values())
 
 
-def test_three_figures_are_the_lines() -> None:
-    """What refuses a run adds up to the bill."""
-    target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
-    bills = rank_bill(target, draft, placed(8, 1), WORK, 0)
-    assert [b.role for b in bills] == [TARGET, DRAFT]
-    assert sum(b.total for b in bills) == total(target, draft, placed(8, 1))
-    assert bills[1].weights == sum(held(Part.of(draft.model), Dtype.fp16, 512).values())
-    with pytest.raises(DistributedError, match=r"cache 0\.6 GiB, passing through 0\.1 GiB"):
-        require_room(bills, "cuda:0", 16 * 2**30, 0.0)
+def test_weights_and_caches_are_refused_without_a_plan() -> None:
+    """What is checked where nothing else can be planned: weights and caches of the whole models."""
+    roles = [role(TARGET, "7B"), role(DRAFT, "7B")]
+    whole = sum(held(Part.of(roles[0].model), Dtype.fp16).values()) + 2 * 32 * 4096 * 2 * WORK.slots
+    require_capacity(roles, 1, WORK.slots - 1, "cuda:0", 2 * whole, 0.0)
+    with pytest.raises(DistributedError, match=r"model 7B: weights 12\.6 GiB, cache 1\.0 GiB; draft 7B"):
+        require_capacity(roles, 1, WORK.slots - 1, "cuda:0", 2 * whole - 1, 0.0)
 
 
 @pytest.mark.slow
@@ -241,8 +248,8 @@ def tensors_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
 def test_a_draft_apart_is_on_its_own_ranks() -> None:
     target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
     apart = Placement(Splitting.tensor, 8, tuple(range(6)), (6, 7))
-    assert {line.role for line in tensor_lines(target, draft, apart, WORK, 7)} == {DRAFT}
-    assert {line.role for line in tensor_lines(target, draft, apart, WORK, 5)} == {TARGET}
+    assert {line.role for line in lines_of(target, draft, apart, WORK, 7)} == {DRAFT}
+    assert {line.role for line in lines_of(target, draft, apart, WORK, 5)} == {TARGET}
     leader = dict(phases(target, draft, apart, WORK, 0)[-2].parts)
     assert leader["laws"] > 4 * 32000 * 4, "who decides has the draft's laws"
 
@@ -250,8 +257,8 @@ def test_a_draft_apart_is_on_its_own_ranks() -> None:
 def test_segments_are_counted() -> None:
     """43 MiB in segments of 44, whose rest of exactly 1 MiB stays: 65B over 8 loses 240 MiB to it."""
     assert reserved([(43 * MIB, 240)]) == 240 * 44 * MIB
-    line = segments(role(TARGET, "65B"), None, placed(8), replace(WORK, k=0), 0)
-    assert line.kind is Kind.bound
+    line = segments(rank_work(role(TARGET, "65B"), None, placed(8), replace(WORK, k=0), 0))
+    assert line.kind == BOUND
     assert 240 * MIB < line.bytes < 400 * MIB
 
 

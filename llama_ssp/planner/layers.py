@@ -1,0 +1,112 @@
+"""placement=layers: which of one node's GPUs holds which layers, as accelerate assigns them. No torch.
+
+Each GPU may take an even share and a layer and a quarter more. They are filled in order, whole layers only;
+the first leaves room for the largest module that is still to come, the last takes what is left. The draft
+is on the first, where texts go in and distributions come out. One GPU computes at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from llama_ssp.config import Dtype, ModelConf, Splitting
+from llama_ssp.distributed.placement import LEADER, Placement
+from llama_ssp.planner.activations import LOGITS, PROBS, Kernels
+from llama_ssp.planner.memory import Peak, peak_lines, peaks, rank_work, segments, tensor_lines
+from llama_ssp.planner.weights import (
+    CACHE,
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    NORMS,
+    POSITIONS,
+    SCALES,
+    WEIGHTS,
+    Part,
+    held,
+)
+from llama_ssp.planner.workload import TARGET, MemoryLine, Role, Workload
+
+EXTRA_LAYERS = 1.25  # that a GPU may take beyond its even share
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one GPU holds: some layers, and the modules before the first or after the last."""
+
+    layers: int
+    embedding: bool
+    norm: bool
+    head: bool
+
+
+def stages(model: ModelConf, dtype: Dtype, gpus: int) -> list[Stage]:
+    """What each GPU holds; GPUs that hold nothing are left out."""
+    sizes = _module_bytes(model, dtype)
+    names = [EMBEDDING, *[LAYERS] * model.n_layers, NORMS, *[HEAD] * (not model.tied)]
+    limit = sum(sizes[name] for name in names) // gpus + int(EXTRA_LAYERS * sizes[LAYERS])
+    assigned: list[list[str]] = [[]]
+    used = 0
+    for at, name in enumerate(names):
+        largest_to_come = max((sizes[other] for other in names[at + 1 :]), default=0)
+        kept = largest_to_come if len(assigned) == 1 else 0
+        if len(assigned) < gpus and used + sizes[name] > limit - kept:
+            assigned.append([])
+            used = 0
+        assigned[-1].append(name)
+        used += sizes[name]
+    head = EMBEDDING if model.tied else HEAD
+    return [Stage(own.count(LAYERS), EMBEDDING in own, NORMS in own, head in own) for own in assigned if own]
+
+
+def layers_lines(
+    target: Role, draft: Role | None, work: Workload, gpus: int, kernels: Kernels
+) -> Iterator[tuple[MemoryLine, ...]]:
+    """The memory lines of every GPU, without those of libraries."""
+    for at, stage in enumerate(stages(target.model, target.dtype, gpus)):
+        part = replace(target, model=replace(target.model, n_layers=max(stage.layers, 1)))
+        other = draft if at == 0 else None
+        alone = Placement(Splitting.tensor, 1, (LEADER,), () if other is None else (LEADER,))
+        own = rank_work(part, other, alone, work, LEADER, kernels)
+        lines = [
+            *_held(tensor_lines(own), part.model, target.dtype, stage),
+            *peak_lines([_on_stage(peak, at, stage) for peak in peaks(own)]),
+            *([] if kernels.cpu else [segments(own)]),
+        ]
+        yield tuple(line for line in lines if line.bytes)
+
+
+def _held(
+    lines: tuple[MemoryLine, ...], model: ModelConf, dtype: Dtype, stage: Stage
+) -> Iterator[MemoryLine]:
+    """Weights and caches of a model with the stage's layers, without those of other stages."""
+    missing = {
+        *(() if stage.embedding else (EMBEDDING, POSITIONS)),
+        *(() if stage.head else (HEAD,)),
+        *(() if stage.layers else (LAYERS, SCALES, CACHE, NORMS)),
+    }
+    for line in lines:
+        if line.name not in (*WEIGHTS, CACHE) or (line.role == TARGET and line.name in missing):
+            continue
+        if line.role == TARGET and line.name == NORMS and not stage.norm:
+            line = replace(line, bytes=line.bytes - _module_bytes(model, dtype)[NORMS])
+        yield line
+
+
+def _on_stage(peak: Peak, at: int, stage: Stage) -> Peak:
+    """Distributions are made on the first GPU; logits on the GPU with the head, then copied to the first."""
+    elsewhere = {*((PROBS,) if at else ()), *((LOGITS,) if at and not stage.head else ())}
+    return replace(peak, parts=tuple((name, size) for name, size in peak.parts if name not in elsewhere))
+
+
+def _module_bytes(model: ModelConf, dtype: Dtype) -> dict[str, int]:
+    """Bytes of the embedding, a layer, the last norm and the head, quantised ones without scales."""
+    one, two = (held(Part.of(replace(model, n_layers=n)), dtype) for n in (1, 2))
+    layer = {group: two[group] - one[group] for group in (LAYERS, NORMS)}
+    return {
+        EMBEDDING: one[EMBEDDING] + one.get(POSITIONS, 0),
+        LAYERS: layer[LAYERS] + layer[NORMS],
+        NORMS: one[NORMS] - layer[NORMS],
+        HEAD: one.get(HEAD, 0),
+    }
