@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from hydra import compose, initialize_config_dir  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
-from llama_ssp.batch.continuous_batching import Rows, Work  # noqa: E402
+from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
@@ -92,27 +92,31 @@ def main() -> None:
     sys.exit(0 if met else 1)
 
 
-def mixed(count: int, tokens: Tokens, run: RunConf) -> list[Work]:
+def mixed(count: int, tokens: Tokens, run: RunConf) -> list[TokenRequest]:
     """Prompts and lengths drawn with a fixed seed."""
     drawn = random.Random(0)
     works = []
     for index in range(count):
         text = " ".join(drawn.choice(WORDS) for _ in range(drawn.choice(PROMPT_WORDS)))
         prompt = Prompt(str(index), tuple(tokens.encode(text)))
-        works.append(Work(index, prompt, run.sampling, drawn.choice(NEW_TOKENS), ()))
+        works.append(TokenRequest(index, prompt, run.sampling, drawn.choice(NEW_TOKENS), ()))
     return works
 
 
-def dealt(works: list[Work], rows: int) -> list[list[Work]]:
+def dealt(works: list[TokenRequest], rows: int) -> list[list[TokenRequest]]:
     return [works[first : first + rows] for first in range(0, len(works), rows)]
 
 
-def pace(pair: RankModels, run: RunConf, tokens: Tokens, batches: list[list[Work]], rows: int) -> float:
+def pace(
+    pair: RankModels, run: RunConf, tokens: Tokens, batches: list[list[TokenRequest]], rows: int
+) -> float:
     """Tokens a second, reading prompts included."""
     laws = RowTransforms(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
     draws = CounterDraws(1)
     engine = engine_with(pair, run, tokens, laws, draws, 512)
-    writer = Rows(engine, laws, draws, tokens.decode, partial(lookahead_for, run), tokens.end_ids, 512)
+    writer = ContinuousBatch(
+        engine, laws, draws, tokens.decode, partial(lookahead_for, run), tokens.end_ids, 512
+    )
     began, written = time.perf_counter(), 0
     for batch in batches:
         written += sum(len(text.token_ids) for text in writer.write(batch, rows, lambda _: None))

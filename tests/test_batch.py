@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llama_ssp import cli
-from llama_ssp.batch.continuous_batching import Rows
+from llama_ssp.batch.continuous_batching import ContinuousBatch
 from llama_ssp.batch.journal import Journal
 from llama_ssp.speculative.model_runner import ModelRunner
 from tests.conftest import Answer, Command
@@ -123,7 +123,7 @@ def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyP
 def test_a_second_start_finds_nothing_to_do_and_loads_nothing(
     command: Command, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Rows, "write", lambda *_: pytest.fail("something was written"))
+    monkeypatch.setattr(ContinuousBatch, "write", lambda *_: pytest.fail("something was written"))
     again = command(*SMALL, "task.output=calm.jsonl")
     assert again.code == 0 and summary(again)["records_answered_here"] == 0
     Path("calm.jsonl").unlink()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.batch.attempt_log import read_part, sealed
-from llama_ssp.batch.journal import Attempt, Journal
+from llama_ssp.batch.attempt_log import Attempt, read_part, sealed
+from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.errors import DataError, StorageError
 
@@ -254,8 +254,8 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest
             attempt_file.write(data[:10])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    attempt_file = attempt._part._file
-    monkeypatch.setattr(attempt._part, "_file", Full())
+    attempt_file = attempt._file
+    monkeypatch.setattr(attempt, "_file", Full())
     with pytest.raises(StorageError, match=r"No space left.*start the same command again"):
         attempt.finish(1, answer(1))
     monkeypatch.undo()

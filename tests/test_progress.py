@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.batch.journal import Journal
+from llama_ssp.batch.journal import FinishedCount, Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
-from llama_ssp.batch.progress import Progress
 
 RECORDS = 7
 
@@ -21,12 +20,12 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def test_nothing_is_there_yet(tmp_path: Path):
-    progress = Progress(tmp_path / "none")
-    assert progress.finished() == 0 and progress.records == 0
+    progress = FinishedCount(tmp_path / "none")
+    assert progress.finished() == 0
 
 
 def test_it_grows_with_the_files(journal: Journal):
-    progress = Progress(journal.folder)
+    progress = FinishedCount(journal.folder)
     shard = journal.manifest.shards[0]
     attempt = journal.attempt(shard)
     for count, index in enumerate(shard.indices, start=1):
@@ -34,12 +33,12 @@ def test_it_grows_with_the_files(journal: Journal):
         attempt.finish(index, {"id": str(index), "text": '\n{"finished":6'})
         assert progress.finished() == count
     attempt.publish()
-    assert progress.finished() == shard.count and progress.records == RECORDS
+    assert progress.finished() == shard.count
     assert progress.finished() == journal.standing().finished
 
 
 def test_a_record_counts_once_and_a_torn_line_when_it_is_whole(journal: Journal):
-    progress = Progress(journal.folder)
+    progress = FinishedCount(journal.folder)
     for name in ("a", "b"):
         attempt = journal.attempt(journal.manifest.shards[0], name)
         attempt.finish(0, {"id": "0"})

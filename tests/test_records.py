@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch.attempt_log import sealed
+from llama_ssp.batch.job import read_shard, read_source
 from llama_ssp.batch.manifest import shards_of
 from llama_ssp.batch.requests import Form, Refused, Request
 from llama_ssp.batch.responses import Reply, answer, refusal
-from llama_ssp.batch.source import read_shard, read_source
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
 
@@ -161,7 +161,7 @@ def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
     assert source.sha256 == hashlib.sha256(content).hexdigest()
 
 
-REPLY = Reply("text", [5, 6], "eos", 3)
+REPLY = Reply(0, "text", [5, 6], "eos", 3)
 
 
 def test_answers_follow_the_form_of_the_question(tmp_path: Path):

@@ -1,8 +1,7 @@
-"""One attempt's file: a line a record, each with a checksum, appended and never changed.
+"""One attempt's file: a line for each event, with a checksum, appended and never changed.
 
-A line is one write, so a killed process leaves at most one torn line, the last. Lines say what was
-begun, what was finished, and that an attempt left in good order; one that did not has failed at what it
-had begun.
+A line is one write, so a killed process leaves at most one torn line, the last. Lines say which records
+began, which were finished, and that the attempt left in good order; if not, it failed at what it began.
 """
 
 from __future__ import annotations
@@ -11,19 +10,23 @@ import json
 import os
 import time
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llama_ssp.batch.atomic_files import storing, sync_folder
+from llama_ssp.batch.atomic_files import storing, sync_folder, write_once
+from llama_ssp.batch.manifest import Shard
 from llama_ssp.errors import DataError
 
 BEGUN, FINISHED, LEFT = "begun", "finished", "left"
+SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
+SYNC_S = 5.0
 
 
 @dataclass
-class Story:
-    """What a part file tells."""
+class PastAttempt:
+    """What an attempt's file tells."""
 
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
@@ -31,58 +34,70 @@ class Story:
 
     @property
     def failed_at(self) -> set[int]:
-        """Records that were under way when the attempt ended without a word."""
+        """Records that were under way when the attempt was killed."""
         return set() if self.left else self.begun - self.finished.keys()
 
-    @property
-    def failed_alone(self) -> set[int]:
-        """The one record that must be to blame, where no other was under way."""
-        return self.failed_at if len(self.failed_at) == 1 else set()
 
+class Attempt:
+    """One process's work on a shard. Each line reaches the system at once, the disk every SYNC_EVERY."""
 
-class Part:
-    """Appends to an attempt's file. Each line reaches the system at once, the disk every `sync_every`."""
-
-    def __init__(self, path: Path, sync_every: int, sync_s: float) -> None:
-        self.path = path
-        self._sync_every, self._sync_s = sync_every, sync_s
+    def __init__(self, shard: Shard, earlier: list[PastAttempt], path: Path, done: Path) -> None:
+        """Begins the file `path`; `publish` writes `done`."""
+        self.shard, self._path, self._done = shard, path, done
+        self._finished: dict[int, dict[str, Any]] = {}
+        for past in earlier:
+            self._finished = past.finished | self._finished
+        failed = [past.failed_at for past in earlier]
+        self.failures = Counter(index for indices in failed for index in indices)
+        self.failures_alone = Counter(index for indices in failed if len(indices) == 1 for index in indices)
         self._unsynced, self._synced_at = 0, time.monotonic()
         with storing(path):
             self._file: BinaryIO = path.open("xb", buffering=0)
             sync_folder(path.parent)
 
+    @property
+    def missing(self) -> list[int]:
+        """The records still to be done, in input order."""
+        return [index for index in self.shard.indices if index not in self._finished]
+
     def begin(self, indices: list[int]) -> None:
-        """Says what is under way now, before it is."""
+        """Says what is under way, before it is."""
         self._append({BEGUN: indices})
 
     def finish(self, index: int, record: dict[str, Any]) -> None:
         self._append({FINISHED: index, "record": record})
+        self._finished[index] = record
 
     def excuse(self) -> None:
-        """Says that the attempt is being ended from outside: no record is to blame."""
+        """Says that the attempt is being ended from outside: no record is to blame. From any thread."""
         if not self._file.closed:
             self._append({LEFT: True})
 
     def leave(self) -> None:
-        """The last line of an attempt that ends in good order, done or not."""
+        """Ends the attempt in good order; what is missing is for another."""
         self.excuse()
-        self.close()
-
-    def close(self) -> None:
         if not self._file.closed:
-            with storing(self.path):
+            with storing(self._path):
                 os.fsync(self._file.fileno())
                 self._file.close()
 
+    def publish(self) -> bool:
+        """Gives the whole shard its final name; whether this attempt was the first to."""
+        if self.missing:
+            found = f"{len(self.missing)} missing"
+            raise DataError("a shard is not finished", self.shard.name, found, fix="report it")
+        lines = [json.dumps(self._finished[index], ensure_ascii=False) + "\n" for index in self.shard.indices]
+        self.leave()
+        return write_once(self._done, "".join(lines).encode())
+
     def _append(self, entry: dict[str, Any]) -> None:
         line = sealed(entry)
-        with storing(self.path):
-            written = self._file.write(line)
-            if written != len(line):
+        with storing(self._path):
+            if self._file.write(line) != len(line):
                 raise OSError(0, "the disk took part of a line only")
             self._unsynced += 1
-            due = time.monotonic() - self._synced_at >= self._sync_s
-            if self._unsynced >= self._sync_every or due:
+            due = time.monotonic() - self._synced_at >= SYNC_S
+            if self._unsynced >= SYNC_EVERY or due:
                 os.fsync(self._file.fileno())
                 self._unsynced, self._synced_at = 0, time.monotonic()
 
@@ -93,31 +108,23 @@ def sealed(entry: dict[str, Any]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def read_part(path: Path) -> Story:
-    """What the file tells up to its last whole line. Damage before that is refused: it is no torn write."""
+def read_part(path: Path) -> PastAttempt:
+    """What the file tells up to its last whole line. Raises DataError for damage before that."""
     with storing(path):
         lines = path.read_bytes().split(b"\n")
-    story = Story()
-    entries = [_opened(line) for line in lines[:-1]]
-    last = max((number for number, entry in enumerate(entries) if entry is not None), default=-1)
-    for number, entry in enumerate(entries[: last + 1], start=1):
+    past, entries = PastAttempt(), [_opened(line) for line in lines[:-1]]
+    while entries and entries[-1] is None:
+        entries.pop()
+    for number, entry in enumerate(entries, start=1):
         if entry is None:
-            raise DataError(
-                "a journal file is damaged in its middle", where=f"{path} line {number}",
-                found="a line that does not match its checksum", allowed="damage at the end only",
-                fix="check the disk; then delete this file: what it holds will be computed again",
-            )  # fmt: skip
-        _take(story, entry)
-    return story
-
-
-def _take(story: Story, entry: dict[str, Any]) -> None:
-    if BEGUN in entry:
-        story.begun.update(entry[BEGUN])
-    elif FINISHED in entry:
-        story.finished[int(entry[FINISHED])] = entry["record"]
-    elif LEFT in entry:
-        story.left = True
+            what, found = "a journal file is damaged in its middle", "a line that does not match its checksum"
+            fix = "check the disk; then delete this file: what it holds will be computed again"
+            raise DataError(what, f"{path} line {number}", found, "damage at the end only", fix)
+        past.begun.update(entry.get(BEGUN, ()))
+        if FINISHED in entry:
+            past.finished[int(entry[FINISHED])] = entry["record"]
+        past.left = past.left or LEFT in entry
+    return past
 
 
 def _opened(line: bytes) -> dict[str, Any] | None:

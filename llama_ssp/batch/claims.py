@@ -1,4 +1,4 @@
-"""Who is at work on a shard: kept by a heartbeat, so that others take over what a dead process held.
+"""Which process works on a shard: a file kept by a heartbeat, so that others take over from a dead process.
 
 A claim only saves double work. What is published stays right without: the first to publish wins.
 """
@@ -10,9 +10,9 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from llama_ssp.batch.atomic_files import replace_whole, storing, write_once
 
@@ -20,72 +20,61 @@ BEAT_S = 10.0
 STALE_S = 60.0
 
 
-class Claim:
-    """Held while in use (`with`); its file is touched now and then."""
+def claim(path: Path) -> AbstractContextManager[None] | None:
+    """The right to work on what the file stands for, for a `with`; None while a living process has it."""
+    own = json.dumps(_own()).encode()
+    if not write_once(path, own):
+        if not _is_abandoned(path):
+            return None
+        replace_whole(path, own)  # two may do so at once: then both work
+    return _held(path)
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._released = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name=f"claim {path.name}", daemon=True)
 
-    def __enter__(self) -> Claim:
-        self._heart.start()
-        return self
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Touches the file now and then, and deletes it at the end."""
+    released = threading.Event()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._released.set()
-        self._heart.join()
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-    def _beat(self) -> None:
-        while not self._released.wait(BEAT_S):
+    def beat() -> None:
+        while not released.wait(BEAT_S):
             with suppress(OSError):
-                os.utime(self._path)
+                os.utime(path)
 
-
-def claim(path: Path, unique: str) -> Claim | None:
-    """The right to work on what the file stands for; None while a living process has it."""
-    me = json.dumps(_me()).encode()
-    if write_once(path, me, unique):
-        return Claim(path)
-    if not _is_abandoned(path):
-        return None
-    replace_whole(path, me, unique)  # two may do so at once: then both work
-    return Claim(path)
+    thread = threading.Thread(target=beat, name=f"claim {path.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        released.set()
+        thread.join()
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def release_jobs(folder: Path) -> None:
-    """Takes away what jobs of a scheduler claimed, once none of them lives: nobody needs to wait for it."""
+    """Deletes the claims of a scheduler's jobs, once none of them lives."""
     for path in folder.glob("*"):
         with suppress(OSError, ValueError):
             if json.loads(path.read_bytes()).get("job") is not None:
                 path.unlink()
 
 
-def _me() -> dict[str, object]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-    }
+def _own() -> dict[str, object]:
+    job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "restart": restart}
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether nobody stands behind a claim: its process is gone, or has been silent for long."""
+    """Whether the claim's process is gone, or has been silent for long."""
     try:
         age = _now_there(path.parent) - path.stat().st_mtime
         holder = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return True  # it was released meanwhile, or is no claim
-    me = _me()
-    restarted = me["job"] is not None and holder.get("job") == me["job"] and holder["restart"] < me["restart"]
-    return bool(
-        age > STALE_S or restarted or (holder.get("host") == me["host"] and not _lives(holder["pid"]))
-    )
+    own = _own()
+    if own["job"] is not None and holder.get("job") == own["job"] and holder["restart"] < own["restart"]:
+        return True
+    return bool(age > STALE_S or (holder.get("host") == own["host"] and not _lives(holder["pid"])))
 
 
 def _now_there(folder: Path) -> float:
@@ -104,8 +93,6 @@ def _now_there(folder: Path) -> float:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -1,13 +1,14 @@
-"""Texts through rows that are kept full: one that ends makes room for the next at once."""
+"""Continuous batching: a row of the batch whose text ends takes the next request at once."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from llama_ssp.batch.responses import Reply
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.follower import AnyEngine
@@ -20,8 +21,8 @@ from llama_ssp.text.detokenizer import Decode, Writing
 
 
 @dataclass(frozen=True)
-class Work:
-    """A text to be written, and how. `seed` stands in the place of the run's."""
+class TokenRequest:
+    """A request as token ids. `seed` replaces the run's."""
 
     index: int
     prompt: Prompt
@@ -34,40 +35,21 @@ class Work:
     def longest(self) -> int:
         return len(self.prompt.token_ids) + self.max_new_tokens
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
-    def of(plain: dict[str, Any]) -> Work:
-        """What `plain` said, after a journey as JSON."""
+    def of_plain(plain: dict[str, Any]) -> TokenRequest:
+        """The request whose `asdict` went through JSON."""
         biases = {int(token): bias for token, bias in plain["sampling"]["logit_bias"].items()}
-        return Work(
-            plain["index"],
-            Prompt(plain["prompt"]["id"], tuple(plain["prompt"]["token_ids"])),
-            SamplingConfig(**{**plain["sampling"], "logit_bias": biases}),
-            plain["max_new_tokens"],
-            tuple(plain["stop"]),
-            plain["seed"],
-        )
-
-
-@dataclass(frozen=True)
-class Written:
-    """A text that has ended."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
+        prompt = Prompt(plain["prompt"]["id"], tuple(plain["prompt"]["token_ids"]))
+        sampling = SamplingConfig(**{**plain["sampling"], "logit_bias": biases})
+        return TokenRequest(**{**plain, "prompt": prompt, "sampling": sampling, "stop": tuple(plain["stop"])})
 
 
 @dataclass
-class Rows:
-    """Writes texts on one engine. `figures` is right at any moment, also after a failure."""
+class ContinuousBatch:
+    """Answers requests on one engine. `figures` is right at any moment, also after a failure."""
 
     engine: AnyEngine
-    laws: RowTransforms
+    transforms: RowTransforms
     draws: CounterDraws
     decode: Decode
     lookahead: Callable[[int], DraftLength]
@@ -76,32 +58,61 @@ class Rows:
     _counts: Counts = field(default_factory=Counts)
     _spent_s: float = 0.0
 
-    def write(self, works: list[Work], rows: int, begun: Callable[[list[int]], None]) -> Iterator[Written]:
-        """Each text as it ends; `begun` is told which ones are about to be begun."""
+    def write(
+        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
+    ) -> Iterator[Reply]:
+        """Each reply when its text ends; `begin` is called with the indices that are about to begin."""
         began = time.perf_counter()
-        for written in self._written(works, rows, begun):
+        for reply in self._replies(requests, rows, begin):
             self._spent_s += time.perf_counter() - began
-            yield written
+            yield reply
             began = time.perf_counter()
         self._spent_s += time.perf_counter() - began
 
-    def _written(self, works: list[Work], rows: int, begun: Callable[[list[int]], None]) -> Iterator[Written]:
-        first, engine = works[:rows], self.engine
-        prompts = [work.prompt for work in first]
-        writing = Writing(self.decode, [prompt.token_ids for prompt in prompts], [])
-        limits = Limits(0, self.ends, writing)
-        queue = _Queue(self, deque(works[rows:]), begun, writing, limits, self.chunk)
-        begun([work.index for work in first])
-        for row, work in enumerate(first):
-            queue.seat(row, work)
-        new = max(work.max_new_tokens for work in first)
-        state = engine.prefill(prompts, new, max(work.longest for work in works))
-        for step in generate(engine, state, limits, self.lookahead(state.rows), queue):
-            for took in step.rows:
-                self._counts.add(took)
-            for took in step.rows:
-                if took.finish is not None:
-                    yield queue.written(state, took.row, took.finish)
+    def _replies(
+        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
+    ) -> Iterator[Reply]:
+        first = requests[:rows]
+        prompts = [request.prompt for request in first]
+        self._waiting, self._begin = deque(requests[rows:]), begin
+        self._in_row = dict[int, TokenRequest]()
+        self._writing = Writing(self.decode, [prompt.token_ids for prompt in prompts], [])
+        self._limits = Limits(0, self.ends, self._writing)
+        begin([request.index for request in first])
+        for row, request in enumerate(first):
+            self._assign(row, request)
+        new = max(request.max_new_tokens for request in first)
+        state = self.engine.prefill(prompts, new, max(request.longest for request in requests))
+        for step in generate(self.engine, state, self._limits, self.lookahead(state.rows), self):
+            for taken in step.rows:
+                self._counts.add(taken)
+            for taken in step.rows:
+                if taken.finish is not None:
+                    yield self._reply(state, taken.row, taken.finish)
+
+    def admit(self, engine: AnyEngine, state: State) -> list[int]:
+        """Puts waiting requests into rows that have ended; called by `generate` before each round."""
+        free = [row for row, reason in enumerate(state.finished) if reason not in (None, WAITING)]
+        taken = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
+        if taken:
+            self._begin([request.index for _, request in taken])
+        for row, request in taken:
+            engine.admit(state, row, request.prompt)
+            self._assign(row, request)
+        return [row for row, _ in taken]
+
+    def _assign(self, row: int, request: TokenRequest) -> None:
+        """Sets everything that a row has of its own request."""
+        self._in_row[row] = request
+        self._limits.by_row[row] = request.max_new_tokens
+        self._writing.begin(row, request.prompt.token_ids, list(request.stop))
+        self.transforms.assign(row, request.sampling)
+        if request.seed is not None:
+            self.draws.own[prompt_key(request.prompt.id)] = request.seed
+
+    def _reply(self, state: State, row: int, finish: str) -> Reply:
+        text, ids = self._writing.text(row), state.generated(row)
+        return Reply(self._in_row[row].index, text, ids, finish, state.prompt_lengths[row])
 
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""
@@ -112,43 +123,4 @@ class Rows:
             "overlap": self.engine.overlap,
             **counted(self._counts, 0.0, spent),
         }
-        committed = figures["tokens_committed"]
-        return {**figures, "tokens_per_s": committed / spent if spent else None}
-
-
-@dataclass
-class _Queue:
-    """Who sits in which row, and who waits for one."""
-
-    rows: Rows
-    waiting: deque[Work]
-    begun: Callable[[list[int]], None]
-    writing: Writing
-    limits: Limits
-    chunk: int
-    _seated: dict[int, Work] = field(default_factory=dict)
-
-    def admit(self, engine: AnyEngine, state: State) -> list[int]:
-        """Seats those who wait in rows that have ended."""
-        free = [row for row, reason in enumerate(state.finished) if reason not in (None, WAITING)]
-        seated = [(row, self.waiting.popleft()) for row in free[: len(self.waiting)]]
-        if seated:
-            self.begun([work.index for _, work in seated])
-        for row, work in seated:
-            engine.admit(state, row, work.prompt)
-            self.seat(row, work)
-        return [row for row, _ in seated]
-
-    def seat(self, row: int, work: Work) -> None:
-        """Everything that a row has of its own text."""
-        self._seated[row] = work
-        self.limits.by_row[row] = work.max_new_tokens
-        self.writing.begin(row, work.prompt.token_ids, list(work.stop))
-        self.rows.laws.assign(row, work.sampling)
-        if work.seed is not None:
-            self.rows.draws.own[prompt_key(work.prompt.id)] = work.seed
-
-    def written(self, state: State, row: int, finish: str) -> Written:
-        """The text that has ended in this row."""
-        text, ids = self.writing.text(row), state.generated(row)
-        return Written(self._seated[row].index, text, ids, finish, state.prompt_lengths[row])
+        return {**figures, "tokens_per_s": figures["tokens_committed"] / spent if spent else None}

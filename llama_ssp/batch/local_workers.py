@@ -1,7 +1,7 @@
 """Several groups of ranks on this machine, without a scheduler: task=batch with cluster.groups=N. No torch.
 
-Each group is this very command, with GPUs of its own and a log of its own; they share the job shard by shard.
-One that fails is started again, as long as it brings the job further now and then.
+Each group is this very command, with GPUs and a log of its own; they share the job shard by shard. A group
+that fails is started again, as long as the job still progresses.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama_ssp.batch.atomic_files import storing
-from llama_ssp.batch.progress import Progress as Finished
+from llama_ssp.batch.journal import FinishedCount
 from llama_ssp.batch.retries import Next, after, code_of
-from llama_ssp.batch.workers import COUNTED, LOGS, SOURCES, Share, counted, share, words_of_one
+from llama_ssp.batch.workers import COUNTED, LOGS, SOURCES, SharedJob, counted, share, words_of_one
 from llama_ssp.config import BatchConf, Output, RunConf
 from llama_ssp.distributed.signals import CODE_FILE, PR_SET_PDEATHSIG
 from llama_ssp.errors import OK, UsageError
@@ -34,13 +34,13 @@ from llama_ssp.speculative.stats import ratio
 log = logging.getLogger(__name__)
 
 LOOK_S, COUNT_S = 0.1, 1.0
-STOP_S = 60.0  # for groups that were told to stop
+STOP_S = 60.0  # for groups to stop after SIGTERM
 LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 @dataclass
 class Group:
-    """One group: its process, and how often it has ended to no avail."""
+    """One group: its process, and how often it has ended without progress of the job."""
 
     number: int
     command: list[str]
@@ -54,120 +54,112 @@ class Group:
     given_up: bool = False
     figures: Counter[str] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        logs = self.folder / LOGS
+        self.log, self._output = logs / f"group-{self.number}.log", logs / f"group-{self.number}.out"
+        self._code_file = logs / f".group-{self.number}.code"
+
     def start(self, finished: int) -> None:
+        """Starts the command, when the job has so many records finished."""
         self.began = finished
-        self._file.unlink(missing_ok=True)
-        own = {CODE_FILE: str(self._file), "PYTHONPATH": _search_path(), "PYTHONSAFEPATH": "1"}
+        self._code_file.unlink(missing_ok=True)
+        path = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
+        own = {CODE_FILE: str(self._code_file), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         if self.devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        with storing(self.log), self.log.open("ab") as log_, self._said.open("wb") as said:
+        with storing(self.log), self.log.open("ab") as log_, self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                self.command, env={**os.environ, **own}, stdin=subprocess.DEVNULL, stdout=said, stderr=log_,
-                start_new_session=True, preexec_fn=_stop_with_parent if LIBC else None,
-            )  # fmt: skip
-
-    @property
-    def log(self) -> Path:
-        return self.folder / LOGS / f"group-{self.number}.log"
-
-    @property
-    def _file(self) -> Path:
-        return self.folder / LOGS / f".group-{self.number}.code"
-
-    @property
-    def _said(self) -> Path:
-        return self.log.with_suffix(".out")
+                self.command,
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=log_,
+                start_new_session=True,
+                preexec_fn=_stop_with_parent if LIBC else None,
+            )
 
     def look(self, finished: int, retries: int) -> Next | None:
         """What follows, if it has ended."""
         if self.process is None or (returned := self.process.poll()) is None:
             return None
-        self.process, self.code = None, code_of(returned, self._file)
-        self._file.unlink(missing_ok=True)
-        self.figures.update(counted([self._said]))
+        self.process, self.code = None, code_of(returned, self._code_file)
+        self._code_file.unlink(missing_ok=True)
+        self.figures.update(counted([self._output]))
         self.fruitless = 0 if finished > self.began else self.fruitless + 1
         self.failures += self.code != OK
         step = after(self.code, self.fruitless, retries)
         self.given_up = step is Next.give_up
         return step
 
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGTERM)
-
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
-    """Starts the groups and stays with them to the end; the exit code of the first that failed for good."""
+    """Runs the groups to the end; the exit code of the first that failed for good."""
     task, began = run.task, time.perf_counter()
     assert isinstance(task, BatchConf)
     if run.cluster.nodes > 1:
-        raise UsageError(
-            "several groups of several nodes need a scheduler", found=f"cluster.nodes={run.cluster.nodes}",
-            fix="use cluster.scheduler=slurm, or start torchrun for each group yourself (docs/cluster.md)",
-        )  # fmt: skip
-    dealt = _dealt(run)
-    ranks = run.cluster.gpus or (len(dealt[0]) if dealt[0] else 1)
+        what, found = "several groups of several nodes need a scheduler", f"cluster.nodes={run.cluster.nodes}"
+        fix = "use cluster.scheduler=slurm, or start torchrun for each group yourself (docs/cluster.md)"
+        raise UsageError(what, "", found, fix=fix)
+    devices = _dealt(run)
+    ranks = run.cluster.gpus or len(devices[0] or [""])
     shared = share(run, folders, ranks)
-    with storing(shared.job.work):
-        (shared.job.work / LOGS).mkdir(parents=True, exist_ok=True)
+    work = shared.job.work
+    with storing(work):
+        (work / LOGS).mkdir(parents=True, exist_ok=True)
     command = _command(ranks, words_of_one(words, shared.seed, f"cluster.gpus={ranks}"))
     count = min(run.cluster.groups, max(shared.missing, 1))
-    groups = [Group(number, command, dealt[number], shared.job.work) for number in range(count)]
-    log.info("%d groups of %d rank%s; logs in %s", count, ranks, "s" * (ranks > 1), groups[0].log.parent)
+    groups = [Group(number, command, devices[number], work) for number in range(count)]
+    log.info("%d groups of %d rank%s; logs in %s", count, ranks, "s" * (ranks > 1), work / LOGS)
     with _stopped_together(groups):
-        _run(groups, Finished(shared.job.work), shared, task.retries)
+        _run(groups, shared, task.retries)
     code = next((group.code for group in groups if group.given_up), OK)
     _report(shared, groups, time.perf_counter() - began, code, run.output is Output.json)
     return code
 
 
-def _run(groups: list[Group], progress: Finished, shared: Share, retries: int) -> None:
-    finished = progress.finished()
+def _run(groups: list[Group], shared: SharedJob, retries: int) -> None:
+    count = FinishedCount(shared.job.work)
+    finished, counted_at = count.finished(), time.monotonic()
     for group in groups:
         group.start(finished)
-    counted = time.monotonic()
     with Progress("batch", shared.job.manifest.records, "records") as bar:
         bar.start(finished)
         while any(group.process for group in groups):
             time.sleep(LOOK_S)
             ended = any(group.process and group.process.poll() is not None for group in groups)
-            if ended or time.monotonic() - counted >= COUNT_S:
-                before, finished, counted = finished, progress.finished(), time.monotonic()
+            if ended or time.monotonic() - counted_at >= COUNT_S:
+                before, finished, counted_at = finished, count.finished(), time.monotonic()
                 bar.advance(finished - before)
             for group in groups:
-                step = group.look(finished, retries)
+                step, about = group.look(finished, retries), (group.number, group.code, group.log)
                 if step is Next.again:
-                    log.warning(
-                        "group %d ended with %d, started again; %s", group.number, group.code, group.log
-                    )
+                    log.warning("group %d ended with %d, started again; %s", *about)
                     group.start(finished)
                 elif step is Next.give_up:
-                    log.error("group %d gave up with %d; see %s", group.number, group.code, group.log)
+                    log.error("group %d gave up with %d; see %s", *about)
 
 
-def _report(shared: Share, groups: list[Group], wall_s: float, code: int, is_json: bool) -> None:
-    """One table and one document for all groups; what a killed go had counted is not known."""
+def _report(shared: SharedJob, groups: list[Group], wall_s: float, code: int, is_json: bool) -> None:
+    """One table and one document for all groups; what a killed run of a group had counted is not known."""
     journal, figures = shared.journal, sum((group.figures for group in groups), Counter[str]())
-    standing = journal.standing() if journal else None
+    standing, job = journal.standing() if journal else None, shared.job
+    finished, attempts = (standing.finished, standing.attempts) if standing else (0, 0)
     accepted = ratio(figures["tokens_accepted"], figures["tokens_drafted"])
-    speed = ratio(figures["tokens_committed"], wall_s)
-    summary = {
-        **shared.summary(), "status": "done" if shared.job.output.is_file() and code == OK else "error",
-        "records_finished": standing.finished if standing else 0, "groups": len(groups),
-        "attempts": standing.attempts if standing else 0,
-        "failures": sum(group.failures for group in groups), **{name: figures[name] for name in COUNTED[:3]},
-        "acceptance_rate": accepted, "tokens_per_s": speed, "wall_s": wall_s,
-    }  # fmt: skip
+    speed, failures = ratio(figures["tokens_committed"], wall_s), sum(group.failures for group in groups)
     console = Console()
     if not is_json:
         shown = [
-            ["records", f"{summary['records_finished']} of {summary['records']}"],
+            ["records", f"{finished} of {job.manifest.records}"],
             ["tokens", f"{figures['tokens_committed']}, {figure(speed, 1)} a second"],
             ["acceptance", figure(accepted)],
-            ["groups", f"{len(groups)}, {summary['failures']} failures, {summary['attempts']} attempts"],
-            ["output", str(shared.job.output)],
+            ["groups", f"{len(groups)}, {failures} failures, {attempts} attempts"],
+            ["output", str(job.output)],
         ]
         console.write("\n".join([*aligned(shown, words=2), ""]))
+    summary = {**shared.summary(), "status": "done" if job.output.is_file() and code == OK else "error"}
+    summary |= {"records_finished": finished, "groups": len(groups), "attempts": attempts}
+    summary |= {"failures": failures, **{name: figures[name] for name in COUNTED[:3]}}
+    summary |= {"acceptance_rate": accepted, "tokens_per_s": speed, "wall_s": wall_s}
     console.document(summary, is_json)
 
 
@@ -181,26 +173,20 @@ def _dealt(run: RunConf) -> list[list[str] | None]:
     names = hidden.split(",") if hidden else [str(number) for number in range(len(there))]
     each = cluster.gpus or len(names) // cluster.groups
     if each == 0 or each * cluster.groups > len(names):
-        raise UsageError(
-            "there are too few GPUs for the groups", where="cluster.groups, cluster.gpus",
-            found=f"{cluster.groups} groups of {max(each, 1)}", allowed=f"{len(names)} GPUs in all",
-            fix="ask for fewer or smaller groups",
-        )  # fmt: skip
+        what, found = "there are too few GPUs for the groups", f"{cluster.groups} groups of {max(each, 1)}"
+        where, fix = "cluster.groups, cluster.gpus", "ask for fewer or smaller groups"
+        raise UsageError(what, where, found, f"{len(names)} GPUs in all", fix)
     return [names[number * each : (number + 1) * each] for number in range(cluster.groups)]
 
 
 def _command(ranks: int, words: tuple[str, ...]) -> list[str]:
-    alone, meeting = ["-m", "llama_ssp"], ["-m", "torch.distributed.run", "--standalone"]
-    many = [*meeting, f"--nproc-per-node={ranks}", "--max-restarts=0", *alone]
-    return [sys.executable, *(alone if ranks == 1 else many), *words]
-
-
-def _search_path() -> str:
-    return os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
+    options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
+    torchrun = ["-m", "torch.distributed.run", *options] if ranks > 1 else []
+    return [sys.executable, *torchrun, "-m", "llama_ssp", *words]
 
 
 def _stop_with_parent() -> None:
-    """In the child: the system tells it to stop when this process is gone."""
+    """In the child: the system sends it SIGTERM when this process is gone."""
     assert LIBC is not None
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -211,13 +197,13 @@ def _stopped_together(groups: list[Group]) -> Iterator[None]:
     try:
         yield
     finally:
-        for group in groups:
-            group.stop()
+        processes = [group.process for group in groups if group.process is not None]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
         until = time.monotonic() + STOP_S
-        for group in groups:
-            if group.process is not None:
-                try:
-                    group.process.wait(max(0.0, until - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    os.killpg(group.process.pid, signal.SIGKILL)
-                    group.process.wait()
+        for process in processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

@@ -1,11 +1,11 @@
-"""What a job is: its input and settings, by hash, and how its records are dealt out into shards."""
+"""What a job is: its input and settings, by hash, and how its records are divided into shards."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llama_ssp.errors import DataError
@@ -13,7 +13,7 @@ from llama_ssp.errors import DataError
 
 @dataclass(frozen=True)
 class Shard:
-    """Some of the input's records, one after the other: its bytes `start` to `end`, from line `line` on."""
+    """Consecutive records of the input: its bytes `start` to `end`, which begin at line `line`."""
 
     number: int
     first: int
@@ -41,9 +41,6 @@ class Manifest:
     shards: tuple[Shard, ...]
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def with_facts(self, facts: dict[str, Any]) -> Manifest:
-        return replace(self, facts=facts)
-
     def as_bytes(self) -> bytes:
         body = {**asdict(self), "key": self.key}
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
@@ -61,26 +58,23 @@ class Manifest:
             shards = tuple(Shard(**shard) for shard in body["shards"])
             return Manifest(body["input_sha256"], body["records"], body["settings"], shards, body["facts"])
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                "run.json cannot be read", where=where, found=f"{type(error).__name__}: {error}",
-                fix="it is not this program's, or damaged: choose another folder",
-            ) from None  # fmt: skip
+            found, fix = (
+                f"{type(error).__name__}: {error}",
+                "it is not ours, or damaged: choose another folder",
+            )
+            raise DataError("run.json cannot be read", where, found, fix=fix) from None
 
     def require_same(self, held: Manifest, where: str) -> None:
-        """Refuses to go on with a job that has become another one."""
+        """Raises DataError if the folder's manifest `held` is another job's."""
         if held.key == self.key:
             return
         changed = [key for key in ("input_sha256", "records") if getattr(held, key) != getattr(self, key)]
-        keys = sorted(held.settings.keys() | self.settings.keys())
-        changed += [
-            f"{key}={held.settings.get(key)!r} now {self.settings.get(key)!r}"
-            for key in keys
-            if held.settings.get(key) != self.settings.get(key)
-        ]
-        raise DataError(
-            "the folder holds the results of another job", where=where, found="; ".join(changed[:8]),
-            allowed="the same input and settings", fix="undo the change, or choose another task.output",
-        )  # fmt: skip
+        for key in sorted(held.settings.keys() | self.settings.keys()):
+            old, new = held.settings.get(key), self.settings.get(key)
+            changed += [f"{key}={old!r} now {new!r}"] * (old != new)
+        what, allowed = "the folder holds the results of another job", "the same input and settings"
+        fix = "undo the change, or choose another task.output"
+        raise DataError(what, where, "; ".join(changed[:8]), allowed, fix)
 
 
 def shards_of(places: Sequence[tuple[int, int]], size: int, most: int) -> tuple[Shard, ...]:
@@ -88,13 +82,12 @@ def shards_of(places: Sequence[tuple[int, int]], size: int, most: int) -> tuple[
 
     A record's place is its first byte and the number of its line.
     """
-    records = len(places)
+    records, shards, first = len(places), list[Shard](), 0
     number = -(-records // most)
-    found, first = [], 0
     for shard in range(number):
         count = records // number + (shard < records % number)
         start, line = places[first]
         end = places[first + count][0] if first + count < records else size
-        found.append(Shard(shard, first, count, start, end, line))
+        shards.append(Shard(shard, first, count, start, end, line))
         first += count
-    return tuple(found)
+    return tuple(shards)

@@ -1,9 +1,10 @@
-"""One line of the input as a request, read strictly: what to continue, and with which settings."""
+"""One line of the input as a request, read strictly: a prompt and its settings."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
@@ -21,16 +22,14 @@ ROLES = ("system", "user", "assistant")
 TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every vocabulary
 SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-OWN = ("prompt", "messages", "max_new_tokens", "stop", "seed", *SAMPLING)
-# What an OpenAI request may also say, if it says what we do anyway; None is: whatever it says.
-SAID_ANYWAY = {
-    "model": None, "user": None, "metadata": None, "n": 1, "best_of": 1, "stream": False, "echo": False,
-    "logprobs": False,
-}  # fmt: skip
+SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", *SAMPLING, *ALIASES)
+# Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
+WITHOUT_EFFECT = {"model": None, "user": None, "metadata": None, "n": 1, "best_of": 1}
+WITHOUT_EFFECT |= {"stream": False, "echo": False, "logprobs": False}
 
 
 class Form(Enum):
-    """The kind of line, which its answer follows."""
+    """The kind of line; the response has the same."""
 
     text = "text"
     plain = "plain"
@@ -40,7 +39,7 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """One record. `messages` stand in the place of a prompt; `seed` in that of the run's."""
+    """One record. `messages` replace a prompt; `seed` replaces the run's."""
 
     index: int
     id: str
@@ -55,13 +54,13 @@ class Request:
 
     @property
     def said(self) -> str:
-        """All text of it."""
+        """All its text."""
         return self.prompt or "\n".join(message["content"] for message in self.messages)
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A line that makes no request: it is answered with its error."""
+    """A line that makes no request: its response is the error."""
 
     index: int
     id: str
@@ -71,7 +70,7 @@ class Refused:
 
 @dataclass
 class Reader:
-    """Reads lines by the run's settings; remembers ids, which may stand once."""
+    """Reads lines with the run's settings as defaults. Ids are unique: it keeps those it has read."""
 
     run: RunConf
     is_text: bool
@@ -79,7 +78,7 @@ class Reader:
     _checked: set[str] = field(default_factory=set)
 
     def read(self, line: Line, index: int) -> Request:
-        """The line's request, or the reason why it makes none."""
+        """The line's request. Raises DataError if it makes none."""
         request = self._request(line, index)
         problem = problem_of(TextPrompt(request.id, request.said, request.where), self._seen)
         if problem is not None:
@@ -89,107 +88,89 @@ class Reader:
 
     def refused(self, line: Line, index: int, error: RunError) -> Refused:
         """What is known of a line that made no request."""
-        found, form = f"line-{line.number}", Form.text if self.is_text else Form.plain
-        try:
+        name, form = f"line-{line.number}", Form.text if self.is_text else Form.plain
+        with suppress(DataError):
             record = {} if self.is_text else parsed_object(line)
             form = Form.completions if "custom_id" in record else form
-            own = name_of(record.get("custom_id", record.get("id", found)), line.where)
-            found = own if is_usable(own) else found
-        except DataError:
-            pass
-        return Refused(index, found, form, str(error))
+            own = name_of(record.get("custom_id", record.get("id", name)), line.where)
+            name = own if is_usable(own) else name
+        return Refused(index, name, form, str(error))
 
     def _request(self, line: Line, index: int) -> Request:
-        task = self.run.task
+        task, name, where = self.run.task, f"line-{line.number}", line.where
         assert isinstance(task, BatchConf)
-        usual = Request(
-            index, f"line-{line.number}", Form.text, line.where, "", (), self.run.sampling,
-            task.max_new_tokens, tuple(task.stop),
-        )  # fmt: skip
+        settings = self.run.sampling, task.max_new_tokens, tuple(task.stop)
+        usual = Request(index, name, Form.text, where, "", (), *settings)
         if self.is_text:
             return replace(usual, prompt=line.text)
         record = parsed_object(line)
         if "custom_id" in record or "body" in record:
             return self._openai(record, usual)
-        name = name_of(record.pop("id", usual.id), line.where)
-        for key in record:  # other columns of somebody's table are left alone, misspelt settings are not
-            near = difflib.get_close_matches(key, (*OWN, *ALIASES), n=1, cutoff=0.8)
-            if key not in OWN and key not in ALIASES and near:
-                raise DataError(
-                    f"the line has an unknown setting {key}", where=line.where,
-                    fix=f"did you mean {near[0]}?",
-                )  # fmt: skip
-        return self._asked(record, replace(usual, id=name, form=Form.plain))
+        name = name_of(record.pop("id", name), where)
+        for key in record:  # other columns of a table are ignored, misspelt settings are not
+            near = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.8)
+            if key not in SETTINGS and near:
+                what, fix = f"the line has an unknown setting {key}", f"did you mean {near[0]}?"
+                raise DataError(what, where, fix=fix)
+        return self._with_own(record, replace(usual, id=name, form=Form.plain))
 
     def _openai(self, record: dict[str, Any], usual: Request) -> Request:
-        """The same settings, in OpenAI's envelope; what it asks for beyond them is refused by name."""
+        """The same settings in OpenAI's envelope. Raises DataError for what is not served."""
         url, body, where = record.get("url"), record.get("body"), usual.where
-        if url not in (COMPLETIONS, CHAT) or record.get("method", "POST") != "POST":
-            raise DataError(
-                "the request's method and url are not served", where=where,
-                found=f"{record.get('method', 'POST')} {url}", allowed=f"POST {COMPLETIONS}, POST {CHAT}",
-                fix="correct them",
-            )  # fmt: skip
+        method = record.get("method", "POST")
+        if url not in (COMPLETIONS, CHAT) or method != "POST":
+            what, allowed = "the request's method and url are not served", f"POST {COMPLETIONS}, POST {CHAT}"
+            raise DataError(what, where, f"{method} {url}", allowed, "correct them")
         if not isinstance(body, dict) or "custom_id" not in record:
             missing = "custom_id" if isinstance(body, dict) else "body"
-            raise DataError(
-                f"the request has no {missing}", where=where, found=", ".join(record), fix="add it"
-            )
+            raise DataError(f"the request has no {missing}", where, ", ".join(record), fix="add it")
         asked = {key: value for key, value in body.items() if value is not None}
-        for key, only in SAID_ANYWAY.items():
+        for key, only in WITHOUT_EFFECT.items():
             if key in asked and asked.pop(key) != only and only is not None:
-                raise DataError(
-                    f"the request asks for {key}", where=where, found=repr(body[key])[:60],
-                    allowed=repr(only), fix="leave it out",
-                )  # fmt: skip
+                found = repr(body[key])[:60]
+                raise DataError(f"the request asks for {key}", where, found, repr(only), "leave it out")
         for key in asked:
-            if key not in OWN and key not in ALIASES:
-                raise DataError(
-                    f"the request asks for {key}, which is not served", where=where,
-                    allowed=", ".join((*OWN, *ALIASES)), fix="leave it out",
-                )  # fmt: skip
+            if key not in SETTINGS:
+                what = f"the request asks for {key}, which is not served"
+                raise DataError(what, where, None, ", ".join(SETTINGS), "leave it out")
         wrong = "prompt" if url == CHAT else "messages"
         if wrong in asked:
-            raise DataError(f"a request to {url} has {wrong}", where=where, fix="choose the other url")
+            raise DataError(f"a request to {url} has {wrong}", where, fix="choose the other url")
         form = Form.chat if url == CHAT else Form.completions
-        return self._asked(asked, replace(usual, id=name_of(record["custom_id"], where), form=form))
+        return self._with_own(asked, replace(usual, id=name_of(record["custom_id"], where), form=form))
 
-    def _asked(self, record: dict[str, Any], usual: Request) -> Request:
-        """The request with what the line itself says."""
+    def _with_own(self, record: dict[str, Any], usual: Request) -> Request:
+        """The request with the line's own settings. Raises DataError for those that no run may have."""
         where = usual.where
         prompt, messages = _said(record, where)
         changes: dict[str, Any] = {ALIASES.get(key, key): value for key, value in record.items()}
         stop = changes.get("stop", list(usual.stop))
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-            raise DataError("stop is no list of texts", where=where, found=repr(stop), fix='write ["\\n"]')
-        request = replace(
-            usual, prompt=prompt, messages=messages, stop=tuple(stop),
-            max_new_tokens=_whole(changes, "max_new_tokens", usual.max_new_tokens, 1, where),
-            seed=_whole(changes, "seed", 0, 0, where) if changes.get("seed") is not None else None,
-        )  # fmt: skip
+            raise DataError("stop is no list of texts", where, repr(stop), fix='write ["\\n"]')
+        new = _whole(changes, "max_new_tokens", usual.max_new_tokens, 1, where)
+        seed = _whole(changes, "seed", 0, 0, where) if changes.get("seed") is not None else None
         own = {key: changes[key] for key in SAMPLING if key in changes}
         if "logit_bias" in own:
             own["logit_bias"] = _biases(own["logit_bias"], where)
-        if not own and request.max_new_tokens == usual.max_new_tokens:
-            return request
-        request = replace(request, sampling=replace(usual.sampling, **own) if own else usual.sampling)
-        self._check(request)
-        return request
+        sampling = replace(usual.sampling, **own) if own else usual.sampling
+        if own or new != usual.max_new_tokens:
+            self._check(sampling, new, where)
+        request = replace(usual, prompt=prompt, messages=messages, sampling=sampling, seed=seed)
+        return replace(request, max_new_tokens=new, stop=tuple(stop))
 
-    def _check(self, request: Request) -> None:
-        """Settings of a line have to be ones that a run could have."""
-        settings = f"{request.sampling} {request.max_new_tokens}"
+    def _check(self, sampling: SamplingConfig, new: int, where: str) -> None:
+        """Raises DataError unless a run could have these settings."""
+        settings = f"{sampling} {new}"
         if settings in self._checked:
             return
         assert isinstance(self.run.task, BatchConf)
-        task = replace(self.run.task, max_new_tokens=request.max_new_tokens)
-        run = replace(self.run, sampling=request.sampling, task=task)
+        run = replace(self.run, sampling=sampling, task=replace(self.run.task, max_new_tokens=new))
         try:
             check(run)
             check_context(run)
         except RunError as error:
-            raise DataError(f"a setting of the line is wrong: {error}", where=request.where) from None
+            raise DataError(f"a setting of the line is wrong: {error}", where) from None
         self._checked.add(settings)
 
 
@@ -199,36 +180,26 @@ def _said(record: dict[str, Any], where: str) -> tuple[str, tuple[Message, ...]]
         return prompt, ()
     if prompt is None and isinstance(messages, list) and messages and all(map(_is_message, messages)):
         return "", tuple(messages)
-    raise DataError(
-        "the line has no prompt", where=where, found=", ".join(record),
-        allowed='a string "prompt", or "messages" of {"role", "content"} with roles ' + ", ".join(ROLES),
-        fix="give it one of them",
-    )  # fmt: skip
+    allowed = 'a string "prompt", or "messages" of {"role", "content"} with roles ' + ", ".join(ROLES)
+    raise DataError("the line has no prompt", where, ", ".join(record), allowed, "give it one of them")
 
 
 def _is_message(message: object) -> bool:
-    return (
-        isinstance(message, dict)
-        and message.keys() == {"role", "content"}
-        and message["role"] in ROLES
-        and isinstance(message["content"], str)
-    )
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        return False
+    return message["role"] in ROLES and isinstance(message["content"], str)
 
 
 def _biases(value: object, where: str) -> dict[int, float]:
     """JSON has texts for keys."""
     if isinstance(value, dict) and all(TOKEN_ID.fullmatch(token) for token in value):
         return {int(token): bias for token, bias in value.items()}
-    raise DataError(
-        "logit_bias is no map of tokens to numbers", where=where, found=repr(value), fix='write {"42": -1.5}',
-    )  # fmt: skip
+    what, fix = "logit_bias is no map of tokens to numbers", 'write {"42": -1.5}'
+    raise DataError(what, where, repr(value), fix=fix)
 
 
 def _whole(record: dict[str, Any], key: str, default: int, least: int, where: str) -> int:
     value = record.get(key, default)
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_SEED:
         return value
-    raise DataError(
-        f"{key} is out of range", where=where, found=repr(value), allowed=f"whole numbers from {least}",
-        fix="correct it",
-    )  # fmt: skip
+    raise DataError(f"{key} is out of range", where, repr(value), f"whole numbers from {least}", "correct it")

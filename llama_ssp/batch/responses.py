@@ -14,8 +14,9 @@ BAD_REQUEST, BROKEN = 400, 500
 
 @dataclass(frozen=True)
 class Reply:
-    """What was written."""
+    """A generated text; `index` is the request's."""
 
+    index: int
     text: str
     token_ids: list[int]
     finish_reason: str
@@ -23,48 +24,39 @@ class Reply:
 
 
 def answer(request: Request, reply: Reply, model: str) -> dict[str, Any]:
-    """The line of a text that was written."""
+    """The line for a generated text."""
+    prompt_tokens, output_tokens = reply.prompt_tokens, len(reply.token_ids)
     if request.form in (Form.text, Form.plain):
         asked = {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
-        return {
-            "id": request.id, **asked, "text": reply.text, "token_ids": reply.token_ids,
-            "finish_reason": reply.finish_reason, "prompt_tokens": reply.prompt_tokens,
-            "output_tokens": len(reply.token_ids),
-        }  # fmt: skip
-    is_chat, written = request.form is Form.chat, len(reply.token_ids)
+        line: dict[str, Any] = {"id": request.id, **asked, "text": reply.text, "token_ids": reply.token_ids}
+        line |= {"finish_reason": reply.finish_reason, "prompt_tokens": prompt_tokens}
+        return {**line, "output_tokens": output_tokens}
+    is_chat = request.form is Form.chat
     said = {"message": {"role": "assistant", "content": reply.text}} if is_chat else {"text": reply.text}
+    total = prompt_tokens + output_tokens
     body = {
         "id": _name("cmpl", request.id),
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 0,  # equal runs write equal files
         "model": model,
-        "choices": [
-            {"index": 0, **said, "logprobs": None, "finish_reason": BY_OPENAI[reply.finish_reason]}
-        ],
-        "usage": {
-            "prompt_tokens": reply.prompt_tokens, "completion_tokens": written,
-            "total_tokens": reply.prompt_tokens + written,
-        },
-    }  # fmt: skip
-    return _openai(
-        request.id, {"status_code": 200, "request_id": _name("req", request.id), "body": body}, None
-    )
+        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": BY_OPENAI[reply.finish_reason]}],
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens, "total_tokens": total},
+    }
+    return _openai(request.id, 200, body)
 
 
 def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> dict[str, Any]:
-    """The line of a request that gets no text."""
+    """The line for a request that gets no text."""
+    about: dict[str, Any] = {"code": code, "message": error}
     if record.form in (Form.text, Form.plain):
-        return {"id": record.id, "error": {"code": code, "message": error}}
-    body = {
-        "error": {"code": code, "message": error, "type": "invalid_request_error" if code == 400 else "error"}
-    }
-    return _openai(
-        record.id, {"status_code": code, "request_id": _name("req", record.id), "body": body}, None
-    )
+        return {"id": record.id, "error": about}
+    about["type"] = "invalid_request_error" if code == BAD_REQUEST else "error"
+    return _openai(record.id, code, {"error": about})
 
 
-def _openai(name: str, response: dict[str, Any], error: None) -> dict[str, Any]:
-    return {"id": _name("batch_req", name), "custom_id": name, "response": response, "error": error}
+def _openai(name: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": _name("req", name), "body": body}
+    return {"id": _name("batch_req", name), "custom_id": name, "response": response, "error": None}
 
 
 def _name(kind: str, of: str) -> str:

@@ -1,6 +1,6 @@
-"""When a group of ranks that ended is started again, and when no more. No torch.
+"""Whether a group of ranks that ended is started again. No torch.
 
-torchrun leaves with 1 whatever its ranks left with, so a rank leaves its code in a file as well.
+torchrun exits with 1 whatever its ranks exit with, so a rank writes its code into a file as well.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llama_ssp.errors import DATA, MODEL, OK, USAGE
 
-LASTING = (USAGE, DATA, MODEL)  # what another go would end with again
+LASTING = (USAGE, DATA, MODEL)  # another run would end with these again
 
 
 class Next(Enum):
@@ -23,22 +23,20 @@ class Next(Enum):
 
 
 def after(code: int, fruitless: int, retries: int) -> Next:
-    """`fruitless` is how many ends in a row, this one included, came without one more record finished."""
+    """`fruitless` is how many runs in a row, this one included, finished no record."""
     if code == OK:
         return Next.done
-    if code in LASTING or fruitless > most_fruitless(retries):
-        return Next.give_up
-    return Next.again
+    return Next.give_up if code in LASTING or fruitless > most_fruitless(retries) else Next.again
 
 
 def most_fruitless(retries: int) -> int:
     """A record that kills its ranks does so once among others and `retries` times alone; then it is set
-    aside, which counts as finished. So more ends in a row are the fault of something else."""
+    aside, which counts as finished. So more fruitless runs in a row have another cause."""
     return retries + 1
 
 
 def code_of(returned: int, file: Path) -> int:
-    """How the group ended: 0, or what its ranks said, or else what the process that started them did."""
+    """How the group ended: 0, the code that a rank wrote, or that of the process that started the ranks."""
     if returned == OK:
         return OK
     with suppress(OSError, ValueError):

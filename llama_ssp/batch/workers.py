@@ -1,7 +1,6 @@
 """A batch job that several groups of ranks share: checked and planned before one is started. No torch.
 
-Each group runs the command as it was given, on shards that no other works on; all they share is the job's
-folder.
+Each group runs the same command, on shards that no other group works on; they share only the job's folder.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from llama_ssp.batch.job import Job, held_seed, job_of, longest_in
@@ -27,7 +27,7 @@ from llama_ssp.report.run_folder import config_sha256, versions
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).resolve().parents[2]  # where groups import this very package from
+SOURCES = Path(__file__).resolve().parents[2]  # groups import this very package from there
 LOGS = "logs"  # in the job's folder
 SUMMARY = '{"task": "batch"'
 COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "wall_s")
@@ -36,7 +36,7 @@ VALUED = ("--config-dir", "-cd")  # flags whose value is a word of its own
 
 
 @dataclass(frozen=True)
-class Share:
+class SharedJob:
     """A job and what is known of it before a group starts."""
 
     run: RunConf
@@ -46,59 +46,61 @@ class Share:
 
     @property
     def journal(self) -> Journal | None:
-        """None: no group has begun the job yet."""
-        return Journal.find(self.job.work) if Journal.held(self.job.work) else None
+        """None while no group has begun the job."""
+        held = Journal.held(self.job.work)
+        return Journal(self.job.work, held) if held else None
 
     @property
     def missing(self) -> int:
         """Shards that are not done."""
         journal, shards = self.journal, self.job.manifest.shards
-        return len(shards) if journal is None else sum(not journal.is_done(shard) for shard in shards)
+        return sum(journal is None or not journal.is_done(shard) for shard in shards)
 
     def summary(self) -> dict[str, object]:
         """How every summary of such a job begins."""
+        manifest, prediction = self.job.manifest, self.prediction
         return {
-            "task": self.run.task.name, "config_sha256": config_sha256(self.run), "seed": self.seed,
-            "versions": versions(), "records": self.job.manifest.records,
-            "shards": len(self.job.manifest.shards), "shards_missing": self.missing,
-            "verdict": self.prediction.option.verdict.value if self.prediction else None,
-            "output": str(self.job.output), "work": str(self.job.work),
-        }  # fmt: skip
+            "task": self.run.task.name,
+            "config_sha256": config_sha256(self.run),
+            "seed": self.seed,
+            "versions": versions(),
+            "records": manifest.records,
+            "shards": len(manifest.shards),
+            "shards_missing": self.missing,
+            "verdict": prediction.option.verdict.value if prediction else None,
+            "output": str(self.job.output),
+            "work": str(self.job.work),
+        }
 
 
-def share(run: RunConf, folders: list[Path], world: int) -> Share:
-    """Reads the input and the models' files, and refuses what does not fit groups of so many ranks."""
+def share(run: RunConf, folders: list[Path], world: int) -> SharedJob:
+    """Reads the input and the models' files. Raises RunError for what does not fit `world` ranks."""
     if ranks() > 1:
-        raise UsageError(
-            "groups are started by the command itself", where=f"cluster.groups={run.cluster.groups}",
-            found=f"{ranks()} ranks of torchrun", fix="start it without torchrun",
-        )  # fmt: skip
-    entry = pair_specs(run, folders, world)[0]
+        what, where = "groups are started by the command itself", f"cluster.groups={run.cluster.groups}"
+        raise UsageError(what, where, f"{ranks()} ranks of torchrun", fix="start it without torchrun")
+    pair = pair_specs(run, folders, world)[0]
     held = held_seed(run)
     seed = next((known for known in (run.seed, held) if known is not None), secrets.randbelow(2**31))
     if run.seed is None and held is None:
         log.info("seed=%d (drawn; the job keeps it)", seed)
-    job = job_of(entry.run, entry.files, seed)
+    job = job_of(pair.run, pair.files, seed)
     # By the figures of the cluster that is named; None where it says too little.
-    prediction = predict(entry.run, entry.placement, slots=min(_slots(job), entry.run.model.context))
+    prediction = predict(pair.run, pair.placement, slots=min(_slots(job), pair.run.model.context))
     require_fit(prediction, run.plan.enforce)
-    return Share(entry.run, job, seed, prediction)
+    return SharedJob(pair.run, job, seed, prediction)
 
 
 def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
-    """The command as one group gets it. Hydra wants overrides in one piece, flags before or behind."""
+    """The command for one group. Hydra wants all overrides together, with flags before or behind."""
     own = ("cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more)
-    overrides = [
-        number
-        for number, word in enumerate(words)
-        if not word.startswith("-") and (number == 0 or words[number - 1] not in VALUED)
-    ]
-    end = overrides[-1] + 1 if overrides else len(words)
+    pairs = enumerate(pairwise(["", *words]), start=1)
+    overrides = [end for end, (flag, word) in pairs if not word.startswith("-") and flag not in VALUED]
+    end = max(overrides, default=len(words))
     return (*words[:end], *own, *words[end:])
 
 
 def counted(logs: Iterable[Path]) -> Counter[str]:
-    """What groups have counted, from the summaries in their logs; one that was killed has left none."""
+    """The sum of what groups counted, from the summaries in their logs; a killed group has left none."""
     found = Counter[str]()
     for path in logs:
         with suppress(OSError):
@@ -111,7 +113,7 @@ def counted(logs: Iterable[Path]) -> Counter[str]:
 
 
 def _slots(job: Job) -> int:
-    """Tokens of the longest text: as counted by those who began the job, else by its bytes."""
+    """Tokens of the longest text: as counted when the job began, else by its bytes."""
     if job.source is None:
         return longest_in(Journal.find(job.work))
     requests = [record for record in job.source.records if isinstance(record, Request)]

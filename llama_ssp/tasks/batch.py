@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from llama_ssp.batch.continuous_batching import Rows, Work, Written
+from llama_ssp.batch.attempt_log import Attempt
+from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import longest_in
-from llama_ssp.batch.journal import Attempt, Journal
+from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
@@ -50,7 +52,7 @@ class BatchTask:
         self._run = inputs.pairs[0].run
         self._journal: Journal | None = None
         self._pair: RankModels | None = None
-        self._rows: Rows | None = None
+        self._rows: ContinuousBatch | None = None
         self._row_count = 0
         self._answered = self._refused = self._set_aside = 0
 
@@ -111,12 +113,12 @@ class BatchTask:
         missing, shards = standing.records - standing.finished, standing.shards - standing.shards_done
         return [longest_in(self._journal), missing, shards]
 
-    def _writer(self, pair: RankModels, tokens: Tokens) -> Rows:
+    def _writer(self, pair: RankModels, tokens: Tokens) -> ContinuousBatch:
         run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
         transform = RowTransforms(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
         draws = draws_for(pair.target, rule_of(run), self._inputs.seed)
         engine = engine_with(pair, run, tokens, transform, draws, self._task.prefill_chunk)
-        return Rows(
+        return ContinuousBatch(
             engine,
             transform,
             draws,
@@ -142,7 +144,7 @@ class BatchTask:
         """Writes along, in step with the leader, until no work comes."""
         while plain := broadcast_json([], self._ranks):
             assert self._rows is not None
-            works = [Work.of(one) for one in plain["works"]]
+            works = [TokenRequest.of_plain(one) for one in plain["works"]]
             for _ in self._rows.write(works, plain["rows"], lambda _: None):
                 pass
 
@@ -164,7 +166,7 @@ class BatchTask:
         finally:
             GUARD.on_signal.remove(attempt.excuse)
 
-    def _ready(self, attempt: Attempt, shard: Shard, tokens: Tokens) -> list[tuple[Work, Request]]:
+    def _ready(self, attempt: Attempt, shard: Shard, tokens: Tokens) -> list[tuple[TokenRequest, Request]]:
         """What is to be written, the longest first; lines that make no request are answered here."""
         job = self._inputs.job
         assert job is not None and self._journal is not None
@@ -184,33 +186,32 @@ class BatchTask:
                 ready.append((self._work(record, tokens), record))
         return sorted(ready, key=lambda pair: -pair[0].longest)
 
-    def _work(self, request: Request, tokens: Tokens) -> Work:
+    def _work(self, request: Request, tokens: Tokens) -> TokenRequest:
         ids = token_ids(request, tokens, self._run)
-        return Work(
+        return TokenRequest(
             request.index, Prompt(request.id, tuple(ids)), request.sampling, request.max_new_tokens,
             request.stop, request.seed,
         )  # fmt: skip
 
     def _write(
-        self, works: list[Work], rows: int, attempt: Attempt, asked: dict[int, Request],
+        self, works: list[TokenRequest], rows: int, attempt: Attempt, asked: dict[int, Request],
         advance: Callable[[int], None],
     ) -> None:  # fmt: skip
         if not works:
             return
         assert self._rows is not None
-        broadcast_json({"works": [work.plain() for work in works], "rows": rows}, self._ranks)
+        broadcast_json({"works": [asdict(work) for work in works], "rows": rows}, self._ranks)
         for written in self._rows.write(works, rows, attempt.begin):
             self._keep(attempt, asked[written.index], written)
             advance(1)
 
-    def _keep(self, attempt: Attempt, request: Request, written: Written) -> None:
+    def _keep(self, attempt: Attempt, request: Request, written: Reply) -> None:
         """Commits an answer."""
         if written.finish_reason == "error":
             log.warning("%s: %s", request.where, NAN)
             self._refuse(attempt, request, refusal(request, NAN, BROKEN))
             return
-        reply = Reply(written.text, written.token_ids, written.finish_reason, written.prompt_tokens)
-        attempt.finish(request.index, answer(request, reply, self._inputs.pairs[0].target))
+        attempt.finish(request.index, answer(request, written, self._inputs.pairs[0].target))
         self._answered += 1
 
     def _refuse(self, attempt: Attempt, record: Request | Refused, line: dict[str, Any]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from llama_ssp.batch.job import Job
+from llama_ssp.batch.job import Job, require_good
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.requests import Refused, Request
-from llama_ssp.batch.source import require_good
 from llama_ssp.config import BatchConf, RunConf
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import begun, encoded, unusable

@@ -15,8 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from llama_ssp.batch.job import read_source
 from llama_ssp.batch.requests import Refused, Request
-from llama_ssp.batch.source import read_source
 from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf
 from llama_ssp.errors import RunError
 from llama_ssp.text.prompts import Reading, read_prompts

@@ -92,14 +92,14 @@ DEADLY = """
 import os, signal
 from llama_ssp.batch import attempt_log as parts
 
-begin = parts.Part.begin
+begin = parts.Attempt.begin
 
 def deadly(self, indices):
     begin(self, indices)
     if 0 in indices:
         os.kill(os.getpid(), signal.SIGKILL)
 
-parts.Part.begin = deadly
+parts.Attempt.begin = deadly
 """
 
 

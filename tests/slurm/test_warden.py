@@ -109,7 +109,7 @@ def test_a_broken_installation_is_not_requeued_for_ever(node: Node):
         node.run("exit 127", retries=2)
         requeued = [line for line in node.asked if "requeue" in line]
         assert len(requeued) == min(go + 1, 3)
-    assert "5 goes in a row finished no record" in node.run("exit 127", retries=2)[1]
+    assert "5 runs in a row finished no record" in node.run("exit 127", retries=2)[1]
 
 
 def test_a_successor_is_left_alone(node: Node):

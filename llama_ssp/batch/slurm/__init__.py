@@ -2,8 +2,8 @@
 
 script.py       the sbatch script: an array, each element one group of ranks that does shard after shard
 submit.py       prints it, or submits it, if anything is missing
-supervisor.py   on the node: starts the ranks, stops them in time, and asks to be requeued
+supervisor.py   on the node: starts the ranks, stops them in time, and requeues the job
 history.py      which jobs were submitted, and how their elements ended
-status.py       where a job stands, from its files and from squeue
+status.py       how far a job is, from its files and from squeue
 client.py       calls sbatch, squeue, sacct and scontrol
 """

@@ -40,20 +40,21 @@ class GroupSize:
 
 @dataclass(frozen=True)
 class Order:
-    """All that a script is made of. `words` is the command as one process of the group gets it."""
+    """All that a script is made of. `words` is the command for one process of the group."""
 
     name: str
     size: GroupSize
     elements: int
     work: Path
-    folder: Path  # that the command was given in
+    folder: Path  # the current one
     python: str
     words: tuple[str, ...]
     retries: int
     slurm: SlurmConf
 
     def rendered(self) -> str:
-        return "\n".join([
+        supervisor = f'"$python" -m llama_ssp.batch.slurm.supervisor {shlex.quote(str(self.work))}'
+        lines = [
             "#!/bin/bash",
             f"# Made by llama-ssp {__version__}. It needs the folder {_in_comment(self.work / LOGS)}.",
             *(f"#SBATCH --{option}" for option in self._options()),
@@ -70,32 +71,27 @@ class Order:
             "words=(",
             *(f"    {shlex.quote(word)}" for word in self.words),
             ")",
-            "# Stops the ranks before the time is up, and asks for another go when they did not finish.",
-            f'exec "$python" -m llama_ssp.batch.slurm.supervisor {shlex.quote(str(self.work))}'
-            f" {self.retries} {self.slurm.signal_s}"
-            ' "${launch[@]}" "${words[@]}"',
+            "# Stops the ranks before the time limit, and requeues the job when they did not finish.",
+            f'exec {supervisor} {self.retries} {self.slurm.signal_s} "${{launch[@]}}" "${{words[@]}}"',
             "",
-        ])  # fmt: skip
+        ]
+        return "\n".join(lines)
 
     def _options(self) -> list[str]:
         """sbatch's options, in the order of people's own scripts."""
         slurm, size = self.slurm, self.size
         cpus = slurm.cpus_per_rank and slurm.cpus_per_rank * size.ranks
         gpus = f"{slurm.gpu_type}:{size.ranks}" if slurm.gpu_type else size.ranks
-        asked = {
-            "job-name": self.name, "partition": slurm.partition, "account": slurm.account, "qos": slurm.qos,
-            "constraint": slurm.constraint, "array": f"0-{self.elements - 1}", "nodes": size.nodes,
-            "ntasks-per-node": 1, "cpus-per-task": cpus, "gpus-per-node": gpus if size.gpus else None,
-            "mem": slurm.mem, "time": slurm.time, "output": _pattern(self.work / LOGS),
-            "open-mode": "append", "signal": f"B:USR1@{slurm.signal_s}",
-        }  # fmt: skip
-        given = [f"{name}={_quoted(str(value))}" for name, value in asked.items() if value is not None]
+        wanted: dict[str, object] = {"job-name": self.name, "partition": slurm.partition}
+        wanted |= {"account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
+        wanted |= {"array": f"0-{self.elements - 1}", "nodes": size.nodes, "ntasks-per-node": 1}
+        wanted |= {"cpus-per-task": cpus, "gpus-per-node": gpus if size.gpus else None, "mem": slurm.mem}
+        logs = str(self.work / LOGS).replace("%", "%%")  # for Slurm, a percent sign begins a pattern
+        wanted |= {"time": slurm.time, "output": f"{logs}/{LOG_NAME}"}
+        wanted |= {"open-mode": "append", "signal": f"B:USR1@{slurm.signal_s}"}
+        given = [f"{name}={_quoted(str(value))}" for name, value in wanted.items() if value is not None]
         extra = (option.removeprefix("--").partition("=") for option in slurm.options)
-        return [
-            *given,
-            "requeue",
-            *(name + sign + (_quoted(value) if sign else "") for name, sign, value in extra),
-        ]
+        return [*given, "requeue", *(name + sign + (sign and _quoted(value)) for name, sign, value in extra)]
 
     def _launch(self) -> list[str]:
         """What starts the ranks. A single one needs no torchrun."""
@@ -110,20 +106,13 @@ class Order:
         return [*lines, "-m llama_ssp"]
 
 
-def _pattern(folder: Path) -> str:
-    """The logs' path, as Slurm wants it: a percent sign means something else there."""
-    return f"{str(folder).replace('%', '%%')}/{LOG_NAME}"
-
-
 def _quoted(value: str) -> str:
-    """A value on an #SBATCH line, which ends with the line and knows single quotes."""
+    """A value on an #SBATCH line, which ends with the line and allows single quotes."""
     if PLAIN.fullmatch(value):
         return value
     if "'" in value or "\\" in value or any(ord(c) < 32 for c in value):
-        raise UsageError(
-            "a value cannot stand in a Slurm script", found=repr(value),
-            allowed="one line without quotes and backslashes", fix="choose another task.work",
-        )  # fmt: skip
+        what, allowed = "a value cannot stand in a Slurm script", "one line without quotes and backslashes"
+        raise UsageError(what, "", repr(value), allowed, "choose another task.work")
     return f"'{value}'"
 
 

@@ -1,4 +1,4 @@
-"""task=batch with cluster.scheduler=slurm: the script, printed or handed over. No torch."""
+"""task=batch with cluster.scheduler=slurm: prints the script, or submits it. No torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from llama_ssp.batch.atomic_files import storing
 from llama_ssp.batch.journal import Journal
-from llama_ssp.batch.slurm.client import Slurm
+from llama_ssp.batch.slurm import client
 from llama_ssp.batch.slurm.history import Submission, keep_submission, submissions
 from llama_ssp.batch.slurm.script import GroupSize, Order
-from llama_ssp.batch.workers import LOGS, Share, share, words_of_one
+from llama_ssp.batch.workers import LOGS, SharedJob, share, words_of_one
 from llama_ssp.config import BatchConf, Output, RunConf, SlurmConf
 from llama_ssp.config.validation.cluster import seconds_of
 from llama_ssp.errors import OK, DistributedError, UsageError
@@ -27,108 +26,94 @@ UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
-    """Prints the script, or submits it; `words` are the command's own."""
+    """Prints the script or submits it; `words` are the command's own. Returns the exit code."""
     cluster, task = run.cluster, run.task
     assert isinstance(task, BatchConf) and cluster.gpus is not None
     size = GroupSize(cluster.nodes, cluster.gpus, cluster.gpu != CPU)
     shared = share(run, folders, size.world)
     console, summary, is_json = Console(), shared.summary(), run.output is Output.json
     if not shared.missing:
-        journal = shared.journal
-        assert journal is not None
-        journal.merge(shared.job.output)
+        Journal.find(shared.job.work).merge(shared.job.output)
         log.info("nothing is missing: %s is whole", shared.job.output)
         console.document({**summary, "status": "done", "job": None}, is_json)
         return OK
     order = _order(shared, size, words)
     script = order.rendered()
     if not task.submit:
-        summary |= {"status": "printed", "script": script, **_looked_over(cluster.slurm, script)}
+        said = None
+        try:
+            client.require_slurm()
+        except DistributedError as absent:  # a script can be made anywhere
+            log.warning("not checked against a cluster: %s", absent)
+        else:
+            said = _checked(cluster.slurm, script)
         if is_json:
-            console.document(summary, is_json)
+            document = {**summary, "status": "printed", "script": script, "test_only": said}
+            console.document(document, is_json)
         else:
             console.write(script)
         return OK
-    slurm = Slurm()
-    slurm.require()
-    summary |= _checked(slurm, cluster.slurm, script)
-    submission = _submitted(slurm, order, script)
-    log.info(
-        "submitted: job %s, %d element%s, logs in %s; see task.status=true, or squeue --jobs=%s",
-        submission.job, order.elements, "s" * (order.elements > 1), order.work / LOGS, submission.job,
-    )  # fmt: skip
-    submitted = {"status": "submitted", "job": submission.job, "elements": order.elements}
+    client.require_slurm()
+    said = _checked(cluster.slurm, script)
+    job, elements = _submitted(order, script), order.elements
+    logs, s = order.work / LOGS, "s" * (elements > 1)
+    log.info("submitted: job %s, %d element%s, logs in %s", job, elements, s, logs)
+    log.info("see task.status=true, or squeue --jobs=%s", job)
+    submitted = {"test_only": said, "status": "submitted", "job": job, "elements": elements}
     console.document({**summary, **submitted}, is_json)
     return OK
 
 
-def _order(shared: Share, size: GroupSize, words: list[str]) -> Order:
-    cluster, task, work = shared.run.cluster, shared.run.task, shared.job.work
-    assert isinstance(task, BatchConf)
-    elements = min(cluster.groups, shared.missing)
-    if elements < cluster.groups:
-        log.info("the array has %d: no more shards are missing", elements)
-    name = re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{shared.job.output.stem}")[:100]
-    one = [f"cluster.nodes={size.nodes}", f"cluster.gpus={size.ranks}"]
-    return Order(
-        name=cluster.slurm.job_name or name, size=size, elements=elements, work=work.absolute(),
-        folder=Path.cwd(), python=cluster.slurm.python or sys.executable,
-        words=words_of_one(words, shared.seed, *one), retries=task.retries, slurm=cluster.slurm,
-    )  # fmt: skip
+def _order(shared: SharedJob, size: GroupSize, words: list[str]) -> Order:
+    run, work = shared.run, shared.job.work
+    assert isinstance(run.task, BatchConf)
+    slurm, elements = run.cluster.slurm, min(run.cluster.groups, shared.missing)
+    if elements < run.cluster.groups:
+        log.info("the array has %d elements: no more shards are missing", elements)
+    name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{shared.job.output.stem}")[:100]
+    one = words_of_one(words, shared.seed, f"cluster.nodes={size.nodes}", f"cluster.gpus={size.ranks}")
+    python = slurm.python or sys.executable
+    return Order(name, size, elements, work.absolute(), Path.cwd(), python, one, run.task.retries, slurm)
 
 
-def _looked_over(conf: SlurmConf, script: str) -> dict[str, Any]:
-    """What Slurm says of it, where there is one; a script can be made anywhere."""
-    slurm = Slurm()
-    try:
-        slurm.require()
-    except DistributedError as absent:
-        log.warning("not checked against a cluster: %s", absent)
-        return {"test_only": None}
-    return _checked(slurm, conf, script)
-
-
-def _checked(slurm: Slurm, conf: SlurmConf, script: str) -> dict[str, Any]:
+def _checked(conf: SlurmConf, script: str) -> str:
+    """What Slurm says of the script. Raises UsageError if the job could never start."""
     if conf.time is not None:
-        require_time(conf.time, conf.partition, slurm.partitions())
-    said = slurm.test(script)
+        require_time(conf.time, conf.partition, client.partitions())
+    said = client.dry_run(script)
     log.info("%s", said)
-    return {"test_only": said}
+    return said
 
 
 def require_time(asked: str, names: str | None, partitions: list[dict[str, str]]) -> None:
-    """Refuses a time limit beyond that of every partition named, or of the default one.
+    """Raises UsageError for a time limit beyond that of every partition named, or of the default one.
 
-    `sbatch --test-only` accepts this, alone of what can never start, where EnforcePartLimits=NO, which is
-    Slurm's default: the job would be queued for ever. sbatch itself refuses a partition that does not exist.
+    `sbatch --test-only` accepts it where EnforcePartLimits=NO, which is Slurm's default, and the job would be
+    queued for ever. sbatch itself refuses everything else that can never start.
     """
-    wanted = [
-        partition
-        for partition in partitions
-        if (partition["PartitionName"] in names.split(",") if names else partition.get("Default") == "YES")
+    named = names.split(",") if names else []
+    limits = [
+        one.get("MaxTime", "")
+        for one in partitions
+        if (one["PartitionName"] in named if names else one.get("Default") == "YES")
     ]
-    limits = [partition.get("MaxTime", "") for partition in wanted]
     if limits and all(one not in UNLIMITED and seconds_of(asked) > seconds_of(one) for one in limits):
-        raise UsageError(
-            "the job could never start", where="cluster.slurm.time", found=asked,
-            allowed=f"at most {max(limits, key=seconds_of)}",
-            fix="ask for less: an element that reaches its limit is requeued and goes on",
-        )  # fmt: skip
+        what, allowed = "the job could never start", f"at most {max(limits, key=seconds_of)}"
+        fix = "ask for less: an element that reaches its limit is requeued and goes on"
+        raise UsageError(what, "cluster.slurm.time", asked, allowed, fix)
 
 
-def _submitted(slurm: Slurm, order: Order, script: str) -> Submission:
-    """Hands it over, unless an earlier submission is still in the queue: two would only get in their way."""
-    alive = slurm.queued([earlier.job for earlier in submissions(order.work)])
+def _submitted(order: Order, script: str) -> str:
+    """Submits the job; its number. Raises UsageError while an earlier submission is still in the queue."""
+    alive = client.queued([earlier.job for earlier in submissions(order.work)])
     if alive:
-        raise UsageError(
-            "this job is in the queue already", where=str(order.work),
-            found=f"job {alive[0].job}, {alive[0].state}",
-            fix="follow it with task.status=true, or cancel it with scancel first",
-        )  # fmt: skip
+        found = f"job {alive[0].job}, {alive[0].state}"
+        fix = "follow it with task.status=true, or cancel it with scancel first"
+        raise UsageError("this job is in the queue already", order.work, found, fix=fix)
     if Journal.held(order.work) is not None:
         Journal.find(order.work).release_jobs()
     with storing(order.work):
         (order.work / LOGS).mkdir(parents=True, exist_ok=True)  # Slurm fails a job that cannot write its log
-    submission = Submission(slurm.submit(script), order.name, order.elements, time.time())
-    keep_submission(order.work, submission, script)
-    return submission
+    job = client.submit(script)
+    keep_submission(order.work, Submission(job, order.name, order.elements, time.time()), script)
+    return job
