@@ -35,7 +35,7 @@ from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.sampling import one_hot  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
-from llama_ssp.text.matching import NONE  # noqa: E402
+from llama_ssp.text.compatibility import NONE  # noqa: E402
 from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 from llama_ssp.text.translation import Intersection  # noqa: E402
 from tests.renumbered import renumber  # noqa: E402

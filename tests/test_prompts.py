@@ -19,7 +19,7 @@ exhaustive = settings(derandomize=True, deadline=None, database=None)
 
 
 def reading(data: bytes, jsonl: bool = False, policy: OnBadRow = OnBadRow.fail) -> Reading:
-    return _checked(_parse(data, "f", jsonl, policy), policy)
+    return _checked(_parse(data, "f", jsonl), policy)
 
 
 def found(data: bytes, jsonl: bool = False) -> list[tuple[str, str]]:

@@ -16,13 +16,18 @@ from tokenizers import Tokenizer, decoders, models
 from llama_ssp.config import Bridging
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.text.compatibility import VocabularyMatch, diagnose
-from llama_ssp.text.matching import NONE, match
+from llama_ssp.text.compatibility import NONE, VocabularyMatch, diagnose, match
 from llama_ssp.text.pairing import Paired, Pairing, chosen, pair
-from llama_ssp.text.surface import Notation, notation_guessed, surface
 from llama_ssp.text.tokenizer import HubTokens
 from llama_ssp.text.translation import Bridge, Intersection, Text
-from llama_ssp.text.vocabulary import Vocabulary, end_ids_of, read_vocabulary
+from llama_ssp.text.vocabulary import (
+    Notation,
+    Vocabulary,
+    end_ids_of,
+    notation_guessed,
+    read_vocabulary,
+    surface,
+)
 from tests import checkpoints
 from tests.tongues import PAIRS, tongue
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from llama_ssp.text.compatibility import diagnose
-from llama_ssp.text.surface import Notation
 from llama_ssp.text.translation import Bridge, Intersection, Text
-from llama_ssp.text.vocabulary import Vocabulary
+from llama_ssp.text.vocabulary import Notation, Vocabulary
 
 
 def tongue(

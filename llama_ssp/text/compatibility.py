@@ -1,24 +1,74 @@
-"""Do target and draft speak the same tokens? The finding, in words and figures. No torch, no weights."""
+"""How two vocabularies compare, and which of their tokens stand for the same text. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
-from llama_ssp.text.matching import Match, match
 from llama_ssp.text.prompts import SENTENCES, SHORT
-from llama_ssp.text.vocabulary import Vocabulary, readable, shown
+from llama_ssp.text.vocabulary import Vocabulary
 
+NONE = -1  # no counterpart
 PROBES = [
     "The quick brown fox", " leading space", "trailing  ", "\n\n\tdef f(x):\n    return x ** 2",
     "1234567890 3.14159", "naïve café", "日本語のテキスト", "🙂🙃", "a\u0301", "<s></s>", "(){}[]", "'\"\\",
 ]  # fmt: skip
-SAMPLE = "\n".join([*SENTENCES, *SHORT])  # what shares are taken of
+SAMPLE = "\n".join([*SENTENCES, *SHORT])  # the text that shares are measured on
+
+
+@dataclass(frozen=True)
+class Match:
+    """Tokens of two vocabularies that stand for the same text; NONE: no counterpart.
+
+    Every draft token has at most one target token, so no probability is counted twice. Several draft tokens
+    may have the same one, whose probability is their sum; the draft model reads `draft_of` it.
+    """
+
+    target_of: tuple[int, ...]
+    draft_of: tuple[int, ...]
+
+    @cached_property
+    def shared(self) -> int:
+        """How many of the target's tokens the draft can propose."""
+        return sum(i != NONE for i in self.draft_of)
+
+
+def match(target: Vocabulary, draft: Vocabulary) -> Match:
+    """By name where it has the same bytes in both, else by bytes; tokens that end a text match each other."""
+    target_of = [_counterpart(i, target, draft) for i in range(draft.size)]
+    draft_of = [NONE] * target.size
+
+    def rank(i: int) -> tuple[bool, bool, int]:
+        text = draft.surfaces[i]
+        plain = text is not None and draft.by_surface.get(text) == i
+        return draft.names[i] != target.names[target_of[i]], not plain, i
+
+    for i in sorted((i for i, t in enumerate(target_of) if t != NONE), key=rank, reverse=True):
+        draft_of[target_of[i]] = i
+    return Match(tuple(target_of), tuple(draft_of))
+
+
+def _counterpart(i: int, target: Vocabulary, draft: Vocabulary) -> int:
+    name = draft.names.get(i)
+    if name is None:
+        return NONE
+    namesake = target.ids.get(name, NONE)
+    if i in draft.special:
+        if namesake in target.special:
+            return namesake
+        return min(target.ends, default=NONE) if i in draft.ends else NONE
+    text = draft.surfaces[i]
+    if not text:
+        return NONE
+    if namesake != NONE and target.surfaces[namesake] == text:
+        return namesake
+    return target.by_surface.get(text, NONE)
 
 
 class VocabularyMatch(Enum):
-    """`misleading`: as many ids, which mean other tokens; who compares sizes takes them for the same."""
+    """`misleading`: the same number of ids, but they stand for other tokens."""
 
     same = "same"
     padded = "same but padded"
@@ -28,8 +78,10 @@ class VocabularyMatch(Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. `ceiling` is the share of a sample's target tokens that the draft has, too:
-    no more of them can be accepted one for one. `expansion` is draft tokens for a target token there.
+    """How two vocabularies compare. `widths` are the logits of each model.
+
+    `ceiling` is the share of a sample's target tokens that the draft has, too: an upper bound for acceptance
+    one for one. `expansion` is the draft tokens for a target token there.
     """
 
     verdict: VocabularyMatch
@@ -38,8 +90,8 @@ class Diagnosis:
     match: Match
     differing: int  # tokens
     examples: tuple[str, ...]
-    cut: str | None
-    beyond: tuple[str, ...]
+    cut: str | None  # a text that both tokenize differently
+    beyond: tuple[str, ...]  # tokens that only the wider model has logits for
     notes: tuple[str, ...]
     ceiling: float = 1.0
     expansion: float = 1.0
@@ -50,21 +102,19 @@ class Diagnosis:
         return self.verdict in (VocabularyMatch.different, VocabularyMatch.misleading)
 
     def in_words(self) -> str:
-        """One line, without what is done about it."""
+        """One line, without the bridge."""
         if self.verdict is VocabularyMatch.same:
-            said = f"same, {self.tokens[0]} tokens"
+            words = f"same, {self.tokens[0]} tokens"
         elif self.verdict is VocabularyMatch.padded:
-            said = (
-                f"same but padded, {min(self.tokens)} tokens in {self.widths[0]} and {self.widths[1]} rows; "
-                "the others are never drawn"
-            )
+            rows = f"{self.widths[0]} and {self.widths[1]} rows"
+            words = f"same but padded, {min(self.tokens)} tokens in {rows}; the others are never drawn"
         else:
-            said = (
+            words = (
                 f"{self.verdict.value}, {self.match.shared} of the target's {self.tokens[0]} tokens are "
                 f"among the draft's {self.tokens[1]}; of a sample text {self.ceiling:.0%}, with "
                 f"{self.expansion:.1f} draft tokens for one of the target's"
             )
-        return "; ".join([said, *self.notes])
+        return "; ".join([words, *self.notes])
 
     def record(self) -> dict[str, Any]:
         """The same for the summary."""
@@ -85,63 +135,42 @@ class Diagnosis:
 
 
 def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> Diagnosis:
-    """`widths` are how many logits each has: they may differ by padding, which no token stands for."""
+    """Compares two vocabularies; `widths` are the logits of each model, which may include padding."""
     differing = sorted(t for t in {*target.ids, *draft.ids} if target.ids.get(t) != draft.ids.get(t))
-    counts = len(target.ids), len(draft.ids)
-    extra = differing and _only_added(target, draft, differing)
-    if not differing or extra:
-        verdict = (
-            VocabularyMatch.same
-            if widths == (target.size, draft.size) and not extra
-            else VocabularyMatch.padded
-        )
+    counts, notes = (len(target.ids), len(draft.ids)), _other_settings(target, draft)
+    wide, narrow = (target, draft) if counts[0] > counts[1] else (draft, target)
+    if all(t not in narrow.ids and wide.ids[t] in wide.added for t in differing):  # extra tokens, or none
+        if differing:
+            owner = "target" if wide is target else "draft"
+            notes = (f"{len(differing)} added tokens only in the {owner} ({_shown(differing)})", *notes)
+        unpadded = not differing and widths == (target.size, draft.size)
+        verdict = VocabularyMatch.same if unpadded else VocabularyMatch.padded
         cut = next((text for text in PROBES if target.encode(text) != draft.encode(text)), None)
-        beyond = [] if extra else sorted(t for t, i in target.ids.items() if min(widths) <= i < max(widths))
-        known = _identity(min(target.size, draft.size))
-        notes = (*_extras(target, draft, differing), *_habits(target, draft))
-        return Diagnosis(verdict, counts, widths, known, 0, (), cut, tuple(beyond), notes)
-    known, alike = match(target, draft), counts[0] == counts[1] or widths[0] == widths[1]
-    telling = _telling(target, draft, differing)[:3]
-    sample = target.encode(SAMPLE)
+        beyond = sorted(t for t, i in target.ids.items() if min(widths) <= i < max(widths))
+        same = tuple(range(min(target.size, draft.size)))
+        only_wide = () if differing else tuple(beyond)
+        return Diagnosis(verdict, counts, widths, Match(same, same), 0, (), cut, only_wide, notes)
+    known, sample = match(target, draft), target.encode(SAMPLE)
+    misleading = counts[0] == counts[1] or widths[0] == widths[1]
+    # Tokens of both come first: they show best that ids stand for other tokens.
+    examples = sorted(differing, key=lambda t: (t not in target.ids or t not in draft.ids, t))[:3]
     return Diagnosis(
-        VocabularyMatch.misleading if alike else VocabularyMatch.different,
+        VocabularyMatch.misleading if misleading else VocabularyMatch.different,
         counts,
         widths,
         known,
         len(differing),
-        tuple(f"{readable(t)}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in telling),
+        tuple(f"{_shown([t])}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in examples),
         None,
         (),
-        _habits(target, draft),
+        notes,
         sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1),
         len(draft.encode(SAMPLE)) / max(len(sample), 1),
     )
 
 
-def _identity(size: int) -> Match:
-    return Match(tuple(range(size)), tuple(range(size)))
-
-
-def _telling(target: Vocabulary, draft: Vocabulary, differing: list[str]) -> list[str]:
-    """Those that both have first: they show best that ids mean other tokens."""
-    return sorted(differing, key=lambda t: (t not in target.ids or t not in draft.ids, t))
-
-
-def _only_added(target: Vocabulary, draft: Vocabulary, differing: list[str]) -> bool:
-    """Whether one has the other's tokens with their ids, and added tokens on top."""
-    wide, narrow = (target, draft) if len(target.ids) > len(draft.ids) else (draft, target)
-    return all(t not in narrow.ids and wide.ids[t] in wide.added for t in differing)
-
-
-def _extras(target: Vocabulary, draft: Vocabulary, differing: list[str]) -> tuple[str, ...]:
-    if not differing:
-        return ()
-    whose = "target" if len(target.ids) > len(draft.ids) else "draft"
-    return (f"{len(differing)} added tokens only in the {whose} ({shown(differing)})",)
-
-
-def _habits(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:
-    """What differs beside the tokens. It costs acceptance at most: texts are cut once, by the target's."""
+def _other_settings(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:
+    """Differences that cost acceptance at most: the target's tokenizer alone reads the texts."""
     notes = []
     if target.normaliser != draft.normaliser:
         notes.append("other normalisers")
@@ -154,3 +183,8 @@ def _habits(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:
     if target.template != draft.template:
         notes.append("other chat templates, the target's holds")
     return tuple(notes)
+
+
+def _shown(tokens: list[str]) -> str:
+    """The first three, for messages."""
+    return ", ".join(repr(token if len(token) <= 40 else token[:40] + "...") for token in tokens[:3])

@@ -1,4 +1,4 @@
-"""Tokens to text, as they come: no half characters, no half stop strings, special tokens left out."""
+"""Tokens to text while they are generated: no half characters, no half stop strings, no special tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 Decode = Callable[[list[int]], str]
 
-# How many of a prompt's tokens are decoded with the text: a token's text may depend on its neighbours.
-CONTEXT_TOKENS = 8
-CHARACTER_TOKENS = 4  # the most that one character is cut into
+CONTEXT_TOKENS = 8  # of the prompt, decoded with the text: a token's text may depend on its neighbours
+CHARACTER_TOKENS = 4  # the most tokens of one character
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 TAB = "    "
@@ -18,9 +17,9 @@ TAB = "    "
 class Detokenizer:
     """Turns a growing list of tokens into growing text.
 
-    A byte-level token may hold part of a character: its text then ends in a replacement character
-    and is held back until the character is whole. What is decoded always begins where a character
-    does: from half a character on, some tokenizers give no character of a run of byte tokens.
+    A byte-level token may be part of a character: its text then ends in a replacement character and is held
+    back until the character is whole. Decoding always begins with a whole character: from half a character
+    on, some tokenizers return nothing for a run of byte tokens.
     """
 
     def __init__(self, decode: Decode, before: list[int]) -> None:
@@ -29,7 +28,7 @@ class Detokenizer:
         self._read = len(self._tokens)
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token."""
+        """The text that this token completes."""
         self._tokens.append(token)
         known = self._decode(self._tokens[: self._read])
         grown = self._decode(self._tokens)
@@ -41,35 +40,35 @@ class Detokenizer:
 
 
 def _tail(decode: Decode, tokens: list[int]) -> list[int]:
-    """The last few tokens, from the beginning of a character on."""
+    """The last few tokens, from a whole character on."""
     tails = [tokens[-CONTEXT_TOKENS - more :] for more in range(CHARACTER_TOKENS)]
     return next((tail for tail in tails if not decode(tail).startswith(INCOMPLETE)), tails[0])
 
 
 class Writing:
-    """The texts of a batch: says where a stop string ends a row, and what may be printed."""
+    """The texts of a batch: where a stop string ends a row, and what may be printed."""
 
     def __init__(self, decode: Decode, prompts: list[tuple[int, ...]], stops: list[str]) -> None:
         self._decode = decode
         self._rows = [_RowText(Detokenizer(decode, list(prompt)), stops) for prompt in prompts]
 
     def begin(self, row: int, prompt: tuple[int, ...], stops: list[str]) -> None:
-        """Another text comes into the row."""
+        """Starts another text in the row."""
         self._rows[row] = _RowText(Detokenizer(self._decode, list(prompt)), stops)
 
     def kept(self, row: int, tokens: list[int]) -> int | None:
-        """Takes the row's next tokens; how many stand if a stop string ends inside them."""
+        """Adds the row's next tokens; returns how many are kept if a stop string ends inside them."""
         for count, token in enumerate(tokens, start=1):
             if self._rows[row].push(token):
                 return count
         return None
 
     def text(self, row: int) -> str:
-        """All of the row's text so far, without a stop string that ended it."""
+        """The row's text so far, without a stop string that ended it."""
         return self._rows[row].text
 
     def printable(self, row: int, ended: bool) -> str:
-        """What may be printed now and has not been: a possible beginning of a stop string waits."""
+        """The text to print now: a possible beginning of a stop string is held back."""
         return self._rows[row].take(ended)
 
 
@@ -82,7 +81,7 @@ class _RowText:
         self.text = ""
 
     def push(self, token: int) -> bool:
-        """Adds a token; whether a stop string is now complete."""
+        """Adds a token; returns whether a stop string is complete."""
         old = len(self.text)
         self.text += self._detokenizer.push(token)
         since = max(0, old - self._longest + 1)
@@ -92,29 +91,24 @@ class _RowText:
         return bool(found)
 
     def take(self, ended: bool) -> str:
-        safe = len(self.text) if ended else len(self.text) - self._unsure()
+        safe = len(self.text) if ended else len(self.text) - self._held_back()
         piece = self.text[self._taken : safe]
         self._taken = max(self._taken, safe)
         return piece
 
-    def _unsure(self) -> int:
-        """The length of the longest tail that a stop string may begin with."""
-        for size in range(min(self._longest - 1, len(self.text)), 0, -1):
-            tail = self.text[-size:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return size
-        return 0
+    def _held_back(self) -> int:
+        """The length of the longest tail that a stop string begins with."""
+        sizes = range(min(self._longest - 1, len(self.text)), 0, -1)
+        return next((n for n in sizes if any(stop.startswith(self.text[-n:]) for stop in self._stops)), 0)
 
 
 def visible(text: str) -> str:
-    """The text with what would steer a terminal written out: controls, direction marks, line separators."""
-    return "".join(_shown(character) for character in text)
+    """The text, with characters escaped that control a terminal: controls, direction marks, separators."""
+    return "".join(_escaped(character) for character in text.replace("\t", TAB))
 
 
-def _shown(character: str) -> str:
-    if character == "\t":
-        return TAB
-    steers = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    if character == "\n" or character in JOINERS or not steers:
+def _escaped(character: str) -> str:
+    controls = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    if character == "\n" or character in JOINERS or not controls:
         return character
     return character.encode("unicode_escape", "surrogatepass").decode()

@@ -1,4 +1,4 @@
-"""What is done about two vocabularies: nothing, a bridge, or a refusal with examples. No torch."""
+"""How a pair of vocabularies is used: directly, through a bridge, or refused with examples. No torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from llama_ssp.text.compatibility import Diagnosis, VocabularyMatch, diagnose
 from llama_ssp.text.translation import Bridge, Intersection, Text
 from llama_ssp.text.vocabulary import Vocabulary
 
-# How often a draft of the target's own vocabulary is taken to stand, and how much less often one stands
-# that is proposed as a certainty while the target samples (0.75 for 0.89 at temperature 1, measured).
+# The usual acceptance of a draft with the target's vocabulary, and what a draft that is proposed as a
+# certainty keeps of it while the target samples (0.75 for 0.89 at temperature 1, measured).
 USUAL_ACCEPTANCE, CERTAINTY_LOSS, LONGEST = 0.8, 0.84, 16
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """What was asked for, and what the choice of a bridge depends on."""
+    """The requested bridge, and what the choice of one depends on."""
 
     how: Bridging = Bridging.auto
     greedy: bool = False
@@ -33,7 +33,7 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Paired:
-    """What was found, and the bridge that follows; None where ids mean the same on both sides."""
+    """How the vocabularies compare, and the bridge; None where ids are the same on both sides."""
 
     diagnosis: Diagnosis
     bridge: Bridge | None
@@ -43,8 +43,7 @@ class Paired:
         """The bridge's name."""
         if self.bridge is None:
             return None
-        how = Bridging.intersection if isinstance(self.bridge, Intersection) else Bridging.text
-        return how.name
+        return "intersection" if isinstance(self.bridge, Intersection) else "text"
 
     def in_words(self) -> str:
         bridge = f"; bridge: {self.word}" if self.word else ""
@@ -54,57 +53,49 @@ class Paired:
         return {**self.diagnosis.record(), "bridge": self.word}
 
 
-def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], asked: Pairing) -> Paired:
-    """The pair, or a refusal; `widths` are how many logits each has."""
+def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], pairing: Pairing) -> Paired:
+    """The pair; `widths` are the logits of each model. Raises ModelError for a pair that cannot be used."""
     found = diagnose(target, draft, widths)
-    _require_usable(found, asked.how)
+    _require_usable(found, pairing.how)
     if not found.bridged:
         return Paired(found, None)
-    how = chosen(found, asked) if asked.how is Bridging.auto else asked.how
-    made = Intersection if how is Bridging.intersection else Text
-    return Paired(found, made(target, draft, found.match, found.expansion))
+    how = chosen(found, pairing) if pairing.how is Bridging.auto else pairing.how
+    bridge = Intersection if how is Bridging.intersection else Text
+    return Paired(found, bridge(target, draft, found.match, found.expansion))
 
 
-def chosen(found: Diagnosis, asked: Pairing) -> Bridging:
-    """The bridge with the most to expect, by what both can propose and what that costs."""
+def chosen(found: Diagnosis, pairing: Pairing) -> Bridging:
+    """The bridge with the higher expected speed, by what it can propose and what that costs."""
     by_token = USUAL_ACCEPTANCE * found.ceiling
-    by_text = USUAL_ACCEPTANCE * (1.0 if asked.greedy else CERTAINTY_LOSS)
-    cost = max(asked.cost_ratio, 1e-3)
-    gains = {
-        Bridging.intersection: _best(by_token, cost, 0),
-        Bridging.text: _best(by_text, cost * found.expansion, 1),  # one more is drafted than is proposed
-    }
-    return max(gains, key=lambda how: gains[how])
+    by_text = USUAL_ACCEPTANCE * (1.0 if pairing.greedy else CERTAINTY_LOSS)
+    cost = max(pairing.cost_ratio, 1e-3)
+    gain = _best(by_token, cost, 0)
+    text_gain = _best(by_text, cost * found.expansion, 1)  # one more is drafted than is proposed
+    return Bridging.intersection if gain >= text_gain else Bridging.text
 
 
 def _best(rate: float, cost: float, ahead: int) -> float:
-    expected = [sum(rate**i for i in range(k + 1)) / (1 + (k + ahead) * cost) for k in range(1, LONGEST + 1)]
-    return max(expected)
+    """The most expected tokens for the time of a target step, over all K."""
+    return max(sum(rate**i for i in range(k + 1)) / (1 + (k + ahead) * cost) for k in range(1, LONGEST + 1))
 
 
 def _require_usable(found: Diagnosis, how: Bridging) -> None:
-    suspect = how is Bridging.auto and found.verdict is VocabularyMatch.misleading
-    if suspect or (found.bridged and how is Bridging.off):
-        alike = " of the same size" if found.verdict is VocabularyMatch.misleading else ""
+    family = "choose a draft of the same family"
+    misleading = found.verdict is VocabularyMatch.misleading
+    if (misleading and how is Bridging.auto) or (found.bridged and how is Bridging.off):
+        counts = f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ"
         raise ModelError(
-            f"target and draft have different tokenizers{alike}",
-            found=f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ "
-            f"({', '.join(found.examples)})",
+            f"target and draft have different tokenizers{' of the same size' * misleading}",
+            found=f"{counts} ({', '.join(found.examples)})",
             allowed="the same tokens with the same ids",
-            fix="choose a draft of the same family; if these are the right tokenizers, speculation.bridge="
-            "intersection (or text) pairs them by what their tokens stand for",
-        )  # fmt: skip
-    if found.cut is not None:
-        raise ModelError(
-            "target and draft have the same tokens but cut text differently",
-            found=repr(found.cut),
-            allowed="the same merges and special tokens",
-            fix="choose a draft of the same family",
+            fix=f"{family}; if these are the right tokenizers, speculation.bridge=intersection (or text) "
+            "pairs them by what their tokens stand for",
         )
+    if found.cut is not None:
+        what = "target and draft have the same tokens but cut text differently"
+        raise ModelError(what, "", repr(found.cut), "the same merges and special tokens", family)
     if found.beyond:
-        raise ModelError(
-            "target and draft have the same tokens but not the same vocabulary sizes",
-            found=f"{found.widths[0]} and {found.widths[1]} logits, {len(found.beyond)} tokens only in the "
-            f"larger ({', '.join(map(repr, found.beyond[:3]))})",
-            allowed="sizes that differ by padding only", fix="choose a draft of the same family",
-        )  # fmt: skip
+        what = "target and draft have the same tokens but not the same vocabulary sizes"
+        only = f"{len(found.beyond)} tokens only in the larger ({', '.join(map(repr, found.beyond[:3]))})"
+        logits = f"{found.widths[0]} and {found.widths[1]} logits, {only}"
+        raise ModelError(what, "", logits, "sizes that differ by padding only", family)

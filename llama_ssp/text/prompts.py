@@ -1,7 +1,7 @@
-"""Prompts from the config, a file, or standard input: read strictly, refused by line.
+"""Prompts from the config, a file, or standard input. Errors name the line. No torch.
 
-Text has one prompt a line, blank lines left out. JSONL has an object a line with `prompt` and,
-optionally, `id`; an id names the prompt's random stream and its result. No torch here.
+Text has one prompt a line; blank lines are skipped. JSONL has an object a line with `prompt` and an optional
+`id`, which names the prompt's random stream and its result.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from llama_ssp.errors import DataError, StorageError, UsageError
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 * 2**20
-MAX_INPUT_BYTES = 2**28  # of standard input, which is held whole
+MAX_INPUT_BYTES = 2**28  # of standard input, which is read whole
 MAX_FILE_BYTES = 2**30
-JSON_ENDINGS = (".jsonl", ".json", ".ndjson")  # of files with an object a line, in letters of any case
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson")  # of files with an object a line, in upper or lower case
 MAX_ID_LENGTH = 256
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
-SHORT = [  # for tasks that compare models; the pair that ships has seen such text
+SHORT = [  # for tasks that compare models; the shipped pair was trained on such text
     "def hello",
     'def factorial(n):\n    """Return',
     "import os\nimport ",
@@ -44,7 +44,7 @@ SHORT = [  # for tasks that compare models; the pair that ships has seen such te
     "The quick brown fox",
 ]
 SAMPLE = ['def hello(name):\n    """Greet someone by name."""\n']
-# What task=measure goes on with, unless told otherwise: prose, facts, code and sums, a sentence each.
+# The default prompts of task=measure: prose, facts, code and sums, a sentence each.
 SENTENCES = [
     "The harbour was still dark when the first boats came home, and on the quay",
     "Water boils at a lower temperature in the mountains because",
@@ -75,7 +75,7 @@ class TextPrompt:
 
 @dataclass(frozen=True)
 class Reading:
-    """The prompts that were read, and what was wrong with those that were not."""
+    """The prompts that were read, and the problems of those that were skipped."""
 
     prompts: list[TextPrompt]
     skipped: list[str]
@@ -83,7 +83,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a file, its end left out: `number` counts from 1, `start` is its first byte in the file."""
+    """A line of a file, without its end: `number` counts from 1, `start` is its first byte in the file."""
 
     number: int
     start: int
@@ -102,31 +102,31 @@ class Line:
 def read_prompts(task: PromptedConf) -> Reading:
     """The prompts of a run, from the one source that the config names.
 
-    None for a comparison that asks for them on the terminal, and for lengths instead of texts.
+    None where a comparison asks on the terminal, and where a measurement has lengths instead of texts.
     """
     if task.prompts is not None:
         found = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
         return _checked(iter(found), task.on_bad_row)
     if task.prompt_file is not None:
         data = file_bytes("task.prompt_file", task.prompt_file)
-        jsonl = has_objects(task.prompt_file)
-        return _checked(_parse(data, task.prompt_file, jsonl, task.on_bad_row), task.on_bad_row)
+        return _checked(_parse(data, task.prompt_file, has_objects(task.prompt_file)), task.on_bad_row)
     if isinstance(task, MeasureConf):
-        texts = [] if task.lengths else SENTENCES
-        return Reading([TextPrompt(str(i), text, "sentences") for i, text in enumerate(texts)], [])
+        return _samples([] if task.lengths else SENTENCES, "sentences")
     if isinstance(task, CertifyConf | AgreeConf):
-        return Reading([TextPrompt(str(i), t, "sample") for i, t in enumerate(SHORT)], [])
+        return _samples(SHORT)
     if sys.stdin is None or sys.stdin.isatty():
-        if isinstance(task, CompareConf) and sys.stdin is not None:
-            return Reading([], [])
-        return Reading([TextPrompt(str(i), t, "sample") for i, t in enumerate(SAMPLE)], [])
+        return _samples([] if isinstance(task, CompareConf) and sys.stdin is not None else SAMPLE)
     data = _stdin_bytes()
     jsonl = data.removeprefix(BOM).lstrip()[:1] == b"{"
-    return _checked(_parse(data, "standard input", jsonl, task.on_bad_row), task.on_bad_row)
+    return _checked(_parse(data, "standard input", jsonl), task.on_bad_row)
+
+
+def _samples(texts: list[str], where: str = "sample") -> Reading:
+    return Reading([TextPrompt(str(i), text, where) for i, text in enumerate(texts)], [])
 
 
 def has_objects(name: str) -> bool:
-    """Whether a file of this name holds a JSON object a line; others hold a prompt a line."""
+    """Whether a file of this name has a JSON object a line, not a prompt a line."""
     return name.lower().endswith(JSON_ENDINGS)
 
 
@@ -136,42 +136,34 @@ def _stdin_bytes() -> bytes:
     except OSError as error:
         raise StorageError(f"cannot read standard input: {error.strerror}") from None
     if len(data) > MAX_INPUT_BYTES:
-        raise DataError(
-            "standard input is too large", found=f"more than {MAX_INPUT_BYTES} bytes",
-            allowed=f"{MAX_INPUT_BYTES} bytes", fix="put the prompts into a file, and use task=batch",
-        )  # fmt: skip
+        allowed, fix = f"{MAX_INPUT_BYTES} bytes", "put the prompts into a file, and use task=batch"
+        raise DataError("standard input is too large", "", f"more than {allowed}", allowed, fix)
     return data
 
 
 def file_bytes(key: str, name: str) -> bytes:
-    """All of the file that the config names with this key."""
+    """The content of the file that the config names with this key. Raises DataError or StorageError."""
     path = home_expanded(name)
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise DataError(
-                f"{key} is not a regular file", where=str(path), fix="give a text file or a .jsonl file",
-            )  # fmt: skip
+            raise DataError(f"{key} is not a regular file", path, fix="give a text file or a .jsonl file")
         if found.st_size > MAX_FILE_BYTES:
-            raise DataError(
-                f"{key} is too large", where=str(path), found=f"{found.st_size} bytes",
-                allowed=f"{MAX_FILE_BYTES} bytes", fix="split it into several files",
-            )  # fmt: skip
+            size, allowed = f"{found.st_size} bytes", f"{MAX_FILE_BYTES} bytes"
+            raise DataError(f"{key} is too large", path, size, allowed, "split it into several files")
         return path.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"{key} does not exist", where=str(path), fix="check the path") from None
+        raise DataError(f"{key} does not exist", path, fix="check the path") from None
     except OSError as error:
-        raise StorageError(f"cannot read {key}: {error.strerror}", where=str(path)) from None
+        raise StorageError(f"cannot read {key}: {error.strerror}", path) from None
 
 
 def lines_of(data: bytes, file: str, start: int = 0, number: int = 1) -> Iterator[Line]:
     """The lines that are not blank; `data` begins at byte `start` of the file, with line `number`."""
     if start == 0:
         if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            raise DataError(
-                "the prompts are UTF-16", where=file, allowed="UTF-8",
-                fix="convert them: iconv -f utf-16 -t utf-8",
-            )  # fmt: skip
+            fix = "convert them: iconv -f utf-16 -t utf-8"
+            raise DataError("the prompts are UTF-16", file, allowed="UTF-8", fix=fix)
         if data.startswith(BOM):
             data, start = data[len(BOM) :], len(BOM)
     for count, raw in enumerate(data.split(b"\n")):
@@ -180,7 +172,7 @@ def lines_of(data: bytes, file: str, start: int = 0, number: int = 1) -> Iterato
         start += len(raw) + 1
 
 
-def _parse(data: bytes, name: str, jsonl: bool, policy: OnBadRow) -> Iterator[TextPrompt | DataError]:
+def _parse(data: bytes, name: str, jsonl: bool) -> Iterator[TextPrompt | DataError]:
     for line in lines_of(data, name):
         try:
             yield _record(line) if jsonl else TextPrompt(f"line-{line.number}", line.text, line.where)
@@ -190,57 +182,47 @@ def _parse(data: bytes, name: str, jsonl: bool, policy: OnBadRow) -> Iterator[Te
 
 def _decoded(raw: bytes, where: str, start: int) -> str:
     if len(raw) > MAX_LINE_BYTES:
-        raise DataError(
-            "a line is too long", where=where, found=f"{len(raw)} bytes",
-            allowed=f"{MAX_LINE_BYTES} bytes", fix="split it, or put prompts one a line",
-        )  # fmt: skip
+        found, allowed = f"{len(raw)} bytes", f"{MAX_LINE_BYTES} bytes"
+        raise DataError("a line is too long", where, found, allowed, "split it, or put prompts one a line")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
-            "the line is not UTF-8", where=f"{where}, byte {start + error.start} of the file",
-            found=f"byte 0x{raw[error.start]:02x}", fix="convert the file to UTF-8",
-        ) from None  # fmt: skip
+        where, found = f"{where}, byte {start + error.start} of the file", f"byte 0x{raw[error.start]:02x}"
+        raise DataError("the line is not UTF-8", where, found, fix="convert the file to UTF-8") from None
 
 
 def _record(line: Line) -> TextPrompt:
     record = parsed_object(line)
     if not isinstance(record.get("prompt"), str):
-        raise DataError(
-            "the line has no prompt", where=line.where, found=", ".join(record),
-            allowed='an object with a string "prompt"', fix="add it",
-        )  # fmt: skip
-    return TextPrompt(
-        name_of(record.get("id", f"line-{line.number}"), line.where), record["prompt"], line.where
-    )
+        raise _no_prompt(line, ", ".join(record))
+    own_id = name_of(record.get("id", f"line-{line.number}"), line.where)
+    return TextPrompt(own_id, record["prompt"], line.where)
 
 
 def parsed_object(line: Line) -> dict[str, Any]:
-    """The line's JSON object, read strictly."""
+    """The line's JSON object, read strictly. Raises DataError."""
     text = line.text
     try:
-        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(
-            "the line is not JSON", where=line.where, found=reason,
-            fix='write one object a line: {"id": "a", "prompt": "..."}',
-        ) from None  # fmt: skip
+        fix = 'write one object a line: {"id": "a", "prompt": "..."}'
+        raise DataError("the line is not JSON", line.where, reason, fix=fix) from None
     if not isinstance(record, dict):
-        raise DataError(
-            "the line has no prompt", where=line.where, found=type(record).__name__,
-            allowed='an object with a string "prompt"', fix="add it",
-        )  # fmt: skip
+        raise _no_prompt(line, type(record).__name__)
     return record
 
 
+def _no_prompt(line: Line, found: str) -> DataError:
+    allowed = 'an object with a string "prompt"'
+    return DataError("the line has no prompt", line.where, found, allowed, "add it")
+
+
 def name_of(value: object, where: str) -> str:
-    """An id as text."""
+    """An id as text. Raises DataError."""
     if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise DataError(
-            "the id is neither text nor a whole number", where=where, found=type(value).__name__,
-            fix="write the id as a string",
-        )  # fmt: skip
+        what, fix = "the id is neither text nor a whole number", "write the id as a string"
+        raise DataError(what, where, type(value).__name__, fix=fix)
     return str(value)
 
 
@@ -248,7 +230,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
         raise ValueError("a key stands twice")
@@ -256,7 +238,7 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], policy: OnBadRow) -> Reading:
-    """Applies what holds for every prompt, whatever its source, and the policy on bad ones."""
+    """Applies the checks of every prompt, and the policy on bad ones."""
     reading, seen = Reading([], []), dict[str, str]()
     for item in found:
         problem = item if isinstance(item, DataError) else problem_of(item, seen)
@@ -268,45 +250,34 @@ def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], pol
         else:
             log.warning("skipped: %s", problem)
             reading.skipped.append(str(problem))
+    if reading.skipped and not reading.prompts:
+        bad = f"{len(reading.skipped)} bad ones, first: {reading.skipped[0]}"
+        raise DataError("no usable prompt is left", found=bad)
     if not reading.prompts:
-        if reading.skipped:
-            raise DataError(
-                "no usable prompt is left",
-                found=f"{len(reading.skipped)} bad ones, first: {reading.skipped[0]}",
-            )
-        raise UsageError(
-            "there is no prompt", where="task.prompts, task.prompt_file, standard input",
-            fix='write task.prompts=\'["your prompt"]\' or pipe one prompt a line',
-        )  # fmt: skip
+        fix = "write task.prompts='[\"your prompt\"]' or pipe one prompt a line"
+        raise UsageError("there is no prompt", "task.prompts, task.prompt_file, standard input", fix=fix)
     return reading
 
 
 def is_usable(own_id: str) -> bool:
-    """Whether an id can be written down and told from others."""
+    """Whether an id is printable and not too long."""
     return 0 < len(own_id) <= MAX_ID_LENGTH and own_id.isprintable()
 
 
 def problem_of(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
-    """What is wrong with a prompt among those whose ids have been seen, and where."""
+    """What is wrong with a prompt, or None; `seen` is where the ids before it are from."""
+    where = prompt.where
     if prompt.id in seen:
-        return DataError(
-            "an id stands twice", where=f"{seen[prompt.id]} and {prompt.where}",
-            found=repr(prompt.id), fix="give every prompt an id of its own",
-        )  # fmt: skip
+        places, fix = f"{seen[prompt.id]} and {where}", "give every prompt an id of its own"
+        return DataError("an id stands twice", places, repr(prompt.id), fix=fix)
     if not is_usable(prompt.id):
-        return DataError(
-            "an id is unusable", where=prompt.where, found=repr(prompt.id[:40]),
-            allowed=f"1 to {MAX_ID_LENGTH} printable characters", fix="shorten or clean it",
-        )  # fmt: skip
+        allowed = f"1 to {MAX_ID_LENGTH} printable characters"
+        return DataError("an id is unusable", where, repr(prompt.id[:40]), allowed, "shorten or clean it")
     if "\0" in prompt.text:
-        return DataError(
-            "the prompt holds a NUL character", where=prompt.where,
-            found=f"at character {prompt.text.index(chr(0))}", fix="remove it",
-        )  # fmt: skip
+        found = f"at character {prompt.text.index(chr(0))}"
+        return DataError("the prompt holds a NUL character", where, found, fix="remove it")
     lone = next((i for i, c in enumerate(prompt.text) if "\ud800" <= c <= "\udfff"), None)
     if lone is not None:
-        return DataError(
-            "the prompt holds half a surrogate pair", where=prompt.where,
-            found=f"at character {lone}", fix="write the character whole",
-        )  # fmt: skip
+        what, fix = "the prompt holds half a surrogate pair", "write the character whole"
+        return DataError(what, where, f"at character {lone}", fix=fix)
     return None

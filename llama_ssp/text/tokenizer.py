@@ -1,4 +1,4 @@
-"""Tokenizers: one interface, prompts and chats as tokens, and the check of a pair's vocabularies."""
+"""Tokenizers: prompts and chats to token ids and back, and the check of a pair's vocabularies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.text.pairing import Paired, Pairing, pair
-from llama_ssp.text.surface import notation_guessed
-from llama_ssp.text.vocabulary import Vocabulary, at_work, end_ids_of, vocabulary_of
+from llama_ssp.text.vocabulary import Vocabulary, end_ids_of, notation_guessed, tokenizing, vocabulary_of
 
 log = logging.getLogger(__name__)
 
 PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
 TEMPLATE_S = 5.0  # for one rendering of a chat template
-TEMPLATE_BYTES = 2**30  # for it, beside what the process has
+TEMPLATE_BYTES = 2**30  # for one rendering, on top of the process's memory
 AGAIN_S = 1.0  # until a late template is interrupted again: a destructor swallows what is raised in it
-MARK = "\ue000"  # stands for what a person typed, while a template is looked through
-WORD = "7046215937"  # the same, of characters that templates leave as they are
+MARK = "\ue000"  # a placeholder for the user's text, to find it in a rendered template
+WORD = "7046215937"  # the same, of characters that no template changes
 
 
 Message = dict[str, str]  # its role and its content
@@ -36,22 +35,22 @@ class Tokens(Protocol):
 
     end_ids: frozenset[int]
     bos_id: int | None
-    size: int  # ids from here on have no token: rows that pad a model's vocabulary
-    paired: Paired | None  # how it goes with the draft's; None without one, and for bytes
+    size: int  # larger ids have no token: rows that pad a model's vocabulary
+    paired: Paired | None  # with the draft's tokenizer; None without one, and for bytes
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """A prompt. Names of special tokens in it are text, unless they are to be read as those tokens."""
+        """A prompt's ids. Names of special tokens in it are text, or with `special` those tokens."""
 
     def decode(self, ids: list[int]) -> str: ...
 
     def chat(self, messages: list[Message]) -> list[int]:
-        """A conversation by the model's own template, up to where it answers."""
+        """The ids of a conversation by the model's own template, up to the model's answer."""
 
 
 def conversation(text: str, system: str | None) -> list[Message]:
-    """What a user says, after what the system says."""
-    said = [{"role": "system", "content": system}] if system else []
-    return [*said, {"role": "user", "content": text}]
+    """A user's message, after the system's."""
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": text}]
 
 
 class HubTokens:
@@ -80,8 +79,14 @@ class HubTokens:
         self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        with at_work(self._path):
-            ids: list[int] = self._tokenizer.encode(text, split_special_tokens=not special)
+        return self._ids(text, special, begin=True)
+
+    def _ids(self, text: str, special: bool = False, begin: bool = False) -> list[int]:
+        """`begin`: with the special tokens that the tokenizer adds to a text."""
+        with tokenizing(self._path):
+            ids: list[int] = self._tokenizer.encode(
+                text, add_special_tokens=begin, split_special_tokens=not special
+            )
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -89,31 +94,28 @@ class HubTokens:
         return text
 
     def chat(self, messages: list[Message]) -> list[int]:
-        """The template's special tokens count; those that a person typed are text."""
+        """The template's special tokens are read as such; those in the messages are text."""
         rendered, typed = self._rendered(messages), [message["content"] for message in messages]
         if self._special_in(typed) is None:
-            return self._bare(rendered, special=True)
+            return self._ids(rendered, special=True)
         marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
         frame = self._rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
+        pieces = re.split(f"({'|'.join(marks)})", frame)
         for trimmed in (str, str.strip):  # templates take content as it is, or without spaces around it
-            told = {mark: trimmed(content) for mark, content in zip(marks, typed, strict=True)}
-            pieces = re.split(f"({'|'.join(marks)})", frame)
-            if "".join(told.get(piece, piece) for piece in pieces) == rendered:
-                return [i for p in pieces for i in self._bare(told.get(p, p), special=p not in told)]
-        raise DataError(
-            "the prompt names special tokens, and the chat template changes it", where="task.chat=true",
-            found=self._special_in(typed),
-            fix="take the special token out of the prompt",
-        )  # fmt: skip
+            contents = {mark: trimmed(content) for mark, content in zip(marks, typed, strict=True)}
+            if "".join(contents.get(piece, piece) for piece in pieces) == rendered:
+                return [i for p in pieces for i in self._ids(contents.get(p, p), special=p not in contents)]
+        what, fix = "the prompt names special tokens, and the chat template changes it", "take the special"
+        raise DataError(what, "task.chat=true", self._special_in(typed), fix=f"{fix} token out of the prompt")
 
     def _special_in(self, texts: list[str]) -> str | None:
-        """A special token that is named in the texts: any of them, not only those that have a role."""
+        """A special token that is named in the texts: any, not only those with a role."""
         added = self._tokenizer.added_tokens_decoder.values()
         names = [str(token) for token in added if token.special]
         return next((name for name in names if any(name in text for text in texts)), None)
 
     def vocabulary(self) -> Vocabulary:
-        """What its ids mean."""
+        """The meaning of its ids."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         ids: dict[str, int] = self._tokenizer.get_vocab()
         if backend is not None:
@@ -122,46 +124,33 @@ class HubTokens:
             added = self._tokenizer.added_tokens_decoder
             content = {"added_tokens": [{"id": i, "special": t.special} for i, t in added.items()]}
             notation = notation_guessed(list(ids))
-        return vocabulary_of(
-            content, ids, self._bare, self.encode, self.end_ids, self._tokenizer.chat_template, notation
-        )
-
-    def _bare(self, text: str, special: bool = False) -> list[int]:
-        with at_work(self._path):
-            ids: list[int] = self._tokenizer.encode(
-                text, add_special_tokens=False, split_special_tokens=not special
-            )
-        return ids
+        template = self._tokenizer.chat_template
+        return vocabulary_of(content, ids, self._ids, self.encode, self.end_ids, template, notation)
 
     def _rendered(self, messages: list[Message]) -> str:
+        where, without = "task.chat=true", "use task.chat=false"
         if not self._tokenizer.chat_template:
-            raise DataError(
-                "the model has no chat template", where="task.chat=true",
-                fix="use an instruct model, or task.chat=false",
-            )  # fmt: skip
+            fix = "use an instruct model, or task.chat=false"
+            raise DataError("the model has no chat template", where, fix=fix)
         try:
             with _bounded():
                 rendered: str = self._tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tokenize=False
                 )
         except Exception as error:  # a template may raise anything
-            raise DataError(
-                "the model's chat template refuses the prompt", where="task.chat=true",
-                found=str(error)[:200] or type(error).__name__,
-                fix="leave out task.system, or use task.chat=false",
-            ) from None  # fmt: skip
+            what, found = (
+                "the model's chat template refuses the prompt",
+                str(error)[:200] or type(error).__name__,
+            )
+            raise DataError(what, where, found, fix=f"leave out task.system, or {without}") from None
         if any(m["role"] == "system" and m["content"].strip() not in rendered for m in messages):
-            raise DataError(
-                "the model's chat template leaves the system prompt out", where="task.system",
-                fix="leave out task.system, or begin the prompt with it",
-            )  # fmt: skip
+            what, fix = "the model's chat template leaves the system prompt out", "leave out task.system"
+            raise DataError(what, "task.system", fix=f"{fix}, or begin the prompt with it")
         changed = [m for m in messages if m["role"] == "user" and m["content"].strip() not in rendered]
         if any(m["content"].startswith(WORD) for m in changed):
-            raise DataError(
-                "the model's chat template leaves the prompt out", where=str(self._path),
-                fix="correct chat_template in tokenizer_config.json, or use task.chat=false",
-            )  # fmt: skip
-        if changed:  # as some templates do, with words that they quote; or else they are not there at all
+            what, fix = "the model's chat template leaves the prompt out", "correct chat_template in"
+            raise DataError(what, self._path, fix=f"{fix} tokenizer_config.json, or {without}")
+        if changed:  # some templates change words that they quote; WORD shows whether they are there at all
             self._rendered(
                 [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]
             )
@@ -173,9 +162,9 @@ class HubTokens:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Ends a chat template that takes too much time or memory, which transformers' sandbox does not.
+    """Bounds the time and memory of a chat template, which transformers' sandbox does not.
 
-    Raises TimeoutError or MemoryError. Time is bounded in the main thread: no other can be interrupted.
+    Raises TimeoutError or MemoryError. Time is bounded in the main thread only: no other can be interrupted.
     """
 
     def late(*_: object) -> None:
@@ -198,7 +187,7 @@ def _bounded() -> Iterator[None]:
             if in_main:
                 signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        if in_main:  # once more: it may have come between the text and its end
+        if in_main:  # once more: an interrupt may have come in between
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -206,7 +195,7 @@ def _bounded() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers warns at length of packages that it lacks; what follows from that is said in a line."""
+    """Without the warnings of transformers about missing packages; `_unreadable` says the same in a line."""
     from transformers.utils import logging as hub_logging
 
     before = hub_logging.get_verbosity()
@@ -246,17 +235,15 @@ class ByteTokens:
 
 
 def read_tokens(path: Path | None, vocab: int) -> Tokens:
-    """The tokenizer of a model folder; bytes where there is no folder."""
+    """The tokenizer of a model folder; bytes for no folder."""
     return ByteTokens(vocab) if path is None else HubTokens(path, end_ids_of(path))
 
 
-def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], asked: Pairing) -> Paired | None:
-    """How the two go together, or a refusal; None for bytes. `widths` are how many logits each has."""
+def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], pairing: Pairing) -> Paired | None:
+    """How the two are used together; None for bytes. `widths` are the logits of each. Raises ModelError."""
     if isinstance(target, HubTokens) and isinstance(draft, HubTokens):
-        return pair(target.vocabulary(), draft.vocabulary(), widths, asked)
+        return pair(target.vocabulary(), draft.vocabulary(), widths, pairing)
     if type(target) is not type(draft):
-        raise ModelError(
-            "one model has a tokenizer and the other has none",
-            fix="give both by path, or both weights=synthetic",
-        )
+        fix = "give both by path, or both weights=synthetic"
+        raise ModelError("one model has a tokenizer and the other has none", fix=fix)
     return None

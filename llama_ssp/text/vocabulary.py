@@ -1,31 +1,90 @@
-"""One tokenizer as the doctor and the bridges see it: its tokens, their bytes, its habits. No torch."""
+"""A tokenizer's vocabulary: its tokens, the bytes they stand for, its settings. No torch.
+
+Token strings have three common notations: letters that stand for bytes (GPT-2 and all byte-level BPE), a mark
+for the space with numbered bytes for the rest (SentencePiece), and plain text.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from enum import Enum
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.bounds import require_short_text
 from llama_ssp.models.folder import read_json
-from llama_ssp.text.surface import Notation, is_numbered, notation_of, surface
 
 Encode = Callable[[str], list[int]]
 PANIC = "PanicException"
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+SPACE_MARK = "\u2581"
+NUMBERED = re.compile(r"<0x([0-9A-F]{2})>")
+OWN_LETTERS = (range(33, 127), range(161, 173), range(174, 256))  # bytes written as their own letters
+
+
+class Notation(Enum):
+    """How token strings are read."""
+
+    letters = "byte-level"
+    marks = "SentencePiece"
+    plain = "plain text"
+
+
+def notation_of(decoder: Any) -> Notation:
+    """From the decoder of a tokenizer.json."""
+    steps = _steps(decoder)
+    kinds = {step.get("type") for step in steps}
+    if "ByteLevel" in kinds:
+        return Notation.letters
+    replaces = any((step.get("pattern") or {}).get("String") == SPACE_MARK for step in steps)
+    return Notation.marks if replaces or kinds & {"Metaspace", "ByteFallback"} else Notation.plain
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    if not isinstance(decoder, dict):
+        return []
+    return [decoder, *(step for part in decoder.get("decoders") or [] for step in _steps(part))]
+
+
+def notation_guessed(tokens: list[str]) -> Notation:
+    """From the tokens alone, for tokenizers without a tokenizer.json."""
+    if any(token.startswith(SPACE_MARK) for token in tokens):
+        return Notation.marks
+    return Notation.letters if any(token.startswith("\u0120") for token in tokens) else Notation.plain
+
+
+def surface(token: str, notation: Notation) -> bytes:
+    """The bytes that the token stands for."""
+    letters = byte_letters() if notation is Notation.letters else {}
+    if letters and all(letter in letters for letter in token):
+        return bytes(letters[letter] for letter in token)
+    if notation is Notation.marks:
+        if numbered := NUMBERED.fullmatch(token):
+            return bytes([int(numbered[1], 16)])
+        token = token.replace(SPACE_MARK, " ")
+    return token.encode("utf-8", "surrogatepass")
+
+
+@cache
+def byte_letters() -> dict[str, int]:
+    """GPT-2's letters: printable bytes are their own letters, the others have letters from 256 on."""
+    own = {byte for span in OWN_LETTERS for byte in span}
+    others = (byte for byte in range(256) if byte not in own)
+    return {chr(byte): byte for byte in sorted(own)} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer's ids mean.
+    """The meaning of a tokenizer's ids.
 
-    `encode` cuts a text without adding special tokens, and reads none out of it; `start` is what the
-    tokenizer puts before every text, `ends` what ends one.
+    `encode` tokenizes a text without adding special tokens or reading any from it; `start` is what the
+    tokenizer puts before every text, `ends` are the ids that end one.
     """
 
     ids: Mapping[str, int]
@@ -44,21 +103,20 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """Ids from here on have no token."""
+        """Larger ids have no token."""
         return 1 + max(self.names, default=-1)
 
     @cached_property
     def surfaces(self) -> list[bytes | None]:
-        """By id: the bytes it stands for. None for special tokens, which stand for no text, and gaps."""
+        """The bytes of each id; None for special tokens and for ids without a token."""
         return [self._surface(i) for i in range(self.size)]
 
     @cached_property
     def by_surface(self) -> dict[bytes, int]:
-        """The token for some bytes; of several the plainest: no numbered byte, then the lowest id."""
+        """The token of some bytes. Of several a numbered byte comes last, then the lowest id first."""
         found: dict[bytes, int] = {}
-        for i in sorted(self.names, key=lambda i: (is_numbered(self.names[i]), i)):
-            text = self.surfaces[i]
-            if text:
+        for i in sorted(self.names, key=lambda i: (NUMBERED.fullmatch(self.names[i]) is not None, i)):
+            if text := self.surfaces[i]:
                 found.setdefault(text, i)
         return found
 
@@ -72,9 +130,8 @@ class Vocabulary:
         return self.text_of(self.encode("a")) == b" a"
 
     def text_of(self, ids: Iterable[int]) -> bytes:
-        """The bytes that ids stand for; special ones and ids without a token stand for none."""
-        known = self.surfaces
-        return b"".join(known[i] or b"" for i in ids if i < len(known))
+        """The bytes of the ids; special ones and ids without a token have none."""
+        return b"".join(self.surfaces[i] or b"" for i in ids if i < self.size)
 
     def cut(self, text: bytes) -> list[int]:
         """Tokens for any bytes, the longest first; up to where no token fits."""
@@ -89,15 +146,15 @@ class Vocabulary:
         return ids
 
     def encoded(self, text: bytes) -> list[int]:
-        """Tokens for bytes, as the tokenizer itself would cut them where they are text."""
+        """Tokens for bytes, by the tokenizer itself where they are UTF-8."""
         try:
             written = text.decode("utf-8")
-        except UnicodeDecodeError as error:  # half a character, as a rule at the end
+        except UnicodeDecodeError as error:  # half a character, usually at the end
             good = error.start
             bad = self.cut(text[good : error.end])
             return [*(self.encoded(text[:good]) if good else []), *bad, *self.encoded(text[error.end :])]
-        if self.begins_with_space and written.startswith(" "):
-            written = written[1:]  # it comes back by itself
+        if self.begins_with_space:
+            written = written.removeprefix(" ")  # the tokenizer adds it again
         return self.encode(written) if written else []
 
     def _surface(self, i: int) -> bytes | None:
@@ -111,7 +168,7 @@ def vocabulary_of(
     content: Mapping[str, Any], ids: Mapping[str, int], encode: Encode, begin: Encode,
     ends: frozenset[int], template: object = None, notation: Notation | None = None,
 ) -> Vocabulary:  # fmt: skip
-    """From the content of a tokenizer.json; `begin` cuts a text with what comes before it."""
+    """From the content of a tokenizer.json; `begin` tokenizes a text with what comes before it."""
     tokens = content.get("added_tokens") or []
     added = frozenset(token["id"] for token in tokens)
     return Vocabulary(
@@ -128,7 +185,7 @@ def vocabulary_of(
 
 
 def before(begin: Encode, encode: Encode) -> tuple[int, ...]:
-    """What `begin` puts before a text."""
+    """The ids that `begin` puts before a text."""
     whole, bare = begin("a"), encode("a")
     at = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return tuple(whole[:at])
@@ -145,49 +202,43 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
         tokenizer = Tokenizer.from_str(text)
     except ModelError:
         raise
-    except Exception:  # the loading room says what is wrong with it, and its Rust raises bare Exceptions
+    except Exception:  # the Rust tokenizers raise bare Exceptions; loading reports what is wrong
         return None
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
 
-    def encode(text: str) -> list[int]:
-        with at_work(folder):
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def begin(text: str) -> list[int]:
-        with at_work(folder):
-            ids: list[int] = tokenizer.encode(text).ids
+    def begin(text: str, add_special_tokens: bool = True) -> list[int]:
+        with tokenizing(folder):
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    own = end_ids_of(folder) or _named(settings.get("eos_token"), ids)
-    return vocabulary_of(content, ids, encode, begin, own, settings.get("chat_template"))
+    ends = end_ids_of(folder) or _named(settings.get("eos_token"), ids)
+    template = settings.get("chat_template")
+    return vocabulary_of(content, ids, lambda text: begin(text, False), begin, ends, template)
 
 
 @contextmanager
-def at_work(folder: Path) -> Iterator[None]:
-    """Makes a DataError of a tokenizer's panic: a pattern that backtracks without end, as a rule.
+def tokenizing(folder: Path) -> Iterator[None]:
+    """Turns a tokenizer's panic into a DataError: usually a pattern that backtracks without end.
 
-    Rust's panics are no Exceptions, and their class can be imported from nowhere.
+    Rust's panics are no Exceptions, and their class cannot be imported.
     """
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != PANIC:
             raise
-        raise DataError(
-            "the tokenizer fails on a text", where=str(folder), found=str(error)[:200],
-            fix="take long repetitions out of the text, or correct the pattern in tokenizer.json",
-        ) from None  # fmt: skip
+        fix = "take long repetitions out of the text, or correct the pattern in tokenizer.json"
+        raise DataError("the tokenizer fails on a text", folder, str(error)[:200], fix=fix) from None
 
 
 def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Vocabulary | None]:
-    """Those of two folders; files of one content are read once, as large ones take a second."""
+    """Those of two folders; equal files are read once, as large ones take a second."""
     found = read_vocabulary(target)
-    alike = all(_content(target / name) == _content(draft / name) for name in (FILE, SETTINGS))
-    if alike and end_ids_of(target) == end_ids_of(draft):
+    equal = all(_content(target / name) == _content(draft / name) for name in (FILE, SETTINGS))
+    if equal and end_ids_of(target) == end_ids_of(draft):
         return found, found
     return found, read_vocabulary(draft)
 
@@ -197,7 +248,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def end_ids_of(path: Path) -> frozenset[int]:
-    """All tokens that end a text, from generation_config.json and config.json."""
+    """All tokens that end a text, from generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
             found = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")
@@ -213,12 +264,3 @@ def end_ids_of(path: Path) -> frozenset[int]:
 def _named(token: object, ids: Mapping[str, int]) -> frozenset[int]:
     name = token.get("content") if isinstance(token, dict) else token
     return frozenset({ids[name]} if isinstance(name, str) and name in ids else ())
-
-
-def readable(token: str) -> str:
-    """A token for messages."""
-    return repr(token if len(token) <= 40 else token[:40] + "...")
-
-
-def shown(tokens: Sequence[str], most: int = 3) -> str:
-    return ", ".join(map(readable, tokens[:most]))

@@ -18,7 +18,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform, one_hot
 from llama_ssp.speculative.state import Proposal, State
-from llama_ssp.text.matching import NONE
+from llama_ssp.text.compatibility import NONE
 from llama_ssp.text.translation import Intersection, Text
 
 # Slots for a text that takes more of the draft's tokens than a sample did; one that takes still more goes
