@@ -138,11 +138,9 @@ class HubTokens:
                     messages, add_generation_prompt=True, tokenize=False
                 )
         except Exception as error:  # a template may raise anything
-            what, found = (
-                "the model's chat template refuses the prompt",
-                str(error)[:200] or type(error).__name__,
-            )
-            raise DataError(what, where, found, fix=f"leave out task.system, or {without}") from None
+            what, found = "the model's chat template refuses the prompt", str(error)[:200]
+            fix = f"leave out task.system, or {without}"
+            raise DataError(what, where, found or type(error).__name__, fix=fix) from None
         if any(m["role"] == "system" and m["content"].strip() not in rendered for m in messages):
             what, fix = "the model's chat template leaves the system prompt out", "leave out task.system"
             raise DataError(what, "task.system", fix=f"{fix}, or begin the prompt with it")
