@@ -1,11 +1,11 @@
-# make demo     the main job on a small pair, set up from nothing
+# make demo     installs everything, then runs the main job on a small pair
 # make test     everything a change must pass; make test-fast takes under two minutes
 .PHONY: demo test test-fast lint bench mutants soak fuzz coverage clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
 
-# Sets up what is not set up yet; instant when nothing changed.
+# Installs what is missing; instant if nothing changed.
 .venv/.installed: requirements.lock pyproject.toml machine-install.sh
 	@./machine-install.sh $(INSTALL)
 
@@ -25,26 +25,26 @@ lint: .venv/.installed
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-# The faults planted in the sampler, and which proof catches each.
+# Plants faults in the sampler and shows which proof catches each.
 mutants: .venv/.installed
 	$(PY) -m tests.mutants
 
-# Ours beside transformers: the pair that ships, then a larger one of synthetic weights, and its kernel.
+# Compares with transformers: the pair that ships, then a larger synthetic pair; then the kernel and the growth of costs.
 bench: .venv/.installed
 	$(PY) bench/side_by_side.py
 	$(PY) bench/fast.py
 	$(PY) bench/linear.py
 	$(PY) bench/growth.py
 
-# Ten minutes of random runs, struck at random: is the law right, is anything left behind, does memory grow?
+# Ten minutes of random runs with random failures: is the distribution right, is anything left over, does memory grow?
 soak: .venv/.installed
 	$(PY) -m tests.soak
 
-# A hundred thousand inputs made at random: overrides, files of prompts, prompts. On other seeds: seed=N.
+# A hundred thousand random inputs: overrides, prompt files, prompts. seed=N for another seed.
 fuzz: .venv/.installed
 	$(PY) -m tests.fuzz workers=2
 
-# What the quick tier leaves untried, by lines and branches; PICK= for all tests (an hour).
+# What the quick tier does not run, by lines and branches; PICK= for all tests (an hour).
 PICK ?= -m "not slow and not gpu"
 coverage: .venv/.installed
 	$(PY) -m coverage erase
