@@ -121,8 +121,8 @@ def main() -> None:
     run = RunConf(model=replace(target, dtype=Dtype.bf16), draft=replace(draft, dtype=Dtype.bf16))
     run = replace(run, engine=Steps.compiled, speculation=replace(run.speculation, adaptive=True))
     ready = opened(run, max(map(len, PROMPTS)) + asked.new)
-    pair = ready[0]
-    assert pair.draft is not None and pair.costs is not None
+    pair = ready.models
+    assert pair.draft is not None and ready.costs is not None
     fixed = [0, *(int(k) for k in asked.ks.split(","))]
     tables: dict[str, list[list[str]]] = {}
     missed: dict[str, list[str]] = {CLOCK: [], EVENED: []}
@@ -147,7 +147,7 @@ def main() -> None:
                     *(f"{middle:.3f} ({least:.2f}..{most:.2f})" for middle, least, most in (near, regular)),
                 ]
             )  # fmt: skip
-    spent = ", ".join(f"K = {k} {1000 * pair.costs.round(k):.2f}" for k in (0, 1, 4, 16))
+    spent = ", ".join(f"K = {k} {1000 * ready.costs.round(k):.2f}" for k in (0, 1, 4, 16))
     text = "\n".join(
         [
             "# Adaptive K beside every fixed K, ms a token", "", *surroundings(pair.devices),

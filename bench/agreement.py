@@ -35,8 +35,7 @@ from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
 from llama_ssp.distributed.process_group import Group, checksum  # noqa: E402
-from llama_ssp.pair.assembly import engine_for, open_pair  # noqa: E402
-from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
+from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
@@ -89,17 +88,15 @@ def cost(ranks: Ranks, repeats: int, new: int) -> Cost:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", ["placement=leader", "sampling.temperature=0.5"]))
     entry = pair_specs(run, [], ranks.world)[0]
-    found = model_placements(entry)
-    tokens = tokens_of(found)
-    pair = open_pair(found, entry.run.cluster.reserve, None, 1, 256 + new, ranks)
+    pair = PairSession(entry, ranks).load(1, 256 + new)
     clock = Timed()
     clock.install()
-    prompt = Prompt("0", tuple(tokens.encode(PROMPTS[0])))
+    prompt = Prompt("0", tuple(pair.tokens.encode(PROMPTS[0])))
     once: list[float] = []
     twice: list[float] = []
     for repeat in range(repeats + 1):
         clock.began.clear()
-        engine = engine_for(pair, entry.run, tokens, frozenset(), repeat, 512)
+        engine = pair.engine(repeat, end_ids=frozenset())
         drive(engine, [prompt], k=K, max_new=new)
         if repeat:  # the first one warms up
             with_one, with_two = clock.rounds()

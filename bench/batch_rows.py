@@ -27,8 +27,8 @@ from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest  #
 from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
-from llama_ssp.pair.assembly import RankModels, engine_with, lookahead_for, open_pair  # noqa: E402
-from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
+from llama_ssp.pair.assembly import engine_with, lookahead_for  # noqa: E402
+from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
@@ -53,19 +53,16 @@ def main() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", [f"{key}={value}" for key, value in given.items()]))
     entry = pair_specs(run, [], 1)[0]
-    run, found = entry.run, model_placements(entry)
-    tokens, rows = tokens_of(found), int(own["rows"])
-    works = mixed(int(own["prompts"]), tokens, run)
-    pair = open_pair(found, run, rows, max(work.longest for work in works))
+    pair, run, rows = PairSession(entry), entry.run, int(own["rows"])
+    works = mixed(int(own["prompts"]), pair.tokens, run)
+    pair.load(rows, max(work.longest for work in works))
     longest_first = sorted(works, key=lambda work: -work.longest)
     contenders: dict[str, Callable[[], float]] = {
-        "1 row": partial(pace, pair, run, tokens, [longest_first], 1),
-        f"{rows} rows, refilled": partial(pace, pair, run, tokens, [longest_first], rows),
-        f"{rows} rows, each batch waits, in input order": partial(
-            pace, pair, run, tokens, dealt(works, rows), rows
-        ),
+        "1 row": partial(pace, pair, [longest_first], 1),
+        f"{rows} rows, refilled": partial(pace, pair, [longest_first], rows),
+        f"{rows} rows, each batch waits, in input order": partial(pace, pair, dealt(works, rows), rows),
         f"{rows} rows, each batch waits, longest first": partial(
-            pace, pair, run, tokens, dealt(longest_first, rows), rows
+            pace, pair, dealt(longest_first, rows), rows
         ),
     }
     turns = [
@@ -77,7 +74,8 @@ def main() -> None:
     met = by_rows >= ROWS_BAR and by_refill >= REFILL_BAR
     text = "\n".join(
         [
-            f"# Rows of a batch job: {len(works)} prompts of mixed length", "", *surroundings(pair.devices),
+            f"# Rows of a batch job: {len(works)} prompts of mixed length", "",
+            *surroundings(pair.models.devices),
             f"{run.model.name} with {run.draft.name if run.draft else 'no draft'}, K = {run.speculation.k}; "
             f"prompts of {PROMPT_WORDS[0]} to {PROMPT_WORDS[-1]} words, {NEW_TOKENS[0]} to {NEW_TOKENS[-1]} "
             "new tokens; texts end by themselves, too.",
@@ -107,13 +105,12 @@ def dealt(works: list[TokenRequest], rows: int) -> list[list[TokenRequest]]:
     return [works[first : first + rows] for first in range(0, len(works), rows)]
 
 
-def pace(
-    pair: RankModels, run: RunConf, tokens: Tokens, batches: list[list[TokenRequest]], rows: int
-) -> float:
+def pace(pair: PairSession, batches: list[list[TokenRequest]], rows: int) -> float:
     """Tokens a second, reading prompts included."""
-    laws = RowTransforms(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.vocab, tokens.size))
+    run, tokens = pair.run, pair.tokens
+    laws = RowTransforms(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.models.vocab, tokens.size))
     draws = CounterDraws(1)
-    engine = engine_with(pair, run, tokens, laws, draws, 512)
+    engine = engine_with(pair.models, run, tokens, laws, draws, 512)
     writer = ContinuousBatch(
         engine, laws, draws, tokens.decode, partial(lookahead_for, run), tokens.end_ids, 512
     )

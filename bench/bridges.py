@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,15 +28,13 @@ from bench.surroundings import surroundings, write  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
-from llama_ssp.pair.assembly import RankModels, engine_for, open_pair  # noqa: E402
-from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
+from llama_ssp.pair.session import PairSession, regular  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.sampling import one_hot  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
 from llama_ssp.text.compatibility import NONE  # noqa: E402
-from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 from llama_ssp.text.translation import Intersection  # noqa: E402
 from tests.renumbered import renumber  # noqa: E402
 from tests.rig import drive  # noqa: E402
@@ -49,18 +47,17 @@ class Opened:
     """A pair in memory."""
 
     name: str
-    run: RunConf
-    pair: RankModels
-    tokens: Tokens
+    pair: PairSession
+
+    @property
+    def run(self) -> RunConf:
+        return self.pair.run
 
 
 def opened(name: str, overrides: list[str], new: int) -> Opened:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = to_run(compose("run", ["seed=1", *overrides]))
-    entry = pair_specs(run, [], 1)[0]
-    found = model_placements(entry)
-    tokens = tokens_of(found)
-    return Opened(name, entry.run, open_pair(found, entry.run, 1, 256 + new), tokens)
+    return Opened(name, PairSession(pair_specs(run, [], 1)[0]).load(1, 256 + new))
 
 
 def drafts(heat: float, new: int, scratch: Path) -> list[Opened]:
@@ -83,20 +80,19 @@ def drafts(heat: float, new: int, scratch: Path) -> list[Opened]:
 
 def ceiling(one: Opened, new: int) -> float | None:
     """The share of the target's distribution that the draft could propose, over texts by regular sampling."""
-    if one.tokens.paired is None or not isinstance(one.tokens.paired.bridge, Intersection):
+    tokens, target = one.pair.tokens, one.pair.models.target
+    if tokens.paired is None or not isinstance(tokens.paired.bridge, Intersection):
         return None
-    match, heat = one.tokens.paired.diagnosis.match, one.run.sampling.temperature
+    match, heat = tokens.paired.diagnosis.match, one.run.sampling.temperature
     shared = torch.tensor([i != NONE for i in match.draft_of], dtype=torch.float32)
-    plain = replace(one.pair, draft=None)
-    spec = replace(one.run.speculation, k=0)
     shares: list[float] = []
     for number, text in enumerate(PROMPTS):
-        ids = one.tokens.encode(text)
-        engine = engine_for(plain, replace(one.run, speculation=spec), one.tokens, frozenset(), 0, 512)
+        ids = tokens.encode(text)
+        engine = one.pair.engine(0, regular(one.run), frozenset())
         (written,) = drive(engine, [Prompt(str(number), tuple(ids))], k=0, max_new=new).texts
-        assert one.pair.target is not None
+        assert target is not None
         with torch.inference_mode():
-            logits = one.pair.target.module(torch.tensor([[*ids, *written]])).logits[0, len(ids) - 1 : -1]
+            logits = target.module(torch.tensor([[*ids, *written]])).logits[0, len(ids) - 1 : -1]
         logits = logits[:, : len(shared)].float()
         probs = (logits / heat).softmax(-1) if heat else one_hot(logits.argmax(-1), logits)
         shares += (probs @ shared).tolist()
@@ -108,7 +104,7 @@ def rows_of(heat: float, ks: list[int], repeats: int, new: int, scratch: Path) -
     kept: dict[str, Counts] = {}
 
     def contender(one: Opened, k: int, name: str, repeat: int) -> tuple[float, Counts]:
-        ms, counts = by_us(one.pair, one.run, one.tokens, new, repeat, k)
+        ms, counts = by_us(one.pair, one.run, new, repeat, k)
         kept.setdefault(name, Counts()).merge(counts)
         return ms, counts
 

@@ -17,13 +17,13 @@ import torch
 from llama_ssp.config import Drafting, RunConf
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.kv_cache import Feed
-from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
-from llama_ssp.pair.placements import model_placements, tokens_of
+from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.batches import TimedRun
+from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.speculative.generate import Limits, RowStep
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.tasks.timed_generation import TimedRun
 
 PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
 
@@ -34,29 +34,27 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def opened(run: RunConf, slots: int) -> tuple[RankModels, Any, RunConf]:
-    """The run's pair, ready; its tokenizer, which knows bytes."""
-    entry = PairSpec(run, None, None, resolve(run.placement, 1, run.draft is not None))
-    found = model_placements(entry)
-    return open_pair(found, run, 1, slots), tokens_of(found), run
+def opened(run: RunConf, slots: int) -> PairSession:
+    """The run's pair, loaded, for one row of so many tokens."""
+    placement = resolve(run.placement, 1, run.draft is not None)
+    return PairSession(PairSpec(run, None, None, placement)).load(1, slots)
 
 
 def by_us(
-    opened: tuple[RankModels, Any, RunConf], new: int, seed: int, k: int | None,
+    opened: PairSession, new: int, seed: int, k: int | None,
     seen: Callable[[RowStep, float], None] = lambda step, spent: None,
 ) -> tuple[float, Counts]:  # fmt: skip
     """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling.
 
     Every round and its seconds are shown to `seen`.
     """
-    pair, tokens, run = opened
     drafting = Drafting.none if k == 0 else Drafting.model
-    spec = replace(run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
-    run, counts, spent = replace(run, speculation=spec), Counts(), 0.0
+    spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
+    run, counts, spent = replace(opened.run, speculation=spec), Counts(), 0.0
     for number, ids in enumerate(PROMPTS):
-        engine = engine_for(pair, run, tokens, frozenset(), seed, 512)
+        engine = opened.engine(seed, run, frozenset())
         timed = TimedRun(engine, [Prompt(str(number), ids)], new)
-        for step, round_s in timed.rounds(Limits(new), lookahead_for(run, 1, pair.costs)):
+        for step, round_s in timed.rounds(Limits(new), lookahead_for(run, 1, opened.costs)):
             seen(step.rows[0], round_s)
         counts.merge(timed.counts)
         spent += timed.decode_s
@@ -92,7 +90,7 @@ def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: in
 
 
 def rounds(
-    opened: tuple[RankModels, Any, RunConf], ks: list[int], clock: Callable[[], float] = time.perf_counter,
+    opened: PairSession, ks: list[int], clock: Callable[[], float] = time.perf_counter,
     turns: int = 25,
 ) -> list[list[str]]:  # fmt: skip
     """A round beside its parts: K steps of the draft's module and one of the target's, timed in turn.
@@ -100,13 +98,13 @@ def rounds(
     Parts are the models' steps alone, behind a text of the same length: no distributions, no draws, no
     tokens. The middle of the turns counts.
     """
-    pair, tokens, run = opened
+    pair = opened.models
     assert pair.target is not None and pair.draft is not None
     length = 64
     lines = [["K", "draft step, ms", "target step, ms", "round, ms", "round over its parts"]]
     for k in ks:
-        run_k = replace(run, speculation=replace(run.speculation, k=k))
-        engine = engine_for(pair, run_k, tokens, frozenset(), 0, 512)
+        run_k = replace(opened.run, speculation=replace(opened.run.speculation, k=k))
+        engine = opened.engine(0, run_k, frozenset())
         room = 2 * turns + 2 * k
         state = engine.prefill([Prompt("round", tuple(range(100, 100 + length)))], room)
         draft, target = (

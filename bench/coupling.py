@@ -26,15 +26,13 @@ from bench.side_by_side import PROMPTS  # noqa: E402
 from bench.surroundings import surroundings, write  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, Verification, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
-from llama_ssp.pair.assembly import RankModels, engine_for, open_pair  # noqa: E402
-from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
+from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.generate import Limits, generate  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
-from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
 
 @dataclass
@@ -57,22 +55,20 @@ class Found:
         }  # fmt: skip
 
 
-def opened(sampling: str, new: int) -> tuple[RankModels, RunConf, Tokens]:
+def opened(sampling: str, new: int) -> PairSession:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = to_run(
             compose("run", [f"sampling={sampling}", "model.dtype=fp32", "draft.dtype=fp32", "placement=cpu"])
         )
     entry = pair_specs(run, [], 1)[0]
-    found = model_placements(entry)
-    tokens = tokens_of(found)
-    return open_pair(found, entry.run, len(PROMPTS), 256 + new), entry.run, tokens
+    return PairSession(entry).load(len(PROMPTS), 256 + new)
 
 
-def once(pair: RankModels, run: RunConf, tokens: Tokens, new: int, seed: int, into: Found) -> None:
+def once(pair: PairSession, run: RunConf, new: int, seed: int, into: Found) -> None:
     """All prompts as one batch."""
     k = run.speculation.k
-    engine = engine_for(pair, run, tokens, frozenset(), seed, 512)
-    prompts = [Prompt(str(n), tuple(tokens.encode(text))) for n, text in enumerate(PROMPTS)]
+    engine = pair.engine(seed, run, frozenset())
+    prompts = [Prompt(str(n), tuple(pair.tokens.encode(text))) for n, text in enumerate(PROMPTS)]
     state = engine.prefill(prompts, new)
     began = time.perf_counter()
     for step in generate(engine, state, Limits(new), FixedDraftLength(k, state.rows)):
@@ -84,7 +80,8 @@ def once(pair: RankModels, run: RunConf, tokens: Tokens, new: int, seed: int, in
 
 def rows_of(sampling: str, ks: list[int], repeats: int, new: int) -> tuple[list[dict[str, Any]], bool]:
     """The table, and whether coupled texts were the same throughout."""
-    pair, run, tokens = opened(sampling, new)
+    pair = opened(sampling, new)
+    run = pair.run
     found: dict[tuple[str, int], Found] = {}
     for seed in range(repeats):
         for rule in Verification:
@@ -92,7 +89,7 @@ def rows_of(sampling: str, ks: list[int], repeats: int, new: int) -> tuple[list[
                 drafter = Drafting.model if k else Drafting.none
                 spec = replace(run.speculation, verification=rule, k=k, drafter=drafter)
                 into = found.setdefault((rule.value, k), Found())
-                once(pair, replace(run, speculation=spec), tokens, new, seed, into)
+                once(pair, replace(run, speculation=spec), new, seed, into)
     alike = all(
         one.texts == found["coupled", 0].texts for (rule, _), one in found.items() if rule == "coupled"
     )

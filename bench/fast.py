@@ -34,7 +34,7 @@ from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.models.loader import DRAFT, load  # noqa: E402
-from llama_ssp.pair.assembly import RankModels  # noqa: E402
+from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.speed import pass_cost  # noqa: E402
 from llama_ssp.planner.workload import Role  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
@@ -109,9 +109,7 @@ def sizes(agreement: float) -> tuple[ModelConf, ModelConf]:
     return replace(target, context=4608), replace(draft, context=4608)
 
 
-def contenders(
-    asked: Asked, pair: tuple[RankModels, Any, RunConf], eager: Any
-) -> tuple[dict[str, Taken], Meter]:
+def contenders(asked: Asked, pair: PairSession, eager: PairSession) -> tuple[dict[str, Taken], Meter]:
     """Everyone who takes turns, and who counts transformers' passes."""
     target, draft = (
         load(model, None, Dtype.bf16, CPU, role).module
@@ -263,7 +261,7 @@ def main() -> None:
     clock, said = (time.process_time, "CPU time") if asked.threads == 1 else (time.perf_counter, "time")
     parts = rounds(pair, [int(k) for k in asked.ks.split(",")], clock)
     read = Both(*(pass_cost(Role("", model, Dtype.bf16), 1).weights for model in (target, draft)))
-    steps = steps_alone(parts, regular_ms(pair[0].target, clock), found)
+    steps = steps_alone(parts, regular_ms(pair.models.target, clock), found)
     rows = figures(found, read, bandwidth, steps)
     met = [
         [name, f"{least}x", f"{middle:.2f}x", f"{low:.2f}..{high:.2f}", "yes" if middle >= least else "NO"]
@@ -271,7 +269,7 @@ def main() -> None:
     ]
     text = "\n".join(
         [
-            "# A pair of 222M and 7M, bf16: ours beside transformers", "", *surroundings(pair[0].devices),
+            "# A pair of 222M and 7M, bf16: ours beside transformers", "", *surroundings(pair.models.devices),
             f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, agreement "
             f"{asked.agreement}, {asked.threads} threads, {asked.repeats} repeats. "
             f"Loading and compiling took {start_s:.0f} s.",

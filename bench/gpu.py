@@ -40,7 +40,6 @@ from words import Words  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
 from llama_ssp.models.kernels.int8 import Int8Linear  # noqa: E402
 from llama_ssp.models.loader import DRAFT, load  # noqa: E402
-from llama_ssp.pair.assembly import engine_for  # noqa: E402
 from llama_ssp.planner.speed import pass_cost  # noqa: E402
 from llama_ssp.planner.workload import Role  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
@@ -154,7 +153,7 @@ def bandwidth(asked: Asked) -> float:
 
 def share_read(asked: Asked, model: ModelConf) -> tuple[float, float]:
     """A step's bytes over what could be read meanwhile, and its seconds. The embedding is not read."""
-    pair, _, _ = opened(asked.run(model), 4 * LENGTH)
+    pair = opened(asked.run(model), 4 * LENGTH).models
     assert pair.target is not None
     step_s = seconds(alone(pair.target, LENGTH, 1))
     return pass_cost(Role("", model, model.dtype), 1).weights / step_s / bandwidth(asked), step_s
@@ -178,7 +177,8 @@ def int8(asked: Asked) -> list[Row]:
 
 def products(asked: Asked) -> list[Row]:
     """One layer's product in int8: is it right, and how fast for some rows, beside LLM.int8's own."""
-    pair, _, _ = opened(replace(asked.run(asked.model("7B", Dtype.int8)), engine=Steps.compiled), LENGTH)
+    run = replace(asked.run(asked.model("7B", Dtype.int8)), engine=Steps.compiled)
+    pair = opened(run, LENGTH).models
     assert pair.target is not None
     layer = next(one for one in pair.target.module.modules() if isinstance(one, Int8Linear))
     weight, rows = layer.codes.double() * layer.scales.double()[:, None] / 127, []
@@ -194,8 +194,8 @@ def products(asked: Asked) -> list[Row]:
 
 
 def syncs(asked: Asked) -> list[Row]:
-    pair, tokens, run = opened(asked.run(asked.model("30B"), asked.model("1B")), 4 * LENGTH)
-    engine = engine_for(pair, run, tokens, frozenset(), 0, 512)
+    pair = opened(asked.run(asked.model("30B"), asked.model("1B")), 4 * LENGTH)
+    engine = pair.engine(0, end_ids=frozenset())
     state: Any = engine.prefill([Prompt("0", PROMPTS[0])], LENGTH)
     for _ in range(3):
         one_round(engine, state, K)
@@ -215,13 +215,13 @@ def beside(asked: Asked, name: str, least: float) -> list[Row]:
     draft = asked.model(name)
     ready = opened(asked.run(asked.model("30B"), draft), max(map(len, PROMPTS)) + asked.new)
     module = load(draft, None, Dtype.bf16, asked.device, DRAFT).module
-    assert ready[0].target is not None
+    assert ready.models.target is not None
     works: dict[str, Callable[[int], float]] = {"regular": lambda i: by_us(ready, asked.new, i, 0)[0]}
     for k in KS:
         works[f"K = {k}"] = lambda i, k=k: by_us(ready, asked.new, i, k)[0]
     for how in ("4", "heuristic"):
         works[f"assisted, {how}"] = lambda i, how=how: by_transformers(
-            ready[0].target.module, module, how, asked.new, i
+            ready.models.target.module, module, how, asked.new, i
         )[0]
     taken: dict[str, list[float]] = {one: [] for one in works}
     for repeat in range(asked.repeats + 1):

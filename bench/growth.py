@@ -34,7 +34,7 @@ from pictures import plot_growth, write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Drafting, Dtype, RunConf, Steps  # noqa: E402
-from llama_ssp.pair.assembly import engine_for  # noqa: E402
+from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.draft_length import tokens_per_round  # noqa: E402
@@ -74,7 +74,7 @@ class Point:
         return round_ms / (self.rows * tokens_per_round(ACCEPTANCE, self.k))
 
 
-def pair_of(vocabulary: int, engine: Steps, slots: int) -> tuple[Any, Any, RunConf]:
+def pair_of(vocabulary: int, engine: Steps, slots: int) -> PairSession:
     """A pair of 256 x 4 and 128 x 2, whose distributions are as wide as asked."""
     models = (
         replace(shape(*size, vocabulary), context=4608, dtype=Dtype.bf16) for size in ((4, 256), (2, 128))
@@ -83,12 +83,11 @@ def pair_of(vocabulary: int, engine: Steps, slots: int) -> tuple[Any, Any, RunCo
     return opened(RunConf(model=target, draft=draft, engine=engine), slots)
 
 
-def round_of(pair: tuple[Any, Any, RunConf], point: Point) -> Callable[[], object]:
+def round_of(pair: PairSession, point: Point) -> Callable[[], object]:
     """A round at this point, which leaves everything as it was."""
-    ready, tokens, run = pair
     drafting = Drafting.model if point.k else Drafting.none
-    run = replace(run, speculation=replace(run.speculation, k=point.k, drafter=drafting))
-    engine = engine_for(ready, run, tokens, frozenset(), 0, 512)
+    run = replace(pair.run, speculation=replace(pair.run.speculation, k=point.k, drafter=drafting))
+    engine = pair.engine(0, run, frozenset())
     text = tuple(4 + i % 1000 for i in range(point.context))
     state: Any = engine.prefill([Prompt(str(row), text) for row in range(point.rows)], 2 * point.k + 2)
 

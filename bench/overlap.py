@@ -38,8 +38,9 @@ from llama_ssp.config import DraftSeat, Dtype, ModelConf, Overlap, PlacementConf
 from llama_ssp.distributed.comm import Ranks  # noqa: E402
 from llama_ssp.distributed.placement import resolve  # noqa: E402
 from llama_ssp.models.loader import load  # noqa: E402
-from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for  # noqa: E402
-from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
+from llama_ssp.pair.assembly import ModelCache  # noqa: E402
+from llama_ssp.pair.batches import TimedRun  # noqa: E402
+from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import PairSpec  # noqa: E402
 from llama_ssp.planner.speed import BAND, RoundTimes  # noqa: E402
 from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
@@ -51,7 +52,6 @@ from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
 from llama_ssp.tasks.microbench import shape  # noqa: E402
-from llama_ssp.tasks.timed_generation import TimedRun  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402
 
 VOCAB, WIDTH = 4096, 512
@@ -122,7 +122,7 @@ def job(ranks: Ranks, asked: Asked) -> list[Found]:
     """On each of the two ranks alike."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[ranks.rank % len(cores)]})
-    shelf, found = ModelCache(ranks), []
+    shelf, found = ModelCache(ranks, PlacementConf(draft=DraftSeat.own)), []
     for agreement in map(float, asked.agreements.split(",")):
         for ratio in map(float, asked.ratios.split(",")):
             found.append(compared(ranks, shelf, asked, agreement, ratio))
@@ -135,12 +135,13 @@ def compared(ranks: Ranks, shelf: ModelCache, asked: Asked, agreement: float, ra
     target, draft = sized(asked.layers), sized(draft_layers(ranks, asked, ratio, k), agreement)
     run = RunConf(model=target, draft=draft, placement=PlacementConf(draft=DraftSeat.own), engine=Steps.eager)
     entry = PairSpec(run, None, None, resolve(run.placement, ranks.world, drafts=True))
-    sat = model_placements(entry)
-    pair, tokens = shelf.open(sat), tokens_of(sat)
+    pair = PairSession(entry, ranks)
+    pair.check(1, max(map(len, PROMPTS)) + asked.new)
+    pair.open(shelf)
     found = Found(agreement, ratio, k)
     for repeat in range(asked.repeats + 1):
         for mode in MODES:
-            ms = turn(pair, run, tokens, found, mode, repeat, asked.new)
+            ms = turn(pair, found, mode, repeat, asked.new)
             if repeat:
                 found.ms.setdefault(mode.value, []).append(ms)
     return found
@@ -170,14 +171,12 @@ def step_s(model: ModelConf, width: int) -> float:
     return min(taken)
 
 
-def turn(
-    pair: RankModels, run: RunConf, tokens: Any, found: Found, mode: Overlap, repeat: int, new: int
-) -> float:
+def turn(pair: PairSession, found: Found, mode: Overlap, repeat: int, new: int) -> float:
     """Milliseconds a token, decoding only."""
-    run = replace(run, speculation=replace(run.speculation, k=found.k, overlap=mode))
+    run = replace(pair.run, speculation=replace(pair.run.speculation, k=found.k, overlap=mode))
     spent = 0.0
     for number, ids in enumerate(PROMPTS):
-        engine = engine_for(pair, run, tokens, frozenset(), repeat, 512)
+        engine = pair.engine(repeat, run, frozenset())
         timed = TimedRun(engine, [Prompt(str(number), ids)], new)
         for _ in timed.rounds(Limits(new), FixedDraftLength(found.k, 1)):
             pass

@@ -30,16 +30,15 @@ from surroundings import surroundings, write  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
-from llama_ssp.pair.assembly import RankModels, engine_for, open_pair  # noqa: E402
-from llama_ssp.pair.placements import model_placements, tokens_of  # noqa: E402
+from llama_ssp.pair.assembly import RankModels  # noqa: E402
+from llama_ssp.pair.batches import TimedRun  # noqa: E402
+from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
-from llama_ssp.tasks.timed_generation import TimedRun  # noqa: E402
-from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
 REGULAR = "regular (K = 0)"
 Turn = Callable[[int], tuple[float, Counts]]
@@ -64,16 +63,14 @@ def main() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", overrides))
     entry = pair_specs(run, [], 1)[0]
-    run, found = entry.run, model_placements(entry)
-    tokens = tokens_of(found)
-    new = int(own["new"])
-    pair = open_pair(found, run, 1, 256 + new)
+    run, new = entry.run, int(own["new"])
+    pair = PairSession(entry).load(1, 256 + new)
     asked = [float(heat) for heat in own["temperatures"].split(",") if heat] or [run.sampling.temperature]
     runs = {heat: replace(run, sampling=replace(run.sampling, temperature=heat)) for heat in asked}
     ks = [int(k) for k in own["ks"].split(",")]
-    works = {heat: contenders(pair, own_run, tokens, new, ks) for heat, own_run in runs.items()}
+    works = {heat: contenders(pair, own_run, new, ks) for heat, own_run in runs.items()}
     found = measured(works, int(own["repeats"]))
-    text = table(found, run, pair, new)
+    text = table(found, run, pair.models, new)
     print(text)
     rows = [{"temperature": heat, **row} for heat, own_rows in found.items() for row in own_rows]
     print(json.dumps({"rows": rows, "versions": versions()}))
@@ -81,14 +78,14 @@ def main() -> None:
         write(own["write"], text)
 
 
-def contenders(pair: RankModels, run: RunConf, tokens: Tokens, new: int, ks: list[int]) -> dict[str, Turn]:
+def contenders(pair: PairSession, run: RunConf, new: int, ks: list[int]) -> dict[str, Turn]:
     """Everyone who takes turns at a temperature."""
     found: dict[str, Turn] = {
-        "transformers generate": lambda i: by_transformers(pair, run, tokens, new, i),
-        REGULAR: lambda i: by_us(pair, run, tokens, new, i, 0),
+        "transformers generate": lambda i: by_transformers(pair, run, new, i),
+        REGULAR: lambda i: by_us(pair, run, new, i, 0),
     }
     for k in ks:
-        found[f"speculative, K = {k}"] = lambda i, k=k: by_us(pair, run, tokens, new, i, k)
+        found[f"speculative, K = {k}"] = lambda i, k=k: by_us(pair, run, new, i, k)
     return found
 
 
@@ -123,16 +120,13 @@ def summed_up(name: str, taken: list[float], regular: list[float], counts: Count
     }
 
 
-def by_us(
-    pair: RankModels, run: RunConf, tokens: Tokens, new: int, seed: int, k: int
-) -> tuple[float, Counts]:
+def by_us(pair: PairSession, run: RunConf, new: int, seed: int, k: int) -> tuple[float, Counts]:
     """Milliseconds a token of our loop, one prompt after the other, no early end."""
     spec = replace(run.speculation, k=k, drafter=run.speculation.drafter if k else Drafting.none)
-    plain = replace(pair, draft=pair.draft if k else None)
     counts, spent = Counts(), 0.0
     for number, text in enumerate(PROMPTS):
-        engine = engine_for(plain, replace(run, speculation=spec), tokens, frozenset(), seed, 512)
-        timed = TimedRun(engine, [Prompt(str(number), tuple(tokens.encode(text)))], new)
+        engine = pair.engine(seed, replace(run, speculation=spec), frozenset())
+        timed = TimedRun(engine, [Prompt(str(number), tuple(pair.tokens.encode(text)))], new)
         for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1)):
             pass
         counts.merge(timed.counts)
@@ -140,18 +134,16 @@ def by_us(
     return 1000 * spent / (new * len(PROMPTS)), counts
 
 
-def by_transformers(
-    pair: RankModels, run: RunConf, tokens: Tokens, new: int, seed: int
-) -> tuple[float, Counts]:
+def by_transformers(pair: PairSession, run: RunConf, new: int, seed: int) -> tuple[float, Counts]:
     """Milliseconds a token of `generate` on the same module with the same temperature."""
-    heat = run.sampling.temperature
+    target, heat = pair.models.target, run.sampling.temperature
     how = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {"do_sample": False}
     spent = 0.0
     for text in PROMPTS:
-        ids = torch.tensor([tokens.encode(text)], device=pair.target.device)
+        ids = torch.tensor([pair.tokens.encode(text)], device=target.device)
         for length, sign in ((1, -1), (new + 1, 1)):
             began = time.perf_counter()
-            pair.target.module.generate(
+            target.module.generate(
                 ids, attention_mask=torch.ones_like(ids), min_new_tokens=length, max_new_tokens=length,
                 eos_token_id=None, pad_token_id=0, **how,
             )  # fmt: skip

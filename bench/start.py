@@ -38,7 +38,7 @@ def begin(engine: str, threads: int) -> None:
     target, draft = sizes(0.89)
     run = RunConf(model=replace(target, dtype=Dtype.bf16), draft=replace(draft, dtype=Dtype.bf16))
     began = time.perf_counter()
-    pair, _, _ = opened(replace(run, engine=Steps[engine]), 128)
+    pair = opened(replace(run, engine=Steps[engine]), 128).models
     print(json.dumps({"ready_s": time.perf_counter() - began, "devices": pair.devices}))
 
 

@@ -139,7 +139,7 @@ class Done:
     def figures(self) -> dict[str, Any]:
         return {"figure": 5}
 
-    def ways(self) -> list[RunMeasurement]:
+    def measurements(self) -> list[RunMeasurement]:
         return []
 
 

@@ -12,7 +12,7 @@ import torch
 
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.planner.run_plan import DEVICE
-from llama_ssp.tasks import run_measurement as ways
+from llama_ssp.tasks import rank_memory
 from llama_ssp.tasks.measure import MeasureTask, peak_memory
 from llama_ssp.tasks.profiling import PARTS
 from llama_ssp.text.prompts import SENTENCES
@@ -72,18 +72,18 @@ def test_peak_memory_and_the_plan_read_one_probe(tmp_path: Path, monkeypatch: py
     """Not `ru_maxrss`, which in a child begins with its parent's."""
     status, cpu = tmp_path / "status", torch.device("cpu")
     status.write_text("Name:\tpython\nVmHWM:\t  4321 kB\n", encoding="utf-8")
-    monkeypatch.setattr(ways, "STATUS", status)
+    monkeypatch.setattr(rank_memory, "STATUS", status)
     assert peak_memory(cpu, ALONE) == [{"rank": 0, "process_bytes": 4321 * 1024, "device_bytes": 0}]
-    assert ways.memory_of_ranks(0, cpu, ALONE)[0].bytes[DEVICE] == 4321 * 1024
+    assert rank_memory.memory_of_ranks(0, cpu, ALONE)[0].bytes[DEVICE] == 4321 * 1024
 
 
 def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every batch, so that what slows the machine slows all; first a warm-up on one prompt."""
     turn, order = MeasureTask._turn, list[tuple[str, str, int]]()
 
-    def seen(task: MeasureTask, contender: Any, batch: Any, tokens: Any, repeat: int, sample: Any) -> None:
+    def seen(task: MeasureTask, pair: Any, contender: Any, batch: Any, repeat: int, sample: Any) -> None:
         order.append((contender.record.name, batch[0].id, repeat))
-        turn(task, contender, batch, tokens, repeat, sample)
+        turn(task, pair, contender, batch, repeat, sample)
 
     monkeypatch.setattr(MeasureTask, "_turn", seen)
     command(*QUICK, "task.ks=[2]", "out=null", "output=json")

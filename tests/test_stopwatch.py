@@ -7,6 +7,7 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
+from llama_ssp.pair.batches import TimedRun
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
@@ -17,8 +18,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks import profiling as stopwatch
-from llama_ssp.tasks.profiling import COMMUNICATE, DECIDE, DRAFT, HOST, VERIFY, Stopwatch, TimedRanks
-from llama_ssp.tasks.timed_generation import TimedRun
+from llama_ssp.tasks.profiling import COMMUNICATE, DECIDE, DRAFT, HOST, VERIFY, Stopwatch, timed_ranks
 from tests.toy import toy
 
 
@@ -94,7 +94,7 @@ def test_a_timed_engine_gives_the_same_texts_and_its_parts_add_up() -> None:
 
 def test_ranks_on_a_stopwatch_say_the_same() -> None:
     watch = Stopwatch()
-    ranks = TimedRanks(ALONE, watch)
+    ranks = timed_ranks(ALONE, watch)
     with watch.running(lambda: None):
         assert ranks.broadcast_ints([1, 2]) == [1, 2]
         assert ranks.all_reduce(torch.ones(2)).tolist() == [1, 1]

@@ -35,6 +35,14 @@ def quoted(text: object) -> str:
     return str(text).replace("\\", "\\\\").replace("'", "\\'")
 
 
+def pair_words(model: str | Path, draft: str | Path | None) -> list[str]:
+    """The overrides that choose a pair, or a target without a draft. Raises UsageError as `model_words`."""
+    return [
+        *model_words("model", model),
+        *(model_words("draft", draft) if draft is not None else ["draft=none"]),
+    ]
+
+
 def model_words(role: str, name: str | Path) -> list[str]:
     """The overrides that choose this model: a preset's name, a folder, or an id on the Hugging Face hub.
 

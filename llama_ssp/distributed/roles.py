@@ -45,8 +45,15 @@ class Roles:
 SOLE = Roles(ALONE, ALONE, ALONE)
 
 
-def roles_of(target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks: Ranks) -> Roles:
-    """The rank's groups, for the ranks of each role. Every rank makes all groups, in one order."""
+def roles_of(
+    target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks: Ranks, essential: bool = False,
+    patience_s: float = 0.0,
+) -> Roles:  # fmt: skip
+    """The rank's groups, for the ranks of each role. Every rank makes all groups, in one order.
+
+    Of a draft apart: whether the run ends when the draft is lost (`essential`), and how long the leader waits
+    for its reply (`patience_s`; 0: as long as ranks wait for one another).
+    """
     holding = ranks.among(target)
     if copies:
         drafting: Ranks | None = ALONE if ranks.rank in draft else None
@@ -59,5 +66,8 @@ def roles_of(target: tuple[int, ...], draft: tuple[int, ...], copies: bool, rank
     link = ranks.link(LEADER, draft[0])
     if link is None:
         return roles
-    end = DraftServer(link, drafting) if drafting is not None else DraftClient(link, ranks.patience_s)
+    if drafting is not None:
+        end: DraftClient | DraftServer = DraftServer(link, drafting)
+    else:
+        end = DraftClient(link, patience_s or ranks.patience_s, essential)
     return replace(roles, draft_channel=end, draft_link=end)

@@ -9,8 +9,15 @@ from functools import partial
 
 import torch
 
-from llama_ssp.config import USUAL_COST_RATIO, OnDraftLoss, RunConf, Splitting, home_expanded
-from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.config import (
+    USUAL_COST_RATIO,
+    OnDraftLoss,
+    PlacementConf,
+    RunConf,
+    Splitting,
+    home_expanded,
+)
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.roles import Roles, roles_of
 from llama_ssp.models.causal_lm import CausalModel
@@ -18,11 +25,10 @@ from llama_ssp.models.compile import CompiledModel, Kind, compiled, quickened
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
-from llama_ssp.models.devices import TORCH_DTYPES, describe
+from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.loader import DRAFT, load, load_part
-from llama_ssp.pair.placements import ModelPlacement, require_loadable
-from llama_ssp.planner.run_plan import Prediction
+from llama_ssp.pair.placements import ModelPlacement
 from llama_ssp.report.run_folder import Progress
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDraftShard
@@ -31,7 +37,6 @@ from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDraft
 from llama_ssp.speculative.drafters.remote import RemoteDrafter, SendingDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine, Follower
-from llama_ssp.speculative.measure_costs import measured
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.rng import Draws
@@ -43,7 +48,7 @@ from llama_ssp.text.translation import Bridge, Intersection
 
 @dataclass(frozen=True)
 class RankModels:
-    """This rank's models: None where it holds none, because another rank or the text itself drafts.
+    """This rank's models; None for a model that only other ranks hold, or that there is not.
 
     `vocab` and `context` are the target's, `draft_context` and `draft_dtype` the draft model's.
     """
@@ -56,56 +61,25 @@ class RankModels:
     context: int
     draft_context: int
     draft_dtype: torch.dtype
-    prediction: Prediction | None = None
-    costs: Costs | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Weights and caches on this rank, when they were most."""
+        """The most that weights and caches have taken on this rank."""
         return sum(model.held_bytes for model in (self.target, self.draft) if model)
 
 
-def open_pair(
-    found: list[ModelPlacement], run: RunConf, rows: int, slots: int, ranks: Ranks = ALONE,
-    caches: tuple[int, int] = (1, 1),
-) -> RankModels:  # fmt: skip
-    """Loads the models, if they fit with so many caches of each of `rows` texts of `slots` tokens."""
-    prediction = require_loadable(found, run, rows, slots, caches)
-    pair = replace(ModelCache(ranks).open(found), prediction=prediction)
-    prepare(pair, run, rows)
-    unknown = run.speculation.adaptive and run.speculation.cost_ratio is None
-    if unknown and ranks.world == 1 and pair.target is not None and pair.draft is not None:
-        pair = replace(pair, costs=measured(pair.target, pair.draft, run, rows, slots))
-    return pair
-
-
-def prepare(pair: RankModels, run: RunConf, rows: int) -> None:
-    """Compiles what batches of so many rows will need, before any clock runs."""
-    several, drafted = rows > 1, run.speculation.may_draft
-    wanted: list[tuple[CompiledModel, Kind]] = []
-    if isinstance(pair.target, CompiledModel):
-        wanted.append((pair.target, (several, drafted or not several)))
-    if isinstance(pair.draft, CompiledModel):
-        wanted += [
-            (pair.draft, kind) for kind in ([(True, False), (True, True)] if several else [(False, True)])
-        ]
-    if wanted:
-        with Progress("compile", len(wanted), "steps") as progress:
-            for model, kind in wanted:
-                model.prepare(kind)
-                progress.advance(1)
-
-
 class ModelCache:
-    """Keeps the models of the last pair, so that what the next one shares is not loaded again."""
+    """Loads pairs, and keeps the models of the last one for the next."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, placement: PlacementConf) -> None:
         self._ranks = ranks
-        self._crews: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
+        self._essential = placement.on_draft_loss is OnDraftLoss.stop
+        self._patience_s = placement.draft_timeout_s
+        self._roles: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
         self._held: list[tuple[ModelPlacement, CausalModel]] = []
 
     def open(self, found: list[ModelPlacement]) -> RankModels:
-        """Loads what this rank holds of the pair; what it does not need is let go of first."""
+        """Loads this rank's part of the pair, after freeing the models that the pair does not need."""
         if self._held:
             self._held = [(seat, model) for seat, model in self._held if seat in found]
             gc.collect()
@@ -117,27 +91,30 @@ class ModelCache:
         if self._ranks.world > 1:
             prints = {seat.role: fingerprint(seat.path) if seat.path else "" for seat in found}
             self._ranks.require_same("the models' files", json.dumps(prints))
-        self._ranks.barrier()  # all have found that it fits
-        crew = self._crew(found)
-        models = {seat.role: self._model(seat, crew) for seat in found}
+        self._ranks.barrier()  # every rank has checked that the pair fits
+        roles = self._roles_of(found)
+        models = {seat.role: self._model(seat, roles) for seat in found}
         target, draft = models["model"], models.get(DRAFT)
-        every = self._ranks.gather_ints([*_facts(target), *_facts(draft)])
-        vocab, context, _, draft_context = (max(known) for known in zip(*every, strict=True))
-        devices = {seat.role: _seated(seat) for seat in found}
+        sizes = [
+            size for model in (target, draft) for size in ((model.vocab, model.context) if model else (0, 0))
+        ]
+        vocab, context, _, draft_context = map(max, *self._ranks.gather_ints(sizes), [0, 0, 0, 0])
+        devices = {seat.role: seat.in_words() for seat in found}
         draft_dtype = TORCH_DTYPES[found[-1].dtype]
-        return RankModels(target, draft, devices, crew, vocab, context, draft_context, draft_dtype)
+        return RankModels(target, draft, devices, roles, vocab, context, draft_context, draft_dtype)
 
-    def _crew(self, found: list[ModelPlacement]) -> Roles:
-        """Groups are made once: they cost connections."""
-        target, draft = found[0].ranks, found[1].ranks if len(found) > 1 else ()
-        key = target, draft, found[-1].copies
-        if key not in self._crews:
-            self._crews[key] = roles_of(*key, self._ranks)
-        return self._crews[key]
+    def _roles_of(self, found: list[ModelPlacement]) -> Roles:
+        """Process groups are made once, as each costs connections; so is the connection to the draft."""
+        draft = found[1].ranks if len(found) > 1 else ()
+        key = found[0].ranks, draft, found[-1].copies
+        if key not in self._roles:
+            self._roles[key] = roles_of(*key, self._ranks, self._essential, self._patience_s)
+        self._ranks.may_lose(() if self._essential else self._roles[key].apart)
+        return self._roles[key]
 
-    def _model(self, seat: ModelPlacement, crew: Roles) -> CausalModel | None:
-        """This rank's part of it, if it has one."""
-        group = crew.draft if seat.role == DRAFT else crew.target
+    def _model(self, seat: ModelPlacement, roles: Roles) -> CausalModel | None:
+        """This rank's part of the model; None where it has none."""
+        group = roles.draft if seat.role == DRAFT else roles.target
         if group is None:
             return None
         for known, model in self._held:
@@ -146,6 +123,22 @@ class ModelCache:
         model = _loaded(seat, group)
         self._held.append((seat, model))
         return model
+
+
+def prepare(pair: RankModels, run: RunConf, rows: int) -> None:
+    """Compiles the steps that batches of `rows` texts need, before anything is timed."""
+    several, drafted = rows > 1, run.speculation.may_draft
+    wanted: list[tuple[CompiledModel, Kind]] = []
+    if isinstance(pair.target, CompiledModel):
+        wanted.append((pair.target, (several, drafted or not several)))
+    if isinstance(pair.draft, CompiledModel):
+        kinds = [(True, False), (True, True)] if several else [(False, True)]
+        wanted += [(pair.draft, kind) for kind in kinds]
+    if wanted:
+        with Progress("compile", len(wanted), "steps") as progress:
+            for model, kind in wanted:
+                model.prepare(kind)
+                progress.advance(1)
 
 
 def _loaded(seat: ModelPlacement, group: Ranks) -> CausalModel:
@@ -182,13 +175,9 @@ def rule_of(run: RunConf) -> Rule:
 def engine_with(
     pair: RankModels, run: RunConf, tokens: Tokens, transform: SamplingTransform, draws: Draws, chunk: int
 ) -> AnyEngine:
-    """One engine with caches of its own, for these distributions and draws."""
-    bridge = tokens.paired.bridge if tokens.paired else None
-    essential = run.placement.on_draft_loss is OnDraftLoss.stop
-    pair.crew.everyone.may_lose(() if essential else pair.crew.apart)
-    if isinstance(link := pair.crew.draft_link, DraftClient):
-        link.essential, link.patience_s = essential, run.placement.draft_timeout_s
-    crew, drafter = pair.crew, _drafter(pair, run, transform, draws, chunk, bridge)
+    """An engine with KV caches of its own, for this sampling transform and these random draws."""
+    crew, bridge = pair.crew, tokens.paired.bridge if tokens.paired else None
+    drafter = _drafter(pair, run, transform, draws, chunk, bridge)
     if not run.has_draft_model and not crew.drafts_apart:
         crew = replace(crew, draft_channel=None)
     target = ModelRunner(pair.target, chunk) if pair.target else None
@@ -199,13 +188,9 @@ def engine_with(
 
 
 def _drafter(
-    pair: RankModels,
-    run: RunConf,
-    transform: SamplingTransform,
-    draws: Draws,
-    chunk: int,
+    pair: RankModels, run: RunConf, transform: SamplingTransform, draws: Draws, chunk: int,
     bridge: Bridge | None,
-) -> Drafter | None:
+) -> Drafter | None:  # fmt: skip
     """This rank's part in drafting; None where it has none."""
     crew, wide = pair.crew, partial(torch.promote_types, torch.float32)
     spec = run.speculation
@@ -247,15 +232,3 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
         return AdaptiveDraftLength(costs or Costs.of_ratio(ratio, spec.k_max), rows)
     return FixedDraftLength(spec.k, rows)
-
-
-def _facts(model: CausalModel | None) -> tuple[int, int]:
-    """What ranks without the model have to know of it."""
-    return (model.vocab, model.context) if model else (0, 0)
-
-
-def _seated(seat: ModelPlacement) -> str:
-    """Where a role sits, in words for records."""
-    over = f", over {seat.degree} ranks" if seat.degree > 1 else ""
-    copies = f", {len(seat.ranks)} copies" if len(seat.ranks) > seat.degree else ""
-    return f"{describe(seat.device)}, {seat.dtype.value}{over}{copies}"

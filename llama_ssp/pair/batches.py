@@ -1,35 +1,83 @@
-"""Prompts through one engine, batch by batch: the clocks and counters that tasks share."""
+"""Prompts as token ids, and batches of them through an engine: the clocks and counters that tasks share."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llama_ssp.config import ModelConf, OnBadRow
+from llama_ssp.config import RunConf
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, counted
+from llama_ssp.speculative.stats import Counts, counted, ratio
 from llama_ssp.text.detokenizer import Decode, Writing
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens, conversation
 
-log = logging.getLogger(__name__)
+CHARACTERS_A_TOKEN = 16  # more than texts have on average: a beginning of so many tells a text's length
+NOT_NUMBERS = "a model gave logits that are not numbers (NaN or infinite)"
 
-CHARACTERS_A_TOKEN = 16  # more than a text has on the average, so that its beginning tells its length
+
+class TimedRun:
+    """One batch, on a clock that runs only while the engine works; what the caller does is not counted.
+
+    The clock is read after `engine.wait()`, when a GPU has finished.
+    """
+
+    def __init__(self, engine: AnyEngine, prompts: list[Prompt], max_new_tokens: int) -> None:
+        """Prefills the prompts."""
+        self._engine = engine
+        self.counts = Counts()
+        self.decode_s = 0.0
+        self.first_token_s: float | None = None
+        forwards = engine.target_forwards
+        engine.wait()
+        began = time.perf_counter()
+        self.state = engine.prefill(prompts, max_new_tokens)
+        engine.wait()
+        self.prefill_s = time.perf_counter() - began
+        self.prefill_forwards = engine.target_forwards - forwards
+
+    @property
+    def seconds(self) -> float:
+        """Prefill and all rounds so far."""
+        return self.prefill_s + self.decode_s
+
+    def rounds(self, limits: Limits, lookahead: DraftLength) -> Iterator[tuple[Step, float]]:
+        """Every round until the last row has ended, and its seconds."""
+        began = time.perf_counter()
+        for step in generate(self._engine, self.state, limits, lookahead):
+            self._engine.wait()
+            spent = time.perf_counter() - began
+            self.decode_s += spent
+            if self.first_token_s is None:
+                self.first_token_s = self.seconds
+            for row in step.rows:
+                self.counts.add(row)
+            yield step, spent
+            began = time.perf_counter()
+
+    def figures(self) -> dict[str, Any]:
+        """Times and counters under the names of the JSON interface."""
+        first_s, found = self.first_token_s, counted(self.counts, self.prefill_s, self.decode_s)
+        return {
+            **found,
+            "time_to_first_token_ms": None if first_s is None else 1000 * first_s,
+            "tokens_per_s": ratio(found["tokens_committed"], self.decode_s),
+        }
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts that are being written together."""
+    """Texts that are written together; `steps` runs the rounds until every row has ended."""
 
     state: State
     writing: Writing
+    steps: Iterator[Step]
 
     def texts(self) -> list[str]:
         """What each row has written so far."""
@@ -43,7 +91,7 @@ class Batches:
         self, engine: AnyEngine, decode: Decode, lookahead: Callable[[int], DraftLength],
         max_new_tokens: int, ends: frozenset[int], stops: list[str],
     ) -> None:  # fmt: skip
-        """`lookahead` makes the choice of K for a batch of so many rows."""
+        """`lookahead` chooses how K is chosen for a batch of this many rows."""
         self._engine, self._decode, self._lookahead = engine, decode, lookahead
         self._max_new_tokens, self._ends, self._stops = max_new_tokens, ends, stops
         self._counts = Counts()
@@ -51,24 +99,20 @@ class Batches:
         self._prefill_forwards = 0
 
     def begin(self, prompts: list[Prompt]) -> Batch:
-        """Reads a batch's prompts."""
-        began, forwards = time.perf_counter(), self._engine.target_forwards
-        state = self._engine.prefill(prompts, self._max_new_tokens)
-        self._engine.wait()
-        self._prefill_s += time.perf_counter() - began
-        self._prefill_forwards += self._engine.target_forwards - forwards
-        return Batch(state, Writing(self._decode, [p.token_ids for p in prompts], self._stops))
+        """Prefills a batch."""
+        timed = TimedRun(self._engine, prompts, self._max_new_tokens)
+        self._prefill_s += timed.prefill_s
+        self._prefill_forwards += timed.prefill_forwards
+        writing = Writing(self._decode, [prompt.token_ids for prompt in prompts], self._stops)
+        return Batch(timed.state, writing, self._steps(timed, writing))
 
-    def steps(self, batch: Batch) -> Iterator[Step]:
-        """Rounds until every row has ended; what the caller does between them is on no clock."""
-        limits = Limits(self._max_new_tokens, self._ends, batch.writing)
-        began = time.perf_counter()
-        for step in generate(self._engine, batch.state, limits, self._lookahead(batch.state.rows)):
-            self._decode_s += time.perf_counter() - began
+    def _steps(self, timed: TimedRun, writing: Writing) -> Iterator[Step]:
+        limits = Limits(self._max_new_tokens, self._ends, writing)
+        for step, spent in timed.rounds(limits, self._lookahead(timed.state.rows)):
+            self._decode_s += spent
             for row in step.rows:
                 self._counts.add(row)
             yield step
-            began = time.perf_counter()
 
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""
@@ -87,83 +131,69 @@ def nothing_run() -> dict[str, Any]:
     return {**forwards, "overlap": None, **counted(Counts(), 0.0, 0.0)}
 
 
-def unusable(text: TextPrompt, ids: list[int], context: int, vocab: int) -> DataError | None:
-    """What keeps a model from continuing this prompt."""
-    if not ids:
-        return DataError(
-            "the prompt is empty and the model has no token to begin a text with", where=text.where,
-            fix="give the prompt some text",
+def require_numbers(*texts: tuple[str, int, str | None]) -> None:
+    """Raises ModelError if a text ended on logits that are not numbers.
+
+    A text is given by its prompt's name, its length in tokens and why it ended (`texts_of` a batch).
+    """
+    stopped = [(name, length) for name, length, reason in texts if reason == "error"]
+    if stopped:
+        raise ModelError(
+            NOT_NUMBERS, f"prompt {stopped[0][0]!r}, position {stopped[0][1]}",
+            f"{len(stopped)} of {len(texts)} prompts stopped there",
+            fix="try model.dtype=bf16 or fp32; model.scan=true names a damaged weight",
         )  # fmt: skip
-    if len(ids) >= context:
-        return _too_long(text.where, f"{len(ids)} tokens", context)
-    if max(ids) >= vocab:
-        return DataError(
-            "the prompt has a token that the model does not know", where=text.where, found=f"id {max(ids)}",
-            allowed=f"ids below {vocab}", fix="remove the tokenizer's added tokens from the text",
-        )  # fmt: skip
-    return None
+
+
+def texts_of(state: State) -> list[tuple[str, int, str | None]]:
+    """The batch's texts as `require_numbers` takes them."""
+    names = [prompt.id for prompt in state.prompts]
+    return list(zip(names, state.lengths, state.finished, strict=True))
+
+
+def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf) -> Prompt:
+    """The prompt as token ids, by the task's settings of chat and special tokens.
+
+    Raises DataError where the model cannot continue it.
+    """
+    task = run.task
+    if getattr(task, "chat", False):
+        ids = tokens.chat(conversation(text.text, getattr(task, "system", None)))
+    else:
+        ids = encoded(text, tokens, run.model.context, getattr(task, "special_tokens", False))
+    return usable(text, begun(ids, tokens), run)
 
 
 def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = False) -> list[int]:
     """The prompt's tokens. Of a text that is far too long its beginning is enough to refuse it."""
     head = text.text[: CHARACTERS_A_TOKEN * context]
     if len(head) < len(text.text) and len(ids := tokens.encode(head, special)) >= 2 * context:
-        raise _too_long(text.where, f"more than {len(ids)} tokens", context)
+        raise _too_long(text, f"more than {len(ids)} tokens", context)
     return tokens.encode(text.text, special)
 
 
-def _too_long(where: str, found: str, context: int) -> DataError:
-    return DataError(
-        "the prompt fills the model's context", where=where, found=found,
-        allowed=f"at most {context - 1} of {context}", fix="shorten it; it is never cut silently",
-    )  # fmt: skip
-
-
-def prompt_of(
-    text: TextPrompt, tokens: Tokens, model: ModelConf, chat: bool = False, system: str | None = None,
-    special: bool = False,
-) -> Prompt:  # fmt: skip
-    """The prompt as tokens; refused if the model cannot continue it."""
-    ids = (
-        tokens.chat(conversation(text.text, system))
-        if chat
-        else encoded(text, tokens, model.context, special)
-    )
-    ids = begun(ids, tokens)
-    problem = unusable(text, ids, model.context, model.vocab)
-    if problem is not None:
-        raise problem
-    return Prompt(text.id, tuple(ids))
-
-
-def usable_prompts(
-    texts: list[TextPrompt], made: Callable[[TextPrompt], Prompt], policy: OnBadRow, skipped: list[str]
-) -> list[tuple[TextPrompt, Prompt]]:
-    """Those that `made` does not refuse; the others end the run or join the `skipped`, by the policy."""
-    usable = []
-    for text in texts:
-        try:
-            usable.append((text, made(text)))
-        except DataError as problem:
-            if policy is OnBadRow.fail:
-                raise
-            log.warning("skipped: %s", problem)
-            skipped.append(str(problem))
-    if texts and not usable:
-        raise DataError("no usable prompt is left", found=f"{len(skipped)} bad ones")
-    return usable
-
-
 def begun(ids: list[int], tokens: Tokens) -> list[int]:
-    """A text that has no tokens begins with the model's own first token, if it has one."""
+    """An empty text begins with the model's own first token, if there is one."""
     return [tokens.bos_id] if not ids and tokens.bos_id is not None else ids
 
 
-def damaged(name: str, position: int, stopped: int, of: int) -> ModelError:
-    """What is said when a model's logits made no law."""
-    return ModelError(
-        "a model gave logits that are not numbers (NaN or infinite)",
-        where=f"prompt {name!r}, position {position}",
-        found=f"{stopped} of {of} prompts stopped there",
-        fix="try model.dtype=bf16 or fp32; model.scan=true names a damaged weight",
-    )
+def usable(text: TextPrompt, ids: list[int], run: RunConf) -> Prompt:
+    """The prompt of these tokens. Raises DataError where the model cannot continue it."""
+    context, vocab = run.model.context, run.model.vocab
+    if not ids:
+        what = "the prompt is empty and the model has no token to begin a text with"
+        raise DataError(what, text.where, fix="give the prompt some text")
+    if len(ids) >= context:
+        raise _too_long(text, f"{len(ids)} tokens", context)
+    if max(ids) >= vocab:
+        raise DataError(
+            "the prompt has a token that the model does not know", text.where, f"id {max(ids)}",
+            f"ids below {vocab}", "remove the tokenizer's added tokens from the text",
+        )  # fmt: skip
+    return Prompt(text.id, tuple(ids))
+
+
+def _too_long(text: TextPrompt, found: str, context: int) -> DataError:
+    allowed = f"at most {context - 1} of {context}"
+    what = "the prompt fills the model's context"
+    return DataError(what, text.where, found, allowed, "shorten it; it is never cut silently")

@@ -11,7 +11,7 @@ import torch
 from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.errors import UsageError
-from llama_ssp.models.devices import TORCH_DTYPES, device_of, dtype_of, every_device, memory_of
+from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.loader import DRAFT, require_supported
 from llama_ssp.models.sharding import is_planned
@@ -56,6 +56,12 @@ class ModelPlacement:
     def degree(self) -> int:
         """Over how many ranks the model is split."""
         return 1 if self.copies else len(self.ranks)
+
+    def in_words(self) -> str:
+        """Device, number format and ranks, for records."""
+        over = f", over {self.degree} ranks" if self.degree > 1 else ""
+        copies = f", {len(self.ranks)} copies" if len(self.ranks) > self.degree else ""
+        return f"{describe(self.device)}, {self.dtype.value}{over}{copies}"
 
 
 def model_placements(entry: PairSpec) -> list[ModelPlacement]:

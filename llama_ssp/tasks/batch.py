@@ -1,7 +1,8 @@
 """task=batch: every record of a file answered exactly once, whatever is killed when.
 
-The leader reads, keeps the journal and writes; the other ranks are told each shard's texts. In fp32, what a
-record gets depends on the job's seed and the record alone; in 16 bit and less also on how its batch rounds.
+The leader reads the input, keeps the journal and writes; it broadcasts each shard's texts to the other ranks.
+In fp32 a record's answer depends on the job's seed and the record alone; in 16 bit and less also on how its
+batch rounds.
 """
 
 from __future__ import annotations
@@ -14,59 +15,48 @@ from typing import Any
 
 from llama_ssp.batch.attempt_log import Attempt
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
-from llama_ssp.batch.job import longest_in
+from llama_ssp.batch.job import Job, longest_in, require_good
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
 from llama_ssp.config import BatchConf
-from llama_ssp.distributed.comm import Ranks, broadcast_json
+from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.errors import StorageError
-from llama_ssp.pair.assembly import RankModels, engine_with, lookahead_for, open_pair, rule_of
-from llama_ssp.pair.batches import nothing_run
-from llama_ssp.pair.placements import model_placements, tokens_of
+from llama_ssp.errors import DataError, StorageError
+from llama_ssp.pair.assembly import engine_with, lookahead_for, rule_of
+from llama_ssp.pair.batches import NOT_NUMBERS, begun, nothing_run, prompt_of, usable
+from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.run_folder import Console, Progress, RunFolder
+from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.tables import aligned, figure
 from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.sampling import RowTransforms
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.batch_begin import begin, token_ids
-from llama_ssp.tasks.inputs import RunInputs
+from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.interactive import while_others_wait
-from llama_ssp.tasks.run_measurement import way
-from llama_ssp.text.tokenizer import Tokens
+from llama_ssp.text.prompts import TextPrompt
 
 log = logging.getLogger(__name__)
 
-NAN = "a model gave logits that are not numbers (NaN or infinite)"
 
+class BatchTask(Task[BatchConf]):
+    """One process's part in a job: shards until none is left to take."""
 
-class BatchTask:
-    """One process's part in a job. `figures` is right at any moment, also after a failure."""
-
-    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
-        assert isinstance(inputs.run.task, BatchConf)
-        self._inputs, self._task, self._ranks = inputs, inputs.run.task, ranks
-        self._run = inputs.pairs[0].run
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._journal: Journal | None = None
-        self._pair: RankModels | None = None
         self._rows: ContinuousBatch | None = None
-        self._row_count = 0
         self._answered = self._refused = self._set_aside = 0
 
     def run(self) -> str:
-        """Takes on shards until none is left to take; done once the job's output is there."""
-        found = model_placements(self._inputs.pairs[0])
-        tokens = tokens_of(found)
-        longest, missing, shards = while_others_wait(self._ranks, partial(self._begin, tokens))
+        pair = self._open()
+        longest, missing, shards = while_others_wait(self._ranks, partial(self._begin, pair))
         if missing:
-            self._row_count = min(self._task.batch_size, missing)
-            self._pair = open_pair(found, self._run, self._row_count, longest, self._ranks)
-            self._rows = self._writer(self._pair, tokens)
+            pair.load(min(self._task.batch_size, missing), longest)
+            self._rows = self._writer(pair)
         if shards and self._ranks.is_leader:
-            self._lead(tokens)
+            self._lead(pair)
         elif shards:
             self._follow()
         return self._end() if self._journal is not None else "done"
@@ -75,8 +65,6 @@ class BatchTask:
         return self._answered > 0
 
     def figures(self) -> dict[str, Any]:
-        """The task's part of the summary."""
-        figures = self._rows.figures() if self._rows else {**nothing_run(), "tokens_per_s": None}
         standing = self._journal.standing() if self._journal else None
         return {
             "output": self._task.output,
@@ -89,23 +77,20 @@ class BatchTask:
             "shards": standing.shards if standing else None,
             "shards_done": standing.shards_done if standing else None,
             "attempts": standing.attempts if standing else None,
-            "devices": self._pair.devices if self._pair else {},
-            **figures,
+            "devices": self._pair_figures()["devices"],
+            **(self._rows.figures() if self._rows else {**nothing_run(), "tokens_per_s": None}),
         }
 
-    def ways(self) -> list[RunMeasurement]:
+    def measurements(self) -> list[RunMeasurement]:
         """One; prompts are read between the rounds, so they are in its time."""
         if self._pair is None or self._rows is None:
             return []
-        drafter = self._inputs.pairs[0].drafter
-        name = "regular" if drafter is None else "speculative"
-        return [way(f"{name}, with prompts", self._pair, self._run, self._row_count, self._rows.figures())]
+        name = "regular" if self._pair.spec.drafter is None else "speculative"
+        return [self._pair.measurement(f"{name}, with prompts", self._rows.figures())]
 
-    def _begin(self, tokens: Tokens) -> list[int]:
-        """The journal, new or continued: how long a text may get, how many records and shards are missing."""
-        job = self._inputs.job
-        assert job is not None
-        self._journal = begin(job, tokens)
+    def _begin(self, pair: PairSession) -> list[int]:
+        """Opens the journal; the tokens of the longest text, and how many records and shards are missing."""
+        self._journal = begin(self._job, pair)
         standing = self._journal.standing()
         log.info("job %s: %s", self._journal.folder, standing.in_words())
         if not standing.records:
@@ -113,23 +98,23 @@ class BatchTask:
         missing, shards = standing.records - standing.finished, standing.shards - standing.shards_done
         return [longest_in(self._journal), missing, shards]
 
-    def _writer(self, pair: RankModels, tokens: Tokens) -> ContinuousBatch:
-        run, ends = self._run, frozenset() if self._task.ignore_eos else tokens.end_ids
-        transform = RowTransforms(run.sampling, tuple(sorted(ends)), min(pair.vocab, tokens.size))
-        draws = draws_for(pair.target, rule_of(run), self._inputs.seed)
-        engine = engine_with(pair, run, tokens, transform, draws, self._task.prefill_chunk)
-        return ContinuousBatch(
-            engine,
-            transform,
-            draws,
-            tokens.decode,
-            partial(lookahead_for, run),
-            ends,
-            self._task.prefill_chunk,
-        )
+    @property
+    def _job(self) -> Job:
+        """The job, which the leader alone has."""
+        assert self._inputs.job is not None
+        return self._inputs.job
 
-    def _lead(self, tokens: Tokens) -> None:
-        """Shard by shard, until none is left that nobody works on."""
+    def _writer(self, pair: PairSession) -> ContinuousBatch:
+        models, tokens, run, chunk = pair.models, pair.tokens, pair.run, self._task.prefill_chunk
+        ends = pair.end_ids
+        transform = RowTransforms(run.sampling, tuple(sorted(ends)), min(models.vocab, tokens.size))
+        draws = draws_for(models.target, rule_of(run), self._inputs.seed)
+        engine = engine_with(models, run, tokens, transform, draws, chunk)
+        lookahead = partial(lookahead_for, run)
+        return ContinuousBatch(engine, transform, draws, tokens.decode, lookahead, ends, chunk)
+
+    def _lead(self, pair: PairSession) -> None:
+        """Shard by shard, until each is done or another process works on it."""
         journal = self._journal
         assert journal is not None
         with Progress("batch", journal.manifest.records, "records") as progress:
@@ -137,28 +122,30 @@ class BatchTask:
             while (taken := journal.claim()) is not None:
                 shard, claim = taken
                 with claim:
-                    self._shard(journal, shard, tokens, progress.advance)
+                    self._shard(journal, shard, pair, progress.advance)
         broadcast_json([], self._ranks)
 
     def _follow(self) -> None:
-        """Writes along, in step with the leader, until no work comes."""
+        """Takes part in the leader's batches until it broadcasts an empty list."""
         while plain := broadcast_json([], self._ranks):
             assert self._rows is not None
             works = [TokenRequest.of_plain(one) for one in plain["works"]]
             for _ in self._rows.write(works, plain["rows"], lambda _: None):
                 pass
 
-    def _shard(self, journal: Journal, shard: Shard, tokens: Tokens, advance: Callable[[int], None]) -> None:
-        """One attempt at a shard: what earlier ones have not finished, those they died at one by one."""
+    def _shard(
+        self, journal: Journal, shard: Shard, pair: PairSession, advance: Callable[[int], None]
+    ) -> None:
+        """One attempt at a shard's missing records; each during which an attempt died is written alone."""
         attempt = journal.attempt(shard)
         GUARD.on_signal.append(attempt.excuse)
         try:
-            ready = self._ready(attempt, shard, tokens)
+            ready = self._ready(journal, attempt, shard, pair)
             alone = [work for work, _ in ready if attempt.failures[work.index]]
             others = [work for work, _ in ready if not attempt.failures[work.index]]
-            asked = {work.index: request for work, request in ready}
+            requests = {work.index: request for work, request in ready}
             for works, rows in [*(([work], 1) for work in alone), (others, self._task.batch_size)]:
-                self._write(works, rows, attempt, asked, advance)
+                self._write(works, rows, attempt, requests, advance)
             attempt.publish()
         except (KeyboardInterrupt, StorageError):
             attempt.excuse()
@@ -166,12 +153,12 @@ class BatchTask:
         finally:
             GUARD.on_signal.remove(attempt.excuse)
 
-    def _ready(self, attempt: Attempt, shard: Shard, tokens: Tokens) -> list[tuple[TokenRequest, Request]]:
-        """What is to be written, the longest first; lines that make no request are answered here."""
-        job = self._inputs.job
-        assert job is not None and self._journal is not None
+    def _ready(
+        self, journal: Journal, attempt: Attempt, shard: Shard, pair: PairSession
+    ) -> list[tuple[TokenRequest, Request]]:
+        """The shard's missing texts, the longest first. Lines that make no request are answered here."""
         missing, ready = set(attempt.missing), []
-        for record in job.read(self._journal, shard):
+        for record in self._job.read(journal, shard):
             if record.index not in missing:
                 continue
             deaths = attempt.failures_alone[record.index]
@@ -183,33 +170,27 @@ class BatchTask:
                 said = f"set aside: {deaths} attempts died while they worked on this record alone"
                 self._refuse(attempt, record, refusal(record, said, BROKEN))
             else:
-                ready.append((self._work(record, tokens), record))
+                how = record.sampling, record.max_new_tokens, record.stop, record.seed
+                ready.append((TokenRequest(record.index, prompt_of_request(record, pair), *how), record))
         return sorted(ready, key=lambda pair: -pair[0].longest)
 
-    def _work(self, request: Request, tokens: Tokens) -> TokenRequest:
-        ids = token_ids(request, tokens, self._run)
-        return TokenRequest(
-            request.index, Prompt(request.id, tuple(ids)), request.sampling, request.max_new_tokens,
-            request.stop, request.seed,
-        )  # fmt: skip
-
     def _write(
-        self, works: list[TokenRequest], rows: int, attempt: Attempt, asked: dict[int, Request],
+        self, works: list[TokenRequest], rows: int, attempt: Attempt, requests: dict[int, Request],
         advance: Callable[[int], None],
     ) -> None:  # fmt: skip
+        """Writes texts on every rank, `rows` at a time, and commits each answer."""
         if not works:
             return
         assert self._rows is not None
         broadcast_json({"works": [asdict(work) for work in works], "rows": rows}, self._ranks)
         for written in self._rows.write(works, rows, attempt.begin):
-            self._keep(attempt, asked[written.index], written)
+            self._commit(attempt, requests[written.index], written)
             advance(1)
 
-    def _keep(self, attempt: Attempt, request: Request, written: Reply) -> None:
-        """Commits an answer."""
+    def _commit(self, attempt: Attempt, request: Request, written: Reply) -> None:
         if written.finish_reason == "error":
-            log.warning("%s: %s", request.where, NAN)
-            self._refuse(attempt, request, refusal(request, NAN, BROKEN))
+            log.warning("%s: %s", request.where, NOT_NUMBERS)
+            self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))
             return
         attempt.finish(request.index, answer(request, written, self._inputs.pairs[0].target))
         self._answered += 1
@@ -219,9 +200,9 @@ class BatchTask:
         self._refused += 1
 
     def _end(self) -> str:
-        """Writes the output if the whole job is done, by whomever."""
-        journal, job = self._journal, self._inputs.job
-        assert journal is not None and job is not None
+        """Writes the output if the whole job is done, also by other processes."""
+        journal, job = self._journal, self._job
+        assert journal is not None
         standing = journal.standing()
         for line in table(self.figures()):
             log.info("%s", line)
@@ -233,18 +214,54 @@ class BatchTask:
         return "done"
 
 
+def begin(job: Job, pair: PairSession) -> Journal:
+    """The job's journal. Of a new job every prompt is tokenised once, so that bad ones are refused first."""
+    longest, refused = 2, list[Refused]()
+    records = job.source.records if job.source is not None else []
+    with Progress("reading prompts", len(records), "prompts") as progress:
+        for record in records:
+            found = record if isinstance(record, Refused) else _length(record, pair)
+            if isinstance(found, Refused):
+                refused.append(found)
+            else:
+                longest = max(longest, found)
+            progress.advance(1)
+    require_good(job.run, [*refused])
+    return job.begin(longest, refused)
+
+
+def _length(request: Request, pair: PairSession) -> int | Refused:
+    """The most tokens that the request's text may have, or why it cannot be continued."""
+    try:
+        length = len(prompt_of_request(request, pair).token_ids) + request.max_new_tokens
+    except DataError as error:
+        return Refused(request.index, request.id, request.form, str(error))
+    return min(length, pair.run.model.context)
+
+
+def prompt_of_request(request: Request, pair: PairSession) -> Prompt:
+    """The request's prompt as token ids. Raises DataError where the model cannot continue it."""
+    text = TextPrompt(request.id, request.said, request.where)
+    if not request.messages:
+        return prompt_of(text, pair.tokens, pair.run)
+    messages, system = [dict(message) for message in request.messages], getattr(pair.run.task, "system", None)
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": str(system)})
+    return usable(text, begun(pair.tokens.chat(messages), pair.tokens), pair.run)
+
+
 def table(figures: dict[str, Any]) -> list[str]:
     """A job's end, for people: the job, and this process's part in it."""
-    accepted, pace = figures["acceptance_rate"], figures["tokens_per_s"]
+    accepted = figures["acceptance_rate"]
     rows = [
         ["records", f"{figures['records_finished']} of {figures['records']}"],
         ["shards", f"{figures['shards_done']} of {figures['shards']}"],
-        ["attempts", f"{figures['attempts']}"],
-        ["answered here", f"{figures['records_answered_here']}"],
-        ["refused here", f"{figures['records_refused_here']}"],
-        ["set aside here", f"{figures['records_set_aside_here']}"],
-        ["tokens", f"{figures['tokens_committed']}"],
-        ["tokens/s", figure(pace, 1)],
+        ["attempts", str(figures["attempts"])],
+        ["answered here", str(figures["records_answered_here"])],
+        ["refused here", str(figures["records_refused_here"])],
+        ["set aside here", str(figures["records_set_aside_here"])],
+        ["tokens", str(figures["tokens_committed"])],
+        ["tokens/s", figure(figures["tokens_per_s"], 1)],
         ["drafts accepted", "-" if accepted is None else f"{accepted:.0%}"],
     ]
     return aligned(rows, 1)

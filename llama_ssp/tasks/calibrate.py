@@ -37,12 +37,11 @@ from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import StorageError
 from llama_ssp.models.devices import describe, device_of, dtype_of
 from llama_ssp.planner.hardware import CPU, CPU_TABLE, Machine, known, machine_of, matching
-from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.planner.search import PlanRequest, round_times
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
-from llama_ssp.report.run_folder import Console, RunFolder, versions
-from llama_ssp.tasks.inputs import RunInputs
+from llama_ssp.report.run_folder import versions
+from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.microbench import (
     GEMM_ROWS,
     PROMPT,
@@ -55,7 +54,7 @@ from llama_ssp.tasks.microbench import (
     streaming_s,
     sum_s,
 )
-from llama_ssp.tasks.run_measurement import process_bytes
+from llama_ssp.tasks.rank_memory import process_bytes
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +72,14 @@ NAME = "calibrated"  # of the cluster, and of its file
 STARTING = ("groups", "scheduler", "slurm")  # of a cluster: how jobs are started, which is not measured
 
 
-class CalibrateTask:
-    """One run of the task. The leader writes the file."""
+class CalibrateTask(Task[CalibrateConf]):
+    """Measures on every rank; the leader writes the file. It has no plan: plans are made of its constants."""
 
-    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
-        assert isinstance(inputs.run.task, CalibrateConf)
-        self._run, self._task, self._ranks, self._console = inputs.run, inputs.run.task, ranks, console
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._found: dict[str, Any] = {}
 
     def run(self) -> str:
-        """Measures, writes, says how to use it."""
         cluster, _ = measured(self._run, self._ranks, NAME, self._task.repeats)
         file = home_expanded(self._task.folder) / "cluster" / f"{cluster.name}.yaml"
         if self._ranks.is_leader:
@@ -96,10 +93,6 @@ class CalibrateTask:
 
     def figures(self) -> dict[str, Any]:
         return self._found
-
-    def ways(self) -> list[RunMeasurement]:
-        """It has no plan: it is what plans are made of."""
-        return []
 
 
 def measured(

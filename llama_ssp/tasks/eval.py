@@ -7,30 +7,26 @@ chance alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from llama_ssp.config import Drafting, EvalConf, Output, RunConf
-from llama_ssp.distributed.comm import Ranks
-from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, lookahead_for
-from llama_ssp.pair.batches import Batch, Batches, begun, damaged, unusable
-from llama_ssp.pair.placements import ModelPlacement, model_placements, require_loadable, tokens_of
+from llama_ssp.config import EvalConf
+from llama_ssp.pair.assembly import ModelCache, lookahead_for
+from llama_ssp.pair.batches import Batches, begun, require_numbers, texts_of, usable
+from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import Prediction, RunMeasurement
-from llama_ssp.report.plots import plot_place, plot_scores
-from llama_ssp.report.run_folder import Console, Progress, RunFolder
+from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.report.plots import plot_scores
+from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.scores import table
 from llama_ssp.report.statistics import paired_difference, wilson
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.arithmetic import STOP, Question, questions
-from llama_ssp.tasks.inputs import RunInputs
-from llama_ssp.tasks.run_measurement import way
+from llama_ssp.tasks.common import Task, longest
 from llama_ssp.text.prompts import TextPrompt
-from llama_ssp.text.tokenizer import Tokens
 
 QUICK = 10  # prompts of a quick run
-PREFILL_CHUNK = 512
 REGULAR, SPECULATIVE = "regular", "speculative"
 Block = list[tuple[Question, Prompt]]
 
@@ -42,7 +38,7 @@ class Answers:
     right: dict[str, bool] = field(default_factory=dict)
     figures: list[dict[str, Any]] = field(default_factory=list)
     running: Batches | None = None
-    way: RunMeasurement | None = None
+    measurement: RunMeasurement | None = None
 
     def figures_at(self, size: int) -> dict[str, Any]:
         """The counters when the size of this index was done, or now if it is being worked on."""
@@ -51,70 +47,52 @@ class Answers:
         return self.running.figures() if self.running else {}
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A pair whose files, tokens and memory have been checked, and its prompts, size by size."""
+@dataclass
+class ScoredPair:
+    """A checked pair, its prompts size by size, and its answers by mode."""
 
-    entry: PairSpec
-    placements: list[ModelPlacement]
-    tokens: Tokens
+    pair: PairSession
     blocks: list[Block]
-    rows: int
-    prediction: Prediction | None
+    answers: dict[str, Answers] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        drafter = self.entry.drafter
-        return self.entry.target if drafter is None else f"{self.entry.target}/{drafter}"
+        target, drafter = self.pair.spec.target, self.pair.spec.drafter
+        return target if drafter is None else f"{target}/{drafter}"
 
     @property
     def modes(self) -> list[str]:
-        return [REGULAR] if self.entry.drafter is None else [REGULAR, SPECULATIVE]
+        return [REGULAR] if self.pair.spec.drafter is None else [REGULAR, SPECULATIVE]
 
 
-@dataclass
-class Result:
-    """What is known of a pair, by mode."""
+class EvalTask(Task[EvalConf]):
+    """Checks every pair, then answers all prompts with each."""
 
-    pair: Prepared
-    answers: dict[str, Answers] = field(default_factory=dict)
-
-
-class EvalTask:
-    """One run of the task. `figures` is right at any moment, also after an interrupt."""
-
-    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
-        assert isinstance(inputs.run.task, EvalConf)
-        self._ranks = ranks
-        self._inputs, self._task = inputs, inputs.run.task
-        self._console, self._folder = console, folder
-        seeds, sizes = self._task.seeds, sorted(self._task.sizes)
-        self._seeds, self._sizes = (seeds[:1], [QUICK]) if self._task.quick else (seeds, sizes)
-        self._results: list[Result] = []
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        task = self._task
+        self._seeds = task.seeds[:1] if task.quick else task.seeds
+        self._sizes = [QUICK] if task.quick else sorted(task.sizes)
+        self._scored: list[ScoredPair] = []  # those that have been begun
         self._devices: dict[str, dict[str, str]] = {}
-        self._plot: str | None = None
 
     def run(self) -> str:
-        """Checks every pair, then answers all prompts with each; the status."""
         asked = self._questions()
-        prepared = [self._prepared(entry, asked) for entry in self._inputs.pairs]
-        shelf = ModelCache(self._ranks)
+        checked = [self._checked(spec, asked) for spec in self._inputs.pairs]
+        cache = ModelCache(self._ranks, self._run.placement)
         try:
-            for one in prepared:
-                self._answer_all(one, shelf)
+            for one in checked:
+                self._answer_all(one, cache)
         finally:
-            self._show()
-        place = plot_place(self._task.plot, self._folder.path)
-        if place is not None and self._ranks.is_leader:
-            plot_scores(self._rows(), place)
-            self._plot = str(place)
+            if self.has_output():
+                self._print(table(self._rows(), self._differences()))
+        self._draw(self._task.plot, lambda path: plot_scores(self._rows(), path))
         return "done"
 
     def has_output(self) -> bool:
-        return any(answers.right for result in self._results for answers in result.answers.values())
+        return any(answers.right for one in self._scored for answers in one.answers.values())
 
     def figures(self) -> dict[str, Any]:
-        """The task's part of the summary."""
         return {
             "rows": self._rows(),
             "differences": self._differences(),
@@ -122,10 +100,10 @@ class EvalTask:
             "plot": self._plot,
         }
 
-    def ways(self) -> list[RunMeasurement]:
-        """Every mode of every pair that has ended; regular answers are known to several pairs."""
-        found = [answers.way for result in self._results for answers in result.answers.values()]
-        return list({id(way): way for way in found if way is not None}.values())
+    def measurements(self) -> list[RunMeasurement]:
+        """Every mode of every pair that has ended; several pairs may share a target's regular answers."""
+        found = [answers.measurement for one in self._scored for answers in one.answers.values()]
+        return list({id(one): one for one in found if one is not None}.values())
 
     def _questions(self) -> list[list[Question]]:
         """The questions, in one block for each size: those that the size before it lacks.
@@ -136,71 +114,67 @@ class EvalTask:
         bounds = zip([0, *self._sizes], self._sizes, strict=False)
         return [[own[n] for n in range(first, last) for own in by_seed] for first, last in bounds]
 
-    def _prepared(self, entry: PairSpec, asked: list[list[Question]]) -> Prepared:
-        task, run, found = self._task, entry.run, model_placements(entry)
-        tokens = tokens_of(found)
-        blocks = [[(question, _prompt(question, tokens, run)) for question in block] for block in asked]
-        longest = max(len(prompt.token_ids) for block in blocks for _, prompt in block)
-        slots = min(longest + task.max_new_tokens, run.model.context)
-        rows = min(task.batch_size, max(len(block) for block in blocks))
-        return Prepared(entry, found, tokens, blocks, rows, require_loadable(found, run, rows, slots))
+    def _checked(self, spec: PairSpec, asked: list[list[Question]]) -> ScoredPair:
+        pair = PairSession(spec, self._ranks)
+        blocks = [[(question, _prompt(question, pair)) for question in block] for block in asked]
+        most = max(longest(prompt for _, prompt in block) for block in blocks)
+        rows = min(self._task.batch_size, max(map(len, blocks)))
+        pair.check(rows, most + self._task.max_new_tokens)
+        return ScoredPair(pair, blocks)
 
-    def _answer_all(self, one: Prepared, shelf: ModelCache) -> None:
+    def _answer_all(self, one: ScoredPair, cache: ModelCache) -> None:
         """Answers the prompts in every mode that the pair has."""
-        result = Result(one)
         known = self._known_regular(one)
-        self._results.append(result)
+        self._scored.append(one)
         if known is not None:
-            result.answers[REGULAR] = known
-        missing = [mode for mode in one.modes if mode not in result.answers]
+            one.answers[REGULAR] = known
+        missing = [mode for mode in one.modes if mode not in one.answers]
         if missing:
-            pair = replace(shelf.open(one.placements), prediction=one.prediction)
-            self._devices[one.name] = pair.devices
+            self._devices[one.name] = one.pair.open(cache).models.devices
         for mode in missing:
-            result.answers[mode] = Answers()
-            self._answer(one, mode, pair, result.answers[mode])
+            one.answers[mode] = Answers()
+            self._answer(one, mode, one.answers[mode])
+        one.pair.close()
 
-    def _known_regular(self, one: Prepared) -> Answers | None:
+    def _known_regular(self, one: ScoredPair) -> Answers | None:
         """The same target's answers from an earlier pair: the same seed would give them again."""
-        return next(
-            (r.answers[REGULAR] for r in self._results if r.pair.placements[0] == one.placements[0]), None
-        )
+        target = one.pair.placements[0]
+        earlier = (other for other in self._scored if other.pair.placements[0] == target)
+        return next((other.answers[REGULAR] for other in earlier), None)
 
-    def _answer(self, one: Prepared, mode: str, pair: RankModels, answers: Answers) -> None:
-        run, tokens, task = one.entry.run, one.tokens, self._task
-        if mode == REGULAR:
-            run = replace(run, speculation=replace(run.speculation, drafter=Drafting.none))
-        engine = engine_for(pair, run, tokens, tokens.end_ids, self._inputs.seed, PREFILL_CHUNK)
-        answers.running = Batches(
-            engine, tokens.decode, partial(lookahead_for, run), task.max_new_tokens, tokens.end_ids, [STOP]
-        )
-        total = sum(len(block) for block in one.blocks)
-        with Progress(f"{one.name}, {mode}", total, "prompts") as progress:
+    def _answer(self, one: ScoredPair, mode: str, answers: Answers) -> None:
+        task, pair = self._task, one.pair
+        run = regular(pair.run) if mode == REGULAR else pair.run
+        answers.running = batches = Batches(
+            pair.engine(self._inputs.seed, run), pair.tokens.decode, partial(lookahead_for, run),
+            task.max_new_tokens, pair.end_ids, [STOP],
+        )  # fmt: skip
+        name = f"{one.name}, {mode}"
+        with Progress(name, sum(map(len, one.blocks)), "prompts") as progress:
             for block in one.blocks:
                 for first in range(0, len(block), task.batch_size):
                     part = block[first : first + task.batch_size]
-                    self._batch(answers, answers.running, part, mode)
+                    self._batch(answers, batches, part, mode)
                     progress.advance(len(part))
-                answers.figures.append(answers.running.figures())
-        answers.way = way(f"{one.name}, {mode}", pair, run, one.rows, answers.running.figures())
+                answers.figures.append(batches.figures())
+        answers.measurement = pair.measurement(name, batches.figures(), run)
         answers.running = None  # it holds the models
 
-    def _batch(self, answers: Answers, runs: Batches, part: Block, mode: str) -> None:
-        # Streams of their own for the two modes: with shared ones their texts would agree more often
-        # than the distributions do, and the difference would say less than its interval claims.
-        prompts = [Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in part]
-        batch = runs.begin(prompts)
-        for _ in runs.steps(batch):
+    def _batch(self, answers: Answers, batches: Batches, part: Block, mode: str) -> None:
+        # The two modes draw from random streams of their own: with shared ones their texts would agree more
+        # often than the distributions do, and the difference would say less than its interval claims.
+        batch = batches.begin([Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in part])
+        for _ in batch.steps:
             pass
-        _raise_if_damaged(batch)
+        require_numbers(*texts_of(batch.state))
         for (question, _), written in zip(part, batch.texts(), strict=True):
             answers.right[question.id] = question.is_answered_by(written)
 
     def _rows(self) -> list[dict[str, Any]]:
         return [
-            self._row(result.pair, mode, index, answers, names)
-            for result in self._results
-            for mode, answers in result.answers.items()
+            self._row(one, mode, index, answers, names)
+            for one in self._scored
+            for mode, answers in one.answers.items()
             for index, names in self._reached(answers)
         ]
 
@@ -215,12 +189,12 @@ class EvalTask:
             smaller = len(asked)
 
     def _row(
-        self, one: Prepared, mode: str, index: int, answers: Answers, names: list[str]
+        self, one: ScoredPair, mode: str, index: int, answers: Answers, names: list[str]
     ) -> dict[str, Any]:
         return {
             "pair": one.name,
-            "target": one.entry.target,
-            "draft": one.entry.drafter if mode == SPECULATIVE else None,
+            "target": one.pair.spec.target,
+            "draft": one.pair.spec.drafter if mode == SPECULATIVE else None,
             "mode": mode,
             "prompts_per_seed": self._sizes[index],
             **_score([answers.right[name] for name in names]),
@@ -239,41 +213,21 @@ class EvalTask:
 
     def _differences(self) -> list[dict[str, Any]]:
         """Speculative less regular, over the prompts that both have answered."""
-        found = []
-        for result in self._results:
-            if len(result.answers) == 2:
-                both = result.answers[REGULAR], result.answers[SPECULATIVE]
-                for index, names in self._reached(*both):
-                    found.append(
-                        {
-                            "pair": result.pair.name,
-                            "prompts_per_seed": self._sizes[index],
-                            **_difference(both[0].right, both[1].right, names),
-                        }
-                    )
-        return found
-
-    def _show(self) -> None:
-        if self._inputs.run.output is Output.text and self.has_output():
-            for line in table(self._rows(), self._differences()):
-                self._console.line(line)
+        return [
+            {
+                "pair": one.name,
+                "prompts_per_seed": self._sizes[index],
+                **_difference(one.answers[REGULAR].right, one.answers[SPECULATIVE].right, names),
+            }
+            for one in self._scored
+            if len(one.answers) == 2
+            for index, names in self._reached(*one.answers.values())
+        ]
 
 
-def _prompt(question: Question, tokens: Tokens, run: RunConf) -> Prompt:
+def _prompt(question: Question, pair: PairSession) -> Prompt:
     text = TextPrompt(question.id, question.text, f"task.shots, seed {question.seed}")
-    ids = begun(tokens.encode(text.text), tokens)
-    problem = unusable(text, ids, run.model.context, run.model.vocab)
-    if problem is not None:
-        raise problem
-    return Prompt(text.id, tuple(ids))
-
-
-def _raise_if_damaged(batch: Batch) -> None:
-    state = batch.state
-    stopped = [row for row in range(state.rows) if state.finished[row] == "error"]
-    if stopped:
-        first = stopped[0]
-        raise damaged(state.prompts[first].id, state.lengths[first], len(stopped), state.rows)
+    return usable(text, begun(pair.tokens.encode(text.text), pair.tokens), pair.run)
 
 
 def _score(right: list[bool]) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from llama_ssp.distributed.comm import Ranks
+from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.model_runner import Model, ModelRunner
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
-from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.state import Prompt
 
 Chances = tuple[float, float]  # of the target's token, and of the draft's
 
@@ -59,7 +60,10 @@ def agreements(
     engine: AnyEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
     rounds: Rounds | None = None,
 ) -> list[GreedyMatch]:  # fmt: skip
-    """Runs a batch until every row has parted or ended. The engine must be greedy; `rounds` adds up."""
+    """Runs a batch on a greedy engine until every row has parted or ended; adds to `rounds`.
+
+    Raises ModelError for logits that are not numbers.
+    """
     rounds = rounds or Rounds()
     state = engine.prefill(list(prompts), max_new_tokens)
     engine.wait()
@@ -91,13 +95,11 @@ def agreements(
     engine.settle()
     engine.wait()
     rounds.seconds += time.perf_counter() - began
-    return [_agreement(state, row, fork) for row, fork in enumerate(forks)]
-
-
-def _agreement(state: State, row: int, fork: Fork | None) -> GreedyMatch:
-    finish = state.finished[row]
-    assert finish is not None, "the loop ends when every row has"
-    return GreedyMatch(state.prompts[row], tuple(state.generated(row)), finish, fork)
+    require_numbers(*texts_of(state))
+    return [
+        GreedyMatch(state.prompts[row], tuple(state.generated(row)), str(state.finished[row]), fork)
+        for row, fork in enumerate(forks)
+    ]
 
 
 def fork_chances(

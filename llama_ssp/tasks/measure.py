@@ -1,99 +1,83 @@
 """task=measure: how fast the target, the draft and the pair are, at each K, and where the time goes.
 
-Contenders take turns on the same prompts. Every rank does the same turns in the same order; nothing that
-a clock says decides anything.
+Contenders take turns on the same prompts. Every rank takes the same turns in the same order; no decision
+depends on a clock.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from llama_ssp.config import Drafting, MeasureConf, Output, RunConf
+from llama_ssp.config import MeasureConf, RunConf
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.pair.assembly import RankModels, draft_alone, engine_for, lookahead_for, open_pair
-from llama_ssp.pair.batches import damaged, prompt_of, unusable, usable_prompts
-from llama_ssp.pair.placements import model_placements, tokens_of
+from llama_ssp.pair.assembly import RankModels, draft_alone, engine_for, lookahead_for
+from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of, usable
+from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import TENSORS, RunMeasurement
-from llama_ssp.report.plots import plot_place
-from llama_ssp.report.run_folder import Console, Progress, RunFolder
+from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.speed_plots import plot_speeds
 from llama_ssp.report.speed_stats import Record, Sample, Speeds
 from llama_ssp.report.speed_table import csv_text, table
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import AnyEngine
-from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.inputs import RunInputs
-from llama_ssp.tasks.profiling import MEANING, PARTS, Stopwatch, TimedRanks
-from llama_ssp.tasks.run_measurement import memory_here, process_bytes, way
-from llama_ssp.tasks.timed_generation import TimedRun
+from llama_ssp.tasks.common import Task, longest
+from llama_ssp.tasks.profiling import MEANING, PARTS, Stopwatch, timed_ranks
+from llama_ssp.tasks.rank_memory import memory_here, process_bytes
 from llama_ssp.text.prompts import TextPrompt
-from llama_ssp.text.tokenizer import Tokens
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes a turn. `pair` is None on ranks that have no part in it: they wait."""
+    """Takes turns. `models` is None on ranks that have no part in it and wait."""
 
     record: Record
     run: RunConf
-    pair: RankModels | None
+    models: RankModels | None
     is_pairs: bool = True
 
 
-class MeasureTask:
-    """One run of the task. `figures` is right at any moment, also after an interrupt."""
+class MeasureTask(Task[MeasureConf]):
+    """A warm-up, the repeats, then a turn of each contender with the stopwatch on."""
 
-    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
-        assert isinstance(inputs.run.task, MeasureConf)
-        self._inputs, self._task = inputs, inputs.run.task
-        self._console, self._folder = console, folder
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._watch = Stopwatch()
-        self._ranks: Ranks = TimedRanks(ranks, self._watch)
-        self._skipped = list(inputs.reading.skipped)
-        self._prompts: list[Prompt] = []
-        self._pair: RankModels | None = None
-        self._vocabulary: dict[str, Any] | None = None
+        self._ranks = timed_ranks(self._ranks, self._watch)
+        self._batches: list[list[Prompt]] = []
         self._speeds: Speeds | None = None
         self._contenders: list[Contender] = []
-        self._rows = 0
         self._memory: list[dict[str, int]] = []
-        self._plot: str | None = None
 
     def run(self) -> str:
-        """A warm-up, the repeats, a pass with the stopwatch on; the status."""
-        run, task = self._inputs.run, self._task
-        found = model_placements(self._inputs.pairs[0])
-        tokens = tokens_of(found)
-        self._vocabulary = tokens.paired.record() if tokens.paired else None
-        self._prompts = self._tokenised(tokens)
-        longest = max(len(prompt.token_ids) for prompt in self._prompts)
-        slots = min(longest + task.max_new_tokens, run.model.context)
-        rows = min(task.batch_size, len(self._prompts))
-        most = replace(run, speculation=replace(run.speculation, k=max([run.speculation.k, *task.ks])))
-        self._pair = open_pair(found, most, rows, slots, self._ranks)
-        drafts = self._inputs.pairs[0].drafter
-        alone = len(found) > 1 and longest + task.max_new_tokens <= self._pair.draft_context
-        contenders = contenders_of(self._pair, run, task.ks if drafts else [], alone)
-        self._speeds, self._contenders, self._rows = speeds_of(contenders), contenders, rows
-        batches = [self._prompts[i : i + rows] for i in range(0, len(self._prompts), rows)]
-        turns = (task.repeats + 1) * len(batches) * len(contenders)
+        task, spec = self._task, self._inputs.pairs[0]
+        most_k = replace(spec.run.speculation, k=max([spec.run.speculation.k, *task.ks]))
+        pair = self._open(replace(spec, run=replace(spec.run, speculation=most_k)))
+        prompts = self._measured_prompts(pair)
+        rows, most = min(task.batch_size, len(prompts)), longest(prompts) + task.max_new_tokens
+        self._batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
+        models = pair.load(rows, most).models
+        alone = len(pair.placements) > 1 and most <= models.draft_context
+        self._contenders = contenders_of(models, self._run, task.ks if spec.drafter else [], alone)
+        self._speeds = speeds_of(self._contenders)
+        turns = (task.repeats + 1) * len(self._batches) * len(self._contenders)
         try:
             with Progress("measure", turns, "turns") as progress:
-                self._repeat(contenders, batches[:1], tokens, 0)
+                self._repeat(pair, self._batches[:1], 0)
                 for repeat in range(task.repeats):
-                    samples = self._repeat(contenders, batches, tokens, repeat, progress)
-                    for contender, sample in zip(contenders, samples, strict=True):
-                        contender.record.samples += [sample] if contender.pair else []
-                for contender in contenders:
-                    self._split(contender, batches, tokens)
-                    progress.advance(len(batches))
-            self._memory = peak_memory(found[0].device, self._ranks)
+                    samples = self._repeat(pair, self._batches, repeat, progress)
+                    for contender, sample in zip(self._contenders, samples, strict=True):
+                        contender.record.samples += [sample] if contender.models else []
+                for contender in self._contenders:
+                    self._split(pair, contender)
+                    progress.advance(len(self._batches))
+            self._memory = peak_memory(pair.placements[0].device, self._ranks)
         finally:
             self._show()
         return "done"
@@ -102,147 +86,122 @@ class MeasureTask:
         return self._speeds is not None and bool(self._speeds.target.samples)
 
     def figures(self) -> dict[str, Any]:
-        """The task's part of the summary."""
+        prompts = [prompt for batch in self._batches for prompt in batch]
         return {
             **(self._speeds.figures() if self._speeds else {}),
             "time_split_parts": MEANING,
             "peak_memory": self._memory,
-            "prompts": len(self._prompts),
-            "prompt_tokens": [len(prompt.token_ids) for prompt in self._prompts],
-            "rows_skipped": len(self._skipped),
-            "devices": self._pair.devices if self._pair else {},
-            "vocabulary": self._vocabulary,
+            "prompts": len(prompts),
+            "prompt_tokens": [len(prompt.token_ids) for prompt in prompts],
             "plot": self._plot,
+            **self._pair_figures(),
         }
 
-    def ways(self) -> list[RunMeasurement]:
-        """Every contender with the target; the draft alone is no way of writing the target's texts."""
+    def measurements(self) -> list[RunMeasurement]:
+        """Every contender with the target; the draft alone does not write the target's texts."""
         return [
-            way(one.record.name, self._pair, one.run, self._rows, one.record.figures())
+            self._pair.measurement(one.record.name, one.record.figures(), one.run)
             for one in self._contenders
-            if self._pair is not None and one.pair is not None and one.is_pairs and one.record.samples
+            if self._pair is not None and one.models and one.is_pairs and one.record.samples
         ]
 
-    def _tokenised(self, tokens: Tokens) -> list[Prompt]:
-        if self._task.lengths:
-            return [self._random(length, tokens) for length in self._task.lengths]
-        made = partial(prompt_of, tokens=tokens, model=self._inputs.run.model)
-        texts, policy = self._inputs.reading.prompts, self._task.on_bad_row
-        return [prompt for _, prompt in usable_prompts(texts, made, policy, self._skipped)]
-
-    def _random(self, length: int, tokens: Tokens) -> Prompt:
-        model, draw = self._inputs.run.model, random.Random(f"{self._inputs.seed} {length}")
-        ids = draw.choices(range(min(model.vocab, tokens.size)), k=length)
-        where = TextPrompt(f"length-{length}", "", f"task.lengths, {length}")
-        problem = unusable(where, ids, model.context, model.vocab)
-        if problem is not None:
-            raise problem
-        return Prompt(where.id, tuple(ids))
+    def _measured_prompts(self, pair: PairSession) -> list[Prompt]:
+        """The prompts that are given, or of `task.lengths` random tokens."""
+        if not self._task.lengths:
+            return [prompt for _, prompt in self._prompts(pair)]
+        found = []
+        for length in self._task.lengths:
+            draw = random.Random(f"{self._inputs.seed} {length}")
+            ids = draw.choices(range(min(self._run.model.vocab, pair.tokens.size)), k=length)
+            text = TextPrompt(f"length-{length}", "", f"task.lengths, {length}")
+            found.append(usable(text, ids, self._run))
+        return found
 
     def _repeat(
-        self, contenders: list[Contender], batches: list[list[Prompt]], tokens: Tokens, repeat: int,
-        progress: Progress | None = None,
-    ) -> list[Sample]:  # fmt: skip
-        """All prompts once by each contender, in turn at every batch: what slows the machine slows all.
+        self, pair: PairSession, batches: list[list[Prompt]], repeat: int, progress: Progress | None = None
+    ) -> list[Sample]:
+        """Every contender writes all texts; they change turns after each batch, so machine noise is shared.
 
         Every repeat draws other texts, the same in every run of this seed.
         """
-        samples = [Sample() for _ in contenders]
+        samples = [Sample() for _ in self._contenders]
         for batch in batches:
-            for contender, sample in zip(contenders, samples, strict=True):
-                self._turn(contender, batch, tokens, repeat, sample)
+            for contender, sample in zip(self._contenders, samples, strict=True):
+                self._turn(pair, contender, batch, repeat, sample)
                 if progress is not None:
                     progress.advance(1)
         return samples
 
     def _turn(
-        self, contender: Contender, batch: list[Prompt], tokens: Tokens, repeat: int, sample: Sample
+        self, pair: PairSession, contender: Contender, batch: list[Prompt], repeat: int, sample: Sample
     ) -> None:
         """One batch by one contender."""
-        if contender.pair is not None:
-            engine = self._engine(contender, tokens, repeat)
-            limits = Limits(self._task.max_new_tokens, self._ends(tokens))
+        if contender.models is not None:
+            engine = self._engine(pair, contender.models, contender.run, repeat)
             timed = TimedRun(engine, batch, self._task.max_new_tokens)
-            for step, spent in timed.rounds(
-                limits, lookahead_for(contender.run, len(batch), contender.pair.costs)
-            ):
+            for step, spent in self._rounds(pair, contender, timed):
                 if step.round:
                     sample.delivery_ms.append(1000 * spent)
                     for row in step.rows:
                         sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
-            self._require_sound(timed)
-            longest = max(len(prompt.token_ids) for prompt in batch)
+            require_numbers(*texts_of(timed.state))
             first_s = timed.first_token_s or 0.0
-            sample.take(longest, timed.prefill_s, timed.decode_s, first_s, timed.counts)
+            sample.take(longest(batch), timed.prefill_s, timed.decode_s, first_s, timed.counts)
             if engine.overlap is not None and contender.record.k != 0:
                 sample.overlaps.append(engine.overlap)
-        self._ranks.barrier()  # who has no part in it waits here, not in a message that has less patience
+        self._ranks.barrier()  # ranks without a part in it wait here: a barrier waits longer than a message
 
-    def _engine(self, contender: Contender, tokens: Tokens, repeat: int) -> AnyEngine:
-        assert contender.pair is not None
-        ends, seed = self._ends(tokens), self._inputs.seed + repeat
-        return engine_for(contender.pair, contender.run, tokens, ends, seed, self._task.prefill_chunk)
+    def _engine(self, pair: PairSession, models: RankModels, run: RunConf, repeat: int) -> AnyEngine:
+        seed, chunk = self._inputs.seed + repeat, self._task.prefill_chunk
+        return engine_for(models, run, pair.tokens, pair.end_ids, seed, chunk)
 
-    def _ends(self, tokens: Tokens) -> frozenset[int]:
-        return frozenset() if self._task.ignore_eos else tokens.end_ids
+    def _rounds(
+        self, pair: PairSession, contender: Contender, timed: TimedRun
+    ) -> Iterator[tuple[Step, float]]:
+        limits = Limits(self._task.max_new_tokens, pair.end_ids)
+        return timed.rounds(limits, lookahead_for(contender.run, timed.state.rows, pair.costs))
 
-    def _split(self, contender: Contender, batches: list[list[Prompt]], tokens: Tokens) -> None:
-        """The same turn once more with the stopwatch on, which is no part of the figures above."""
-        if contender.pair is not None:
-            engine = self._engine(contender, tokens, 0)
+    def _split(self, pair: PairSession, contender: Contender) -> None:
+        """The same turn with the stopwatch on, which is not part of the other figures."""
+        if contender.models is not None:
+            engine, made = self._engine(pair, contender.models, contender.run, 0), 0
             if isinstance(engine, Engine):  # the leader's clocks are those that are shown
                 engine.part = self._watch.part
-            limits, made = Limits(self._task.max_new_tokens, self._ends(tokens)), 0
             self._watch.spent.clear()
-            for batch in batches:
+            for batch in self._batches:
                 timed = TimedRun(engine, batch, self._task.max_new_tokens)
                 with self._watch.running(engine.wait):
-                    for _ in timed.rounds(
-                        limits, lookahead_for(contender.run, len(batch), contender.pair.costs)
-                    ):
+                    for _ in self._rounds(pair, contender, timed):
                         pass
                 made += timed.counts.committed.total()
             contender.record.split = {part: 1000 * self._watch.spent[part] / made for part in PARTS}
         self._ranks.barrier()
 
-    @staticmethod
-    def _require_sound(timed: TimedRun) -> None:
-        state = timed.state
-        stopped = [row for row in range(state.rows) if state.finished[row] == "error"]
-        if stopped:
-            first = stopped[0]
-            raise damaged(state.prompts[first].id, state.lengths[first], len(stopped), state.rows)
-
     def _show(self) -> None:
-        """The table, the files of the run folder, the picture: of what has been measured."""
+        """Prints the table and writes the files and the plot, of what has been measured."""
         if not self.has_output() or self._speeds is None or not self._ranks.is_leader:
             return
-        if self._inputs.run.output is Output.text:
-            for line in table(self.figures()):
-                self._console.line(line)
+        self._print(table(self.figures()))
         self._folder.write("repeats.csv", csv_text(self._speeds.records))
-        place = plot_place(self._task.plot, self._folder.path)
-        if place is not None:
-            plot_speeds(self.figures(), place)
-            self._plot = str(place)
+        self._draw(self._task.plot, lambda path: plot_speeds(self.figures(), path))
 
 
-def contenders_of(pair: RankModels, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
-    """Who takes turns, in their order: the target alone, the draft alone, the pair at each K."""
-    plain = replace(run, speculation=replace(run.speculation, k=0, drafter=Drafting.none, adaptive=False))
-    found = [Contender(Record("target alone", 0), plain, pair)]
-    if ks and drafts_alone and not pair.crew.drafts_apart:  # apart, the leader has no part in it
-        found.append(Contender(Record("draft alone", 0), plain, draft_alone(pair), is_pairs=False))
+def contenders_of(models: RankModels, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
+    """The contenders in their order: the target alone, the draft alone, the pair at each K."""
+    plain = regular(run)
+    found = [Contender(Record("target alone", 0), plain, models)]
+    if ks and drafts_alone and not models.crew.drafts_apart:  # apart, the leader has no part in it
+        found.append(Contender(Record("draft alone", 0), plain, draft_alone(models), is_pairs=False))
     for k in ks:
         spec = replace(run.speculation, k=k, adaptive=False)
-        found.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), pair))
+        found.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), models))
     if ks and run.speculation.adaptive:
-        found.append(Contender(Record("pair, adaptive", None), run, pair))
+        found.append(Contender(Record("pair, adaptive", None), run, models))
     return found
 
 
 def speeds_of(contenders: list[Contender]) -> Speeds:
-    """The records, told apart by their names."""
+    """The contenders' records, by their names."""
     records = [contender.record for contender in contenders]
     draft = next((record for record in records if record.name == "draft alone"), None)
     return Speeds(records[0], draft, [record for record in records[1:] if record is not draft])

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -19,10 +18,11 @@ from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Verification, 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.pair.assembly import RankModels, engine_for, lookahead_for, open_pair
-from llama_ssp.pair.placements import model_placements, tokens_of
+from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.batches import TimedRun
+from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 
@@ -126,7 +126,7 @@ class Player:
 
     def __init__(self, run: RunConf, ranks: Ranks, new: int) -> None:
         self._run, self._ranks, self._new = run, ranks, new
-        self._pairs: dict[str, tuple[RankModels, Any]] = {}
+        self._pairs: dict[str, PairSession] = {}
 
     def play(self, case: Case, seed: int = 0) -> Rounds:
         """One text, by the token rule, whose acceptance is the one that plans are asked with."""
@@ -135,35 +135,26 @@ class Player:
             drafter=Drafting.model if case.draft else Drafting.none,
         )  # fmt: skip
         run = replace(self._run, model=case.target, draft=case.draft, speculation=spec)
-        pair, tokens = self._pair(run)
-        engine = engine_for(pair, run, tokens, frozenset(), seed, len(PROMPT))
-        state = engine.prefill([Prompt(str(seed), PROMPT)], self._new)
-        engine.wait()
-        spent, counts = [], Counts()
-        began = now()
-        for step in generate(engine, state, Limits(self._new), lookahead_for(run, 1)):
-            spent.append(now() - began)
-            counts.add(step.rows[0])
-            began = now()
-        tokens_made = counts.committed.total()
-        return Rounds(median(spent), 1000 * median(spent) * len(spent) / tokens_made, counts)
+        engine = self._pair(run).engine(seed, run, frozenset())
+        timed = TimedRun(engine, [Prompt(str(seed), PROMPT)], self._new)
+        spent = [seconds for _, seconds in timed.rounds(Limits(self._new), lookahead_for(run, 1))]
+        tokens = timed.counts.committed.total()
+        return Rounds(median(spent), 1000 * median(spent) * len(spent) / tokens, timed.counts)
 
     @property
     def held_bytes(self) -> int:
         """Weights and caches of the models that are loaded."""
-        return sum(pair.held_bytes for pair, _ in self._pairs.values())
+        return sum(pair.models.held_bytes for pair in self._pairs.values())
 
     def round_s(self, case: Case) -> float:
         return self.play(case).seconds
 
-    def _pair(self, run: RunConf) -> tuple[RankModels, Any]:
+    def _pair(self, run: RunConf) -> PairSession:
         key = f"{run.model} {run.draft}"
         if key not in self._pairs:
             placement = resolve(run.placement, self._ranks.world, run.has_draft_model)
-            found = model_placements(PairSpec(run, None, None, placement))
-            tokens = tokens_of(found)
-            pair = open_pair(found, run, 1, len(PROMPT) + self._new, self._ranks)
-            self._pairs[key] = (pair, tokens)
+            pair = PairSession(PairSpec(run, None, None, placement), self._ranks)
+            self._pairs[key] = pair.load(1, len(PROMPT) + self._new)
         return self._pairs[key]
 
 

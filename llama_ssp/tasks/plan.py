@@ -9,7 +9,7 @@ from typing import Any
 
 from llama_ssp.config import Output, PlanConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
-from llama_ssp.config.compose import composed, model_words
+from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.overrides import check_arguments
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import FAILED_CHECK, OK, ModelError
@@ -43,11 +43,7 @@ def plan(
     `model` and `draft` are names of presets, folders, or ids on the Hugging Face hub; `cluster` is a preset's
     name, `local` this machine. `overrides` are those of the command line. Raises UsageError or ModelError.
     """
-    words = [
-        *model_words("model", model),
-        *(model_words("draft", draft) if draft is not None else ["draft=none"]),
-    ]
-    words += ["task=plan", f"cluster={cluster}", *overrides]
+    words = [*pair_words(model, draft), "task=plan", f"cluster={cluster}", *overrides]
     check_arguments(words)
     return planned(composed(words), 1)[1]
 

@@ -9,12 +9,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-from torch import Tensor
+from typing import Any, cast
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.draft_link import Link
 from llama_ssp.speculative.engine import DECIDE, DRAFT, VERIFY
 
 COMMUNICATE, HOST = "communicate", "host"
@@ -29,7 +26,7 @@ MEANING = {
 
 
 class Stopwatch:
-    """Divides time among parts. Off until `running`; then what no part claims is the host's."""
+    """Divides time among parts. Off until `running`; then time in no part is the host's."""
 
     def __init__(self) -> None:
         self.spent: defaultdict[str, float] = defaultdict(float)
@@ -74,56 +71,26 @@ def _at_once() -> None:
     """Nothing to wait for."""
 
 
-class TimedRanks(Ranks):
-    """The same ranks, with all they say to each other on a stopwatch."""
+def timed_ranks(ranks: Ranks, watch: Stopwatch) -> Ranks:
+    """The same ranks, with their messages on the stopwatch, also those within smaller groups."""
+    return cast(Ranks, _TimedRanks(ranks, watch))
 
+
+class _TimedRanks:
     def __init__(self, ranks: Ranks, watch: Stopwatch) -> None:
         self._ranks, self._watch = ranks, watch
-        self.rank, self.world, self.patience_s = ranks.rank, ranks.world, ranks.patience_s
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        with self._watch.part(COMMUNICATE):
-            return self._ranks.all_reduce(tensor)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ranks, name)
+        if name not in ("all_reduce", "all_gather", "broadcast_ints"):
+            return found
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        with self._watch.part(COMMUNICATE):
-            return self._ranks.all_gather(tensor)
+        def timed(values: Any) -> Any:
+            with self._watch.part(COMMUNICATE):
+                return found(values)
 
-    def broadcast_ints(self, values: list[int]) -> list[int]:
-        with self._watch.part(COMMUNICATE):
-            return self._ranks.broadcast_ints(values)
+        return timed
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
         some = self._ranks.among(members)
-        return TimedRanks(some, self._watch) if some is not None else None
-
-    def link(self, one: int, other: int) -> Link | None:
-        return self._ranks.link(one, other)
-
-    def may_lose(self, members: tuple[int, ...]) -> None:
-        self._ranks.may_lose(members)
-
-    def drop_lost(self) -> None:
-        self._ranks.drop_lost()
-        self.rank, self.world = self._ranks.rank, self._ranks.world
-
-    def gather_ints(self, values: list[int]) -> list[list[int]]:
-        return self._ranks.gather_ints(values)
-
-    def enter(self, phase: str, number: int = 0) -> None:
-        self._ranks.enter(phase, number)
-
-    def keep_errors_in(self, folder: Path | None) -> None:
-        self._ranks.keep_errors_in(folder)
-
-    def require_same(self, what: str, text: str) -> None:
-        self._ranks.require_same(what, text)
-
-    def barrier(self) -> None:
-        self._ranks.barrier()
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        return self._ranks.cause_of(error)
-
-    def close(self) -> None:
-        self._ranks.close()
+        return timed_ranks(some, self._watch) if some is not None else None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 from llama_ssp.config import (
     AgreeConf,
@@ -26,40 +25,25 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
-from llama_ssp.planner.run_plan import MeasuredMemory, RunMeasurement, compare_with_plan, in_words
+from llama_ssp.planner.run_plan import MeasuredMemory, compare_with_plan, in_words
 from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, config_sha256, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
 from llama_ssp.tasks.certify.task import CertifyTask
+from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.measure import MeasureTask
-from llama_ssp.tasks.run_measurement import memory_of_ranks, most_held
+from llama_ssp.tasks.rank_memory import memory_of_ranks
 from llama_ssp.text.prompts import Reading, TextPrompt
 
 log = logging.getLogger(__name__)
 
 
-class Task(Protocol):
-    """One run of a task."""
-
-    def run(self) -> str:
-        """Does the work; the status that the summary shows: done, or failed where a check did."""
-
-    def has_output(self) -> bool:
-        """Whether there is anything to report, should it have been stopped."""
-
-    def figures(self) -> dict[str, Any]:
-        """The task's part of the summary, right at any moment."""
-
-    def ways(self) -> list[RunMeasurement]:
-        """The ways in which texts were written so far, for comparison with the plan."""
-
-
-TASKS: dict[type[TaskConf], Callable[[RunInputs, Console, RunFolder, Ranks], Task]] = {
+TASKS: dict[type[TaskConf], type[Task[Any]]] = {
     GenerateConf: GenerateTask,
     BatchConf: BatchTask,
     EvalConf: EvalTask,
@@ -116,12 +100,13 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     status, memory = "error", list[MeasuredMemory]()
     try:
         status = task.run()
-        memory = memory_of_ranks(most_held(task.ways()), device, ranks)
+        held = max((one.held_bytes for one in task.measurements()), default=0)
+        memory = memory_of_ranks(held, device, ranks)
     except KeyboardInterrupt:
         status = "interrupted"
         raise
     finally:
-        plan = compare_with_plan(task.ways(), memory)
+        plan = compare_with_plan(task.measurements(), memory)
         summary: dict[str, Any] = {
             "task": run.task.name,
             "status": status,

@@ -71,7 +71,7 @@ def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) ->
 def opened(target: Path, draft: Path, placement: PlacementConf, ranks: Ranks) -> tuple[RankModels, RunConf]:
     """This rank's part of the pair."""
     entry = entry_of(target, draft, placement, ranks.world)
-    return ModelCache(ranks).open(model_placements(entry)), entry.run
+    return ModelCache(ranks, placement).open(model_placements(entry)), entry.run
 
 
 def written(pair: RankModels, run: RunConf, case: Case, prompts: list[Prompt] = RAGGED) -> Run:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llama_ssp.errors import ModelError
+from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.generate import Limits, generate
@@ -77,13 +77,7 @@ class EngineSampler:
                     self.clock.counts.add(one)
             self.clock.seconds += time.perf_counter() - began
             self.clock.rows = max(self.clock.rows, state.rows)
-            if "error" in state.finished:
-                row = state.finished.index("error")
-                raise ModelError(
-                    "a model gave logits that are not numbers (NaN or infinite)",
-                    where=f"prompt {batch[row].id!r}, position {state.lengths[row]}",
-                    fix="try model.dtype=bf16 or fp32; model.scan=true names a damaged weight",
-                )
+            require_numbers(*texts_of(state))
             found += [state.generated(row) for row in range(state.rows)]
             self.advance(len(batch))
         return found

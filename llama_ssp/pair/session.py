@@ -1,0 +1,138 @@
+"""One pair on this rank, from its configuration to engines: what the Python API, tasks and benchmarks share.
+
+session = PairSession(spec, ranks)          # devices, number formats, tokenizers
+prompts = session.prompts(texts)            # as token ids
+session.load(rows=8, max_tokens=600)        # checks that everything fits, then reads the weights
+engine = session.engine(seed=0)             # as many as needed, each with KV caches of its own
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from llama_ssp.config import Drafting, OnBadRow, RunConf
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.errors import DataError
+from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, prepare
+from llama_ssp.pair.batches import prompt_of
+from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
+from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.speculative.draft_length import Costs
+from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.measure_costs import measured
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.text.prompts import TextPrompt
+
+log = logging.getLogger(__name__)
+
+
+class PairSession:
+    """A target and its drafter. `models` is there after `load`."""
+
+    def __init__(self, spec: PairSpec, ranks: Ranks = ALONE) -> None:
+        """Raises UsageError or ModelError where the pair cannot be run as configured."""
+        self.spec, self.run, self.ranks = spec, spec.run, ranks
+        self.placements = model_placements(spec)
+        self.tokens = tokens_of(self.placements)
+        ignores_end = getattr(spec.run.task, "ignore_eos", False)
+        self.end_ids = frozenset[int]() if ignores_end else self.tokens.end_ids
+        self._models: RankModels | None = None
+        self.costs: Costs | None = None  # of rounds at each K, if `load` has measured them
+
+    @property
+    def models(self) -> RankModels:
+        """This rank's part of the models. Raises RuntimeError before `load`."""
+        if self._models is None:
+            raise RuntimeError("PairSession.load comes first")
+        return self._models
+
+    def figures(self) -> dict[str, Any]:
+        """Where the models are and how the two vocabularies match, for the summary."""
+        paired = self.tokens.paired
+        return {
+            "devices": self._models.devices if self._models else {},
+            "vocabulary": paired.record() if paired else None,
+        }
+
+    def prompt(self, text: TextPrompt, run: RunConf | None = None) -> Prompt:
+        """The prompt as token ids. Raises DataError where the model cannot continue it."""
+        return prompt_of(text, self.tokens, run or self.run)
+
+    def prompts(
+        self, texts: list[TextPrompt], policy: OnBadRow, skipped: list[str]
+    ) -> list[tuple[TextPrompt, Prompt]]:
+        """All prompts as token ids. By the policy a bad one raises DataError or is added to `skipped`."""
+        usable = []
+        for text in texts:
+            try:
+                usable.append((text, self.prompt(text)))
+            except DataError as problem:
+                if policy is OnBadRow.fail:
+                    raise
+                log.warning("skipped: %s", problem)
+                skipped.append(str(problem))
+        if texts and not usable:
+            raise DataError("no usable prompt is left", found=f"{len(skipped)} bad ones")
+        return usable
+
+    def check(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> None:
+        """Raises DistributedError unless the pair fits; reads no weights. Arguments are those of `load`."""
+        self.rows, self._slots = rows, min(max_tokens, self.run.model.context)
+        self._prediction = require_loadable(self.placements, self.run, rows, self._slots, caches)
+
+    def load(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> PairSession:
+        """Loads the models, if they fit together with their KV caches; returns the session.
+
+        A KV cache holds `rows` texts of at most `max_tokens` tokens, prompt included; `caches` says how many
+        of the target's and of the draft's there are at once.
+        """
+        self.check(rows, max_tokens, caches)
+        self.open(ModelCache(self.ranks, self.run.placement))
+        self.costs = self._measured_costs()
+        return self
+
+    def open(self, cache: ModelCache) -> PairSession:
+        """Loads the models after `check`, but for those in the cache; returns the session."""
+        self._models = cache.open(self.placements)
+        prepare(self._models, self.run, self.rows)
+        return self
+
+    def close(self) -> None:
+        """Frees the models, but for those in a cache."""
+        self._models = None
+
+    def _measured_costs(self) -> Costs | None:
+        """What rounds cost at each K; None where K is not chosen by that, or on several ranks."""
+        target, draft, spec = self.models.target, self.models.draft, self.run.speculation
+        if not spec.adaptive or spec.cost_ratio is not None or self.ranks.world > 1 or not (target and draft):
+            return None
+        return measured(target, draft, self.run, self.rows, self._slots)
+
+    def engine(
+        self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None
+    ) -> AnyEngine:
+        """An engine with KV caches and random draws of its own; `run` may have other settings of sampling."""
+        run = run or self.run
+        ends = self.end_ids if end_ids is None else end_ids
+        return engine_for(self.models, run, self.tokens, ends, seed, getattr(run.task, "prefill_chunk", 512))
+
+    def measurement(
+        self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None
+    ) -> RunMeasurement:
+        """What texts written as `run` says took; `figures` are named as in the JSON."""
+        spec = (run or self.run).speculation
+        idle = spec.drafter is Drafting.none or not spec.may_draft
+        k = 0 if idle else None if spec.adaptive else spec.k
+        took, stood = figures["ms_per_token"], figures["acceptance_rate_decided"]
+        held = self.models.held_bytes
+        return RunMeasurement(name, self._prediction, rows or self.rows, k, took, stood, held)
+
+
+def regular(run: RunConf) -> RunConf:
+    """The same run by regular sampling: speculation without a drafter."""
+    spec = replace(run.speculation, drafter=Drafting.none, k=0, adaptive=False)
+    return replace(run, speculation=spec)

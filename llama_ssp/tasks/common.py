@@ -1,0 +1,81 @@
+"""What every task shares: its inputs, its pair, and what it prints and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from llama_ssp.config import Output, PromptedConf, TaskConf
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.pair.session import PairSession
+from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.report.plots import plot_place
+from llama_ssp.report.run_folder import Console, RunFolder
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.inputs import RunInputs
+from llama_ssp.text.prompts import TextPrompt
+
+Conf = TypeVar("Conf", bound=TaskConf)
+
+
+class Task(Generic[Conf]):
+    """One run of a task, on every rank. All but `run` is right at any moment, also after an interrupt."""
+
+    def __init__(self, inputs: RunInputs, console: Console, folder: RunFolder, ranks: Ranks) -> None:
+        self._inputs, self._run = inputs, inputs.run
+        self._task = cast(Conf, inputs.run.task)
+        self._console, self._folder, self._ranks = console, folder, ranks
+        self._skipped = list(inputs.reading.skipped)
+        self._pair: PairSession | None = None
+        self._plot: str | None = None
+
+    def run(self) -> str:
+        """Does the work; returns the status of the summary: done, partial, or failed where a check did."""
+        raise NotImplementedError
+
+    def has_output(self) -> bool:
+        """Whether there is anything to report, should the run be stopped now."""
+        raise NotImplementedError
+
+    def figures(self) -> dict[str, Any]:
+        """The task's part of the summary."""
+        raise NotImplementedError
+
+    def measurements(self) -> list[RunMeasurement]:
+        """How fast each way of writing texts was, for comparison with the plan."""
+        return []
+
+    def _open(self, spec: PairSpec | None = None) -> PairSession:
+        """The run's pair, its models not yet loaded."""
+        self._pair = PairSession(spec or self._inputs.pairs[0], self._ranks)
+        return self._pair
+
+    def _prompts(self, pair: PairSession) -> list[tuple[TextPrompt, Prompt]]:
+        """The run's prompts as token ids; bad ones end the run or are skipped, as configured."""
+        assert isinstance(self._task, PromptedConf)
+        return pair.prompts(self._inputs.reading.prompts, self._task.on_bad_row, self._skipped)
+
+    def _pair_figures(self) -> dict[str, Any]:
+        """What the summary says of the pair and of its prompts."""
+        pair = self._pair.figures() if self._pair else {"devices": {}, "vocabulary": None}
+        return {"rows_skipped": len(self._skipped), **pair}
+
+    def _print(self, lines: Iterable[str]) -> None:
+        """Prints lines for people, unless JSON is asked for."""
+        if self._run.output is Output.text:
+            for line in lines:
+                self._console.line(line)
+
+    def _draw(self, asked: str | None, plot: Callable[[Path], None]) -> None:
+        """Has the leader draw a plot where `task.plot` asks for it, or into the run folder."""
+        place = plot_place(asked, self._folder.path)
+        if place is not None and self._ranks.is_leader:
+            plot(place)
+            self._plot = str(place)
+
+
+def longest(prompts: Iterable[Prompt]) -> int:
+    """The tokens of the longest prompt."""
+    return max(len(prompt.token_ids) for prompt in prompts)
