@@ -1,6 +1,6 @@
-"""Every causal architecture of the installed transformers, tiny: does it write transformers' own greedy text?
+"""Compares a tiny model of every causal architecture of transformers with transformers' own greedy text.
 
-`python -m tests.architectures` writes docs/architectures.md; with names it prints what it finds of those.
+`python -m tests.architectures` writes docs/architectures.md; with names it only prints the results of those.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.families import VOCAB, tiny
 from tests.rig import perturbed, speculate
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
-LENGTHS, NEW, K = (2, 26, 9), 32, 4  # of prompts, and of what is written: beyond every tiny window
+LENGTHS, NEW, K = (2, 26, 9), 32, 4  # tokens of prompts, new tokens (beyond every tiny window), drafts
 EQUAL, OTHER, REFUSED, UNBUILT = "equal", "other", "refused", "not built"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one architecture: `note` is why, or how drafting went."""
+    """The result for one architecture: `note` is the reason, or the drafted and accepted tokens."""
 
     architecture: str
     outcome: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def examine(architecture: str, **changes: Any) -> Finding:
-    """Builds it, lets the program judge it, and compares its texts with transformers' own."""
+    """Builds a tiny model, runs the program's checks, and compares its texts with transformers' own."""
     try:
         module = tiny(architecture, **changes)
     except Exception as error:  # constructors fail in any way
@@ -66,7 +66,7 @@ def examine(architecture: str, **changes: Any) -> Finding:
 
 
 def own(module: Any, ids: tuple[int, ...]) -> list[int]:
-    """What transformers' generate writes after one prompt alone, greedily."""
+    """The greedy tokens of transformers' generate after one prompt alone."""
     prompt = torch.tensor([ids])
     settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     text = module.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
@@ -79,25 +79,30 @@ def _line(error: Exception) -> str:
 
 
 def document(findings: list[Finding], head: list[str]) -> str:
-    """The page: what is equal, what is refused and why, what was not tried."""
+    """The page: equal texts, refused architectures with reasons, architectures that were not tried."""
     found = {kind: [f for f in findings if f.outcome == kind] for kind in (EQUAL, OTHER, REFUSED, UNBUILT)}
     lines = [
         "# Which architectures run",
         "",
-        "A tiny random model of each causal architecture of the installed transformers, in fp32: three",
-        f"prompts of {LENGTHS[0]}, {LENGTHS[1]} and {LENGTHS[2]} tokens in one batch, {NEW} new tokens each, "
-        f"drafts of {K} from a disturbed copy.",
-        "The greedy texts must be those of transformers' own `generate`, one prompt at a time.",
+        "    python -m tests.architectures            # writes this page",
+        "    python -m tests.architectures llama      # prints the result of one architecture",
+        "",
+        "The command builds a tiny random model of each causal architecture of the installed",
+        "transformers, in fp32. One batch has three prompts, of "
+        f"{', '.join(map(str, LENGTHS))} tokens; each gets {NEW} new tokens.",
+        f"The draft is a copy of the model with noise on its weights; it drafts {K} tokens a round.",
+        "The greedy texts must equal those of transformers' own `generate`, one prompt at a time.",
         "",
         *(f"{line}  " for line in head),
         "",
-        f"**{len(found[EQUAL])}** give the same text, **{len(found[REFUSED])}** are refused before they",
-        f"write anything, **{len(found[OTHER])}** give another text,",
-        f"**{len(found[UNBUILT])}** were not tried.",
+        f"* **{len(found[EQUAL])}** architectures give the same text.",
+        f"* **{len(found[OTHER])}** give another text.",
+        f"* **{len(found[REFUSED])}** are refused before any output.",
+        f"* **{len(found[UNBUILT])}** were not tried.",
         "",
         "## The same text",
         "",
-        "`tested`: in the tests also against other batches, drafts and settings, and certified.",
+        "`tested`: the tests also compare other batches, drafts and settings, and certify the architecture.",
         "",
         "| architecture | drafted | accepted | |",
         "|---|---|---|---|",
@@ -106,14 +111,14 @@ def document(findings: list[Finding], head: list[str]) -> str:
     if found[OTHER]:
         lines += ["", "## Another text", "", "| architecture | drafted | accepted | |", "|---|---|---|---|"]
         lines += [f"| {row_of(f)} |" for f in found[OTHER]]
-    for title, kind in (("Refused", REFUSED), ("Not tried: no tiny model of it was built", UNBUILT)):
+    for title, kind in (("Refused", REFUSED), ("Not tried: no tiny model could be built", UNBUILT)):
         lines += ["", f"## {title}", "", "| architecture | why |", "|---|---|"]
         lines += [f"| {f.architecture} | {f.note.replace('|', '/')} |" for f in found[kind]]
     return "\n".join(lines) + "\n"
 
 
 def row_of(finding: Finding) -> str:
-    """An architecture that writes, as the table has it."""
+    """The table row of an architecture that generates text."""
     tested = "tested" if finding.architecture in TESTED_FAMILIES else ""
     return f"{finding.architecture} | {finding.note} | {tested}"
 

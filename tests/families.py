@@ -173,7 +173,7 @@ def tiny(architecture: str, **changes: Any) -> Any:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if parameters > MOST:
-        raise ValueError(f"{parameters:,} parameters: its sizes stand in configs within the config")
+        raise ValueError(f"{parameters:,} parameters: its sizes are in nested configs")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, **kernels_of(config, torch.float32))
     with torch.no_grad():
