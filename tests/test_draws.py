@@ -20,7 +20,7 @@ import torch
 from scipy import stats
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.config.validation.groups import MAX_K
+from llama_ssp.config.schema import MAX_K
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.speculative import coupled
 from llama_ssp.speculative import rng as draws

@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any
 
 from llama_ssp.config import BatchConf, RunConf, SamplingConfig
+from llama_ssp.config.schema import MAX_SEED
 from llama_ssp.config.validation import check, check_context
-from llama_ssp.config.validation.groups import MAX_SEED
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
 

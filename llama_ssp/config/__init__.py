@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf.basecontainer import BaseContainer
 
 from llama_ssp.config.schema import (
+    MAX_SEED,
     USUAL_COST_RATIO,
     Bridging,
     ClusterConf,
@@ -39,6 +40,7 @@ from llama_ssp.config.schema import (
     TimesConf,
     Verification,
     Weights,
+    number,
 )
 from llama_ssp.config.tasks import (
     TASKS,
@@ -115,7 +117,7 @@ class RunConf:
     task: TaskConf = field(default_factory=TaskConf)
     plan: PlanningConf = field(default_factory=PlanningConf)
     engine: Steps = Steps.auto
-    seed: int | None = None
+    seed: int | None = number(None, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
     output: Output = Output.text
     out: str | None = "outputs"
 

@@ -1,4 +1,4 @@
-"""One dataclass per Hydra group but the task, and the words that their values may be."""
+"""One dataclass for each Hydra group except the task, and the choices of their fields."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
+
+MAX_K = 64
+MAX_SEED = 2**63 - 1
+MAX_INT = 2**31 - 1
+
+
+def number(
+    default: Any, low: float, high: float, fix: str = "", above: bool = False, least_key: int = 0
+) -> Any:
+    """A field with numbers in [low, high], with `above` in (low, high]; validation/values.py checks it.
+
+    Of a list every entry, of a map every value, with keys from `least_key` on. `default` is a value or makes
+    one; `fix` is for the message.
+    """
+    made: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata={"range": (low, high, fix, above, least_key)})
+
+
+def share(default: float | None, fix: str = "") -> Any:
+    return number(default, 0.0, 1.0, fix)
 
 
 class Dtype(Enum):
@@ -32,7 +52,7 @@ class Weights(Enum):
 
 
 class Drafting(Enum):
-    """Who proposes tokens."""
+    """What proposes tokens."""
 
     model = "model"
     ngram = "ngram"
@@ -40,10 +60,10 @@ class Drafting(Enum):
 
 
 class Verification(Enum):
-    """Which exact rule accepts them; `block` accepts at least as many, `token` is the reference.
+    """The exact rule that accepts tokens; `block` accepts at least as many as `token`, the reference.
 
     With `coupled` a seed gives the same text, in fp32, for any draft, any K, any placement, and without a
-    draft; in 16 bit and less tokens that nearly tie may trade places.
+    draft; in 16 bit and less, near ties may be decided otherwise.
     """
 
     block = "block"
@@ -59,7 +79,7 @@ class Overlap(Enum):
     off = "off"
 
 
-# What the target does when a draft on ranks of its own is gone or silent. (Python keeps one word for itself.)
+# What the target does when a draft on ranks of its own is lost. (`continue` is a keyword of Python.)
 OnDraftLoss = Enum("OnDraftLoss", {"continue": "continue", "stop": "stop"})
 
 
@@ -85,7 +105,7 @@ class Splitting(Enum):
 
 
 class DraftSeat(Enum):
-    """Where the draft sits: beside the target (leader, replicated, sharded), or on ranks of its own."""
+    """The draft's ranks: the target's (leader, replicated, sharded), or its own."""
 
     auto = "auto"
     leader = "leader"
@@ -95,9 +115,9 @@ class DraftSeat(Enum):
 
 
 class Steps(Enum):
-    """How models take their steps: as their modules are, or compiled; `auto` compiles where that pays.
+    """Whether steps are compiled; `auto` compiles where that pays.
 
-    The distribution is the same. In 16 bit the two round differently, as any two kernels do.
+    The distribution is the same. In 16 bit eager and compiled steps round differently.
     """
 
     auto = "auto"
@@ -116,7 +136,7 @@ class OnBadRow(Enum):
 
 
 class Scheduler(Enum):
-    """Who hands out machines: nobody, or Slurm."""
+    """What assigns machines to jobs."""
 
     none = "none"
     slurm = "slurm"
@@ -124,7 +144,7 @@ class Scheduler(Enum):
 
 @dataclass
 class ModelConf:
-    """One model: where it is, how it is held, and its true shape (so that planning needs no file).
+    """One model: its files, its number format, and its shape, so that planning needs no file.
 
     A size of 0 (preset `local`) is read from the checkpoint's config.json.
     """
@@ -136,80 +156,80 @@ class ModelConf:
     download: bool = False
     weights: Weights = Weights.checkpoint
     dtype: Dtype = Dtype.auto
-    seed: int = 0
-    agreement: float = 0.8
+    seed: int = number(0, 0, MAX_SEED)
+    agreement: float = share(0.8)
     scan: bool = False
     family: str = ""
-    n_layers: int = 0
-    n_heads: int = 0
-    n_kv_heads: int = 0
-    head_dim: int = 0
-    dim: int = 0
-    ffn: int = 0
-    vocab: int = 0
-    context: int = 0
+    n_layers: int = number(0, 0, MAX_INT)
+    n_heads: int = number(0, 0, MAX_INT)
+    n_kv_heads: int = number(0, 0, MAX_INT)
+    head_dim: int = number(0, 0, MAX_INT)
+    dim: int = number(0, 0, MAX_INT)
+    ffn: int = number(0, 0, MAX_INT)
+    vocab: int = number(0, 0, MAX_INT)
+    context: int = number(0, 0, MAX_INT)
     tied: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = number(None, 1, MAX_INT, "null is none")
 
 
 @dataclass
 class PlacementConf:
-    """Where the models sit (distributed/placement.py makes a table of ranks of it).
+    """The ranks and devices of the models (distributed/placement.py resolves the ranks).
 
     A device `auto` is the rank's own accelerator, else the CPU. `draft_degree` null is all of the target's
-    ranks for replicated and sharded, one rank for own; lists of ranks say it one by one. `max_memory`
-    (device index, cpu: "20GiB") and `offload_folder` are for splitting=layers. `timeout_s` is how long a rank
-    may be late, silent or waited for before all end. A draft on ranks of its own is lost when it is gone, or
-    has not answered for `draft_timeout_s`; `on_draft_loss` says whether the target then goes on alone.
+    ranks for replicated and sharded, one rank for own; `target_ranks` and `draft_ranks` list them one by one.
+    `max_memory` (device index, cpu: "20GiB") and `offload_folder` are for splitting=layers. All ranks end
+    when one does not answer for `timeout_s`. A draft on ranks of its own is lost when its process ends, or
+    does not answer for `draft_timeout_s`; `on_draft_loss` says whether the target then continues alone.
     """
 
     splitting: Splitting = Splitting.tensor
     draft: DraftSeat = DraftSeat.auto
-    draft_degree: int | None = None
+    draft_degree: int | None = number(None, 1, 4096)
     target_ranks: list[int] | None = None
     draft_ranks: list[int] | None = None
     target_device: str = "auto"
     draft_device: str = "auto"
     max_memory: dict[Any, str] = field(default_factory=dict)
     offload_folder: str | None = None
-    timeout_s: float = 120.0
+    timeout_s: float = number(120.0, 1.0, 86400.0, "seconds; raise it for slow machines")
     on_draft_loss: OnDraftLoss = OnDraftLoss["continue"]
-    draft_timeout_s: float = 30.0
+    draft_timeout_s: float = number(30.0, 0.1, 86400.0, "seconds until it is lost")
 
 
 @dataclass
 class TimesConf:
-    """What times are made of, beside bytes; null is as calibrated on published runs (planner/speed.py).
+    """The constants of predicted times; null is as calibrated on published runs (planner/speed.py).
 
     Of peak, a GEMV attains `bandwidth_share` and a long GEMM `flops_share`. A pass costs `step_us`, and
-    `layer_us` a layer; a round `round_us`, and `check_us` if it has drafts. A distribution costs `law_ns` an
-    entry of the vocabulary, and `accept_ns` if drafts are checked against it. A message is what the leader
-    tells the other ranks. Maps go from a number of ranks (all_reduce_us), or of tokens in one pass
-    (rows_cost, over the cost of one), to a figure; what lies between two of them is interpolated.
+    `layer_us` a layer; a round `round_us`, and `check_us` with drafts. A distribution costs `law_ns` for each
+    token of the vocabulary, and `accept_ns` where drafts are verified. A message is the leader's broadcast.
+    Maps go from a number of ranks (all_reduce_us), or of tokens in one pass (rows_cost, relative to one), to
+    a figure; values between are interpolated.
     """
 
     source: str = ""
-    bandwidth_share: float | None = None
-    flops_share: float | None = None
-    rows_cost: dict[int, float] = field(default_factory=dict)
-    layer_us: float | None = None
-    step_us: float | None = None
-    round_us: float | None = None
-    check_us: float | None = None
-    law_ns: float | None = None
-    accept_ns: float | None = None
-    all_reduce_us: dict[int, float] = field(default_factory=dict)
-    message_us: float | None = None
+    bandwidth_share: float | None = number(None, 0.0, 2.0, above=True)
+    flops_share: float | None = number(None, 0.0, 2.0, above=True)
+    rows_cost: dict[int, float] = number(dict, 0.0, 1e9, least_key=1)
+    layer_us: float | None = number(None, 0.0, 1e9)
+    step_us: float | None = number(None, 0.0, 1e9)
+    round_us: float | None = number(None, 0.0, 1e9)
+    check_us: float | None = number(None, 0.0, 1e9)
+    law_ns: float | None = number(None, 0.0, 1e9)
+    accept_ns: float | None = number(None, 0.0, 1e9)
+    all_reduce_us: dict[int, float] = number(dict, 0.0, 1e9, least_key=1)
+    message_us: float | None = number(None, 0.0, 1e9)
 
 
 @dataclass
 class SlurmConf:
-    """What task=batch asks of Slurm; what is null is left to the cluster's own defaults.
+    """Slurm's options for task=batch; null is the cluster's own default.
 
-    `time` is "H:MM:SS" or "D-HH:MM:SS"; an element of the array stops `signal_s` before it ends, and goes on
+    `time` is "H:MM:SS" or "D-HH:MM:SS"; an element of the array stops `signal_s` before its end, and goes on
     in a new one. `mem` is a node's, `cpus_per_rank` a rank's; `gpu_type` is a name in the cluster's own gres.
-    `setup` holds shell lines that run on the node first ("module load cuda"), `options` more of sbatch's
-    options ("--exclusive"), `torchrun` more of torchrun's; `python` null is the interpreter of this command.
+    `setup` are shell lines that run first on the node ("module load cuda"), `options` further options of
+    sbatch ("--exclusive"), `torchrun` of torchrun; `python` null is the interpreter of this command.
     """
 
     partition: str | None = None
@@ -218,10 +238,10 @@ class SlurmConf:
     constraint: str | None = None
     time: str | None = None
     mem: str | None = None
-    cpus_per_rank: int | None = None
+    cpus_per_rank: int | None = number(None, 1, 4096)
     gpu_type: str | None = None
     job_name: str | None = None
-    signal_s: int = 120
+    signal_s: int = number(120, 1, 65535, "seconds to stop before the time limit")
     setup: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     torchrun: list[str] = field(default_factory=list)
@@ -230,78 +250,77 @@ class SlurmConf:
 
 @dataclass
 class ClusterConf:
-    """What there is to run on: `nodes` machines with `gpus` GPUs each (gpu=cpu: processes that share one).
+    """The machines: `nodes` with `gpus` GPUs each (gpu=cpu: processes that share one).
 
     task=batch may have `groups` of them at once, each with models of its own: here, or through the
-    `scheduler`. What is null is looked up: `local` asks the machine at hand, and figures of a GPU that a
-    preset has are that preset's. `gib` is what one GPU offers, less `reserve` of it; `gb_s` and `tflops`
-    (16 bit, dense) are its data sheet's, `link_gb_s` is one direction's. `*_mib` are taken by libraries on
-    every GPU.
+    `scheduler`. Null is looked up: on this machine for `local`, or in the preset with the same GPU. `gib` is
+    a GPU's memory, less `reserve` of it; `gb_s` and `tflops` (16 bit, dense) are its data sheet's,
+    `link_gb_s` is one direction's. Libraries take `*_mib` on every GPU.
     """
 
     name: str = "local"
     gpu: str | None = None
-    nodes: int = 1
-    gpus: int | None = None
-    groups: int = 1
+    nodes: int = number(1, 1, 1024)
+    gpus: int | None = number(None, 1, 1024, "null is what there is")
+    groups: int = number(1, 1, 100_000)
     scheduler: Scheduler = Scheduler.none
     slurm: SlurmConf = field(default_factory=SlurmConf)
-    gib: float | None = None
-    reserve: float = 0.1
+    gib: float | None = number(None, 0.0, 2.0**20, "null looks it up", above=True)
+    reserve: float = number(0.1, 0.0, 0.9)
     bf16: bool | None = None
-    gb_s: float | None = None
-    tflops: float | None = None
+    gb_s: float | None = number(None, 0.0, 2.0**20, "null looks it up", above=True)
+    tflops: float | None = number(None, 0.0, 2.0**20, "null looks it up", above=True)
     link: str = ""
-    link_gb_s: float | None = None
-    context_mib: float | None = None
-    cublas_mib: float | None = None
-    nccl_mib: float | None = None
-    graph_mib: float | None = None
+    link_gb_s: float | None = number(None, 0.0, 2.0**20, "null looks it up", above=True)
+    context_mib: float | None = number(None, 0.0, 2.0**20)
+    cublas_mib: float | None = number(None, 0.0, 2.0**20)
+    nccl_mib: float | None = number(None, 0.0, 2.0**20)
+    graph_mib: float | None = number(None, 0.0, 2.0**20)
     times: TimesConf = field(default_factory=TimesConf)
 
 
 @dataclass
 class PlanningConf:
-    """What runs do with their own plan; `enforce` refuses those that do not fit, before loading."""
+    """The plan of a run; `enforce` refuses one that does not fit, before loading."""
 
     enforce: bool = True
-    acceptance: float = 0.8
+    acceptance: float = share(0.8)
 
 
 @dataclass
 class SamplingConfig:
-    """The sampling distribution. Every control acts on the target's and on the draft's distribution alike."""
+    """The sampling distribution. Every control acts on the target's and on the draft's distribution."""
 
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    bad_tokens: list[int] = field(default_factory=list)
-    min_new_tokens: int = 0
+    top_k: int = number(0, 0, MAX_INT, "0 turns it off")
+    top_p: float = number(1.0, 0.0, 1.0, "1 turns it off", above=True)
+    min_p: float = share(0.0, "0 turns it off")
+    repetition_penalty: float = number(1.0, 0.01, 100.0, "1 turns it off")
+    frequency_penalty: float = number(0.0, -100.0, 100.0)
+    presence_penalty: float = number(0.0, -100.0, 100.0)
+    logit_bias: dict[int, float] = number(dict, -1e4, 1e4, "to forbid a token use sampling.bad_tokens")
+    bad_tokens: list[int] = number(list, 0, MAX_INT)
+    min_new_tokens: int = number(0, 0, MAX_INT)
 
 
 @dataclass
 class SpeculationConfig:
     """How tokens are drafted and verified.
 
-    `adaptive` chooses K for each row, up to `k_max`, by its acceptance and by what steps cost: as measured
-    when the run begins, so that another run may choose otherwise; or by `cost_ratio`, a draft step's share
-    of a target step's time, which makes the run repeatable (no clock; in 16 bit and less only with the same
-    batch and placement). `overlap` is for a draft on ranks of its own.
+    `adaptive` chooses K for each row, up to `k_max`, by its acceptance and the cost of steps: measured when
+    the run begins, so that another run may choose otherwise; or given by `cost_ratio`, the time of a draft
+    step over a target step, which makes the run repeatable (without a clock; in 16 bit and less only with the
+    same batch and placement). `overlap` is for a draft on ranks of its own.
     """
 
-    k: int = 4
+    k: int = number(4, 0, MAX_K, "0 is plain decoding")
     drafter: Drafting = Drafting.model
     verification: Verification = Verification.block
     adaptive: bool = False
-    k_max: int = 16
-    cost_ratio: float | None = None
-    ngram_min: int = 1
-    ngram_max: int = 4
+    k_max: int = number(16, 1, MAX_K)
+    cost_ratio: float | None = number(None, 0.0, 10.0, "null measures it")
+    ngram_min: int = number(1, 1, 32)
+    ngram_max: int = number(4, 1, 32)
     bridge: Bridging = Bridging.auto
     overlap: Overlap = Overlap.auto
 

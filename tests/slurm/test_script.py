@@ -15,6 +15,7 @@ import pytest
 from llama_ssp.batch.slurm.script import GroupSize, Order
 from llama_ssp.config import BatchConf, ClusterConf, GenerateConf, RunConf, Scheduler, SlurmConf
 from llama_ssp.config.validation.cluster import check_cluster, check_sharing, seconds_of
+from llama_ssp.config.validation.values import check_values
 from llama_ssp.errors import UsageError
 
 # Words that would do harm, were they ever read by a shell or by sbatch.
@@ -114,7 +115,9 @@ def test_a_folder_that_no_script_can_name(folder: str):
 )  # fmt: skip
 def test_values_that_are_refused(key: str, value: object):
     with pytest.raises(UsageError, match=f"cluster.slurm.{key}"):
-        check_cluster(ClusterConf(slurm=replace(SlurmConf(), **{key: value})))
+        cluster = ClusterConf(slurm=replace(SlurmConf(), **{key: value}))
+        check_values(cluster, "cluster.")
+        check_cluster(cluster)
 
 
 @pytest.mark.parametrize(

@@ -1,82 +1,108 @@
-"""What a value may be: ranges and types of the configuration, checked once at the door. No torch."""
+"""Checks of the whole configuration, before anything is loaded. No torch."""
 
 from __future__ import annotations
 
 import math
+import re
 
 from omegaconf import DictConfig, OmegaConf
 
-from llama_ssp.config import TASKS, BatchConf, EvalConf, PlanConf, PromptedConf, RunConf, few_resolvers
-from llama_ssp.config.validation.cluster import check_cluster
-from llama_ssp.config.validation.groups import (
-    MAX_SEED,
-    check_model,
-    check_placement,
-    check_sampling,
-    check_speculation,
+from llama_ssp.config import (
+    SIZES,
+    TASKS,
+    BatchConf,
+    EvalConf,
+    ModelConf,
+    PlacementConf,
+    PlanConf,
+    PromptedConf,
+    RunConf,
+    Splitting,
+    Weights,
+    few_resolvers,
 )
+from llama_ssp.config.schema import MAX_INT
+from llama_ssp.config.validation.cluster import check_cluster
 from llama_ssp.config.validation.tasks import check_task
-from llama_ssp.config.validation.values import between, check_types
+from llama_ssp.config.validation.values import between, check_values
 from llama_ssp.errors import UsageError
+
+MEMORY = re.compile(r"\d+(\.\d+)? ?(KiB|MiB|GiB|KB|MB|GB)")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
 
 def to_run(cfg: DictConfig) -> RunConf:
-    """The one conversion from Hydra's merged config to dataclasses, checked."""
+    """Hydra's merged config as dataclasses, checked. Raises UsageError."""
     with few_resolvers():
         run = OmegaConf.to_object(cfg)
     if not isinstance(run, RunConf):
-        raise UsageError("the configuration does not start from the schema", where="conf/run.yaml")
+        raise UsageError("the configuration does not start from the schema", "conf/run.yaml")
     check(run)
     return run
 
 
 def check(run: RunConf) -> None:
-    """Refuses values outside their range, naming key, value, range and remedy."""
-    check_types(run, "")
+    """Refuses values of the wrong type or out of range, and settings that contradict each other."""
+    check_values(run)
     if TASKS.get(run.task.name) is not type(run.task):  # the name becomes part of a folder's name
-        raise UsageError(
-            "task.name is no task", found=repr(run.task.name), allowed=", ".join(TASKS),
-            fix="choose a task with task=NAME, and leave task.name",
-        )  # fmt: skip
-    check_sampling(run.sampling)
-    check_speculation(run)
+        fix = "choose a task with task=NAME, and leave task.name"
+        raise UsageError("task.name is no task", "", repr(run.task.name), ", ".join(TASKS), fix)
+    spec, sampling, most = run.speculation, run.sampling, getattr(run.task, "max_new_tokens", math.inf)
+    if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
+        between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
+    between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
     for role, model in (("model", run.model), ("draft", run.draft)):
         if model is not None:
-            check_model(role, model)
+            _check_model(role, model)
     check_task(run)
-    if run.sampling.min_new_tokens > getattr(run.task, "max_new_tokens", math.inf):
-        raise UsageError(
-            "sampling.min_new_tokens exceeds task.max_new_tokens",
-            found=run.sampling.min_new_tokens,
-            allowed=f"0..{getattr(run.task, 'max_new_tokens', '')}",
-            fix="lower the one or raise the other",
-        )
-    if run.seed is not None:
-        between("seed", run.seed, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
-    between("plan.acceptance", run.plan.acceptance, 0.0, 1.0)
+    if sampling.min_new_tokens > most:
+        what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
+        raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
     check_cluster(run.cluster)
-    check_placement(run.placement)
+    _check_placement(run.placement)
+
+
+def _check_placement(placement: PlacementConf) -> None:
+    for role in ("target", "draft"):
+        device = getattr(placement, f"{role}_device")
+        if not DEVICE.fullmatch(device):
+            what, allowed = f"placement.{role}_device names no device", "auto, cpu, cuda, cuda:N"
+            raise UsageError(what, "", repr(device), allowed, "correct it")
+    if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
+        what = "placement.max_memory and offload_folder are for splitting by layers"
+        found = f"placement.splitting={placement.splitting.value}"
+        raise UsageError(what, found=found, fix="use placement=layers")
+    for name, size in placement.max_memory.items():
+        if not re.fullmatch(r"cpu|disk|\d{1,4}", str(name)) or not MEMORY.fullmatch(str(size)):
+            what, allowed = "a placement.max_memory entry cannot be read", "a device index or cpu, and a size"
+            raise UsageError(what, "", f"{name}: {size}", f'{allowed} such as "20GiB"', "correct it")
+
+
+def _check_model(role: str, model: ModelConf) -> None:
+    if model.weights is Weights.synthetic:
+        for name in SIZES:
+            between(f"{role}.{name}", getattr(model, name), 1, MAX_INT)
+    if model.n_kv_heads and model.n_heads % model.n_kv_heads:
+        what = f"{role}.n_heads is not a multiple of {role}.n_kv_heads"
+        found, allowed = f"{model.n_heads} and {model.n_kv_heads}", "whole groups of query heads per KV head"
+        raise UsageError(what, "", found, allowed, "take the numbers from the model's config.json")
 
 
 def check_context(run: RunConf) -> None:
-    """What depends on the model's context and vocabulary, once its files have been read."""
-    vocab = run.model.vocab
-    for key, tokens in (("logit_bias", run.sampling.logit_bias), ("bad_tokens", run.sampling.bad_tokens)):
+    """Checks of the model's context and vocabulary, after its files have been read."""
+    model, vocab, sampling = run.model, run.model.vocab, run.sampling
+    for key, tokens in (("logit_bias", sampling.logit_bias), ("bad_tokens", sampling.bad_tokens)):
         for token in tokens:
-            fix = f"model {run.model.name} has {vocab} tokens"
-            between(f"sampling.{key} token", token, 0, vocab - 1, fix)
-    if len(set(run.sampling.bad_tokens)) >= vocab:
-        raise UsageError(
-            "sampling.bad_tokens forbids every token", found=f"all {vocab}", fix="leave at least one"
-        )
-    of = f"model {run.model.name} has a context of {run.model.context} tokens"
-    if run.model.context < 2:
-        raise UsageError(
-            f"{of}, which leaves no room for a prompt and a new token", where="model.context",
-            allowed="2 or more", fix="choose another model",
-        )  # fmt: skip
+            between(f"sampling.{key} token", token, 0, vocab - 1, f"model {model.name} has {vocab} tokens")
+    if len(set(sampling.bad_tokens)) >= vocab:
+        what, found = "sampling.bad_tokens forbids every token", f"all {vocab}"
+        raise UsageError(what, found=found, fix="leave at least one")
+    of = f"model {model.name} has a context of {model.context} tokens"
+    if model.context < 2:
+        what = f"{of}, which leaves no room for a prompt and a new token"
+        raise UsageError(what, "model.context", allowed="2 or more", fix="choose another model")
     prompt = run.task.prompt_tokens if isinstance(run.task, PlanConf) else 1
-    between("task.prompt_tokens", prompt, 1, run.model.context - 1, of)
+    between("task.prompt_tokens", prompt, 1, model.context - 1, of)
     if isinstance(run.task, PromptedConf | BatchConf | EvalConf | PlanConf):
-        most = run.model.context - prompt
+        most = model.context - prompt
         between("task.max_new_tokens", run.task.max_new_tokens, 1, most, f"{of}, prompt included")

@@ -1,11 +1,10 @@
-"""What a cluster may be, and what may be asked of its scheduler."""
+"""Checks of the cluster and of its scheduler's options."""
 
 from __future__ import annotations
 
 import re
 
-from llama_ssp.config import BatchConf, ClusterConf, PlanConf, RunConf, Scheduler, SlurmConf
-from llama_ssp.config.validation.values import between
+from llama_ssp.config import BatchConf, ClusterConf, PlanConf, RunConf, Scheduler
 from llama_ssp.errors import UsageError
 
 # How Slurm writes a time: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
@@ -20,7 +19,7 @@ WORDS = {
     "gpu_type": re.compile(r"[\w.-]+"),
     "job_name": re.compile(r"[\w.+=@-]{1,100}"),
 }
-# What the script itself decides: a second value would break the restarts, or hide the logs.
+# The script sets these itself: a second value would break restarts, or hide the logs.
 OWN_OPTIONS = (
     "array", "chdir", "error", "export", "gpus", "gpus-per-node", "kill-on-bad-exit", "no-requeue", "nodes",
     "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "test-only", "wait",
@@ -28,83 +27,47 @@ OWN_OPTIONS = (
 )  # fmt: skip
 
 
-def check_cluster(cluster: ClusterConf) -> None:
-    between("cluster.reserve", cluster.reserve, 0.0, 0.9)
-    between("cluster.nodes", cluster.nodes, 1, 1024)
-    between("cluster.groups", cluster.groups, 1, 100_000)
-    if cluster.gpus is not None:
-        between("cluster.gpus", cluster.gpus, 1, 1024, "null is what there is")
-    for name in ("gib", "gb_s", "tflops", "link_gb_s"):
-        if (value := getattr(cluster, name)) is not None:
-            between(f"cluster.{name}", value, 0.0, 2.0**20, "null looks it up", above=True)
-    for name in ("context_mib", "cublas_mib", "nccl_mib", "graph_mib"):
-        if (value := getattr(cluster, name)) is not None:
-            between(f"cluster.{name}", value, 0.0, 2.0**20)
-    times = cluster.times
-    for name in ("bandwidth_share", "flops_share"):
-        if (value := getattr(times, name)) is not None:
-            between(f"cluster.times.{name}", value, 0.0, 2.0, above=True)
-    for name in ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns", "message_us"):
-        if (value := getattr(times, name)) is not None:
-            between(f"cluster.times.{name}", value, 0.0, 1e9)
-    for name in ("all_reduce_us", "rows_cost"):
-        for count, value in getattr(times, name).items():
-            between(f"cluster.times.{name} count", count, 1, 2**20)
-            between(f"cluster.times.{name}", value, 0.0, 1e9)
-    _check_slurm(cluster.slurm)
-
-
 def check_sharing(run: RunConf) -> None:
-    """Only a batch job can be shared, and only a scheduler takes one; a plan is about one group anyway."""
+    """Refuses groups and schedulers for other tasks than a batch job, or a plan, which is about one group."""
     cluster, task = run.cluster, run.task
     for key, value, usual in (("scheduler", cluster.scheduler.value, "none"), ("groups", cluster.groups, 1)):
         if value != usual and not isinstance(task, BatchConf | PlanConf):
+            found, fix = f"{value}, task={task.name}", f"leave cluster.{key} out if that is what you want"
             raise UsageError(
-                f"cluster.{key} is for task=batch", found=f"{value}, task={task.name}",
-                fix=f"it would run here and now: leave cluster.{key} out if that is what you want",
-            )  # fmt: skip
+                f"cluster.{key} is for task=batch", found=found, fix=f"it would run here and now: {fix}"
+            )
     if isinstance(task, BatchConf) and task.submit and cluster.scheduler is Scheduler.none:
-        raise UsageError(
-            "task.submit=true needs a scheduler", found="cluster.scheduler=none", fix="use cluster=slurm"
-        )
+        what = "task.submit=true needs a scheduler"
+        raise UsageError(what, found="cluster.scheduler=none", fix="use cluster=slurm")
     if cluster.scheduler is Scheduler.slurm and cluster.gpus is None:
-        raise UsageError(
-            "cluster.gpus is missing: how many ranks a node of the job gets", where="cluster.scheduler=slurm",
-            fix="write cluster.gpus=N; with cluster.gpu=cpu they are N processes",
-        )  # fmt: skip
+        what = "cluster.gpus is missing: how many ranks a node of the job gets"
+        fix = "write cluster.gpus=N; with cluster.gpu=cpu they are N processes"
+        raise UsageError(what, "cluster.scheduler=slurm", fix=fix)
 
 
-def _check_slurm(slurm: SlurmConf) -> None:
+def check_cluster(cluster: ClusterConf) -> None:
     """Every word becomes part of a line that sbatch reads: none may end it, or begin another option."""
+    slurm, man = cluster.slurm, "see man sbatch"
     for name, shape in WORDS.items():
         if (value := getattr(slurm, name)) is not None and not shape.fullmatch(value):
-            raise UsageError(
-                f"cluster.slurm.{name} cannot be used", found=repr(value), allowed=shape.pattern,
-                fix="see man sbatch, or leave it out",
-            )  # fmt: skip
-    between("cluster.slurm.signal_s", slurm.signal_s, 1, 65535, "seconds to stop before the time limit")
-    if slurm.cpus_per_rank is not None:
-        between("cluster.slurm.cpus_per_rank", slurm.cpus_per_rank, 1, 4096)
+            what, fix = f"cluster.slurm.{name} cannot be used", f"{man}, or leave it out"
+            raise UsageError(what, "", repr(value), shape.pattern, fix)
     if slurm.time is not None and seconds_of(slurm.time) <= slurm.signal_s:
-        raise UsageError(
-            "cluster.slurm.time leaves no time to work", found=f"{slurm.time}, of which the last"
-            f" {slurm.signal_s} s are for stopping", fix="raise it, or lower cluster.slurm.signal_s",
-        )  # fmt: skip
+        found = f"{slurm.time}, of which the last {slurm.signal_s} s are for stopping"
+        fix = "raise it, or lower cluster.slurm.signal_s"
+        raise UsageError("cluster.slurm.time leaves no time to work", found=found, fix=fix)
     for option in slurm.options:
         name = option.partition("=")[0].removeprefix("--")
         if not option.startswith("--") or name in OWN_OPTIONS or not _is_plain(option):
-            raise UsageError(
-                "a cluster.slurm.options entry cannot be used", found=repr(option),
-                allowed="--OPTION or --OPTION=VALUE, on one line and without ', none of: "
-                + ", ".join(OWN_OPTIONS), fix="see man sbatch; the script sets these itself",
-            )  # fmt: skip
+            own = ", ".join(OWN_OPTIONS)
+            allowed = f"--OPTION or --OPTION=VALUE, on one line and without ', none of: {own}"
+            what, fix = "a cluster.slurm.options entry cannot be used", f"{man}; the script sets these itself"
+            raise UsageError(what, "", repr(option), allowed, fix)
     for key in ("setup", "torchrun"):
         for line in getattr(slurm, key):
             if not line.strip() or any(ord(c) < 32 for c in line):
-                raise UsageError(
-                    f"a cluster.slurm.{key} entry is not one line", found=repr(line),
-                    fix=f"write 'cluster.slurm.{key}=[\"one\",\"another\"]'",
-                )  # fmt: skip
+                fix = f'write \'cluster.slurm.{key}=["one","another"]\''
+                raise UsageError(f"a cluster.slurm.{key} entry is not one line", found=repr(line), fix=fix)
 
 
 def _is_plain(text: str) -> bool:
@@ -112,7 +75,7 @@ def _is_plain(text: str) -> bool:
 
 
 def seconds_of(time: str) -> int:
-    """What Slurm means by it."""
+    """The seconds of a time as Slurm writes it."""
     found = SLURM_TIME.fullmatch(time)
     assert found is not None, time
     parts = [int(found[name]) if found[name] else 0 for name in ("first", "second", "third")]

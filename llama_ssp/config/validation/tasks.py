@@ -19,7 +19,7 @@ from llama_ssp.config import (
     RunConf,
     SpeculationConfig,
 )
-from llama_ssp.config.validation.groups import MAX_K, MAX_SEED
+from llama_ssp.config.schema import MAX_K, MAX_SEED
 from llama_ssp.config.validation.values import between
 from llama_ssp.errors import UsageError
 

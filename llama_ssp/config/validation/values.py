@@ -1,4 +1,4 @@
-"""Values as such: their types, and numbers within their range."""
+"""The values of any part of the configuration: types, ranges, names that may not be empty."""
 
 from __future__ import annotations
 
@@ -6,29 +6,44 @@ from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from llama_ssp.config.schema import MAX_INT
 from llama_ssp.errors import UsageError
 
 NEVER_EMPTY = (
     "name", "repo", "revision", "path", "prompt_file", "out", "plot", "record", "image", "offload_folder",
     "gpu", "folder", "input", "output", "work", "python",
 )  # fmt: skip
+NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def check_types(node: Any, prefix: str) -> None:
-    """Refuses what OmegaConf lets through: values of nested lists and of interpolations, empty names."""
+def check_values(node: Any, prefix: str = "") -> None:
+    """Refuses values of the wrong type, which OmegaConf may let through, or out of range."""
     hints = get_type_hints(type(node))
     for entry in fields(node):
         key, value = prefix + entry.name, getattr(node, entry.name)
-        fits = _fits(value, hints[entry.name])
-        if fits and is_dataclass(value):
-            check_types(value, key + ".")
-        elif not fits:
-            raise UsageError(
-                f"{key} is of the wrong type", found=repr(value), allowed=_in_words(hints[entry.name]),
-                fix="write it as --help shows",
-            )  # fmt: skip
+        if not _fits(value, hints[entry.name]):
+            allowed, fix = _in_words(hints[entry.name]), "write it as --help shows"
+            raise UsageError(f"{key} is of the wrong type", "", repr(value), allowed, fix)
+        if is_dataclass(value):
+            check_values(value, key + ".")
         elif entry.name in NEVER_EMPTY and isinstance(value, str) and (not value or "\0" in value):
             raise UsageError(f"{key} is empty", found=repr(value), fix="give it a value, or leave it out")
+        elif "range" in entry.metadata:
+            _check_range(key, value, *entry.metadata["range"])
+
+
+def _check_range(
+    key: str, value: Any, low: float, high: float, fix: str, above: bool, least_key: int
+) -> None:
+    if isinstance(value, dict):
+        for number, one in value.items():
+            between(f"{key} key", number, least_key, MAX_INT)
+            between(f"{key}.{number}", one, low, high, fix, above)
+    elif isinstance(value, list):
+        for one in value:
+            between(f"{key} entry", one, low, high, fix, above)
+    elif value is not None:
+        between(key, value, low, high, fix, above)
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -48,24 +63,18 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _in_words(hint: Any) -> str:
-    inside = [_in_words(option) for option in get_args(hint)]
-    if get_origin(hint) is UnionType:
+    kind, inside = get_origin(hint), [_in_words(option) for option in get_args(hint)]
+    if kind is UnionType:
         return " or ".join(inside)
-    if get_origin(hint) is list:
+    if kind is list:
         return f"a list of {inside[0]}"
-    if get_origin(hint) is dict:
+    if kind is dict:
         return f"a map from {inside[0]} to {inside[1]}"
-    return {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
+    return NAMES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def between(key: str, value: float, low: float, high: float, fix: str = "", above: bool = False) -> None:
-    inside = low < value <= high if above else low <= value <= high  # NaN is never inside
-    if not inside:
-        raise UsageError(
-            f"{key} is out of range",
-            found=value,
-            allowed=f"{'(' if above else '['}{low}, {high}]",
-            fix=fix or "choose a value inside",
-        )
+    """Refuses a value outside of [low, high], with `above` of (low, high]; NaN is always outside."""
+    if not (low < value <= high if above else low <= value <= high):
+        allowed = f"{'(' if above else '['}{low}, {high}]"
+        raise UsageError(f"{key} is out of range", "", value, allowed, fix or "choose a value inside")
