@@ -56,6 +56,7 @@ CASES = [
     Case(6, 4, SAMPLED, adaptive=True),
     Case(4, 4, SAMPLED, verification=Verification.token),
 ]
+MATRIX = 16  # of them are K x rows x sampling
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Models:
     draft: Path
     alone: tuple[RankModels, Any]
     held: dict[str, tuple[list[ThreadRank], list[tuple[RankModels, Any]]]] = field(default_factory=dict)
+    known: dict[str, Run] = field(default_factory=dict)
 
     def open(self, name: str) -> tuple[list[ThreadRank], list[tuple[RankModels, Any]]]:
         if name not in self.held:
@@ -76,7 +78,9 @@ class Models:
         return self.held[name]
 
     def expected(self, case: Case) -> Run:
-        return written(*self.alone, case)
+        if str(case) not in self.known:
+            self.known[str(case)] = written(*self.alone, case)
+        return self.known[str(case)]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +134,11 @@ def test_every_placement_writes_what_one_process_writes(name: str, models: Model
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_placement_in_every_case(name: str, models: Models):
-    for case in CASES:
+    """Every case on every other placement: each placement has every pair of K, rows and sampling."""
+    turn = list(PLACEMENTS).index(name)
+    for number, case in enumerate(CASES):
+        if number < MATRIX and (number + number // 2 + number // 4 + turn) % 2:
+            continue
         expected = models.expected(case)
         for run in on_placement(models, name, case):
             assert same(run, expected), case

@@ -64,6 +64,7 @@ class Batches:
 
     @property
     def finished(self) -> int:
+        """How many records are finished; 0 while there is no job."""
         return self._progress.finished()
 
     def wait_for_records(self, count: int) -> None:
@@ -104,9 +105,9 @@ class Batches:
         return sorted(pid for pid, command in found.items() if kind_of(command) == kind)
 
     @contextmanager
-    def paused(self, job: str) -> Iterator[list[int]]:
-        """A few records in, the ranks stand still: what befalls the job finds it at work, on any machine."""
-        self.wait_for_records(3)
+    def paused(self, job: str, more: int = 3) -> Iterator[list[int]]:
+        """A few more records in, the ranks stand still: a fault finds the job at work, on any machine."""
+        self.wait_for_records(self.finished + more)
         wait_for(lambda: self.processes(job, "rank"), self.logs)
         ranks = self.processes(job, "rank")
         for pid in ranks:

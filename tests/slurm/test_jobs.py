@@ -24,64 +24,60 @@ def test_an_array_of_groups_shares_the_work(batches: Batches, expected: bytes):
     }
 
 
-def test_a_group_over_two_nodes(batches: Batches, expected: bytes):
-    job = batches.submit("cluster.nodes=2")
-    wait_for(lambda: len(batches.processes(job, "rank")) == 2, batches.logs)
-    assert batches.whole() == expected
+def test_stopped_in_good_order_a_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
+    """Requeued; then near its time limit: by Slurm's own signal, which comes when less than signal_s is left.
 
-
-def test_a_requeued_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
-    job = batches.submit()
+    Slurm looks every half minute.
+    """
+    job = batches.submit("cluster.slurm.signal_s=170")
     with batches.paused(job):
         lab.run("scontrol", "requeue", job)
         lab.wait_taken_away(job)
+    with batches.paused(job):
+        assert batches.computed() < batches.finished + 5
+        minutes = lab.run("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2]
+        lab.run("scontrol", "update", f"jobid={job}", f"timelimit={int(minutes) + 2}")
+        wait_for(lambda: "the time limit is near" in batches.logs(), batches.logs)
+    wait_for(lambda: "Restarts=2" in lab.run("scontrol", "show", "job", job), batches.logs)
+    lab.run("scontrol", "update", f"jobid={job}", "timelimit=20")
     assert batches.whole() == expected
-    assert [end.restart for end in batches.ends] == [0, 1]
-    assert batches.attempts() < 2 * 4 and batches.computed() < RECORDS + 5
+    assert [(end.restart, end.stopped_by) for end in batches.ends] == [(0, "slurm"), (1, "time"), (2, "")]
+    assert not any(end.failed for end in batches.ends) and batches.ends[1].finished < RECORDS
+    assert batches.attempts() < 3 * 4 and batches.blamed() == 0
 
 
-def test_a_preempted_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
+def test_two_ranks_are_killed_then_preempted(batches: Batches, lab: Lab, expected: bytes):
+    """One of them, then torchrun, which takes its ranks with it; then another job takes all nodes."""
     job = batches.submit("cluster.gpus=2")
+    with batches.paused(job) as ranks:
+        kill(ranks[0])
+    with batches.paused(job):
+        kill(batches.processes(job, "torchrun")[0])
     with batches.paused(job):
         options = ["--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null"]
         lab.run("sbatch", *options, "--wrap=sleep 1")
         lab.wait_taken_away(job)
     assert batches.whole() == expected
-    assert batches.ends[0].stopped_by == "slurm" and not batches.ends[0].failed
-    assert batches.ends[-1].restart == 1
-    assert batches.blamed() == 0
+    assert [end.failed for end in batches.ends] == [True, True, False, False]
+    assert [end.stopped_by for end in batches.ends] == ["", "", "slurm", ""]
+    assert batches.ends[-1].restart == 3
+    assert batches.blamed() == 2  # who was preempted left in good order
 
 
 def test_a_cancelled_job_goes_on_when_it_is_submitted_again(batches: Batches, lab: Lab, expected: bytes):
     """At once: what the cancelled ranks had claimed waits for nobody."""
-    first = batches.submit("cluster.gpus=2", "cluster.groups=2")
+    first = batches.submit("cluster.groups=2")
     with batches.paused(first):
         lab.run("scancel", first)
     lab.wait_empty()
     assert not batches.output.exists()
-    batches.submit("cluster.gpus=2", "cluster.groups=2")
+    batches.submit("cluster.groups=2")
     assert batches.whole() == expected
-
-
-def test_a_killed_rank(batches: Batches, expected: bytes):
-    job = batches.submit("cluster.gpus=2")
-    with batches.paused(job) as ranks:
-        kill(ranks[0])
-    assert batches.whole() == expected
-    assert [end.failed for end in batches.ends] == [True, False]
-
-
-def test_a_killed_torchrun(batches: Batches, expected: bytes):
-    """It goes; its ranks go with it, and their nodes are free."""
-    job = batches.submit("cluster.gpus=2")
-    with batches.paused(job):
-        kill(batches.processes(job, "torchrun")[0])
-    assert batches.whole() == expected
-    assert [end.failed for end in batches.ends] == [True, False]
 
 
 def test_a_killed_rank_of_two_nodes(batches: Batches, expected: bytes):
     job = batches.submit("cluster.nodes=2")
+    wait_for(lambda: len(batches.processes(job, "rank")) == 2, batches.logs)
     with batches.paused(job) as ranks:
         kill(ranks[0])
     assert batches.whole() == expected
@@ -114,46 +110,25 @@ def test_a_record_that_kills_its_ranks_is_set_aside(batches: Batches, expected: 
     assert [end.finished for end in batches.ends] == [0, 0, RECORDS]
 
 
-def test_near_the_time_limit_it_stops_and_goes_on(batches: Batches, lab: Lab, expected: bytes):
-    """Slurm's own signal, which comes when less than signal_s is left; Slurm looks every half minute."""
-    job = batches.submit("cluster.slurm.signal_s=170")
-    with batches.paused(job):
-        minutes = lab.run("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2]
-        lab.run("scontrol", "update", f"jobid={job}", f"timelimit={int(minutes) + 2}")
-        wait_for(lambda: "the time limit is near" in batches.logs(), batches.logs)
-    wait_for(lambda: "Restarts=1" in lab.run("scontrol", "show", "job", job), batches.logs)
-    lab.run("scontrol", "update", f"jobid={job}", "timelimit=20")
-    assert batches.ends[0].stopped_by == "time" and not batches.ends[0].failed
-    assert batches.ends[0].finished < RECORDS
-    assert batches.whole() == expected
-    assert batches.ends[-1].code == 0 and batches.blamed() == 0
+def test_slurm_itself_is_lost(batches: Batches, lab: Lab, expected: bytes):
+    """Its controller comes and goes: a job that runs does not mind, and one that is killed waits for it.
 
-
-def test_slurm_s_controller_comes_and_goes(batches: Batches, lab: Lab, expected: bytes):
-    """The job that runs does not mind; the end of a killed one waits for it."""
+    Then a node dies with its tasks; then one whose tasks outlive it. Two attempts live at once: the first,
+    which Slurm has given up, does not requeue the second.
+    """
     job = batches.submit()
     with batches.paused(job) as ranks:
         lab.restart_controller()
         kill(ranks[0])
-    assert batches.whole() == expected
-    assert [end.failed for end in batches.ends] == [True, False]
-
-
-def test_a_node_that_dies_with_its_tasks(batches: Batches, lab: Lab, expected: bytes):
-    job = batches.submit()
     with batches.paused(job):
         lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=True)
-    assert batches.whole() == expected
-    assert [end.restart for end in batches.ends] == [1]  # nobody was left to tell how the first ended
-
-
-def test_a_node_whose_tasks_outlive_it(batches: Batches, lab: Lab, expected: bytes):
-    """Two attempts live at once. The first, which Slurm has given up, does not requeue the second."""
-    job = batches.submit()
     with batches.paused(job) as ranks:  # so that they live, however long Slurm takes to notice
         lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=False)
         wait_for(lambda: set(batches.processes(job, "rank")) - set(ranks), batches.logs)
     assert batches.whole() == expected
     wait_for(lambda: not batches.processes(job, "warden"), batches.logs)
     assert batches.output.read_bytes() == expected
-    assert "Restarts=1" in lab.run("scontrol", "show", "job", job)
+    restarts = [end.restart for end in batches.ends]
+    assert restarts[0] == 0 and batches.ends[0].failed and not any(end.failed for end in batches.ends[1:])
+    assert 3 in restarts and 1 not in restarts  # nobody was left to tell how the second ended
+    assert "Restarts=3" in lab.run("scontrol", "show", "job", job)
