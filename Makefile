@@ -3,7 +3,9 @@
 .PHONY: demo test test-fast lint bench mutants soak fuzz coverage clean
 
 PY := .venv/bin/python
-PYTEST := $(PY) -m pytest -n auto --maxprocesses 4
+# A worker takes neighbouring tests: they share fixtures. Four workers on two cores, too: many tests wait.
+PYTEST := $(PY) -m pytest --dist worksteal
+export PYTHONDONTWRITEBYTECODE := # each worker, and each process of a test, would compile every module anew
 
 # Installs what is missing; instant if nothing changed.
 .venv/.installed: requirements.lock pyproject.toml machine-install.sh
@@ -15,10 +17,10 @@ demo: .venv/.installed
 	@$(PY) launch/run.py experiment=demo_score
 
 test: .venv/.installed
-	$(PYTEST)
+	$(PYTEST) -n 4
 
 test-fast: .venv/.installed
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -n auto --maxprocesses 4 -m "not slow and not gpu"
 
 lint: .venv/.installed
 	$(PY) -m ruff check .

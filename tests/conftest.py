@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in found:
             if item.nodeid not in quick:
                 item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)  # first: they wait most
 
 
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
