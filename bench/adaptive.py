@@ -1,17 +1,18 @@
-"""Adaptive K beside every fixed K, at agreements from hardly any to nearly all: one interleaved run each.
+"""Adaptive K against every fixed K, at agreements from hardly any to nearly all: one interleaved run each.
 
     python bench/adaptive.py [agreements=0.05,0.3,0.6,0.8,0.95] [ks=1,2,3,4,6,8,12,16] [new=192] [repeats=5]
                              [threads=2] [write=FILE.md]
 
 The pair is that of bench/fast.py, compiled once: between agreements only the draft's weights change. Costs
-are measured once, as a run measures them. Each repeat gives everyone one turn on every prompt, and every turn
-begins anew, knowing nothing of the pair. Asked: adaptive K within 3 % of the best fixed K, which may be 0; at
-agreement 0.05 at least 0.97 times as fast as regular sampling.
+are measured once, as a run measures them. In each repeat every contender gets one turn on every prompt, and
+every turn begins without any knowledge of the pair. Required: adaptive K within 3 % of the best fixed K,
+which may be 0; at agreement 0.05 at least 0.97 times as fast as regular sampling.
 
-A thousand tokens have more luck than that: what two ways' draws bring differs by 3 % and more, and the best
-of many has the most luck. So each figure is given twice: by the clock; and evened, every round at the median
-time of all rounds of its K (apart where the draft has to catch up), and for the tokens its drafts bring on
-average over the draws of acceptance (`Verdict.standing`). Leaves with 1 where a figure by the clock misses.
+A thousand tokens are too few to remove luck: the random draws of two contenders differ by 3 % and more, and
+the best of many contenders has the most luck. So each figure is given twice: by the clock; and evened, with
+every round at the median time of all rounds of its K (rounds in which the draft catches up are separate), and
+with the tokens that its drafts bring on average over the draws of acceptance (`standing`). The exit code is 1
+if a figure by the clock misses.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Ours(Asked):
 
 @dataclass
 class Turn:
-    """What a way took on all prompts: by the clock, and its rounds and what they had to bring on average."""
+    """A contender's turn on all prompts: its time by the clock, its rounds and their expected tokens."""
 
     ms: float
     rounds: list[tuple[Kind, float]]
@@ -66,7 +67,7 @@ class Turn:
 
 @dataclass
 class Way:
-    """A fixed K, or null: adaptive. Its turns but the first."""
+    """A contender: a fixed K, or null for adaptive. All its turns except the first."""
 
     k: int | None
     turns: list[Turn] = field(default_factory=list)
@@ -95,7 +96,7 @@ class Way:
 
 
 def usual_ms(ways: Iterable[Way]) -> dict[Kind, float]:
-    """The median over all rounds of a kind, whoever chose it."""
+    """The median over all rounds of a kind, of all contenders."""
     taken: dict[Kind, list[float]] = {}
     for way in ways:
         for turn in way.turns:
@@ -106,7 +107,7 @@ def usual_ms(ways: Iterable[Way]) -> dict[Kind, float]:
 
 @torch.no_grad()
 def redrafted(draft: CausalModel, agreement: float) -> None:
-    """Gives the compiled draft the weights of one that agrees so far."""
+    """Gives the compiled draft the weights of a draft with this agreement."""
     other = load(sizes(agreement)[1], None, Dtype.bf16, CPU, DRAFT).module
     pack(other)
     for own, new in zip(draft.module.parameters(), other.parameters(), strict=True):

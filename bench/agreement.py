@@ -1,12 +1,11 @@
-"""Two ranks that agree: what their one message a round costs, and that noise on one does not part them.
+"""The cost of the one message a round between two ranks, and two ranks that agree in spite of noise on one.
 
     python bench/agreement.py [rounds=10000] [repeats=15] [new=64] [write=FILE.md]
 
 The cost is that of a second message: every other round sends its message twice, and the difference of the
-medians is what one message adds, its waiting included. Beside it stands the time the leader spends inside
-the call. The noise is added to every logit of the second rank's target, so
-that its own decisions would be others; the texts of both ranks must be the same after every run, and those
-of one process.
+medians is the cost of one message, waiting included. The table also has the time that the leader spends
+inside the call. The noise is added to every logit of the second rank's target, so its own decisions would
+differ. The texts of both ranks must be the same after every run, and equal those of one process.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ K = 3
 
 
 class Timed:
-    """Stands in for a group's broadcast: every other message is sent twice."""
+    """Replaces a group's broadcast: every other message is sent twice."""
 
     def __init__(self) -> None:
         self.began: list[float] = []  # of each message of this run
@@ -83,7 +82,7 @@ class Cost:
 
 
 def cost(ranks: Ranks, repeats: int, new: int) -> Cost:
-    """On one rank; the others' figures are not looked at."""
+    """Runs on each rank; only the leader's figures are used."""
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", ["placement=leader", "sampling.temperature=0.5"]))
@@ -108,7 +107,7 @@ def cost(ranks: Ranks, repeats: int, new: int) -> Cost:
 
 
 def noisy(ranks: Ranks, target: Path, draft: Path, rounds: int) -> list[tuple[int, int]]:
-    """(rounds, checksum of the texts) of every run on this rank, until there are so many rounds."""
+    """(rounds, checksum of the texts) of every run on this rank, until this number of rounds."""
     pair, run = opened(target, draft, PlacementConf(draft=DraftSeat.leader), ranks)
     if ranks.rank == 1:
         assert pair.target is not None
@@ -149,7 +148,7 @@ def main() -> None:
 
 
 def table(found: Cost, together: dict[str, Any]) -> str:
-    """A results file that needs nothing beside it."""
+    """A complete results file."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()

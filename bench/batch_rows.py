@@ -1,10 +1,10 @@
-"""How much rows bring to a batch job, and refilling them: tokens/s on prompts of mixed length.
+"""Tokens/s of a batch job with one row and several, refilled at once or not, on prompts of mixed length.
 
     python bench/batch_rows.py [prompts=256] [rows=8] [repeats=3] [write=FILE.md] [any override]
 
-One process, one pair, the same seed: every contender writes the same number of prompts. They take turns,
-so that what else the machine does meets all of them; ratios are taken within a turn. Exits with 1 when rows
-bring less than 2.5x, or refilling them less than 1.3x of waiting for each batch's last text.
+One process, one pair, the same seed: every contender answers the same prompts. Contenders take turns, so
+other load on the machine affects all of them; ratios are computed within a turn. The exit code is 1 if rows
+bring less than 2.5x, or refilling less than 1.3x of waiting for each batch's last text.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def dealt(works: list[TokenRequest], rows: int) -> list[list[TokenRequest]]:
 
 
 def pace(pair: PairSession, batches: list[list[TokenRequest]], rows: int) -> float:
-    """Tokens a second, reading prompts included."""
+    """Tokens a second, prefill included."""
     run, tokens = pair.run, pair.tokens
     laws = RowTransforms(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.models.vocab, tokens.size))
     draws = CounterDraws(1)
@@ -121,7 +121,7 @@ def pace(pair: PairSession, batches: list[list[TokenRequest]], rows: int) -> flo
 
 
 def table(turns: list[dict[str, float]], of: str) -> list[str]:
-    """Medians, and each contender's share of the one that counts."""
+    """Medians, and ratios to the main contender."""
     lines = [["contender", "tokens/s", "refilled is faster by", "least..most"]]
     for name in turns[0]:
         ratios = [turn[of] / turn[name] for turn in turns]

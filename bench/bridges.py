@@ -1,11 +1,12 @@
-"""Drafts of other tokenizers beside one of the target's own: what they may propose, what stands, the cost.
+"""Drafts of other tokenizers against a draft of the target's own: possible proposals, acceptance, cost.
 
     python bench/bridges.py [repeats=3] [new=48] [ks=1,4] [temperatures=0,1] [write=FILE.md]
 
-The target is `demo`. `demo_draft` has its tokens; so has its copy with other ids, which a bridge has to find
-out; `demo_bytes` has bytes. Every repeat runs each contender once, in turn, on the same prompts; ratios are
-taken within a repeat. The ceiling is the share of the target's distribution, at the positions of texts it
-wrote itself, on tokens that the draft has, too: no more of them can be accepted one for one. A text has none.
+The target is `demo`. `demo_draft` has its tokens; so has a copy with other ids, which a bridge must find out;
+`demo_bytes` has bytes. Every repeat runs each contender once, in turn, on the same prompts; ratios are
+computed within a repeat. The ceiling is the share of the target's distribution, at the positions of its own
+texts, that is on tokens which the draft has, too: no more of them can be accepted one for one. The text
+bridge has none.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def opened(name: str, overrides: list[str], new: int) -> Opened:
 
 
 def drafts(heat: float, new: int, scratch: Path) -> list[Opened]:
-    """Each draft with each bridge there is for it."""
+    """Each draft with each of its bridges."""
     other = scratch / "renumbered"
     if not other.exists():
         renumber(SHIPPED_FOLDER / "demo_draft", other)
@@ -79,7 +80,7 @@ def drafts(heat: float, new: int, scratch: Path) -> list[Opened]:
 
 
 def ceiling(one: Opened, new: int) -> float | None:
-    """The share of the target's distribution that the draft could propose, over texts by regular sampling."""
+    """The share of the target's distribution that the draft can propose, over texts by regular sampling."""
     tokens, target = one.pair.tokens, one.pair.models.target
     if tokens.paired is None or not isinstance(tokens.paired.bridge, Intersection):
         return None
@@ -142,7 +143,7 @@ def main() -> None:
 
 
 def page(tables: dict[float, list[dict]], repeats: int, new: int) -> str:
-    """A results file that needs nothing beside it."""
+    """A complete results file."""
     lines = [
         "# demo with drafts of its own tokenizer, of other ids, and of bytes",
         "",

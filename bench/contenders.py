@@ -1,7 +1,7 @@
-"""Who takes turns in a benchmark: our loop, and transformers' generate, on pairs of synthetic weights.
+"""The contenders of a benchmark: our loop, and transformers' generate, on pairs of synthetic weights.
 
-Times are decoding only. Our loop reads prompts off the clock; transformers reads them itself, so its time for
-one token is taken off. Tokens are counted the same for all: those after the prompt.
+Times are decoding only. Our loop prefills before the clock starts. transformers prefills inside `generate`,
+so its time for one token is subtracted. Tokens are counted the same for all: those after the prompt.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
 
 
 def wait() -> None:
-    """Until a GPU, if there is one, has done its work."""
+    """Waits until a GPU, if there is one, has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def opened(run: RunConf, slots: int) -> PairSession:
-    """The run's pair, loaded, for one row of so many tokens."""
+    """The run's pair, ready; its tokenizer has bytes for tokens."""
     placement = resolve(run.placement, 1, run.draft is not None)
     return PairSession(PairSpec(run, None, None, placement)).load(1, slots)
 
@@ -46,7 +46,7 @@ def by_us(
 ) -> tuple[float, Counts]:  # fmt: skip
     """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling.
 
-    Every round and its seconds are shown to `seen`.
+    `seen` gets every round and its seconds.
     """
     drafting = Drafting.none if k == 0 else Drafting.model
     spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
@@ -93,10 +93,10 @@ def rounds(
     opened: PairSession, ks: list[int], clock: Callable[[], float] = time.perf_counter,
     turns: int = 25,
 ) -> list[list[str]]:  # fmt: skip
-    """A round beside its parts: K steps of the draft's module and one of the target's, timed in turn.
+    """A round against its parts: K steps of the draft's module and one of the target's, timed in turn.
 
-    Parts are the models' steps alone, behind a text of the same length: no distributions, no draws, no
-    tokens. The middle of the turns counts.
+    Parts are the models' steps alone, after a text of the same length: no probabilities, no sampling, no
+    tokens. The median of the turns counts.
     """
     pair = opened.models
     assert pair.target is not None and pair.draft is not None
@@ -118,7 +118,7 @@ def rounds(
         taken: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(turns):
             for name, work in works.items():
-                work()  # what it reads is in the cache for each alike
+                work()  # the cache holds the same for each
                 wait()
                 began = clock()
                 work()
@@ -131,13 +131,13 @@ def rounds(
 
 
 def alone(model: Any, length: int, width: int) -> Callable[[], object]:
-    """A model's step over so many columns behind a text of this length."""
+    """A model's step over this number of columns after a text of this length."""
     step = behind(model, length, width)
     return lambda: step(length)
 
 
 def behind(model: Any, longest: int, width: int) -> Callable[[int], object]:
-    """The same behind a text of any length up to the longest."""
+    """The same after a text of any length up to the longest."""
     cache = model.new_cache(1, longest + width)
     text = torch.zeros(1, longest, dtype=torch.int64, device=model.device)
     model.logits(text, Feed((0,), (longest,), longest + width, model.device), cache, True)
@@ -150,7 +150,7 @@ def behind(model: Any, longest: int, width: int) -> Callable[[int], object]:
 
 
 def one_round(engine: Any, state: Any, k: int) -> None:
-    """Drafts, verifies, and goes on by a token: what a round needs of its own is made anew."""
+    """Drafts, verifies, and appends a token; everything that a round needs is computed again."""
     verdict = engine.verify(state, engine.draft(state, [k]))
     state.append(0, verdict.token)
     engine.roll_back(state)

@@ -1,9 +1,9 @@
-"""What it costs that a seed gives one text: acceptance by the token rule, the block rule, and coupled.
+"""The cost of one text for each seed: acceptance by the token rule, the block rule and the coupled rule.
 
     python bench/coupling.py [repeats=10] [new=64] [ks=1,4,8] [samplings=default,nucleus] [write=FILE.md]
 
-demo with demo_draft in fp32, on the same prompts by every rule, another seed each repeat. `accepted` counts
-the drafts that were decided on; `over the best` is that over the sum of min(target, draft), which no rule
+demo with demo_draft in fp32, on the same prompts by every rule, another seed in each repeat. `accepted` is a
+share of the decided drafts; `over the best` is this share over the sum of min(target, draft), which no rule
 that looks at one position exceeds. The coupled texts of a repeat must be the same at every K and without a
 draft; else the exit code is 1.
 """
@@ -37,7 +37,7 @@ from llama_ssp.speculative.stats import Counts  # noqa: E402
 
 @dataclass
 class Found:
-    """What one rule brought at one K, over all repeats."""
+    """The figures of one rule at one K, over all repeats."""
 
     counts: Counts = field(default_factory=Counts)
     seconds: float = 0.0
@@ -79,7 +79,7 @@ def once(pair: PairSession, run: RunConf, new: int, seed: int, into: Found) -> N
 
 
 def rows_of(sampling: str, ks: list[int], repeats: int, new: int) -> tuple[list[dict[str, Any]], bool]:
-    """The table, and whether coupled texts were the same throughout."""
+    """The table, and whether all coupled texts were the same."""
     pair = opened(sampling, new)
     run = pair.run
     found: dict[tuple[str, int], Found] = {}
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def page(rows: list[dict[str, Any]], alike: bool, repeats: int, new: int) -> str:
-    """A results file that needs nothing beside it."""
+    """A complete results file."""
     lines = [
         "# demo with demo_draft: what stands by each rule",
         "",

@@ -1,14 +1,15 @@
-"""Our loop beside transformers' regular and assisted generation: one pair, one interleaved run.
+"""Our loop against transformers' regular and assisted generation: one pair, one interleaved run.
 
     python bench/fast.py [repeats=5] [new=96] [ks=2,4,8] [agreement=0.89] [threads=2] [write=FILE.md]
 
-The pair is synthetic (llama_ssp/models/synthetic.py): 222 million parameters with 7 million, bf16, their
-distributions overlapping as asked. Every repeat gives each contender one turn on every prompt; ratios are
-taken within a repeat, and their median is reported with the least and the most. Tokens are counted the same
-for all: those after the prompt (contenders.py). The last lines set a round beside its parts: K steps of the
-draft and one of the target, alone. Each contender stands beside what bounds it: the bytes that its own
-forward passes read over the bandwidth measured here, and, for ours, its steps alone. With write=, the same as
-JSON and a plot.
+The pair is synthetic (llama_ssp/models/synthetic.py): 222 million and 7 million parameters, bf16, with this
+mean acceptance probability. In every repeat each contender gets one turn on every prompt. Ratios are computed
+within a repeat; the table has their median, the least and the most. Tokens are counted the same for all:
+those after the prompt (contenders.py).
+
+The last lines compare a round with its parts: K steps of the draft and one of the target, alone. Each
+contender is compared with its bounds: the bytes that its own forward passes read over the bandwidth measured
+here, and, for ours, its steps alone. With write= the same figures are written as JSON and a plot.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Both:
 
 @dataclass
 class Taken:
-    """What a contender's turns took, and what they counted."""
+    """The times and counters of a contender's turns."""
 
     turn: Callable[[int], tuple[float, Counts]]
     ms: list[float] = field(default_factory=list)
@@ -79,7 +80,7 @@ class Taken:
 
 
 class Meter:
-    """Counts the passes of transformers' modules, which nobody else counts."""
+    """Counts the forward passes of transformers' modules."""
 
     def __init__(self, target: Any, draft: Any) -> None:
         self._seen = {"target": 0, "draft": 0}
@@ -90,27 +91,27 @@ class Meter:
         self._seen[name] += 1
 
     def read(self, new: int) -> Both:
-        """Passes a token since it was last read, but those that read a prompt: two, see contenders.py."""
+        """Passes a token since the last read, without the two that read a prompt (contenders.py)."""
         seen, tokens = dict(self._seen), new * len(PROMPTS)
         self._seen = dict.fromkeys(seen, 0)
         return Both((seen["target"] - 2 * len(PROMPTS)) / tokens, seen["draft"] / tokens)
 
 
 def passes_of(counts: Counts) -> Both:
-    """Of ours: a round is one pass of the target, and a token drafted one of the draft."""
+    """Of our loop: a round is one pass of the target, and a drafted token one pass of the draft."""
     counted = counts.summary()
     tokens = counted["tokens_committed"]
     return Both(counted["row_rounds"] / tokens, counted["tokens_drafted"] / tokens)
 
 
 def sizes(agreement: float) -> tuple[ModelConf, ModelConf]:
-    """The pair of the issue: hidden 1024 x 16 layers, and hidden 256 x 4 layers."""
+    """The pair: hidden 1024 x 16 layers, and hidden 256 x 4 layers."""
     target, draft = shape(16, 1024, VOCAB), shape(4, 256, VOCAB, agreement=agreement)
     return replace(target, context=4608), replace(draft, context=4608)
 
 
 def contenders(asked: Asked, pair: PairSession, eager: PairSession) -> tuple[dict[str, Taken], Meter]:
-    """Everyone who takes turns, and who counts transformers' passes."""
+    """All contenders, and the meter that counts transformers' passes."""
     target, draft = (
         load(model, None, Dtype.bf16, CPU, role).module
         for model, role in zip(sizes(asked.agreement), ("model", DRAFT), strict=True)
@@ -135,7 +136,7 @@ def contenders(asked: Asked, pair: PairSession, eager: PairSession) -> tuple[dic
 
 
 def measure(found: dict[str, Taken], repeats: int, read: Callable[[], Both] | None = None) -> None:
-    """Everyone in turn; the first repeat does not count. `read` tells the passes of who counts none."""
+    """All in turn; the first repeat does not count. `read` gives passes of contenders without a counter."""
     for repeat in range(repeats + 1):
         for name, taken in found.items():
             ms, counts = taken.turn(repeat)
@@ -149,7 +150,7 @@ def measure(found: dict[str, Taken], repeats: int, read: Callable[[], Both] | No
 
 
 def read_per_s(turns: int = 9) -> float:
-    """Bytes a second that summing numbers reads, at best."""
+    """The most bytes a second that a sum reads."""
     large, taken = torch.ones(10**8), []
     for _ in range(turns):
         began = time.perf_counter()
@@ -159,7 +160,7 @@ def read_per_s(turns: int = 9) -> float:
 
 
 def regular_ms(target: Any, clock: Callable[[], float], turns: int = 25) -> float:
-    """Regular sampling's only step, alone, as contenders.rounds has the others."""
+    """The only step of regular sampling, alone, measured as contenders.rounds measures the others."""
     step, taken = alone(target, 64, 1), []
     for _ in range(turns):
         step()
@@ -181,7 +182,7 @@ def steps_alone(parts: list[list[str]], regular: float, found: dict[str, Taken])
 def figures(
     found: dict[str, Taken], read: Both, bandwidth: float, steps: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """What the report says of each contender, under names for programs."""
+    """The report's figures of each contender, under names for programs."""
     rows = []
     for name, taken in found.items():
         middle, least, most = faster(taken, [found["ours, regular"]])
@@ -203,14 +204,14 @@ def figures(
 
 
 def faster(one: Taken, others: list[Taken]) -> tuple[float, float, float]:
-    """How many times faster than the best of the others, which is the one of the least median time."""
+    """How many times faster than the best of the others: the one with the least median time."""
     best = min(others, key=lambda other: median(other.ms))
     ratios = [theirs / ours for ours, theirs in zip(one.ms, best.ms, strict=True)]
     return median(ratios), min(ratios), max(ratios)
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """For people. Bounds are in ms/token; beside each stands how many times as long it took."""
+    """For people. Bounds are in ms/token; next to each is the contender's time over it."""
     head = ["contender", "ms/token", "over ours, regular", "least..most", "accepted", "tokens/round"]
     lines = [[*head, "bytes", "over", "steps", "over"]]
     for row in rows:
@@ -228,7 +229,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def bars(found: dict[str, Taken]) -> list[tuple[str, float, float, float, float]]:
-    """What was asked to be shown: its name, how much was asked, and the median, least and most."""
+    """The requirements: name, required figure, and the median, least and most."""
     ours = [taken for name, taken in found.items() if name.startswith("ours, K") and "eager" not in name]
     best = min([*ours, found["ours, adaptive"]], key=lambda taken: median(taken.ms))
     peers = {name.rpartition(" ")[2]: taken for name, taken in found.items() if "assisted" in name}

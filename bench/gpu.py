@@ -1,18 +1,18 @@
-"""What is asked of one GPU, in parts, each within ten minutes on an H200: synthetic weights, batch 1.
+"""The required figures of one GPU, in parts of at most ten minutes on an H200: synthetic weights, batch 1.
 
     python bench/gpu.py [minutes=9.5] [new=64] [repeats=3] [write=bench/results/gpu_h200_YYYYMM.md]
     python bench/gpu.py part=regular|int8|syncs|small|large       # one of them, in this process
-    python bench/gpu.py small=true engine=eager                   # the same code on little models, anywhere
+    python bench/gpu.py small=true engine=eager                   # the same code on small models, anywhere
 
-regular   the 7B alone, a step beside its bytes over the measured bandwidth (asked: 85 %)
-int8      the 7B in int8 beside bf16 (1.4x faster); the kernel's error
+regular   the 7B alone: a step against its bytes over the measured bandwidth (required: 85 %)
+int8      the 7B in int8 against bf16 (1.4x faster); the kernel's error
 syncs     how often the host waits for the GPU in a round of the 30B with 1B (once)
-small     30B with 1B at agreement 0.8: over our regular (2.5x), transformers assisted (4x), a round (1.05)
+small     30B with 1B at agreement 0.8: against our regular (2.5x), transformers assisted (4x), a round (1.05)
 large     30B with 7B, the same (1.8x over our regular)
 
-Without part= all of them run, each in a process of its own, as long as there is time; what is done is kept
-beside the report as JSON, and the next call goes on with what is left. Leaves with 1 where a figure misses
-what was asked, or a part is left. No GPU has run it yet.
+Without part= all parts run, each in a process of its own, as long as there is time. Finished parts are kept
+next to the report as JSON, and the next call continues with the rest. The exit code is 1 if a figure misses
+its requirement, or a part is left. No GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from llama_ssp.tasks.microbench import now, shape  # noqa: E402
 log = logging.getLogger("bench")
 VOCAB, AGREEMENT, K = 32000, 0.8, 4
 KS = (2, 4, 6)
-LENGTH = 64  # of the text behind which steps are timed
+LENGTH = 64  # tokens before a timed step
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-SIZES = {  # layers, dim and ffn; of real models, and of little ones in their places
+SIZES = {  # layers, dim and ffn: of real models, and of small ones in their place
     False: {"7B": (32, 4096, 11008), "30B": (60, 6656, 17920), "1B": (16, 2048, 8192)},
     True: {"7B": (2, 256, 512), "30B": (3, 256, 768), "1B": (1, 128, 256)},
 }
-STREAMED = {False: 2**32, True: 2**26}  # numbers, of which no cache holds many
+STREAMED = {False: 2**32, True: 2**26}  # numbers; more than any cache holds
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Asked(Words):
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
     def model(self, name: str, dtype: Dtype = Dtype.bf16) -> ModelConf:
-        """A Llama of this size, its distributions as near to the target's as asked."""
+        """A Llama of this size, with the requested agreement of its distributions with the target's."""
         layers, dim, ffn = SIZES[self.small][name]
         model = shape(layers, dim, VOCAB, ffn, AGREEMENT, head_dim=128)
         return replace(model, name=name, context=2048, dtype=dtype)
@@ -87,7 +87,7 @@ class Asked(Words):
 
 @dataclass(frozen=True)
 class Row:
-    """A figure, and the least that was asked of it; None where nothing was."""
+    """A figure, and the least required value; None if nothing is required."""
 
     what: str
     asked: float | None
@@ -100,13 +100,13 @@ class Row:
 
 @dataclass
 class Report:
-    """What parts have found."""
+    """The figures of all parts."""
 
     parts: dict[str, list[Row]] = field(default_factory=dict)
 
     @staticmethod
     def read(place: Path) -> Report:
-        """What earlier calls have found."""
+        """The figures of earlier calls."""
         if not place.exists():
             return Report()
         kept = json.loads(place.read_text(encoding="utf-8"))["parts"]
@@ -133,7 +133,7 @@ class Report:
 
 
 def seconds(work: Callable[[], object], turns: int = 20) -> float:
-    """The middle of some turns, of which the first, that compile and capture, do not count."""
+    """The median of some turns, without the first ones, which compile and capture."""
     taken = []
     for turn in range(turns + 3):
         wait()
@@ -152,7 +152,7 @@ def bandwidth(asked: Asked) -> float:
 
 
 def share_read(asked: Asked, model: ModelConf) -> tuple[float, float]:
-    """A step's bytes over what could be read meanwhile, and its seconds. The embedding is not read."""
+    """A step's bytes over those that the bandwidth allows, and its seconds. The embedding is not read."""
     pair = opened(asked.run(model), 4 * LENGTH).models
     assert pair.target is not None
     step_s = seconds(alone(pair.target, LENGTH, 1))
@@ -176,7 +176,7 @@ def int8(asked: Asked) -> list[Row]:
 
 
 def products(asked: Asked) -> list[Row]:
-    """One layer's product in int8: is it right, and how fast for some rows, beside LLM.int8's own."""
+    """One layer's product in int8: error, and speed for several numbers of rows, against LLM.int8's own."""
     run = replace(asked.run(asked.model("7B", Dtype.int8)), engine=Steps.compiled)
     pair = opened(run, LENGTH).models
     assert pair.target is not None
@@ -211,7 +211,7 @@ def syncs(asked: Asked) -> list[Row]:
 
 
 def beside(asked: Asked, name: str, least: float) -> list[Row]:
-    """A pair beside our regular sampling and transformers' assisted generation, in turn."""
+    """A pair against our regular sampling and transformers' assisted generation, in turn."""
     draft = asked.model(name)
     ready = opened(asked.run(asked.model("30B"), draft), max(map(len, PROMPTS)) + asked.new)
     module = load(draft, None, Dtype.bf16, asked.device, DRAFT).module
@@ -255,7 +255,7 @@ PARTS: dict[str, Callable[[Asked], list[Row]]] = {
 
 
 def of_its_own(part: str, limit_s: float) -> list[Row] | None:
-    """A part in a process, which gives the GPU's memory back; None where time ran out, or it failed."""
+    """Runs a part in a process, which frees the GPU's memory; None if time ran out, or it failed."""
     command = [sys.executable, __file__, *sys.argv[1:], f"part={part}", "write="]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s)

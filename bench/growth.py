@@ -1,13 +1,13 @@
-"""How the cost of a token grows: with context, rows, K and vocabulary, each by itself, for each engine.
+"""How the cost of a token grows with context, rows, K and vocabulary, each alone, for each engine.
 
     python bench/growth.py [engines=eager,compiled] [repeats=7] [threads=2] [write=FILE.md]
                            [context=128,256,...] [rows=1,2,...] [K=0,1,...] [vocabulary=8192,...]
 
-A small synthetic pair writes rounds at every point in turn, drafts and decides as always, and forgets what
-it wrote: so a point's context stays what it is. Medians of a round. A token's time is the round's over the
-tokens that a round gives where each draft is accepted with probability 0.8. Between two points stands the
-exponent of their growth: 1 is growth in proportion, 0 none; what grows faster than in proportion is marked.
-With write=, the same figures as JSON and a plot.
+A small synthetic pair runs rounds at every point in turn. It drafts and decides as always, and discards the
+tokens, so that a point's context stays the same. Figures are medians of a round. A token's time is the
+round's over the tokens that a round gives if each draft is accepted with probability 0.8. Between two points
+the table has the exponent of the growth: 1 is growth in proportion, 0 none; what grows faster than in
+proportion is marked. With write= the same figures are written as JSON and a plot.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ POINTS: Points = {
     K: (0, 1, 2, 4, 8, 16),
     VOCABULARY: (8192, 16384, 32768, 65536, 131072),
 }
-SURPRISE = 1.15  # an exponent beyond it is no rounding of one
+SURPRISE = 1.15  # a larger exponent is not rounding
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Point:
 
     @staticmethod
     def of(quantity: str, value: int) -> Point:
-        """The base, with one quantity otherwise."""
+        """The base, with another value for one quantity."""
         at = {**BASE, quantity: value}
         return Point(at[CONTEXT], at[ROWS], at[K], at[VOCABULARY])
 
@@ -75,7 +75,7 @@ class Point:
 
 
 def pair_of(vocabulary: int, engine: Steps, slots: int) -> PairSession:
-    """A pair of 256 x 4 and 128 x 2, whose distributions are as wide as asked."""
+    """A pair of 256 x 4 and 128 x 2, with this vocabulary."""
     models = (
         replace(shape(*size, vocabulary), context=4608, dtype=Dtype.bf16) for size in ((4, 256), (2, 128))
     )
@@ -125,7 +125,7 @@ def measured(engine: Steps, points_of: Points, repeats: int) -> dict[Point, floa
 
 
 def exponents(points: list[tuple[int, float]]) -> list[float | None]:
-    """Of the growth up to each point from the one before it."""
+    """The exponent of the growth to each point from the one before it."""
     found: list[float | None] = [None]
     for (x, low), (y, high) in pairwise(points):
         found.append(math.log(high / low) / math.log(y / x) if x else None)

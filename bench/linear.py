@@ -1,11 +1,11 @@
-"""How near to the memory's speed linear layers come on a CPU: ours, oneDNN's, torch's; in bf16 and in 8 bit.
+"""Linear layers on a CPU against the memory's speed: ours, oneDNN's, torch's; in bf16 and in 8 bit.
 
     python bench/linear.py [threads=2] [repeats=9] [write=FILE.md]
 
-A 222M model's layers, over and over, so that no cache holds them. The bound is what summing as many bytes
-takes. All take turns; the least time of each counts, as what disturbs a machine only ever adds. The second
-table is how far 8-bit products are from those of the weights before they were quantised, and from LLM.int8's:
-of inputs without outliers, and with some (one in a hundred, twenty times as large).
+The layers of a 222M model, repeated so that no cache holds them. The bound is the time to sum the same bytes.
+All take turns. The least time of each counts, as disturbances only add time. The second table is the distance
+of 8-bit products from those of the weights before quantisation, and from LLM.int8's: for inputs without
+outliers, and with some (one in a hundred, twenty times as large).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from llama_ssp.models.kernels import int8, linear  # noqa: E402
 from llama_ssp.models.quantization import quantised, scales_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
-SHAPES = ((1024, 1024, 64), (2816, 1024, 32), (1024, 2816, 16))  # outputs, inputs, how many
+SHAPES = ((1024, 1024, 64), (2816, 1024, 32), (1024, 2816, 16))  # outputs, inputs, number of layers
 ROWS = (1, 2, 5, 9, 16)
 OURS, OURS_8, LLM_8 = "bf16, ours", "8 bit, ours", "8 bit, LLM.int8"
 Work = Callable[[Tensor], object]  # one layer's product with rows of inputs
 
 
 def layers() -> dict[str, list[tuple[int, Work]]]:
-    """By name, what multiplies with each layer, and how many inputs that has."""
+    """By name, the object that multiplies with each layer, and its number of inputs."""
     found: dict[str, list[tuple[int, Work]]] = {}
     for outputs, inputs, count in SHAPES:
         for _ in range(count):
@@ -45,7 +45,7 @@ def layers() -> dict[str, list[tuple[int, Work]]]:
 
 
 def of(weight: Tensor) -> dict[str, Work]:
-    """Everyone's product with one weight."""
+    """Every contender's product with one weight."""
     packed = linear.packed(weight)
     theirs = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     layer: Any = quantised(Dtype.int8, weight, None, torch.device("cpu")).eval()
@@ -66,7 +66,7 @@ def speeds(
 ) -> tuple[dict[tuple[str, int], float], float]:
     """By name and rows, the least seconds of a pass over all layers; and bytes a second of summing."""
     weights = sum(outputs * inputs * count for outputs, inputs, count in SHAPES)
-    summed = torch.ones(weights // 2)  # as many bytes as bf16 has
+    summed = torch.ones(weights // 2)  # the same bytes as in bf16
     x = {rows: {inputs: torch.randn(rows, inputs).bfloat16() for _, inputs, _ in SHAPES} for rows in ROWS}
     least: dict[tuple[str, int], float] = {}
     for _ in range(repeats):

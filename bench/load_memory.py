@@ -1,13 +1,13 @@
-"""The memory of each rank while a model is loaded over ranks, and after, beside the rank's share of it.
+"""The memory of each rank during and after loading a model over ranks, against the rank's share of the model.
 
     python bench/load_memory.py [gib=2.1] [ranks=4] [ways=files:bf16,seed:bf16] [write=FILE.md]
 
-A checkpoint of at least `gib` is written to a temporary folder a layer at a time (a LLaMA shape, bf16, a
-file a layer) and loaded over gloo ranks, each a process of its own. A way `seed:DTYPE` loads a synthetic
-model of the same shape instead. Measured is anonymous memory (RssAnon), all of the process's, Python and
-torch included; pages of the weight files are the system's cache and do not count. The exit code is 1 if a
-rank exceeds 1.15 times its share + 450 MiB. The times are of ranks that share the machine's cores, with
-files that have just been written.
+Writes a checkpoint of at least `gib` to a temporary folder a layer at a time (a LLaMA shape, bf16, a file a
+layer), and loads it over gloo ranks, each a process of its own. A way `seed:DTYPE` loads a synthetic model of
+the same shape instead. Measured is the anonymous memory (RssAnon) of the process, Python and torch included;
+pages of the weight files belong to the system's cache and do not count. The exit code is 1 if a rank exceeds
+1.15 times its share + 450 MiB. In the times, the ranks share the machine's cores, and the files have just been
+written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from llama_ssp.planner.weights import parameters  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 
 MIB, GIB = 2**20, 2**30
-FACTOR, BESIDES = 1.15, 450 * MIB  # what a rank may take: of its share, and for Python, torch and buffers
+FACTOR, BESIDES = 1.15, 450 * MIB  # a rank's limit: times its share, plus Python, torch and buffers
 SAMPLE_S = 0.005
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def shape(gib: float) -> ModelConf:
-    """A LLaMA of as many layers as it takes."""
+    """A LLaMA with enough layers for this size."""
     sizes: dict[str, Any] = {
         "n_heads": 16, "n_kv_heads": 16, "head_dim": 128, "dim": 2048, "ffn": 5632, "vocab": 32000,
     }  # fmt: skip
@@ -76,7 +76,7 @@ def shape(gib: float) -> ModelConf:
 
 
 def write_checkpoint(model: ModelConf, folder: Path) -> None:
-    """A file a layer, as the hub's are; never more than one of them in memory."""
+    """A file a layer, as on the hub; at most one of them in memory."""
     folder.mkdir()
     config_for(model).save_pretrained(folder)
     module: Any = build(model, torch.bfloat16)
@@ -93,7 +93,7 @@ def write_checkpoint(model: ModelConf, folder: Path) -> None:
 
 
 def loaded(way: str, world: int, model: ModelConf, checkpoint: Path, found: Path) -> list[dict[str, Any]]:
-    """What each rank, started by torchrun, has found."""
+    """The figures of each rank, started by torchrun."""
     found.mkdir()
     job = {
         "way": way,
@@ -118,7 +118,7 @@ RANKS = "LOAD_MEMORY_RANK"  # set for the processes that load
 
 
 def load_and_watch(found: Path) -> None:
-    """One rank: loads its part while a thread looks at the memory."""
+    """One rank: loads its part while a thread samples the memory."""
     job = json.loads((found / "job").read_text())
     way, _, dtype = job["way"].partition(":")
     model = ModelConf(**{**job["model"], "weights": Weights.synthetic, "dtype": Dtype(dtype)})
@@ -141,7 +141,7 @@ def load_and_watch(found: Path) -> None:
 
 
 class Watch:
-    """The most anonymous memory that a thread has seen."""
+    """A thread that keeps the largest anonymous memory."""
 
     def __init__(self) -> None:
         self._most, self._on = 0, True
@@ -172,7 +172,7 @@ def allowed(row: dict[str, Any]) -> int:
 
 
 def table(rows: list[dict[str, Any]], size: int, world: int) -> str:
-    """A results file that needs nothing beside it."""
+    """A complete results file."""
     from surroundings import processor
 
     commit = subprocess.run(

@@ -1,12 +1,12 @@
-"""What a round costs beside its passes: distributions, draws and the decision, on models that take no time.
+"""The cost of a round without its forward passes: probabilities, sampling and the decision.
 
     python bench/overhead.py [ks=1,4,8,12] [vocabs=8192,32000,128256] [turns=60] [threads=1] [write=FILE.md]
 
-The passes of both models are replaced by logits that are there already, of a steep distribution as models
-have them. Rounds are drawn and decided as rng.py and verification.py define it, and by the kernel that a CPU
-has for it. Then, for five distributions of each vocabulary, what top-k and top-p take beside sorting all
-tokens, as they are defined; of flat distributions, too, whose nucleus is most of the vocabulary. The least
-time of all turns counts, as what disturbs a machine only ever adds.
+Both models are replaced by precomputed logits, of a steep distribution as models have them. Rounds are drawn
+and decided as rng.py and verification.py define it, and by the CPU kernel. Then, for five distributions of
+each vocabulary, top-k and top-p are compared with sorting all tokens, as they are defined; also for flat
+distributions, with a nucleus of most of the vocabulary. The least time of all turns counts, as disturbances
+only add time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONTROLS = {
 
 
 class Instant:
-    """A model whose logits are there already."""
+    """A model with precomputed logits."""
 
     context, device = 4096, torch.device("cpu")
 
@@ -108,7 +108,7 @@ def main() -> None:
             ):
                 taken = (f"{round_ms(vocab, k, sampling, turns, draws):.2f}" for k in ks)
                 rounds.append([str(vocab), name, decided, *taken])
-    filters = [["vocabulary", "laws", "cut", "sorting all, ms", "ours, ms"]]
+    filters = [["vocabulary", "distributions", "cut", "sorting all, ms", "ours, ms"]]
     for vocab in vocabs:
         for kind, spread in SPREAD.items():
             probs = torch.softmax(spread * random(5, vocab), -1)
@@ -121,10 +121,10 @@ def main() -> None:
                 filters.append([str(vocab), kind, named, *(f"{ms:.2f}" for ms in both)])
     text = "\n".join(
         [
-            "# A round beside its passes", "", *surroundings({"laws": f"cpu, {own['threads']} threads"}),
+            "# A round beside its passes", "", *surroundings({"probabilities": f"cpu, {own['threads']} threads"}),
             f"The least of {turns} turns, of {turns // 4} for filters alone.",
             "", "A round without its passes:", "", "```", *aligned(rounds, 3), "```", "",
-            "Filters of five laws:", "", "```", *aligned(filters, 3), "```", "",
+            "Filters of five distributions:", "", "```", *aligned(filters, 3), "```", "",
         ]
     )  # fmt: skip
     print(text)

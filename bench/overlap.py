@@ -1,16 +1,18 @@
-"""A draft that runs ahead beside one that waits: one placement, turn by turn.
+"""A draft that runs ahead against one that waits: one placement, turn by turn.
 
     python bench/overlap.py [repeats=5] [new=96] [agreements=0.8,0.9] [ratios=0.1,0.2,0.3] [layers=20]
                             [k=0] [picture=FILE.svg] [write=FILE.md]
 
 Two processes, each on a core of its own: the target on one, the draft on the other. The pair is synthetic
-(llama_ssp/models/synthetic.py), both of one width; the draft has so many layers that a step of it costs the
-asked share of a target step over K drafts, which is measured and shown. K is what serves the pair best
-without overlap (Leviathan et al.), or `k`. Every repeat gives each mode one turn on every prompt; ratios are
-taken within a repeat, and their median is reported with the least and the most. Shown are also the rows whose
-drafts were all there when asked for, and drafts made ahead in vain. Beside what was measured stands what the
-plan's model (llama_ssp/planner/speed.py) makes of the acceptance that there was, and of what a draft and
-verifying took in the waiting turns of the same repeat. Exit code 1: a bar was missed, or a prediction.
+(llama_ssp/models/synthetic.py), both of one width. The number of the draft's layers makes a draft step cost
+the requested share of a target step over K drafts; the share is measured and shown. K is the best without
+drafting ahead (Leviathan et al.), or `k`.
+
+In every repeat each mode gets one turn on every prompt. Ratios are computed within a repeat; the table has
+their median, the least and the most, the rows with all drafts complete at the request, and the drafts that
+were made ahead in vain. The prediction is that of the plan's model (llama_ssp/planner/speed.py), with the
+measured acceptance and the times of draft and verification in the waiting turns of the same repeat. The exit
+code is 1 if a requirement or a prediction is missed.
 """
 
 from __future__ import annotations
@@ -99,12 +101,12 @@ class Found:
         return [pace_of(runs, self.k, mode).ms_per_token(acceptance, self.k) for runs in self.waited]
 
     def off_by(self, mode: Overlap) -> float:
-        """How far the prediction lies from what was measured, in the middle of the repeats."""
+        """The distance of the prediction from the measurement, in the median of the repeats."""
         pairs = zip(self.predicted(mode), self.ms[mode.value], strict=True)
         return median(predicted / measured - 1 for predicted, measured in pairs)
 
     def summed(self) -> dict[str, Any]:
-        """What came of drafting ahead, in all turns that count."""
+        """The figures of drafting ahead, over all turns that count."""
         found = overlap_of(self.figures)
         assert found is not None
         return found
@@ -119,7 +121,7 @@ class Found:
 
 
 def job(ranks: Ranks, asked: Asked) -> list[Found]:
-    """On each of the two ranks alike."""
+    """Runs on each of the two ranks alike."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[ranks.rank % len(cores)]})
     shelf, found = ModelCache(ranks, PlacementConf(draft=DraftSeat.own)), []
@@ -152,7 +154,7 @@ def sized(layers: int, agreement: float = 1.0) -> ModelConf:
 
 
 def draft_layers(ranks: Ranks, asked: Asked, ratio: float, k: int) -> int:
-    """A step of so many takes the asked share of a target step over K drafts, as the leader measures."""
+    """The layers with which a draft step takes the requested share of a target step over K drafts."""
     layers = 0
     if ranks.is_leader:
         few, many = step_s(sized(1), 1), step_s(sized(5), 1)
@@ -162,7 +164,7 @@ def draft_layers(ranks: Ranks, asked: Asked, ratio: float, k: int) -> int:
 
 
 def step_s(model: ModelConf, width: int) -> float:
-    """The least of a few turns, which is what the machine takes when nothing disturbs it."""
+    """The least time of a few turns: the machine without disturbances."""
     step, taken = alone(load(model, None, Dtype.bf16, torch.device("cpu"), "model"), 64, width), []
     for _ in range(TURNS):
         began = time.perf_counter()
@@ -193,14 +195,14 @@ def turn(pair: PairSession, found: Found, mode: Overlap, repeat: int, new: int) 
 
 
 def pace_of(runs: list[list[Exchange]], k: int, mode: Overlap) -> RoundTimes:
-    """What a draft and verifying took where nobody worked at the same time."""
+    """The times of a draft and of verification when the other rank waits."""
     drafts = [(one.replied_us - one.asked_us) / len(one.spans) for run in runs for one in run]
     verifying = [after.asked_us - one.replied_us for run in runs for one, after in pairwise(run)]
     return RoundTimes(median(drafts) / 1e6, (median(verifying) / 1e6,) * (k + 1), 1, mode)
 
 
 def step_share(history: list[Exchange]) -> float:
-    """A draft step over a target's, as they were in the rounds that are kept."""
+    """A draft step over a target step, in the rounds that are kept."""
     steps = [span.ended_us - span.began_us for one in history for span in one.spans]
     verifying = [after.asked_us - one.replied_us for one, after in pairwise(history)]
     return median(steps) / median(verifying)
@@ -237,7 +239,7 @@ def prediction_table(found: list[Found]) -> list[str]:
 
 
 def picture(history: list[Exchange]) -> str:
-    """A few rounds as SVG: what the leader and the draft's first rank do, on one clock."""
+    """A few rounds as SVG: the leader and the draft's first rank, on one clock."""
     shown = history[-ROUNDS_SHOWN - 1 :]
     start, end = shown[0].asked_us, shown[-1].asked_us
     bars = [(WAITS, one.asked_us, one.replied_us) for one in shown[:-1]]

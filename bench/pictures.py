@@ -1,4 +1,4 @@
-"""What stands beside a benchmark's table: the same figures as JSON, and a picture of them."""
+"""The files next to a benchmark's table: the same figures as JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OURS, THEIRS, BOUND = "#1f77b4", "#8a8f98", "#d62728"
 
 
 def write_json(report: str, found: dict[str, Any]) -> None:
-    """Beside the report, under its name."""
+    """Writes it next to the report, under its name."""
     place = Path(report).with_suffix(".json")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -47,7 +47,7 @@ def plot_contenders(report: str, rows: list[dict[str, Any]], title: str) -> None
 
 
 def plot_growth(report: str, axes_of: dict[str, dict[str, list[tuple[int, float]]]], title: str) -> None:
-    """A panel for each quantity, both scales in powers, a line for each engine."""
+    """A panel for each quantity, both axes logarithmic, a line for each engine."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.4 * len(axes_of), 3.4), layout="constrained")

@@ -1,10 +1,10 @@
-"""The plan's bound beside what runs really allocate: models of both roles, whole and over two gloo ranks.
+"""The plan's bound against the memory that runs allocate: both roles, whole and over two gloo ranks.
 
     python bench/plan_bytes.py [write=FILE.md] [json=FILE.json]
 
-Truth are the allocator's own events, as torch's profiler records them (what kernels take for themselves
-included), on top of the weights, caches and tokens that are there before. Every case has processes of its
-own: several profiles in one process miscount blocks of one another.
+The measurement is the allocator's own events, as torch's profiler records them (with the memory of kernels),
+in addition to the weights, caches and tokens that exist before. Every case has processes of its own: several
+profiles in one process miscount each other's blocks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ PATIENCE_CASE_S = 60
 
 @dataclass(frozen=True)
 class Case:
-    """A role's model in one phase. Of the draft, decode drafts one token, and verify K of them."""
+    """A role's model in one phase. The draft drafts one token in decode, and K tokens in verify."""
 
     role: str
     phase: str
@@ -107,7 +107,7 @@ class Row:
 
     @property
     def allowed(self) -> int:
-        """How far above the truth the bound may be."""
+        """How far above the measurement the bound may be."""
         return max(int(ALLOWED_SHARE * self.actual), ALLOWED_BYTES)
 
 
@@ -121,10 +121,10 @@ CASES = [
 
 
 class Patient:
-    """Ranks that let a collective end with its tensors in no other hands.
+    """Ranks that wait after a collective until no other thread holds its tensors.
 
-    gloo's own thread holds the tensors of a collective a moment longer; were it the last to do so, they
-    would end on that thread, where the profiler does not see it, and count for ever.
+    gloo's own thread holds the tensors of a collective a moment longer. If it were the last to hold them,
+    they would be freed on that thread, which the profiler does not record, and would count for ever.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -149,7 +149,7 @@ class Patient:
 
 
 def _let_go(tensor: Tensor, hands: int) -> None:
-    """Waits until the tensor is in so many hands."""
+    """Waits until the tensor has this number of references."""
     patience = time.monotonic() + PATIENCE_CASE_S
     while tensor._use_count() > hands:
         if time.monotonic() > patience:
@@ -160,7 +160,7 @@ def _let_go(tensor: Tensor, hands: int) -> None:
 
 
 def planned(case: Case, rank: int) -> int:
-    """Weights and caches, and the bound of the phase beside them."""
+    """Weights and caches, and the bound of the phase."""
     role = case.conf
     own = RolePart.of(role, Part.of(role.model, case.world, rank), ROOM)
     target, draft = (own, None) if case.role == TARGET else (None, own)
@@ -232,10 +232,10 @@ def _peak(run: Any) -> int:
 
 
 def measure(case: Case) -> list[Row]:
-    """One process a rank."""
+    """One process for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         answers = [Path(folder) / str(rank) for rank in range(case.world)]
-        with socket.create_server(("127.0.0.1", 0)) as free:  # a port that nobody has
+        with socket.create_server(("127.0.0.1", 0)) as free:  # a free port
             port = str(free.getsockname()[1])
         children = [_forked(case, rank, answer, port) for rank, answer in enumerate(answers)]
         for child in children:
@@ -270,7 +270,7 @@ def _forked(case: Case, rank: int, answer: Path, port: str) -> int:
 
 
 def prepare() -> None:
-    """What every process would import and compile for itself."""
+    """Imports and compiles in advance what every process needs."""
     torch.set_num_threads(1)
     build(CASES[0].conf.model, torch.float32)
 

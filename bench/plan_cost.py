@@ -1,9 +1,9 @@
-"""What a plan costs: time and memory of task=plan as a process of its own.
+"""The cost of a plan: time and memory of task=plan as a process of its own.
 
     python bench/plan_cost.py [repeats=5] [write=FILE.md]
 
-The whole sweep of an 8-GPU node, and one placement of it; wall and processor time, and the largest resident
-memory, in the median over fresh processes. Torch must not be imported.
+All placements on an 8-GPU node, and one of them; wall and processor time, and the largest resident memory, in
+the median over fresh processes. Torch must not be imported.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(words: list[str]) -> tuple[float, float, float, int]:
-    """Wall and processor seconds, megabytes, and how many placements were planned."""
+    """Wall and processor seconds, megabytes, and the number of planned placements."""
     code = (
         "import sys; from llama_ssp import cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
     )

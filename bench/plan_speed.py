@@ -1,13 +1,12 @@
-"""Does the plan's speed come true? Calibrates this machine, and beside that runs what it then predicts.
+"""Compares the plan's speed with measurements, after a calibration of this machine in the same run.
 
     python bench/plan_speed.py [repeats=5] [k=4] [clock=wall|cpu] [write=FILE.md]
 
-Synthetic pairs of several shapes, regular and speculative, are timed in turn with the calibration, so that
-a machine whose speed drifts does not favour anyone; the least of the repeats counts, each the median of
-its rounds. The prediction is made with the calibrated constants
-and, where tokens are drafted, with the acceptance that was seen; none of the shapes takes part in the
-calibration. Leaves with 1 if a prediction is off by more than a fifth. Where others use the machine, too,
-clock=cpu with OMP_NUM_THREADS=1 counts the seconds that the one thread has computed.
+Synthetic pairs of several shapes, regular and speculative, are timed in turn with the calibration, so that a
+machine with drifting speed favours none. The least of the repeats counts, each the median of its rounds. The
+prediction uses the calibrated constants and, where tokens are drafted, the measured acceptance. None of the
+shapes takes part in the calibration. The exit code is 1 if a prediction is off by more than a fifth. If
+others use the machine, too, clock=cpu with OMP_NUM_THREADS=1 counts the processor seconds of the one thread.
 """
 
 from __future__ import annotations
@@ -95,14 +94,14 @@ def main() -> None:
 
 
 def timed(player: Player, case: Case, seen: dict[int, Counts], number: int) -> float:
-    """Milliseconds a token; what was drafted and accepted adds up beside."""
+    """Milliseconds a token; adds drafted and accepted tokens to the counters."""
     played = player.play(case)
     seen[number] = played.counts
     return played.ms_per_token
 
 
 def table(rows: list[dict], constants: str, spent_s: float) -> str:
-    """A results file that needs nothing beside it."""
+    """A complete results file."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()

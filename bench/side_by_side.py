@@ -1,13 +1,12 @@
-"""Regular and speculative sampling beside transformers' own generate, in one interleaved run.
+"""Regular and speculative sampling against transformers' own generate, in one interleaved run.
 
     python bench/side_by_side.py [the overrides of launch/run.py] [repeats=5] [ks=2,4,8] [write=FILE.md]
     python bench/side_by_side.py temperatures=0,0.5,1 ks=2,4,6,8,12     # the best K of each, and its speed-up
 
-What task=measure cannot say: how our regular sampling stands beside another program's. Every repeat runs
-each contender once, in turn, on the same prompts; ratios are taken within a repeat and their median is
-reported, so that a machine whose speed drifts does not favour anyone. Times are decoding only: prompts are
-read before the clock starts, except in `generate`, which reads them itself (its time for one token is taken
-off).
+task=measure cannot compare our regular sampling with another program's; this benchmark does. Every repeat
+runs each contender once, in turn, on the same prompts. Ratios are computed within a repeat and the table has
+their median, so that a machine with drifting speed favours none. Times are decoding only: our loop prefills
+before the clock starts. `generate` prefills itself, so its time for one token is subtracted.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def main() -> None:
 
 
 def contenders(pair: PairSession, run: RunConf, new: int, ks: list[int]) -> dict[str, Turn]:
-    """Everyone who takes turns at a temperature."""
+    """All contenders at a temperature."""
     found: dict[str, Turn] = {
         "transformers generate": lambda i: by_transformers(pair, run, new, i),
         REGULAR: lambda i: by_us(pair, run, new, i, 0),
@@ -152,7 +151,7 @@ def by_transformers(pair: PairSession, run: RunConf, new: int, seed: int) -> tup
 
 
 def table(found: dict[float, list[dict]], run: RunConf, pair: RankModels, new: int) -> str:
-    """A results file that needs nothing beside it."""
+    """A complete results file."""
     draft = run.draft.name if run.draft else "none"
     lines = [
         f"# {run.model.name} with {draft}: regular, speculative, transformers",

@@ -1,11 +1,11 @@
-"""How long a start takes: eager, compiled for the first time, and compiled again.
+"""The time of a start: eager, compiled for the first time, and compiled again.
 
     python bench/start.py [threads=2] [write=FILE.md]
 
 The pair is that of bench/fast.py. Each start is a process of its own, the first compiled one with empty
-caches. What loading the pair and making it ready takes, and what the whole process does. Asked: what the
-second start takes to compile, which is what an eager one does not, is at most a third of what the first does.
-Leaves with 1 where it is more.
+caches. The table has the time until the pair is loaded and ready, and the time of the whole process.
+Required: the additional time of the second compiled start over an eager one is at most a third of that of the
+first. The exit code is 1 if it is more.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-STARTS = ("eager", "eager", "compiled", "compiled")  # the first finds files of which the others know
+STARTS = ("eager", "eager", "compiled", "compiled")  # the first one fills the caches of the system
 ASKED = 1 / 3
 
 
 def begin(engine: str, threads: int) -> None:
-    """A start: the pair, ready to write."""
+    """A start: the pair, ready to generate."""
     import torch
     from contenders import opened
     from fast import sizes
@@ -43,7 +43,7 @@ def begin(engine: str, threads: int) -> None:
 
 
 def started(engine: str, threads: str, caches: str) -> tuple[float, float, dict[str, str]]:
-    """Seconds until the pair is ready, those of the whole process, and where it ran."""
+    """Seconds until the pair is ready, those of the whole process, and the devices."""
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, __file__, f"threads={threads}", f"engine={engine}"], check=True, text=True,

@@ -1,4 +1,4 @@
-"""What a results file has to say beside its figures: command, hardware, versions, commit, date."""
+"""The head of a results file: command, hardware, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def surroundings(devices: dict[str, str]) -> list[str]:
-    """Lines for the head of a results file. The commit is `-dirty` when it is not the whole truth.
+    """Lines for the head of a results file. The commit gets `-dirty` if there are uncommitted changes.
 
-    Results that another benchmark has just written take nothing from it.
+    Results files that another benchmark has just written do not count as changes.
     """
     commit = _said_by_git("describe", "--always")
     if _said_by_git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results"):
@@ -38,7 +38,7 @@ def _said_by_git(*words: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name, if the system reports it."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -46,6 +46,6 @@ def processor() -> str:
 
 
 def write(place: str, text: str) -> None:
-    """The results file, in a folder that need not be there."""
+    """Writes the results file; makes its folder."""
     Path(place).parent.mkdir(parents=True, exist_ok=True)
     Path(place).write_text(text, encoding="utf-8")

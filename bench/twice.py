@@ -1,9 +1,9 @@
-"""Does task=measure agree with itself? Runs it twice and looks whether the intervals meet.
+"""Is task=measure repeatable? Runs it twice and checks whether the intervals overlap.
 
     python bench/twice.py [the overrides of task=measure] [write=FILE.md]
 
-Exits with 1 when a figure's two intervals are apart. Times of a machine that others use may drift between
-the runs; speed-ups and the cost ratio, which are taken within repeats, should not.
+The exit code is 1 if the two intervals of a figure do not overlap. Times of a machine that others use may
+drift between the runs; speed-ups and the cost ratio, which are computed within repeats, should not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measured(overrides: list[str]) -> dict[str, Any]:
-    """The document of a run."""
+    """The JSON document of a run."""
     command = [sys.executable, str(ROOT / "launch" / "run.py"), "task=measure", "seed=1", "out=null"]
     done = subprocess.run(
         [*command, "output=json", *overrides], stdout=subprocess.PIPE, text=True, check=True
@@ -74,7 +74,7 @@ def figures(found: dict[str, Any]) -> dict[str, Figure]:
 
 
 def counts(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What depends on the seed alone."""
+    """The figures that depend on the seed alone."""
     kept = ("tokens_committed", "tokens_drafted", "tokens_accepted", "blocks_by_accepted")
     return [{name: row[name] for name in kept} for row in (found["target_alone"], *found["pair"])]
 

@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Words:
-    """What a dataclass of settings is derived from; every field has a default."""
+    """The base of a dataclass of settings; every field has a default."""
 
     @classmethod
     def of(cls, arguments: list[str]) -> Self:
