@@ -6,7 +6,7 @@ Writes a checkpoint of at least `gib` to a temporary folder a layer at a time (a
 layer), and loads it over gloo ranks, each a process of its own. A way `seed:DTYPE` loads a synthetic model of
 the same shape instead. Measured is the anonymous memory (RssAnon) of the process, Python and torch included;
 pages of the weight files belong to the system's cache and do not count. The exit code is 1 if a rank exceeds
-1.15 times its share + 450 MiB. In the times, the ranks share the machine's cores, and the files have just been
+1.15 times its share + 450 MiB. In the times, the ranks share the machine's cores, and the files are newly
 written.
 """
 

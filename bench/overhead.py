@@ -121,7 +121,7 @@ def main() -> None:
                 filters.append([str(vocab), kind, named, *(f"{ms:.2f}" for ms in both)])
     text = "\n".join(
         [
-            "# A round beside its passes", "", *surroundings({"probabilities": f"cpu, {own['threads']} threads"}),
+            "# A round beside its passes", "", *surroundings({"round": f"cpu, {own['threads']} threads"}),
             f"The least of {turns} turns, of {turns // 4} for filters alone.",
             "", "A round without its passes:", "", "```", *aligned(rounds, 3), "```", "",
             "Filters of five distributions:", "", "```", *aligned(filters, 3), "```", "",
