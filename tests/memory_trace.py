@@ -184,7 +184,7 @@ def _filled(module: Any, role: Role, world: int, rank: int) -> CausalModel:
     source = BlankSource(module)
     if world > 1:
         ranks, cpu = FakeRanks(rank, world), torch.device("cpu")
-        cut_module(module, source, ranks, role.dtype, cpu, leader_looks_up=role.role == DRAFT)
+        cut_module(module, source, ranks, role.dtype, cpu, drafts=role.role == DRAFT)
     else:
         for name, parameter in list(module.named_parameters()):
             owner, _, leaf = name.rpartition(".")

@@ -112,9 +112,9 @@ def test_gpus_are_filled_evenly_then_the_cpu_then_the_disk():
 
 REFUSED: dict[str, tuple[dict[str, str], bool, Dtype, type[Exception], str]] = {
     "no-room": (LITTLE, False, Dtype.fp32, DistributedError, "does not fit.*placement.offload_folder"),
-    "no-gpu": ({"7": "1GiB"}, True, Dtype.fp32, DistributedError, "not there; found 7, allowed cpu"),
+    "no-gpu": ({"7": "1GiB"}, True, Dtype.fp32, DistributedError, "does not exist; found 7, allowed cpu"),
     "no-device": ({"tpu": "1GiB"}, True, Dtype.fp32, DistributedError, "found tpu"),
-    "no-size": ({"cpu": "much"}, True, Dtype.fp32, UsageError, "size that is none; found much"),
+    "no-size": ({"cpu": "much"}, True, Dtype.fp32, UsageError, "text that is no size; found much"),
     "int8-disk": (LITTLE, True, Dtype.int8, DistributedError, "quantised layers cannot be kept away.*int8"),
     "nf4-disk": ({"cpu": "20KB"}, True, Dtype.nf4, DistributedError, "quantised layers cannot.*nf4.*disk"),
 }  # fmt: skip

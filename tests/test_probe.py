@@ -190,7 +190,7 @@ def test_an_architecture_that_chooses_among_tokens_is_refused_by_name(
     for key in (24, CONTEXT - 1):
         with pytest.raises(ModelError, match="read together beyond keep_window_size; flawed \\(doge\\)"):
             require_faithful(CausalModel(tiny("doge", keep_window_size=key), "flawed"))
-    monkeypatch.setattr(probe, "CHOOSY", {})
+    monkeypatch.setattr(probe, "READ_TOGETHER_BEYOND", {})
     with pytest.raises(ModelError, match="depend on how many tokens are read together; flawed"):
         require_faithful(CausalModel(tiny("doge", keep_window_size=24), "flawed"))
 

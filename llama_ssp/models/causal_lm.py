@@ -1,9 +1,8 @@
-"""One interface over transformers' causal models: tokens and a ragged cache in, logits out.
+"""One interface to transformers' causal models: tokens and a ragged cache in, logits out.
 
-Positions and masks are given explicitly. Which masks an architecture takes is read off its own code in
-transformers, because a config may hold keys that its architecture ignores: one mask per layer type, or
-one mask, with a sliding window or without. GPT-Neo keeps its masks inside its attention and is adapted
-here.
+Positions and masks are given explicitly. The masks that an architecture takes are read off its own code in
+transformers, because a config may hold keys that its architecture ignores: one mask per kind of layer, or one
+mask, with a sliding window or without. GPT-Neo makes its masks inside its attention and is adapted here.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from torch import Tensor, nn
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import SCALED_FROM, context_within
-from llama_ssp.models.families import TESTED_FAMILIES, family_of
+from llama_ssp.models.families import TESTED, family_of
 from llama_ssp.models.kv_cache import Feed, RaggedCache, Tally
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.transfer import sent
 
-LAYER_KINDS = ("full_attention", "sliding_attention")
+FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 BACKBONES, MODELS = "MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING"  # transformers' classes by config
-SLIDING_MASK = "create_sliding_window_causal_mask"  # transformers' function, which architectures call by name
+SLIDING_MASK = "create_sliding_window_causal_mask"  # a function of transformers, in the code of architectures
+OTHER = "choose another architecture"
 
 
 class CausalModel:
@@ -33,39 +33,38 @@ class CausalModel:
     def __init__(
         self, module: Any, name: str, vocab: int | None = None, device: torch.device | None = None
     ) -> None:
-        """`vocab` is how many logits it gives, where the head at hand holds only some of them.
+        """`vocab`: the number of logits, if this rank's head has only some of them.
 
-        `device` is where tokens go, where the embedding itself is elsewhere.
+        `device`: where tokens go, if the embedding itself is elsewhere.
         """
         self.module = module.eval()
         self.name = name
         config = module.config
-        if module.get_output_embeddings() is None:
-            raise ModelError(
-                "the model has no output layer that this program can find", where=name,
-                found=config.model_type,
-                allowed=", ".join(TESTED_FAMILIES), fix="choose another architecture",
-            )  # fmt: skip
-        self.vocab = vocab or int(module.get_output_embeddings().weight.shape[0])
+        head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+        if head is None:
+            what = "the model has no output layer that this program can find"
+            raise ModelError(what, name, config.model_type, TESTED, OTHER)
+        self.vocab = vocab or int(head.weight.shape[0])
         self.context = context_of(config)
-        self.device: torch.device = device or module.get_input_embeddings().weight.device
-        self.dtype: torch.dtype = module.get_input_embeddings().weight.dtype
+        self.device: torch.device = device or embedding.weight.device
+        self.dtype: torch.dtype = embedding.weight.dtype
         self.windows = windows_of(config)
         self.caches = Tally()
         self.mask_by_kind = kinds_of(config) is not None
         self.additive_mask = config._attn_implementation != "sdpa"
         self.scale = RowScale.of(module, self.context)
+        # Texts that grow longer than this are fed anew, as transformers' `generate` does for the
+        # architecture.
         rereads = SCALED_FROM in _names_in_code(MODELS, config, "prepare_inputs_for_generation")
         self.restart = self.scale.limit if self.scale and rereads else None
         if family_of(config.model_type).masks_inside:
-            _adapt_gpt_neo(module)
+            _open_masks(module)
 
     @property
     def weights_bytes(self) -> int:
-        """What the weights occupy, scales of quantised ones included; a tied tensor counts once, an
-        expanded one by what it holds.
+        """Bytes of the weights and of the scales of quantised ones; a tied tensor counts once.
 
-        Those that accelerate keeps elsewhere, and brings when they are needed, do not count.
+        An expanded tensor counts by what it holds. Tensors that accelerate keeps elsewhere do not count.
         """
         everything = *self.module.parameters(), *self.module.buffers(), *scales_of(self.module)
         tensors = [t for t in everything if not t.is_meta]
@@ -73,7 +72,7 @@ class CausalModel:
 
     @property
     def held_bytes(self) -> int:
-        """What the weights and all their caches occupied when they were most."""
+        """Bytes of the weights, and of the caches at most so far."""
         return self.weights_bytes + self.caches.most
 
     @property
@@ -85,28 +84,37 @@ class CausalModel:
 
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
-        """Logits at every column fed, or only at the last (for a pass that is fed for its keys)."""
-        masks = {kind: self._mask(feed, window) for kind, window in self.windows.items()}
+        """Logits, (B, W, V); of the last column only, (B, 1, V), for a pass that is fed for its keys."""
+        masks = {kind: self._mask(feed.visible(window)) for kind, window in self.windows.items()}
         cache.expect(feed, masks)
-        if self.scale:
-            self.scale.beyond_BW = feed.beyond(self.scale.limit)
-        # As an index, because a slice of several rows' last columns is no plain matrix: the head's product
-        # is then batched, on a copy of its weights for every row (bf16 on a CPU).
+        beyond_BW = feed.beyond(self.scale.limit) if self.scale else None
+        # As an index: a slice of several rows' last columns is no plain matrix, and the head's product would
+        # be batched, with a copy of its weights for every row (bf16 on a CPU).
         last = sent([feed.width - 1], self.device) if last_only else 0
+        return self._forward(token_BW, feed.positions(), masks, cache, beyond_BW, logits_to_keep=last)
+
+    def _forward(
+        self, token_BW: Tensor, position_BW: Tensor, masks: dict[str, Tensor], cache: RaggedCache,
+        beyond_BW: Tensor | None, **how: Any,
+    ) -> Tensor:  # fmt: skip
+        """One pass of the module; `beyond_BW` says which columns have the second scale of positions."""
+        if self.scale:
+            self.scale.beyond_BW = beyond_BW
         logits: Tensor = self.module(
             input_ids=token_BW,
-            position_ids=feed.positions(),
+            position_ids=position_BW,
             attention_mask=masks if self.mask_by_kind else next(iter(masks.values())),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=last,
+            **how,
         ).logits
         if self.scale:
             self.scale.beyond_BW = None
         return logits
 
-    def _mask(self, feed: Feed, window: int | None) -> Tensor:
-        visible_B1WS = feed.visible(window)[:, None]
+    def _mask(self, visible_BWS: Tensor) -> Tensor:
+        """What attention takes: the visible slots, or numbers to add to its scores."""
+        visible_B1WS = visible_BWS[:, None]
         if not self.additive_mask:
             return visible_B1WS
         floor = torch.finfo(self.dtype).min
@@ -114,96 +122,88 @@ class CausalModel:
 
 
 def windows_of(config: Any) -> dict[str, int | None]:
-    """For each kind of attention layer, how far back it looks (None: all the way).
+    """The window of each kind of attention layer; None where it sees the whole text.
 
     The window is the config's where the architecture makes a windowed mask; elsewhere the key is ignored.
     """
     family = family_of(config.model_type)
     if family.masks_inside and family.window:
-        return {"full_attention": None, "sliding_attention": int(getattr(config, family.window.key))}
+        return {FULL: None, SLIDING: int(getattr(config, family.window.key))}
     slides = SLIDING_MASK in _names_in_code(BACKBONES, config, "forward")
     window = int(getattr(config, "sliding_window", None) or 0) if slides else 0
     kinds = kinds_of(config)
     if kinds is None:
-        return {"full_attention": window or None}
+        return {FULL: window or None}
     unknown = sorted(kinds - set(LAYER_KINDS))
     if unknown:
-        raise ModelError(
-            "the model has layers that this program cannot roll back",
-            where=f"layer_types of {config.model_type}",
-            found=", ".join(unknown),
-            allowed=", ".join(LAYER_KINDS),
-            fix="choose a model with attention layers only",
-        )
-    return {kind: window or None if kind == "sliding_attention" else None for kind in sorted(kinds)}
+        what, allowed = "the model has layers that this program cannot roll back", ", ".join(LAYER_KINDS)
+        where, fix = f"layer_types of {config.model_type}", "choose a model with attention layers only"
+        raise ModelError(what, where, ", ".join(unknown), allowed, fix)
+    return {kind: window or None if kind == SLIDING else None for kind in sorted(kinds)}
 
 
 def kinds_of(config: Any) -> set[str] | None:
-    """The kinds of layers, where the architecture takes one mask per kind; None where it takes one mask."""
+    """The kinds of layers, if the architecture takes one mask per kind; None if it takes one mask."""
     kinds = getattr(config, "layer_types", None)
-    by_kind = {"isinstance", "dict"} <= _names_in_code(
-        BACKBONES, config, "forward"
-    )  # it asks whether its mask is a dict
-    return set(kinds) if kinds is not None and by_kind else None
+    tests_for_dict = {"isinstance", "dict"} <= _names_in_code(BACKBONES, config, "forward")  # of its mask
+    return set(kinds) if kinds is not None and tests_for_dict else None
 
 
 def _names_in_code(mapping: str, config: Any, method: str) -> set[str]:
-    """The names in the code of a method of transformers' class for the config; none where there is none."""
+    """The names in the code of a method of transformers' class for the config; none if there is no class."""
     import transformers
 
     kind: Any = getattr(transformers, mapping).get(type(config), None)
     if kind is None or isinstance(kind, tuple):
         return set()
-    found, codes = set[str](), [inspect.unwrap(getattr(kind, method)).__code__]
+    names, codes = set[str](), [inspect.unwrap(getattr(kind, method)).__code__]
     while codes:
         code = codes.pop()
-        found.update(code.co_names)
+        names.update(code.co_names)
         codes += [part for part in code.co_consts if isinstance(part, CodeType)]
-    return found
+    return names
 
 
 def context_of(config: Any) -> int:
-    """The longest text the model may see."""
+    """The longest text that the model may see, in tokens."""
     if getattr(config, "max_position_embeddings", None) is None:
-        raise ModelError(
-            "the model's config names no context (max_position_embeddings)", where=config.model_type,
-            allowed="models with explicit positions, such as " + ", ".join(TESTED_FAMILIES),
-            fix="choose another architecture",
-        )  # fmt: skip
+        what = "the model's config names no context (max_position_embeddings)"
+        allowed = "models with explicit positions, such as " + TESTED
+        raise ModelError(what, config.model_type, allowed=allowed, fix=OTHER)
     return context_within(int(config.max_position_embeddings), config.to_dict())
 
 
 class RowScale:
-    """Rotary positions of two scales (longrope): which of them, each row's own text decides.
+    """Rotary positions of two scales (longrope); each row's text decides which.
 
-    transformers takes the long one for all rows once a text of the batch is longer than `limit`.
+    transformers takes the long scale for all rows as soon as one text of the batch is longer than `limit`.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.beyond_BW: Tensor | None = None  # of the pass that comes
+        self.beyond_BW: Tensor | None = None  # of the current pass
 
     @staticmethod
     def of(module: Any, context: int) -> RowScale | None:
-        """The scale of all rotary layers of the module, which are changed; None where one scale is enough."""
+        """The scale that all rotary layers of the module now follow; None if one scale is enough."""
         layers = [m for m in module.modules() if getattr(m, "rope_type", None) == "longrope"]
         limits = {int(layer.config.rope_parameters[SCALED_FROM]) for layer in layers}
         if not limits or min(limits) >= context:
             return None
         scale = RowScale(min(limits))
         for layer in layers:
-            scale._take(layer, module.config.model_type)
+            scale._change(layer, module.config.model_type)
         return scale
 
-    def _take(self, layer: Any, name: str) -> None:
+    def _change(self, layer: Any, name: str) -> None:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         short_D = layer.original_inv_freq.float()
-        found = ROPE_INIT_FUNCTIONS["longrope"](layer.config, short_D.device, seq_len=self.limit + 1)
-        long_D, factor, plain = found[0].float(), layer.attention_scaling, layer.forward
+        inverse_D, _ = ROPE_INIT_FUNCTIONS["longrope"](layer.config, short_D.device, seq_len=self.limit + 1)
+        long_D, factor, plain = inverse_D.float(), layer.attention_scaling, layer.forward
 
         def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-            if self.beyond_BW is None:  # a plain pass, without rows of their own
+            if self.beyond_BW is None:  # the module's own pass, with one scale
                 return plain(x, position_ids)  # type: ignore[no-any-return]
             beyond_BW1 = self.beyond_BW.to(x.device)[..., None]
             inverse_BWD = torch.where(beyond_BW1, long_D.to(x.device), short_D.to(x.device))
@@ -218,37 +218,33 @@ class RowScale:
             expected = plain(x, position_1W)
             self.beyond_BW = position_1W >= self.limit
             if not all(map(torch.equal, forward(x, position_1W), expected)):
-                raise ModelError(
-                    "the architecture scales positions by the longest text of a pass", where=name,
-                    fix="choose another architecture",
-                )  # fmt: skip
+                what = "the architecture scales positions by the longest text of a pass"
+                raise ModelError(what, name, fix=OTHER)
         self.beyond_BW = None
         layer.forward = forward
 
 
-def attention_of(config: Any) -> str:
-    """Which attention implementation is exact for this model with explicit masks."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    softcapped = getattr(config, "attn_logit_softcapping", None) is not None
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    fused = getattr(architecture, "_supports_sdpa", False)
-    inside = family_of(config.model_type).masks_inside
-    return "eager" if softcapped or inside or not fused else "sdpa"
-
-
 def kernels_of(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Which of transformers' implementations to take; of those of experts only the plain one knows fp64."""
+    """transformers' implementations to use; only the plain one of experts computes in fp64."""
     experts = {"experts_implementation": "eager"} if dtype is torch.float64 else {}
     return {"attn_implementation": attention_of(config), **experts}
 
 
-def _adapt_gpt_neo(module: Any) -> None:
+def attention_of(config: Any) -> str:
+    """The attention implementation that is exact for this model with explicit masks."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    softcapped = getattr(config, "attn_logit_softcapping", None) is not None
+    fused = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", False)
+    return "eager" if softcapped or family_of(config.model_type).masks_inside or not fused else "sdpa"
+
+
+def _open_masks(module: Any) -> None:
     """Makes GPT-Neo take its masks from outside.
 
-    Its attention reads causality and locality off the slot numbers of a built-in table, which holds
-    only for one unpadded row fed to its end. The table is opened, and layers of the local kind are
-    handed the windowed mask that travels with the cache. A module that is open already stays as it is.
+    Its attention reads causality and locality off the slot numbers of a built-in table, which holds only for
+    one unpadded row that is fed to its end. The table is set to ones, and local layers get the windowed mask
+    of the cache. A module that has been changed stays as it is.
     """
     for layer in module.transformer.h:
         attention = layer.attn.attention
@@ -264,5 +260,5 @@ def _take_windowed_mask(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     hidden = args[0] if args else kwargs["hidden_states"]
-    mask = kwargs["layer_past"].masks["sliding_attention"].to(hidden.device)
+    mask = kwargs["layer_past"].masks[SLIDING].to(hidden.device)
     return args, {**kwargs, "attention_mask": mask}

@@ -17,7 +17,7 @@ from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
-from llama_ssp.models.families import SCALED_BY_PASS, TESTED_FAMILIES, Window, family_of
+from llama_ssp.models.families import SCALED_BY_PASS, TESTED, TESTED_FAMILIES, Window, family_of
 from llama_ssp.models.folder import MODEL_FOLDER, REFETCH, header, read_json, require_safe, weight_files
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings ma
 SCALED_FROM = "original_max_position_embeddings"
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding is the head, too
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-SUPPORTED = ", ".join(TESTED_FAMILIES) + ", and others that have attention with explicit positions only"
+SUPPORTED = TESTED + ", and others that have attention with explicit positions only"
 POSITIONS = ("max_position_embeddings", "n_positions")
 
 

@@ -130,6 +130,7 @@ FAMILIES = {
 UNKNOWN = Family(LLAMA, split=False)
 
 TESTED_FAMILIES = tuple(FAMILIES)
+TESTED = ", ".join(FAMILIES)
 SPLIT_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.split)
 DEEPSPEED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.split and family.deepspeed)
 

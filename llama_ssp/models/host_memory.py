@@ -9,7 +9,7 @@ MEMORY_TABLE = Path("/proc/meminfo")
 
 
 def memory_here() -> int:
-    """Bytes that the system has left."""
+    """Bytes that the system has available."""
     try:
         lines = MEMORY_TABLE.read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024

@@ -1,12 +1,11 @@
-"""A key/value cache of fixed size whose rows may differ in length.
+"""A key/value cache of fixed size, with rows that may differ in length.
 
-Slot t of a row holds the token at position t, always: rows start at slot 0 and carry no padding. A
-forward pass feeds some tokens of each row (`Feed`); their keys go to the slots of their positions, and
-a query sees the slots up to its own position. Rolling back is forgetting a length: what lies beyond is
-stale, is never seen, and is overwritten when those positions come again. Positions fed as padding go
-to one spare slot behind the last.
+Slot t of a row always holds the token at position t: rows start at slot 0 and have no padding. A forward pass
+feeds some tokens of each row (`Feed`); their keys go to the slots of their positions, and a query sees the
+slots up to its own position. To roll back is to forget a length: later slots are stale, are masked, and are
+overwritten when their positions come again. Positions fed as padding go to one spare slot behind the last.
 
-transformers' models call `update` and `get_seq_length`; nothing here imports them.
+transformers' models call `update` and `get_seq_length`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,23 @@ from torch import Tensor
 from llama_ssp.models.transfer import sent
 
 
+def positions(start_B1: Tensor, count_B1: Tensor, column_W: Tensor, padding: int = 0) -> Tensor:
+    """The position of each of (B, W) columns; `padding` behind the first `count` of a row."""
+    return torch.where(column_W < count_B1, start_B1 + column_W, padding)
+
+
+def visible(position_BW: Tensor, slot_S: Tensor, window: int | None) -> Tensor:
+    """The slots that each column sees, (B, W, S): its own position and those before, within the window."""
+    position_BW1 = position_BW[..., None]
+    visible_BWS = slot_S <= position_BW1
+    return visible_BWS if window is None else visible_BWS & (slot_S > position_BW1 - window)
+
+
 @dataclass(frozen=True)
 class Feed:
     """What one forward pass feeds: W columns a row, left-aligned, `count` of them real.
 
-    `given` is how long each row's text was when it was first read, for models that scale positions by it.
+    `given` is the length of each row's text when it was first read, for models that scale positions by it.
     """
 
     start: tuple[int, ...]
@@ -43,42 +54,36 @@ class Feed:
         return max(s + c for s, c in zip(self.start, self.count, strict=True))
 
     def real(self) -> Tensor:
-        """Which of the (B, W) columns are real."""
-        count_B1 = sent(self.count, self.device)[:, None]
-        return torch.arange(self.width, device=self.device) < count_B1
+        """Which of the (B, W) columns are no padding."""
+        return torch.arange(self.width, device=self.device) < sent(self.count, self.device)[:, None]
 
     def positions(self) -> Tensor:
-        """The position of each column; 0 for padding, whose result nobody reads."""
-        start_B1 = sent(self.start, self.device)[:, None]
-        position_BW = start_B1 + torch.arange(self.width, device=self.device)
-        return torch.where(self.real(), position_BW, 0)
-
-    def beyond(self, length: int) -> Tensor:
-        """Whether each column belongs to a text longer than this: it was given so, or has grown to it."""
-        beyond_BW = self.positions() >= length
-        return beyond_BW | (sent(self.given, self.device) > length)[:, None] if self.given else beyond_BW
+        """The position of each column; 0 for padding, whose logits are never used."""
+        start_B1, count_B1 = (sent(numbers, self.device)[:, None] for numbers in (self.start, self.count))
+        return positions(start_B1, count_B1, torch.arange(self.width, device=self.device))
 
     def slots(self) -> Tensor:
         """Where each column's keys go; the spare slot for padding."""
         return torch.where(self.real(), self.positions(), self.capacity)
 
+    def beyond(self, length: int) -> Tensor:
+        """Whether each column belongs to a text longer than this, as given or by now."""
+        beyond_BW = self.positions() >= length
+        return beyond_BW | (sent(self.given, self.device) > length)[:, None] if self.given else beyond_BW
+
     def visible(self, window: int | None) -> Tensor:
-        """Which slots each column sees, (B, W, span): its own position and before, within the window."""
-        slot_S = torch.arange(self.span, device=self.device)
-        position_BW1 = self.positions()[..., None]
-        visible_BWS = slot_S <= position_BW1
-        return visible_BWS if window is None else visible_BWS & (slot_S > position_BW1 - window)
+        return visible(self.positions(), torch.arange(self.span, device=self.device), window)
 
 
 @dataclass
 class Tally:
-    """Bytes of the caches that are there, now and at most."""
+    """Bytes of the caches that exist, now and at most."""
 
     now: int = 0
     most: int = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Counts it until it ends."""
+        """Counts it until it is freed."""
         self.now += tensor.nbytes
         self.most = max(self.most, self.now)
         weakref.finalize(tensor, self._end, tensor.nbytes).atexit = False
@@ -91,32 +96,32 @@ class Tally:
 class RaggedCache:
     """One model's keys and values, (B, heads, capacity + 1, head size) a layer.
 
-    Each is made at first use, on the layer's device, and counted in the model's tally.
+    A layer's tensors are made at first use, on its device, and counted in the model's tally.
     """
 
     rows: int
     capacity: int
+    tally: Tally = field(default_factory=Tally)
+    masks: dict[str, Tensor] = field(default_factory=dict)  # what the next pass sees, by kind of layer
     _layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _slots: dict[torch.device, Tensor] = field(default_factory=dict)
     _span: int = 0
-    masks: dict[str, Tensor] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
 
     is_compileable = False
 
     def expect(self, feed: Feed, masks: dict[str, Tensor]) -> None:
-        """Announces the pass that comes: where its keys go and, by kind of layer, what it sees."""
+        """Announces the next pass: where its keys go and, by kind of layer, what it sees."""
         self._slots, self._span, self.masks = {feed.device: feed.slots()}, feed.span, masks
 
     def update(
         self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Stores the pass's keys and values; returns all that it may look at."""
-        assert self._slots, "expect() comes before a forward pass"
+        slots_BW = self._slots_on(key_BHWD.device)
+        row_B1 = torch.arange(slots_BW.shape[0], device=slots_BW.device)[:, None]
         keys, values = self._layer(layer_idx, key_BHWD, value_BHWD)
-        slots_B1W1 = self._slots_on(key_BHWD.device)[:, None, :, None]
-        for stored, new in ((keys, key_BHWD), (values, value_BHWD)):
-            stored.scatter_(2, slots_B1W1.expand_as(new), new)
+        keys[row_B1, :, slots_BW] = key_BHWD.transpose(1, 2)
+        values[row_B1, :, slots_BW] = value_BHWD.transpose(1, 2)
         return keys[:, :, : self._span], values[:, :, : self._span]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -124,11 +129,11 @@ class RaggedCache:
         return 0
 
     def row(self, index: int) -> RaggedCache:
-        """One row as a cache of its own, in the same memory: to fill it while the others rest."""
+        """One row as a cache of its own, in the same memory, to fill it without the others."""
         return _Row(1, self.capacity, whole=self, index=index)
 
     def clear(self, row: int) -> None:
-        """Nothing of the row's text stays."""
+        """Zeros the row: a NaN that stayed there would reach other texts."""
         for layer in self._layers.values():
             for tensor in layer:
                 tensor[row].zero_()
@@ -147,16 +152,17 @@ class RaggedCache:
                 self.tally.add(tensor)
         return self._layers[index]
 
-    def _slots_on(self, device: torch.device) -> Tensor:
-        """Where this pass's keys go, for layers of that device: copied there once a pass."""
-        if device not in self._slots:
-            self._slots[device] = next(iter(self._slots.values())).to(device)
-        return self._slots[device]
-
     def _empty(self, like: Tensor) -> Tensor:
         _, heads, _, size = like.shape
         # Zeros, not garbage: a masked slot is multiplied by a weight of 0, and 0 * NaN is NaN.
         return like.new_zeros(self.rows, heads, self.capacity + 1, size)
+
+    def _slots_on(self, device: torch.device) -> Tensor:
+        """Where this pass's keys go, for layers of that device: copied there once a pass."""
+        assert self._slots, "expect() comes before a forward pass"
+        if device not in self._slots:
+            self._slots[device] = next(iter(self._slots.values())).to(device)
+        return self._slots[device]
 
 
 @dataclass(eq=False)
@@ -169,3 +175,18 @@ class _Row(RaggedCache):
     def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.whole._layer(index, key, value)
         return keys[self.index : self.index + 1], values[self.index : self.index + 1]
+
+
+class StepCache(RaggedCache):
+    """The cache during one compiled step: all tensors are arguments of the step."""
+
+    def __init__(
+        self, layers: list[tuple[Tensor, Tensor]], slots_BW: Tensor, span: int, masks: dict[str, Tensor]
+    ) -> None:
+        self._given, self._slots_BW, self._span, self.masks = layers, slots_BW, span, masks
+
+    def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self._given[index]
+
+    def _slots_on(self, device: torch.device) -> Tensor:
+        return self._slots_BW

@@ -1,4 +1,4 @@
-"""Layers of a model of which each rank holds a part: what they say to one another in a forward pass."""
+"""Layers of which each rank holds a part, and the messages that ranks exchange in a forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llama_ssp.models.sharding import Sizes, Span, length
 
 
 class RowParallel(nn.Module):
-    """A linear layer, of any number format, that holds some inputs: sums over ranks, adds the bias once."""
+    """A linear layer, in any number format, with some of the inputs: sums over ranks, adds the bias once."""
 
     def __init__(self, inner: Any, ranks: Ranks) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class RowParallel(nn.Module):
 
 
 class GatheredHead(nn.Linear):
-    """Holds some rows of the vocabulary; every rank gets all logits."""
+    """Holds some rows of the vocabulary; returns all logits on every rank."""
 
     ranks: Ranks
     shares: list[int]
@@ -51,9 +51,9 @@ def gather_head(head: Any, ranks: Ranks, shares: list[Span]) -> None:
 
 
 def cut_embedding(embedding: Any, held: Span, ranks: Ranks) -> None:
-    """Tokens of other ranks' rows give zeros here, so that the sum over ranks has every row once.
+    """Gives zeros for tokens of other ranks' rows, so that the sum over ranks has every row once.
 
-    By hooks, because an embedding's class may do more than look up (gemma2 scales there).
+    By hooks, because an embedding's class may do more than look up (gemma2 scales).
     """
     first, last = held
     embedding.padding_idx = None
@@ -82,6 +82,6 @@ def set_head_counts(module: Any, sizes: Sizes) -> None:
         for name, count in counts.items():
             if hasattr(attention, name):
                 setattr(attention, name, count)
-        if Linear.QKV in layers.values():  # its queries end where its config says; the model's config stays
+        if Linear.QKV in layers.values():  # the config says where queries end; the model's stays
             attention.config = copy.copy(attention.config)
             attention.config.num_attention_heads = queries

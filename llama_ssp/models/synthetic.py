@@ -1,11 +1,11 @@
-"""Models of any real shape from a seed: for trying a machine and for benchmarks, no checkpoint needed.
+"""Models of any shape with weights from a seed: to try a machine, and for benchmarks, without a checkpoint.
 
-All of the work of a real model is done, on weights that do not matter: what layers write into the residual
-stream is multiplied by zero. The distribution comes from a code that every synthetic model of a seed shares.
-Token t is a vector of signs; its next-token logits are sums of products of signs, which the final norm's
-signs keep from favouring t itself. So target and draft have the same distribution, whatever their sizes; a
-draft flips a share of its signs, found by bisection, until the distributions overlap as asked
-(`draft.agreement` = mean of sum(min(target, draft)) at temperature 1).
+A real model's work is done, on weights that do not matter: what layers write into the residual stream is
+multiplied by zero. The distribution comes from a code that all synthetic models of a seed share. Token t is a
+vector of signs; its next-token logits are sums of products of signs, and the signs of the final norm keep
+them from favouring t itself. So target and draft have the same distribution, whatever their sizes. A draft
+flips a share of its signs, found by bisection, until the distributions overlap as wanted (`draft.agreement`
+is the mean of sum(min(target, draft)) at temperature 1).
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from llama_ssp.models.causal_lm import attention_of
 from llama_ssp.models.families import FAMILIES, Linear, family_of
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
 
-HALF = 32  # signs per token; each stands twice, once negated, so that a vector's mean is zero
+HALF = 32  # signs of a token; each stands twice, once negated, so that a vector's mean is zero
 SPREAD = 3.0  # standard deviation of the logits
-# Layers that write into the residual stream, and tables of positions: their weights are zero.
-QUIET = {"wpe", "embed_positions"} | {
-    name
-    for family in FAMILIES.values()
-    for name, linear in family.layers.items()
-    if linear in (Linear.OUTPUT, Linear.DOWN)
-}
-TILE = 2**18
+TILE = 2**18  # numbers of noise, which are repeated
+WRITERS = (Linear.OUTPUT, Linear.DOWN)  # write into the residual stream
+# Modules with weights of zero: these, and tables of positions.
+QUIET = {name for family in FAMILIES.values() for name, linear in family.layers.items() if linear in WRITERS}
+QUIET |= {"wpe", "embed_positions"}
 
 
 def config_for(model: ModelConf) -> Any:
@@ -59,41 +56,34 @@ def config_for(model: ModelConf) -> Any:
     try:
         config = AutoConfig.for_model(model.family, **shape)
     except ValueError:
-        raise ModelError(
-            "the family is not one that transformers knows", where=model.name, found=model.family,
-            fix="correct model.family",
-        ) from None  # fmt: skip
+        what, fix = "the family is not one that transformers knows", "correct model.family"
+        raise ModelError(what, model.name, model.family, fix=fix) from None
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     return config
 
 
 def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
-    """The module with real buffers and parameters still to be made."""
+    """The module with real buffers, and parameters without memory."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     if model.head_dim % 2 and family_of(model.family).position_rows is None:
-        raise ModelError(
-            "rotary positions need an even head size", where=f"model {model.name}", found=model.head_dim,
-            fix="correct head_dim",
-        )  # fmt: skip
+        what = "rotary positions need an even head size"
+        raise ModelError(what, f"model {model.name}", model.head_dim, fix="correct head_dim")
     config = config_for(model)
     with init_empty_weights(include_buffers=False):
-        module: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention_of(config)
-        )
+        how = {"dtype": dtype, "attn_implementation": attention_of(config)}
+        module: nn.Module = AutoModelForCausalLM.from_config(config, **how)
     return module
 
 
 class SyntheticSource:
-    """Weights from the seed, each made when it is read: a part of one is made alone, and is that part."""
+    """Weights from the seed, made when they are read; a part is made alone and equals that part of all."""
 
     def __init__(self, module: Any, model: ModelConf, device: torch.device, drafts: bool) -> None:
         if model.dim < 2 * HALF:
-            raise ModelError(
-                "the model is too narrow for synthetic weights", where=model.name, found=f"dim {model.dim}",
-                allowed=f"{2 * HALF} or more", fix="widen it",
-            )  # fmt: skip
+            what, found = "the model is too narrow for synthetic weights", f"dim {model.dim}"
+            raise ModelError(what, model.name, found, f"{2 * HALF} or more", "widen it")
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._dtype: torch.dtype = module.dtype
@@ -120,23 +110,22 @@ class SyntheticSource:
 
     def _part(self, name: str, rows: Span, columns: Span | None) -> Tensor:
         shape = self.shapes[name]
-        first, last = columns or (0, math.prod(shape[1:]))
-        if name in self._tables:
-            part = torch.zeros(rows[1] - rows[0], shape[1], dtype=self._dtype, device=self._device)
-            part[:, : 2 * HALF] = self._codes[rows[0] : rows[1]].to(part)
-            return part[:, first:last].contiguous()
-        if len(shape) > 1 and not _is_quiet(name):
-            # The numbers do not matter, and a 30B model has many: one tile of noise, over and over.
-            start = (torch.arange(*rows, device=self._device) * math.prod(shape[1:])) % TILE + first
-            return self._noise.unfold(0, last - first, 1)[start].view(len(start), -1, *shape[2:])
         if len(shape) == 1:
             return self._vector(name)[rows[0] : rows[1]].to(self._device, self._dtype)
-        return torch.zeros(rows[1] - rows[0], last - first, dtype=self._dtype, device=self._device).view(
-            rows[1] - rows[0], -1, *shape[2:]
-        )
+        count, (first, last) = rows[1] - rows[0], columns or (0, math.prod(shape[1:]))
+        if name in self._tables:
+            part = torch.zeros(count, shape[1], dtype=self._dtype, device=self._device)
+            part[:, : 2 * HALF] = self._codes[rows[0] : rows[1]].to(part)
+            return part[:, first:last].contiguous()
+        if name.split(".")[-2] in QUIET:
+            part = torch.zeros(count, last - first, dtype=self._dtype, device=self._device)
+        else:  # these numbers do not matter, and a 30B model has many: one tile of noise, repeated
+            start = (torch.arange(*rows, device=self._device) * math.prod(shape[1:])) % TILE + first
+            part = self._noise.unfold(0, last - first, 1)[start]
+        return part.view(count, -1, *shape[2:])
 
     def _vector(self, name: str) -> Tensor:
-        """Biases are zero, norms change nothing; the last one holds the signs that make the law."""
+        """A bias of zeros, or a norm that changes nothing; the last has the signs of the distribution."""
         vector = torch.zeros(self.shapes[name])
         if name == self._final_norm:
             vector[: 2 * HALF] = self._scale * _norm_signs().repeat(2)
@@ -146,21 +135,19 @@ class SyntheticSource:
 
 
 def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> float:
-    """The mean overlap of the shared distribution and the distribution of a draft that flips this share of
-    signs."""
+    """The mean overlap of the shared distribution with that of a draft that flips this share of signs."""
     signs_VH = _signs(vocab, seed)
     draft_VH = _flipped(signs_VH, flipped, seed)
     chosen = torch.arange(0, vocab, max(1, vocab // tokens))[:tokens]
-    weight_H = _norm_signs()
+    weight_H = SPREAD / HALF**0.5 * _norm_signs()
     target, draft = (
-        torch.softmax(SPREAD / HALF**0.5 * (codes[chosen] * weight_H) @ codes.T, -1)
-        for codes in (signs_VH, draft_VH)
+        torch.softmax((codes[chosen] * weight_H) @ codes.T, -1) for codes in (signs_VH, draft_VH)
     )
     return float(torch.minimum(target, draft).sum(-1).mean())
 
 
 def flips_for(agreement: float, vocab: int, seed: int) -> float:
-    """The share of signs to flip for this agreement; what flipping half of them gives is the least."""
+    """The share of signs to flip for this agreement, at most a half."""
     low, high = 0.0, 0.5
     for _ in range(12):
         middle = (low + high) / 2
@@ -169,7 +156,7 @@ def flips_for(agreement: float, vocab: int, seed: int) -> float:
 
 
 def _codes(model: ModelConf, drafts: bool) -> Tensor:
-    """A token's vector of signs, each standing twice, once negated."""
+    """A token's vector of signs, each standing twice, once negated; (vocab, 2 HALF)."""
     signs_VH = _signs(model.vocab, model.seed)
     if drafts and model.agreement < 1:
         flipped = flips_for(model.agreement, model.vocab, model.seed)
@@ -178,7 +165,7 @@ def _codes(model: ModelConf, drafts: bool) -> Tensor:
 
 
 def _final_norm(module: Any) -> str:
-    """The norm before the head: the last module directly in the backbone that is one."""
+    """The name of the norm before the head: the last one outside of all layers."""
     norms: list[str] = [
         name
         for name, m in module.named_modules()
@@ -199,8 +186,3 @@ def _flipped(signs_VH: Tensor, share: float, seed: int) -> Tensor:
 
 def _norm_signs() -> Tensor:
     return torch.tensor([1.0, -1.0]).repeat(HALF // 2)
-
-
-def _is_quiet(name: str) -> bool:
-    parts = name.split(".")
-    return parts[-2] in QUIET

@@ -1,7 +1,7 @@
 """Puts weights into a module that has none: all of them, or one rank's part of each.
 
-A weight is read, cut, moved and, in 8 and 4 bit, quantised before the next one is read, so that no more
-than one of them is ever held whole. What no cut names, such as norms, is read whole.
+A weight is read, cut, moved and, in 8 and 4 bit, quantised before the next one is read, so that at most one
+is held whole. Weights without a cut, such as norms, are read whole.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ HELD_BACK = 16 * 2**20  # bytes read between two returns of memory to the system
 
 
 def cut_module(
-    module: Any, source: Source, ranks: Ranks, dtype: Dtype, device: torch.device,
-    leader_looks_up: bool = False,
-) -> int:  # fmt: skip
-    """Turns a module without weights into this rank's part, with weights; the vocabulary's size.
+    module: Any, source: Source, ranks: Ranks, dtype: Dtype, device: torch.device, drafts: bool = False
+) -> int:
+    """Makes a module without weights this rank's part, with weights; returns the size of the vocabulary.
 
-    The module's names and shapes have been compared with the source's (`differences`). Where the leader
-    looks up, it alone holds the embedding, and the others need not know which tokens are fed.
+    `differences` has compared the module with the source. Of a draft (`drafts`) rank 0 alone holds the
+    embedding, and the other ranks need not know the token ids.
     """
     require_known(module)
     sizes = Sizes.of(module.config, ranks.world, ranks.rank)
@@ -43,7 +42,7 @@ def cut_module(
     vocab = int(head.weight.shape[0])
     shares = [vocab_share(vocab, ranks.world, rank) for rank in range(ranks.world)]
     looked_up = shares[ranks.rank]
-    if leader_looks_up:
+    if drafts:
         looked_up = (0, vocab if ranks.is_leader else 0)
     cuts = cuts_of(module, sizes)
     for name, layer in module.named_modules():
@@ -62,7 +61,7 @@ def cut_module(
 
 
 def cuts_of(module: Any, sizes: Sizes) -> dict[str, Cut]:
-    """The cut of every linear layer of the family's row, by the layer's full name."""
+    """The cut of every linear layer in the family's row, by the layer's full name."""
     layers, cuts = family_of(module.config.model_type).layers, {}
     for name, layer in module.named_modules():
         leaf = name.rpartition(".")[2]
@@ -73,7 +72,7 @@ def cuts_of(module: Any, sizes: Sizes) -> dict[str, Cut]:
 
 
 def require_known(module: Any) -> None:
-    """Refuses a family without cuts, and one that transformers' own plan cuts in another way."""
+    """Refuses a family that is not split, or that transformers' own plan splits in another way."""
     name = module.config.model_type
     family = family_of(name)
     if not family.split:
@@ -88,7 +87,7 @@ def require_known(module: Any) -> None:
 def fill_module(
     module: Any, source: Source, dtype: Dtype, device: torch.device, cuts: dict[str, Cut] | None = None
 ) -> None:
-    """Gives every parameter its value, or the part that `cuts` says, on the device.
+    """Gives every parameter its value, or the part in `cuts`, on the device.
 
     In 8 and 4 bit every linear layer but the head is quantised.
     """
@@ -99,7 +98,7 @@ def fill_module(
     for name, layer in list(module.named_modules()):
         cut = cuts.get(name)
         shrinks = dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head
-        read: dict[str, Tensor | None] = {}
+        values: dict[str, Tensor] = {}
         for leaf, parameter in layer._parameters.items():
             key = f"{name}.{leaf}" if name else leaf
             if parameter is None or (layer is head and key not in source.shapes and tied):
@@ -107,17 +106,14 @@ def fill_module(
             whole = cut is None or (parameter.ndim == 1 and cut.dim == COLUMNS)
             part = source.read(key, None if whole else cut)
             # Quantising begins on the CPU, and ends on the device.
-            read[leaf], freed = part.to(CPU if shrinks else device, held), freed + part.nbytes
+            values[leaf], freed = part.to(CPU if shrinks else device, held), freed + part.nbytes
         if freed > HELD_BACK:
             return_memory()
             freed = 0
         if shrinks:
-            weight = read["weight"]
-            assert weight is not None
-            module.set_submodule(name, quantised(dtype, weight, read.get("bias"), device))
+            module.set_submodule(name, quantised(dtype, values["weight"], values.get("bias"), device))
             continue
-        for leaf, value in read.items():
-            assert value is not None
+        for leaf, value in values.items():
             layer._parameters[leaf] = nn.Parameter(value, requires_grad=False)
         if isinstance(layer, nn.Linear) and cut is not None:
             layer.out_features, layer.in_features = layer.weight.shape
@@ -131,7 +127,7 @@ def fill_module(
 
 
 def return_memory() -> None:
-    """Has the C library give what was freed back to the system: glibc keeps pieces of many megabytes."""
+    """Has the C library return freed memory to the system: glibc keeps many megabytes."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -139,39 +135,36 @@ def return_memory() -> None:
 def _tied(
     module: Any, source: Source, dtype: Dtype, device: torch.device, cuts: dict[str, Cut]
 ) -> nn.Parameter:
-    """The head of a tied model: the embedding's rows, of which another rank may hold the ones it needs."""
+    """The head of a tied model: rows of the embedding, read again if this rank does not hold them."""
     names = {layer: name for name, layer in module.named_modules()}
     table, head = module.get_input_embeddings(), module.get_output_embeddings()
-    asked, held = cuts.get(names[head]), cuts.get(names[table])
-    if asked is None or asked == held:
+    wanted, held = cuts.get(names[head]), cuts.get(names[table])
+    if wanted is None or wanted == held:
         weight: nn.Parameter = table.weight
         return weight
-    first, last = asked.spans[0]
+    first, last = wanted.spans[0]
     if table.weight.shape[0] >= last:
         return nn.Parameter(table.weight[first:last], requires_grad=False)
-    rows = source.read(f"{names[table]}.weight", asked).to(device, TORCH_DTYPES[dtype])
+    rows = source.read(f"{names[table]}.weight", wanted).to(device, TORCH_DTYPES[dtype])
     return nn.Parameter(rows, requires_grad=False)
 
 
 def differences(module: Any, source: Source) -> dict[str, list[str]]:
-    """What the source lacks, holds in another shape, or holds beyond the module, as transformers says it."""
+    """How the source's tensors differ from the module's parameters, in the words of transformers' report."""
     wanted = {n: tuple(p.shape) for n, p in module.named_parameters(remove_duplicate=False)}
     tied = {"lm_head.weight"} if getattr(module.config, "tie_word_embeddings", False) else set()
-    both = wanted.keys() & source.shapes.keys()
+    found = source.shapes
+    other = [n for n in wanted.keys() & found.keys() if found[n] != wanted[n]]
     return {
-        "missing_keys": sorted(wanted.keys() - source.shapes.keys() - tied),
-        "mismatched_keys": sorted(
-            f"{n}: {source.shapes[n]} not {wanted[n]}" for n in both if source.shapes[n] != wanted[n]
-        ),
-        "unexpected_keys": sorted(source.shapes.keys() - wanted.keys()),
+        "missing_keys": sorted(wanted.keys() - found.keys() - tied),
+        "mismatched_keys": sorted(f"{n}: {found[n]} not {wanted[n]}" for n in other),
+        "unexpected_keys": sorted(found.keys() - wanted.keys()),
     }
 
 
 def require_filled(module: nn.Module) -> None:
-    """Refuses a module with a weight that nobody read."""
+    """Refuses a module with a weight that was not read."""
     empty = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
     if empty:
-        raise ModelError(
-            "weights were left unread", where=type(module).__name__, found=f"{len(empty)}: {empty[0]}",
-            fix="report it",
-        )  # fmt: skip
+        what, found = "weights were not read", f"{len(empty)}: {empty[0]}"
+        raise ModelError(what, type(module).__name__, found, fix="report it")

@@ -1,8 +1,8 @@
-"""Numbers of the host on their way to a device, for which nobody waits.
+"""Copies from the host to a device without waiting.
 
-A copy from ordinary memory has the host wait until the device has done all it was asked before. One from
-pinned memory takes its place in the queue, and torch keeps that memory until it has been read. So of a round
-on a GPU the host waits once: for what was decided (tests/test_waits.py).
+A copy from ordinary memory blocks the host until the device has finished earlier work. A copy from pinned
+memory is queued, and torch keeps that memory until it is read. So the host waits for a GPU once a round: for
+what was decided (tests/test_waits.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def sent(numbers: Any, device: torch.device) -> Tensor:
-    """A host tensor, or (nested) lists of numbers, as a tensor of the device."""
+    """A host tensor, or (nested) lists of numbers, as a tensor on the device."""
     tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

@@ -122,7 +122,7 @@ def test_what_it_does_not_cut_is_told_in_one_line(monkeypatch: pytest.MonkeyPatc
         def init_inference(*_: Any, **__: Any) -> None:
             raise AssertionError("AutoTP not supported for model.\nPlease use kernel injection")
 
-    monkeypatch.setattr(autotp, "_opened", lambda _: Failing)
+    monkeypatch.setattr(autotp, "_imported", lambda _: Failing)
     with pytest.raises(
         DistributedError, match="DeepSpeed cannot cut the model; model made; found AutoTP"
     ) as no:

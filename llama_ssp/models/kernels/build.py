@@ -1,4 +1,4 @@
-"""Compiles our C++ sources for the processor at hand, once: the library is kept beside inductor's own."""
+"""Compiles our C++ files for this processor, once; the libraries are kept in inductor's cache folder."""
 
 from __future__ import annotations
 
@@ -24,72 +24,63 @@ COMPILERS = ("g++", "clang++")
 
 
 def compiler() -> str | None:
-    """The C++ compiler: the one that CXX names, else the first that is there."""
-    asked = os.environ.get("CXX")
-    found = (shutil.which(name) for name in ([asked] if asked else COMPILERS))
-    return next((name for name in found if name), None)
+    """The C++ compiler that CXX names, or else the first of COMPILERS that is installed."""
+    own = os.environ.get("CXX")
+    found = map(shutil.which, [own] if own else COMPILERS)
+    return next(filter(None, found), None)
 
 
 def load_library(source: Path) -> None:
-    """Makes the operators of a C++ file known to torch; an OSError or CalledProcessError where it cannot."""
+    """Registers the operators of a C++ file in torch; raises OSError or CalledProcessError."""
+    folder = Path(torch.__file__).parent / "lib"
+    flags = *(f"-I{path}" for path in include_paths()), f"-L{folder}", "-lc10", "-ltorch_cpu"
     torch_operators: Any = torch.ops
-    torch_operators.load_library(library(source, *_of_torch()))
+    torch_operators.load_library(library(source, *flags))
 
 
 def library(source: Path, *flags: str) -> Path:
-    """The C++ file as a library: compiled, with `flags` beside those of all, if it has not been."""
+    """The C++ file as a library, compiled with FLAGS and `flags` unless it has been."""
     command = compiler()
     if command is None:
         raise FileNotFoundError("no C++ compiler")
-    place = Path(cache_dir()) / "llama_ssp" / f"{source.stem}-{_print_of(source, command, flags)}.so"
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    text = source.read_text(encoding="utf-8")
+    parts = [text, torch.__version__, version, *FLAGS, *flags, processor()]
+    name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    place = Path(cache_dir()) / "llama_ssp" / name
     if not place.exists():
-        _compile(command, source, place, flags)
+        _compile([command, *FLAGS, str(source), *flags], place)
     if not is_ours(place):
         raise PermissionError(f"others may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
     return place
 
 
 def complaint(error: OSError | subprocess.CalledProcessError) -> str:
-    """Why there is no library, in a line."""
+    """The reason why there is no library, in a line."""
     said = str(getattr(error, "stderr", None) or error).strip().splitlines()
     return said[0][:200]
 
 
 def is_ours(file: Path) -> bool:
-    """Whether the file and its folder are this user's own, and nobody else's to write: what is in it runs."""
-    found = [path.stat() for path in (file, file.parent)]
-    return all(one.st_uid == os.getuid() and not one.st_mode & OTHERS_WRITE for one in found)
+    """Whether only this user may write the file and its folder: what is in the file is run."""
+    stats = [path.stat() for path in (file, file.parent)]
+    return all(one.st_uid == os.getuid() and not one.st_mode & OTHERS_WRITE for one in stats)
 
 
-def _of_torch() -> tuple[str, ...]:
-    """Where torch's headers and its libraries are."""
-    folder = Path(torch.__file__).parent / "lib"
-    return *(f"-I{path}" for path in include_paths()), f"-L{folder}", "-lc10", "-ltorch_cpu"
-
-
-def _compile(command: str, source: Path, place: Path, flags: tuple[str, ...]) -> None:
-    """Another process may be doing the same: each writes a file of its own, and the last one stands."""
+def _compile(command: list[str], place: Path) -> None:
+    """Another process may do the same: each writes a file of its own, and the last one is kept."""
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    log.info("engine: compiling %s for this processor", source.name)
+    log.info("engine: compiling %s for this processor", place.stem.partition("-")[0])
     began = time.perf_counter()
     part = place.with_suffix(f".{platform.node()}-{os.getpid()}.part")
-    subprocess.run(
-        [command, *FLAGS, str(source), "-o", str(part), *flags], check=True, capture_output=True, text=True
-    )
-    part.chmod(0o700)  # whatever the umask: what others may write is not loaded
+    subprocess.run([*command, "-o", str(part)], check=True, capture_output=True, text=True)
+    part.chmod(0o700)  # whatever the umask: a library that others may write is not loaded
     part.replace(place)
     log.info("engine: compiled in %.0f s, kept in %s", time.perf_counter() - began, place.parent)
 
 
-def _print_of(source: Path, command: str, flags: tuple[str, ...]) -> str:
-    """A hash of everything the library depends on."""
-    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
-    known = [source.read_text(encoding="utf-8"), torch.__version__, version, *FLAGS, *flags, processor()]
-    return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
-
-
 def processor() -> str:
-    """What of the processor decides which instructions it has."""
+    """The features of the processor that decide which instructions it has."""
     table = Path("/proc/cpuinfo")
     if not table.exists():
         return platform.platform() + platform.processor()

@@ -1,8 +1,7 @@
-"""Linear layers of 8-bit weights for a few rows: one kernel reads the codes, and makes nothing else of them.
+"""Linear layers with 8-bit weights for a few rows: one kernel reads the codes, and dequantises in registers.
 
-The weight is the one that LLM.int8 holds, a row of codes for each output and the row's largest magnitude, in
-the very memory in which it is held. But inputs keep their 16 bits: they are not quantised, and so there are
-no outliers among them.
+The weight is the memory that LLM.int8 holds: a row of codes for each output, and the row's largest magnitude.
+Inputs stay in 16 bit: they are not quantised, and so need no outliers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from llama_ssp.models.kernels.build import load_library
 
 OPERATOR = "llama_ssp::linear_int8"
-ROWS = 16  # with more, a pass is bound by multiplications and not by reading: LLM.int8's own are taken
+ROWS = 16  # with more, multiplications take longer than reading, and LLM.int8's own are faster
 
 
 class Int8Linear(nn.Module):
@@ -35,7 +34,7 @@ class Int8Linear(nn.Module):
         return self.plain.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """A compiled step has few rows, and is one program for all counts of them: it never asks how many."""
+        """A compiled step has few rows; it must not test their number, or it would be compiled for each."""
         if torch.compiler.is_compiling() or x.numel() <= ROWS * x.shape[-1]:
             product: Tensor = torch.ops.llama_ssp.linear_int8(x, self.codes, self.scales, self.plain.bias)
             return product
@@ -44,7 +43,7 @@ class Int8Linear(nn.Module):
 
 
 def usable(device: torch.device) -> bool:
-    """Whether there is a kernel for it: a GPU needs triton, and products of 16 bits with a wide exponent."""
+    """Whether the device has the kernel: a GPU needs triton, and bf16."""
     if device.type == "cpu":
         return True
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -52,7 +51,7 @@ def usable(device: torch.device) -> bool:
 
 @functools.cache
 def operators(device: str) -> None:
-    """Has torch know the operator on this kind of device: on a CPU by int8.cpp, on a GPU by triton."""
+    """Registers the operator in torch for this kind of device: int8.cpp on a CPU, triton on a GPU."""
     _define()
     if device == "cpu":
         load_library(Path(__file__).with_suffix(".cpp"))

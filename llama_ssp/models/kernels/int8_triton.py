@@ -1,11 +1,11 @@
-"""The kernel of int8.py for GPUs: as many codes at a time as a program multiplies on tensor cores.
+"""The kernel of int8.py for GPUs.
 
-A program has a few outputs, and walks over their codes from end to end; so many of them are under way at
-once that the memory is kept busy. Codes become numbers of 16 bits where they are multiplied, to the bit. What
-comes of a row does not depend on the rows beside it: they are other rows of the same product.
+A program has a few outputs and reads their codes from end to end, with enough reads under way to keep the
+memory busy. Codes become exact 16-bit numbers for the tensor cores. The result for a row does not depend on
+the other rows.
 
-Not yet run on a GPU: the sizes below are thought out, not measured. Without one it is tested in triton's
-interpreter (tests/test_int8.py).
+Not yet run on a GPU: the sizes below are estimates. It is tested in triton's interpreter
+(tests/test_int8.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # of x: the fewest that a product on tensor cores has
+ROWS = 16  # of x: the fewest of a product on tensor cores
 OUTPUTS, INPUTS = 32, 128  # of a program, and of one of its steps: 4 KiB of codes
-FACTORS = (
-    tl.bfloat16
-)  # what is multiplied; triton's interpreter has no products of 16 bits, and needs float32
-WARPS, STAGES = 4, 6  # steps that are under way at once: with a program or two a processor, some 30 KiB
+FACTORS = tl.bfloat16  # is multiplied; triton's interpreter has no 16-bit products, and needs float32
+WARPS, STAGES = 4, 6  # steps under way at once: some 30 KiB, with a program or two a processor
 
 
 def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -33,12 +31,11 @@ def linear_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -
     if rows == 0:
         return y
     grid = (triton.cdiv(outputs, OUTPUTS), triton.cdiv(rows, ROWS))
+    sizes = {"ROWS": ROWS, "OUTPUTS": OUTPUTS, "INPUTS": INPUTS, "FACTORS": FACTORS}
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
-        multiply[grid](
-            dense, codes, scales, bias, y, rows, outputs, inputs,
-            ROWS=ROWS, OUTPUTS=OUTPUTS, INPUTS=INPUTS, FACTORS=FACTORS, num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
+        numbers = rows, outputs, inputs
+        multiply[grid](dense, codes, scales, bias, y, *numbers, **sizes, num_warps=WARPS, num_stages=STAGES)
     return y
 
 
@@ -66,4 +63,4 @@ def _multiply(
     tl.store(y_ptr_NM, y_NM.to(y_ptr.dtype.element_ty), mask=real_N[:, None] & real_M[None, :])
 
 
-multiply: Any = triton.jit(_multiply, do_not_specialize=["rows"])  # one program for every count of them
+multiply: Any = triton.jit(_multiply, do_not_specialize=["rows"])  # one program for all numbers of them

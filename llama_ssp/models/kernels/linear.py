@@ -1,4 +1,4 @@
-"""Linear layers for a few rows on a CPU: weights packed as linear.cpp reads them."""
+"""Linear layers for a few rows on a CPU, with weights packed as linear.cpp reads them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from llama_ssp.models.kernels.build import load_library
 
-BLOCK = 32  # outputs side by side, as in linear.cpp
-WORD = {torch.float32: 1, torch.bfloat16: 2}  # numbers in a word of 32 bits, for each kind there is
+BLOCK = 32  # outputs that are stored together, as in linear.cpp
+WORD = {torch.float32: 1, torch.bfloat16: 2}  # numbers in a word of 32 bits
 
 
 class PackedLinear(nn.Module):
-    """The same product as the nn.Linear it is made of, from a packed weight."""
+    """The same product as the nn.Linear that it is made of, from a packed weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
 
 
 def packed(weight_NK: Tensor) -> Tensor:
-    """(blocks, words, BLOCK, numbers in a word); zeros where outputs or inputs run out."""
+    """(blocks, words, BLOCK, numbers in a word); zeros behind the last output."""
     outputs, inputs = weight_NK.shape
     word = WORD[weight_NK.dtype]
     assert inputs % word == 0, "packable() says which weights can be packed"
@@ -42,7 +42,7 @@ def packable(layer: nn.Module) -> bool:
 
 
 def pack(module: nn.Module) -> None:
-    """Packs every linear layer in place, one after the other: no more than one weight is held twice."""
+    """Packs every linear layer in place, one after the other: at most one weight is held twice."""
     operators()
     for name, layer in list(module.named_modules()):
         if packable(layer):
@@ -52,7 +52,7 @@ def pack(module: nn.Module) -> None:
 
 @functools.cache
 def operators() -> None:
-    """Has torch know the operator, and its shapes."""
+    """Registers the operator in torch."""
     load_library(Path(__file__).with_suffix(".cpp"))
     torch.library.register_fake("llama_ssp::linear", _shaped)
 
