@@ -25,17 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
 from llama_ssp.batch.job import held_seed, job_of
-from llama_ssp.config import (
-    AgreeConf,
-    BatchConf,
-    CompareConf,
-    EvalConf,
-    MeasureConf,
-    PlanConf,
-    PromptedConf,
-    RunConf,
-    Scheduler,
-)
+from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.environment import RankEnvironment, rank_environment
 from llama_ssp.config.overrides import CONF, arranged, check_arguments, check_homes, ranks, translated
@@ -55,7 +45,7 @@ from llama_ssp.errors import (
     one_line,
 )
 from llama_ssp.planner.resolve import pair_specs
-from llama_ssp.report.plots import check_plot, check_record
+from llama_ssp.report.plots import check_pictures
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import Reading, read_prompts
 
@@ -64,35 +54,33 @@ GRACE_S = 4.0  # for a rank to obey a signal
 
 def main() -> NoReturn:
     """Runs the command and leaves with its exit code."""
-    logging.basicConfig(
-        level=logging.INFO if _is_leader() else logging.ERROR,
-        format="%(message)s",
-        stream=sys.stderr,
-    )
+    level = logging.INFO if _is_leader() else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     end_with_launcher()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as exceptions
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     if os.environ.get("LLAMA_SSP_DEBUG") != "1":
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the rest comes to us as exceptions, too
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would log is raised, too
     try:
         GUARD.start(None if _environment().world == 1 else GRACE_S)
         code = _guarded()
-        GUARD.end()  # for a signal it is too late
-    except KeyboardInterrupt as stop:  # it came before or after what is guarded
+        GUARD.end()
+    except KeyboardInterrupt as stop:  # before or after what is guarded
         code = _stopped(stop)
-    except JointError as error:  # the others may be waited for without end when a group is taken down
+    except JointError as error:  # taking a process group down may wait for lost ranks without end
         _fail(str(error), error.code, error)
         _forget_unwritable_output()
         leave(error.code)
     finally:
         GUARD.stop()
     _forget_unwritable_output()
-    if GUARD.parted:  # one that is stopped between its last word and its end is waited for without end, too
+    if GUARD.parted:  # a rank that is stopped (SIGSTOP) while Python shuts down would hang torchrun
         leave(code)
     leave_code(code)
     sys.exit(code)
 
 
 def _guarded() -> int:
+    """Runs the command; every error becomes one line and an exit code."""
     try:
         rank_environment()
         _prepare_output()
@@ -111,9 +99,8 @@ def _guarded() -> int:
     except OSError as error:
         return _fail(f"{error.strerror or error}; {error.filename or 'input or output'}", INPUT_OUTPUT, error)
     except ImportError as error:
-        return _fail(
-            f"a package cannot be imported; {error}; fix: run machine-install.sh again", DISTRIBUTED, error
-        )
+        line = f"a package cannot be imported; {error}; fix: run machine-install.sh again"
+        return _fail(line, DISTRIBUTED, error)
     except KeyboardInterrupt as stop:
         return _stopped(stop)
 
@@ -125,16 +112,15 @@ def _stopped(stop: KeyboardInterrupt) -> int:
 
 @contextmanager
 def _memory_in_words() -> Iterator[None]:
-    """Makes one of our errors of whatever says that memory is short."""
+    """Raises DistributedError for errors of any library that say that memory is short."""
     try:
         yield
     except Exception as error:
         if isinstance(error, RunError) or not lacks_memory(error):
             raise
-        raise DistributedError(
-            "memory is short", found=f"{type(error).__name__}: {str(error)[:160]}",
-            fix="free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt",
-        ) from error  # fmt: skip
+        found = f"{type(error).__name__}: {str(error)[:160]}"
+        fix = "free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt"
+        raise DistributedError("memory is short", found=found, fix=fix) from error
 
 
 def _compose() -> list[tuple[DictConfig, list[Path]]]:
@@ -161,16 +147,15 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
                 keep()
     except (RecursionError, MemoryError):
         raise
-    except SystemExit as end:  # so does Hydra leave after --help; what it printed is still to be written
+    except SystemExit as end:  # Hydra exits after --help; what it printed is still to be flushed
         if end.code:
             raise
     except OverrideParseException as error:
-        raise UsageError(
-            "an override cannot be read", where=error.override[:80],
-            found=" ".join(str(error).split()).partition(" See ")[0],
-            fix="quote overrides for the shell: 'task.prompts=[\"a prompt\"]'",
-        ) from error  # fmt: skip
-    except Exception as error:  # what Hydra cannot merge is a slip of the user's, whatever its class
+        found_words = " ".join(str(error).split()).partition(" See ")[0]
+        fix = "quote overrides for the shell: 'task.prompts=[\"a prompt\"]'"
+        what = "an override cannot be read"
+        raise UsageError(what, error.override[:80], found_words, fix=fix) from error
+    except Exception as error:  # what Hydra cannot merge is the user's mistake, whatever its class
         if isinstance(error, OSError) and not isinstance(error, HydraException):
             raise
         raise translated(error) from error
@@ -178,7 +163,7 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
 
 
 def run(cfg: DictConfig, folders: list[Path]) -> int:
-    """One run: everything that needs no model is checked, then torch enters."""
+    """One run: checks everything that needs no model, then imports torch; the exit code."""
     try:
         with GUARD.held():
             checked = checks.to_run(cfg)
@@ -186,29 +171,24 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
         raise translated(error) from error
     check_homes(checked, sys.argv[1:])
     check_sharing(checked)
-    task = checked.task
+    task, leads = checked.task, _is_leader()
     if isinstance(task, PlanConf):
         from llama_ssp.tasks import plan as planning
 
-        return planning.execute(checked, ranks(), _is_leader())
+        return planning.execute(checked, ranks(), leads)
     if isinstance(task, BatchConf) and (code := _shared(checked, folders)) is not None:
         return code
-    if isinstance(task, EvalConf | MeasureConf | AgreeConf):
-        check_plot(task.plot)
-    if isinstance(task, CompareConf):
-        check_record(task.record)
+    check_pictures(task.pictures)
     pairs = pair_specs(checked, folders, ranks())
-    named = isinstance(task, EvalConf) and task.pairs
-    recorded = checked if named else pairs[0].run
-    # The leader reads, and draws the seed; the other ranks are told.
-    reading = Reading([], [])
-    if isinstance(task, PromptedConf) and _is_leader():
-        reading = read_prompts(task)
-    held = held_seed(checked) if isinstance(task, BatchConf) and _is_leader() else None
+    recorded = checked if task.named_pairs else pairs[0].run
+    # The leader reads prompts and draws the seed, and broadcasts both.
+    reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
+    is_job = isinstance(task, BatchConf) and leads
+    held = held_seed(checked) if is_job else None
     seed = next((known for known in (checked.seed, held) if known is not None), secrets.randbelow(2**31))
     if checked.seed is None and held is None:
         logging.getLogger(__name__).info("seed=%d (drawn; give it again to repeat this run)", seed)
-    job = job_of(recorded, pairs[0].files, seed) if isinstance(task, BatchConf) and _is_leader() else None
+    job = job_of(recorded, pairs[0].files, seed) if is_job else None
     inputs = RunInputs(recorded, seed, pairs, reading, job)
     with GUARD.held("stopped by a signal before the run began"):
         from llama_ssp.tasks.runner import execute
@@ -217,7 +197,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
 
 
 def _shared(run: RunConf, folders: list[Path]) -> int | None:
-    """A batch job that is not this process's own to do: the exit code. None where it is."""
+    """Shares a batch job among groups of ranks, or shows its status; None where this process does the job."""
     task, words = run.task, sys.argv[1:]
     assert isinstance(task, BatchConf)
     shared = run.cluster.scheduler is not Scheduler.none or run.cluster.groups > 1
@@ -239,7 +219,7 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
 
 
 def _prepare_output() -> None:
-    """Standard output must be there; texts may hold any character, whatever the locale."""
+    """Raises StorageError without a standard output; makes it UTF-8, whatever the locale."""
     if sys.stdout is None:
         raise StorageError("standard output is closed", fix="send it somewhere: > /dev/null")
     for stream in (sys.stdout, sys.stderr):
@@ -248,7 +228,7 @@ def _prepare_output() -> None:
 
 
 def _forget_unwritable_output() -> None:
-    """What cannot be written was reported; Python would complain once more, and exit with 120."""
+    """Drops buffered output that cannot be written: Python would report it again, and exit with 120."""
     if sys.stdout is None:
         return
     try:
@@ -258,27 +238,27 @@ def _forget_unwritable_output() -> None:
 
 
 def _fail(message: str, code: int, error: BaseException) -> int:
-    """Says it, if this process is the one to; the exit code."""
-    GUARD.end()  # no signal interrupts what is said
+    """Prints the error, if it is for this rank to print; returns the exit code."""
+    GUARD.end()
     if os.environ.get("LLAMA_SSP_DEBUG") == "1":
         traceback.print_exception(error)
     speaks = error.speaks if isinstance(error, RunError) else None
     if speaks is None and _environment().world > 1 and not GUARD.parted:
-        return _fail_before_meeting(one_line(message), code, isinstance(error, KeyboardInterrupt))
+        return _fail_before_rendezvous(one_line(message), code, isinstance(error, KeyboardInterrupt))
     if _is_leader() if speaks is None else speaks:
         _say(one_line(message))
     return code
 
 
-def _fail_before_meeting(line: str, code: int, stopped: bool) -> int:
-    """Of several ranks that fail alike one says it; a rank without a way to the others says it anyway."""
+def _fail_before_rendezvous(line: str, code: int, stopped: bool) -> int:
+    """Ranks that fail alike print one line; a rank that cannot reach the others prints its own."""
     rank = _environment().rank
     named = line if rank == LEADER or stopped else f"rank {rank}: {line}"
     try:
         from llama_ssp.distributed.rendezvous import announce
 
         return announce(line, code, stopped, partial(_say, named))
-    except Exception:  # whatever keeps this rank from the others, its cause is the one that counts
+    except Exception:  # the first error is the one to print, not why the others cannot be reached
         GUARD.disarm("cause")
         if rank == LEADER or not stopped:
             _say(named)
@@ -295,7 +275,7 @@ def _is_leader() -> bool:
 
 
 def _environment() -> RankEnvironment:
-    """Where this process stands; one with a senseless environment stands alone, and says so."""
+    """This process's rank; that of a single process where torchrun's variables are wrong."""
     try:
         return rank_environment()
     except DistributedError:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from llama_ssp.errors import StorageError, UsageError
 from llama_ssp.report.live_view import STYLES, Picture, Scene, bars, save, verdict
-from llama_ssp.report.plots import check_record
+from llama_ssp.report.plots import check_pictures
 from llama_ssp.report.timeline import Arrival, Track
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=60)
@@ -127,5 +127,5 @@ def test_a_picture_in_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write the picture"):
         save([scene()], tmp_path / "no" / "a.svg", 80, "")
     with pytest.raises(UsageError, match="in no folder"):
-        check_record(str(tmp_path / "no" / "a.svg"))
-    check_record(str(tmp_path / "a.svg"))
+        check_pictures({"record": str(tmp_path / "no" / "a.svg")})
+    check_pictures({"record": str(tmp_path / "a.svg")})

@@ -1,12 +1,35 @@
-"""What each task can be asked."""
+"""What each task can be asked: its keys, their ranges, and what they rule out together. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from omegaconf import MISSING
 
-from llama_ssp.config.schema import OnBadRow
+from llama_ssp.config.schema import (
+    MAX_INT,
+    MAX_K,
+    MAX_SEED,
+    Drafting,
+    OnBadRow,
+    SpeculationConfig,
+    number,
+    share,
+)
+from llama_ssp.errors import UsageError
+
+PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
+PLOTS = (".png", ".svg", ".pdf")
+RECORDS = (".svg", ".html")
+MOST_ROWS = 4096
+MOST_CERTIFIED = 16  # drafts a round: what becomes of so many has 2^16 ways
+
+
+def picture(*endings: str) -> Any:
+    """A field for the name of a picture, with one of these endings; null by default."""
+    return field(default=None, metadata={"endings": endings})
 
 
 @dataclass
@@ -14,6 +37,31 @@ class TaskConf:
     """What every task has."""
 
     name: str = MISSING
+
+    @property
+    def pictures(self) -> dict[str, str]:
+        """The pictures that are asked for by name, by key."""
+        keys = [entry.name for entry in fields(self) if "endings" in entry.metadata]
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+
+    @property
+    def named_pairs(self) -> list[str]:
+        """The pairs of presets that the task names in the place of the run's own."""
+        return []
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        """Raises UsageError for values that rule each other out. Types and ranges have been checked."""
+        for entry in fields(self):
+            value, key = getattr(self, entry.name), f"task.{entry.name}"
+            if "range" in entry.metadata and isinstance(value, list) and len(set(value)) < len(value):
+                raise UsageError(f"{key} holds a number twice", found=value, fix="give each once")
+            endings = entry.metadata.get("endings")
+            if endings and value is not None and not value.endswith(endings):
+                fix = "let its ending say which kind of picture it is"
+                raise UsageError(f"{key} is no picture's name", "", repr(value), ", ".join(endings), fix)
+            if entry.name == "stop" and "" in value:
+                fix = "an empty stop string would end every text at once; drop it"
+                raise UsageError("task.stop holds an empty string", "", "''", "non-empty strings", fix)
 
 
 @dataclass
@@ -23,13 +71,21 @@ class PromptedConf(TaskConf):
     prompts: list[str] | None = None
     prompt_file: str | None = None
     on_bad_row: OnBadRow = OnBadRow.fail
-    max_new_tokens: int = 128
-    prefill_chunk: int = 512
+    max_new_tokens: int = number(128, 1, MAX_INT)
+    prefill_chunk: int = number(512, 1, 2**20)
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        if self.prompts is not None and self.prompt_file is not None:
+            what = "both task.prompts and task.prompt_file are given"
+            raise UsageError(what, allowed="one source of prompts", fix="drop one of them")
+        if self.prompts is not None and not self.prompts:
+            raise UsageError("task.prompts is an empty list", fix='write task.prompts=["your prompt"]')
 
 
 @dataclass
-class GenerateConf(PromptedConf):
-    """task=generate: continue prompts from the config, a file, or standard input.
+class TextConf(PromptedConf):
+    """A task that shows what it writes.
 
     `chat` puts each prompt into the target's chat template, after `system` if that is given. Names of special
     tokens in a prompt are text, unless `special_tokens` reads them as those tokens (without `chat`).
@@ -40,7 +96,25 @@ class GenerateConf(PromptedConf):
     chat: bool = False
     system: str | None = None
     special_tokens: bool = False
-    batch_size: int = 8
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        if self.system is not None and not self.chat:
+            what, fix = "task.system is a part of a chat", "write task.chat=true, or put it into the prompt"
+            raise UsageError(what, found="task.chat=false", fix=fix)
+        if self.special_tokens and self.chat:
+            what, found = (
+                "in a chat special tokens are the template's",
+                "task.special_tokens=true, task.chat=true",
+            )
+            raise UsageError(what, found=found, fix="choose one of the two")
+
+
+@dataclass
+class GenerateConf(TextConf):
+    """task=generate: continue prompts from the config, a file, or standard input."""
+
+    batch_size: int = number(8, 1, MOST_ROWS)
     trace: bool = False
 
 
@@ -55,30 +129,61 @@ class EvalConf(TaskConf):
     """
 
     pairs: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
-    sizes: list[int] = field(default_factory=lambda: [1000])
+    seeds: list[int] = number(lambda: [0, 1, 2, 3], 0, MAX_SEED)
+    sizes: list[int] = number(lambda: [1000], 1, 10**6)
     quick: bool = False
-    shots: int = 4
-    max_new_tokens: int = 6
-    batch_size: int = 64
-    plot: str | None = None
+    shots: int = number(4, 0, 100)
+    max_new_tokens: int = number(6, 1, MAX_INT)
+    batch_size: int = number(64, 1, MOST_ROWS)
+    plot: str | None = picture(*PLOTS)
+
+    @property
+    def named_pairs(self) -> list[str]:
+        return self.pairs
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        for key, values, example in (("seeds", self.seeds, 0), ("sizes", self.sizes, 1)):
+            if not values:
+                fix = f"leave it out, or write task.{key}=[{example}]"
+                raise UsageError(f"task.{key} is an empty list", fix=fix)
+        for name in self.pairs:
+            if not PAIR.fullmatch(name):
+                what, fix = (
+                    "a task.pairs entry names no pair",
+                    "use the names under conf/model, such as 13B/7B",
+                )
+                raise UsageError(what, "", repr(name), "TARGET or TARGET/DRAFT", fix)
+        if len(set(self.pairs)) < len(self.pairs):
+            raise UsageError("task.pairs holds a pair twice", found=self.pairs, fix="give each once")
+        drafted = next((name for name in self.pairs if "/" in name and not name.endswith("/none")), None)
+        if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
+            found = f"{drafted}, drafter {spec.drafter.value}, k {spec.k}"
+            what, fix = (
+                "task.pairs names a draft model, but none drafts",
+                "name the target alone, or choose speculation=default",
+            )
+            raise UsageError(what, "speculation", found, fix=fix)
 
 
 @dataclass
-class CompareConf(PromptedConf):
+class CompareConf(TextConf):
     """task=compare: each prompt by regular and by speculative sampling, side by side.
 
     Prompts come from the config, a file or a pipe, else they are asked for on the terminal. One sampling
     runs after the other. `record` saves the picture of how they ended, as .svg or .html.
     """
 
-    max_new_tokens: int = 128
-    stop: list[str] = field(default_factory=list)
-    ignore_eos: bool = False
-    chat: bool = False
-    system: str | None = None
-    special_tokens: bool = False
-    record: str | None = None
+    record: str | None = picture(*RECORDS)
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        idle = spec.drafter is Drafting.none or not spec.may_draft
+        if idle or (spec.drafter is Drafting.model and not has_draft):
+            found = f"drafter {spec.drafter.value}, k {spec.k}, {'a' if has_draft else 'no'} draft model"
+            fix = "name a draft model (draft=NAME), or choose speculation=ngram"
+            what = "task=compare has nothing to compare: nobody drafts"
+            raise UsageError(what, "draft, speculation", found, fix=fix)
 
 
 @dataclass
@@ -90,13 +195,19 @@ class MeasureConf(PromptedConf):
     does not count. `plot` null puts plot.png into the run folder.
     """
 
-    lengths: list[int] = field(default_factory=list)
-    ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    repeats: int = 6
-    max_new_tokens: int = 64
+    lengths: list[int] = number(list, 1, 2**20)
+    ks: list[int] = number(lambda: [1, 2, 4, 8], 1, MAX_K)
+    repeats: int = number(6, 1, 1000)
+    max_new_tokens: int = number(64, 1, MAX_INT)
     ignore_eos: bool = True
-    batch_size: int = 1
-    plot: str | None = None
+    batch_size: int = number(1, 1, MOST_ROWS)
+    plot: str | None = picture(*PLOTS)
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        if self.lengths and (self.prompts is not None or self.prompt_file is not None):
+            what = "both task.lengths and prompts are given"
+            raise UsageError(what, allowed="one source of prompts", fix="drop one of them")
 
 
 @dataclass
@@ -108,13 +219,23 @@ class CertifyConf(PromptedConf):
     greedy texts have `greedy_tokens`. A right sampler fails in at most `false_alarm` of runs.
     """
 
-    samples: int = 128
-    max_new_tokens: int = 8
-    law_tokens: int = 24
-    law_rounds: int = 64
-    greedy_tokens: int = 24
-    false_alarm: float = 0.001
-    batch_size: int = 64
+    samples: int = number(128, 8, 10**6, "fewer texts tell nothing")
+    max_new_tokens: int = number(8, 1, MAX_INT)
+    law_tokens: int = number(24, 1, MAX_INT)
+    law_rounds: int = number(64, 1, 10**6)
+    greedy_tokens: int = number(24, 1, MAX_INT)
+    false_alarm: float = number(0.001, 1e-3, 0.5, "the shuffles resolve no smaller rate")
+    batch_size: int = number(64, 1, MOST_ROWS)
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        key = "k_max" if spec.adaptive else "k"
+        if getattr(spec, key) > MOST_CERTIFIED:
+            raise UsageError(
+                "task=certify looks at every way in which a round may be decided", "speculation",
+                f"up to {getattr(spec, key)} drafts a round", f"up to {MOST_CERTIFIED}",
+                f"certify with speculation.{key}={MOST_CERTIFIED}: the rule is the same for any number",
+            )  # fmt: skip
 
 
 @dataclass
@@ -125,11 +246,11 @@ class AgreeConf(PromptedConf):
     agreed on `max_new_tokens`. `plot` null puts plot.png into the run folder.
     """
 
-    max_new_tokens: int = 64
-    chunk: int = 8
+    max_new_tokens: int = number(64, 1, MAX_INT)
+    chunk: int = number(8, 1, MAX_K)
     ignore_eos: bool = False
-    batch_size: int = 8
-    plot: str | None = None
+    batch_size: int = number(8, 1, MOST_ROWS)
+    plot: str | None = picture(*PLOTS)
 
 
 @dataclass
@@ -140,11 +261,11 @@ class PlanConf(TaskConf):
     leaves with exit code 1 unless the verdict is `fits`.
     """
 
-    prompt_tokens: int = 512
-    max_new_tokens: int = 128
-    batch_size: int = 1
-    prefill_chunk: int = 512
-    acceptance: float = 0.8
+    prompt_tokens: int = number(512, 1, MAX_INT)
+    max_new_tokens: int = number(128, 1, MAX_INT)
+    batch_size: int = number(1, 1, MOST_ROWS)
+    prefill_chunk: int = number(512, 1, 2**20)
+    acceptance: float = share(0.8)
     require_fit: bool = False
 
 
@@ -156,7 +277,7 @@ class CalibrateConf(TaskConf):
     """
 
     folder: str = "calibrated"
-    repeats: int = 5
+    repeats: int = number(5, 1, 1000)
 
 
 @dataclass
@@ -175,14 +296,14 @@ class BatchConf(TaskConf):
     work: str | None = None
     chat: bool = False
     system: str | None = None
-    max_new_tokens: int = 128
+    max_new_tokens: int = number(128, 1, MAX_INT)
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     on_bad_row: OnBadRow = OnBadRow.fail
-    batch_size: int = 8
-    prefill_chunk: int = 512
-    shard_size: int = 256
-    retries: int = 3
+    batch_size: int = number(8, 1, MOST_ROWS)
+    prefill_chunk: int = number(512, 1, 2**20)
+    shard_size: int = number(256, 1, 10**6)
+    retries: int = number(3, 1, 100)
     status: bool = False
     submit: bool = False
 

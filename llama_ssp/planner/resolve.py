@@ -9,7 +9,6 @@ from pathlib import Path
 from llama_ssp.config import (
     Drafting,
     DraftSeat,
-    EvalConf,
     ModelConf,
     Overlap,
     PlacementConf,
@@ -59,8 +58,7 @@ class PairSpec:
 
 def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec, ...]:
     """Every pair of the run on `world` ranks; `folders` are private ones that may hold presets, too."""
-    named = run.task.pairs if isinstance(run.task, EvalConf) else []
-    runs = [_with_presets(run, name, folders) for name in named] or [run]
+    runs = [_with_presets(run, name, folders) for name in run.task.named_pairs] or [run]
     return tuple(_completed(one, world) for one in runs)
 
 

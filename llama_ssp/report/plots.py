@@ -15,22 +15,14 @@ log = logging.getLogger(__name__)
 COLOURS = {"regular": "#8a8f98", "speculative": "#1f77b4"}
 
 
-def check_plot(asked: str | None) -> None:
-    """A picture that was asked for by name must be possible, before anything is run."""
-    if asked is None:
-        return
-    if find_spec("matplotlib") is None:
+def check_pictures(asked: dict[str, str]) -> None:
+    """Raises UsageError where a picture that is asked for, by key of the task, cannot be made."""
+    if "plot" in asked and find_spec("matplotlib") is None:
         raise UsageError("task.plot needs matplotlib", fix="pip install matplotlib, or leave out task.plot")
-    if not home_expanded(asked).parent.is_dir():
-        raise UsageError("task.plot is in no folder", found=asked, fix="make the folder, or correct the path")
-
-
-def check_record(asked: str | None) -> None:
-    """So must the picture of a comparison, which needs no more than a place."""
-    if asked is not None and not home_expanded(asked).parent.is_dir():
-        raise UsageError(
-            "task.record is in no folder", found=asked, fix="make the folder, or correct the path"
-        )
+    for key, name in asked.items():
+        if not home_expanded(name).parent.is_dir():
+            fix = "make the folder, or correct the path"
+            raise UsageError(f"task.{key} is in no folder", found=name, fix=fix)
 
 
 def plot_place(asked: str | None, folder: Path | None) -> Path | None:

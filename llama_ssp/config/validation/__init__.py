@@ -10,12 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from llama_ssp.config import (
     SIZES,
     TASKS,
-    BatchConf,
-    EvalConf,
     ModelConf,
     PlacementConf,
-    PlanConf,
-    PromptedConf,
     RunConf,
     Splitting,
     Weights,
@@ -23,7 +19,6 @@ from llama_ssp.config import (
 )
 from llama_ssp.config.schema import MAX_INT
 from llama_ssp.config.validation.cluster import check_cluster
-from llama_ssp.config.validation.tasks import check_task
 from llama_ssp.config.validation.values import between, check_values
 from llama_ssp.errors import UsageError
 
@@ -54,7 +49,7 @@ def check(run: RunConf) -> None:
     for role, model in (("model", run.model), ("draft", run.draft)):
         if model is not None:
             _check_model(role, model)
-    check_task(run)
+    run.task.check(spec, run.draft is not None)
     if sampling.min_new_tokens > most:
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
@@ -101,8 +96,6 @@ def check_context(run: RunConf) -> None:
     if model.context < 2:
         what = f"{of}, which leaves no room for a prompt and a new token"
         raise UsageError(what, "model.context", allowed="2 or more", fix="choose another model")
-    prompt = run.task.prompt_tokens if isinstance(run.task, PlanConf) else 1
+    prompt, new = getattr(run.task, "prompt_tokens", 1), getattr(run.task, "max_new_tokens", 1)
     between("task.prompt_tokens", prompt, 1, model.context - 1, of)
-    if isinstance(run.task, PromptedConf | BatchConf | EvalConf | PlanConf):
-        most = model.context - prompt
-        between("task.max_new_tokens", run.task.max_new_tokens, 1, most, f"{of}, prompt included")
+    between("task.max_new_tokens", new, 1, model.context - prompt, f"{of}, prompt included")
