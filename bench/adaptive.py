@@ -38,8 +38,7 @@ from llama_ssp.models.causal_lm import CausalModel  # noqa: E402
 from llama_ssp.models.kernels.linear import pack  # noqa: E402
 from llama_ssp.models.loader import DRAFT, load  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.speculative.generate import RowStep  # noqa: E402
-from llama_ssp.speculative.stats import Counts  # noqa: E402
+from llama_ssp.speculative.stats import Counts, RowStep  # noqa: E402
 
 log = logging.getLogger("bench")
 NEAR, NEVER_SLOWER, HARDLY = 1 / 1.03, 0.97, 0.05

@@ -21,9 +21,9 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.speculative.generate import Limits, RowStep
+from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.stats import Counts
+from llama_ssp.speculative.stats import Counts, RowStep
 
 PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
 

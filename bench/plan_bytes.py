@@ -47,8 +47,8 @@ from llama_ssp.planner.weights import Part, RolePart, held  # noqa: E402
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter  # noqa: E402
-from llama_ssp.speculative.engine import Engine  # noqa: E402
-from llama_ssp.speculative.follower import AnyEngine, Follower  # noqa: E402
+from llama_ssp.speculative.engine import Engine, RankEngine  # noqa: E402
+from llama_ssp.speculative.follower import Follower  # noqa: E402
 from llama_ssp.speculative.model_runner import ModelRunner  # noqa: E402
 from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
 from llama_ssp.speculative.sampling import SamplingTransform  # noqa: E402
@@ -194,7 +194,7 @@ def actual(case: Case, ranks: Ranks) -> int:
         drafter = ModelDrafter(runner, transform, draws)
         return before + _peak(lambda: drafter.propose(state, (case.k,) * ROWS))
     crew = Roles(ranks, ranks, None)
-    engine: AnyEngine
+    engine: RankEngine
     if ranks.is_leader:
         engine = Engine(runner, NoDrafter(), transform, RULES["block"], draws, crew)
     else:
@@ -202,13 +202,13 @@ def actual(case: Case, ranks: Ranks) -> int:
     proposal = _proposal(case.k, ranks.is_leader)
     before += sum(t.nbytes for t in (proposal.drafted_BK, proposal.draft_BKV) if t is not None)
     most = _peak(lambda: engine.verify(state, proposal))
-    engine.settle()
+    engine.flush()
     return before + most
 
 
 def _warm(runner: ModelRunner, state: State) -> None:
     runner.start(ROWS, ROOM)
-    runner.warm(state.token_BS, [PROMPT - 1] * ROWS)
+    runner.prefill(state.token_BS, [PROMPT - 1] * ROWS)
 
 
 def _proposal(k: int, leads: bool) -> Proposal:

@@ -187,7 +187,7 @@ def _by_typical() -> str | None:
 
 def _by_monitor(position: int) -> str | None:
     """Of 10,000 drafts at a position, 420 more stand than 5,000: 8.4 standard deviations."""
-    witness = Witness("token", 0, tried=[10_000] * 4, stood=[5000] * 4, expected=[5000.0] * 4,
+    witness = Witness(verify.RULES["token"], 0, tried=[10_000] * 4, stood=[5000] * 4, expected=[5000.0] * 4,
                       spread=[2500.0] * 4)  # fmt: skip
     witness.stood[position] += 420
     found = tallies.check_acceptance(witness, LEVEL)
@@ -196,7 +196,9 @@ def _by_monitor(position: int) -> str | None:
 
 def _by_places() -> str | None:
     """4 % of 10,000 drafts lie elsewhere."""
-    witness = Witness("token", 0, drafted=10_000, places=(0.96 * np.arange(10_000) / 10_000).tolist())
+    witness = Witness(
+        verify.RULES["token"], 0, drafted=10_000, places=(0.96 * np.arange(10_000) / 10_000).tolist()
+    )
     found = tallies.check_drafts(witness, LEVEL)
     return None if found.outcome is Outcome.failed else "drafts that never lie in the tail of 4 % pass"
 

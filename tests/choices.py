@@ -21,6 +21,7 @@ class ReplayDraws:
     cannot see; so it is an error.
     """
 
+    shared_noise = False
     choices: list[int]
     taken: list[int] = field(default_factory=list)
     options: list[int] = field(default_factory=list)

@@ -158,7 +158,7 @@ def _trace(role: Role, passes: list[Pass], rows: int, capacity: int, world: int,
         peaks = []
         for step in passes:
             with count.phase():
-                runner._pass(token_BS, [done + step.columns for done in runner.cached], step.last_only)
+                runner._forward(token_BS, [done + step.columns for done in runner.cached], step.last_only)
             assert runner._cache is not None
             peaks.append(count.peak - runner._cache.nbytes())
         caches = runner._cache.nbytes() if runner._cache else 0

@@ -31,9 +31,8 @@ from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters import ahead
 from llama_ssp.speculative.drafters import cross_vocab as bridged
 from llama_ssp.speculative.drafters import local as drafters
-from llama_ssp.speculative.drafters.memos import Memo
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
-from llama_ssp.speculative.sampling import Prefix, RowTransforms, SamplingTransform, one_hot
+from llama_ssp.speculative.sampling import Prefix, RowTransforms, SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, TokenRule
 from tests import rational, rig, trees
@@ -227,12 +226,11 @@ def _first_failure(self: BlockRule, passed: Any) -> Any:
     return TokenRule().accepted(passed)
 
 
-def _keeps_the_draft(self: Any, rule: CoupledRule, state: State, block: Block) -> Any:
+def _keeps_the_draft(self: CoupledRule, block: Block, round_draws: Any) -> Any:
     """Where both winners differ, the draft's is taken."""
-    accepted, probs = engine_coupled(self, rule, state, block)
-    last = accepted.clamp(max=block.k - 1)
-    drafted = one_hot(block.drafted_BK.gather(1, last[:, None])[:, 0], probs)
-    return accepted, torch.where((accepted < block.count_B)[:, None], drafted, probs)
+    accepted, token = coupled_decide(self, block, round_draws)
+    drafted = row_by_row(block.drafted_BK, accepted.clamp(max=block.k - 1))
+    return accepted, torch.where(accepted < block.count_B, drafted, token)
 
 
 def _all_that_agree(self: Any, passed: Any) -> Any:
@@ -327,9 +325,8 @@ def _runs_past_the_end(self: Any, state: State, row: int, tokens: list[int], con
     return (len(tokens), None) if kept < len(tokens) else (kept, reason)
 
 
-def _first_row_decides(self: Any, state: State, proposal: Proposal, probs: Any) -> Any:
-    accepted, correction, shared = engine_decide(self, state, proposal, probs)
-    return accepted, correction[:1].expand_as(correction), shared
+def _first_row_decides(self: Any, probs: Any, position: int = 0, unused: Any = None) -> Any:
+    return state_token(self, probs[:1].expand_as(probs), position, unused)
 
 
 def _unfiltered_target(self: SamplingTransform, logits: Any, prefix: Prefix) -> Any:
@@ -487,7 +484,7 @@ def _shows_the_end(self: Any, state: State, row: int, tokens: list[int], context
     return limits_trim(replace(self, text_end=None), state, row, tokens, context)
 
 
-def _of_any_prompt(self: Memo, state: State, row: int) -> bool:
+def _of_any_prompt(self: ahead.Memo, state: State, row: int) -> bool:
     return state.texts[row] == self.state.texts[row]
 
 
@@ -497,21 +494,21 @@ def _kernel(whole: str, faulty: str) -> Any:
     return test_deciding.kernel_with(whole, faulty)
 
 
-def _forgets_the_broken(self: Any, draws: Any, state: State, proposal: Proposal, probs: Any) -> Any:
-    return engine_by_kernel(self, draws, state, replace(proposal, damaged=None), probs)
+def _forgets_the_broken(rule: Any, draws: Any, state: State, proposal: Proposal, probs: Any) -> Any:
+    return kernel_decide(rule, draws, state, replace(proposal, damaged=None), probs)
 
 
 # The originals that faults build on, taken before anything is patched.
 draws_uniforms, draws_bernoulli = CounterDraws._uniforms, CounterDraws.bernoulli
 laws_uncut, memos_merged = SamplingTransform.uncut, ahead.merged
-engine_by_kernel = engine.Engine._by_kernel
+kernel_decide, state_token = deciding.decide, engine.StateDraws.token
 verify_ratios, verify_remaining = verify._ratios, verify._residual_probs
 model_propose, ngram_propose = drafters.ModelDrafter.propose, drafters.NgramDrafter.propose
 shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.TextDrafter.propose
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
-engine_decide, engine_draft, laws_law = engine.Engine._decide, engine.Engine.draft, SamplingTransform._probs
-engine_coupled, coupled_draw = engine.Engine._coupled, CoupledDraws.categorical
+engine_draft, laws_law = engine.Engine.draft, SamplingTransform._probs
+coupled_decide, coupled_draw = CoupledRule.decide, CoupledDraws.categorical
 coupled_noise = CoupledDraws._exponentials
 
 MUTANTS = [
@@ -534,7 +531,7 @@ MUTANTS = [
     Mutant("block: stops at the first failure", BlockRule, "accepted", _first_failure, by_rational("block")),
     Mutant("coupled: the token rule's chances", CoupledRule, "accept_chances", TokenRule.accept_chances, by_rational("coupled")),
     Mutant("coupled: the token rule's residual", CoupledRule, "correction_probs", TokenRule.correction_probs, by_rational("coupled")),
-    Mutant("coupled: the draft's token kept where both differ", engine.Engine, "_coupled", _keeps_the_draft, by_tree("plain", "coupled")),
+    Mutant("coupled: the draft's token kept where both differ", CoupledRule, "decide", _keeps_the_draft, by_tree("plain", "coupled")),
     Mutant("coupled: drafts stand behind one that fell", CoupledRule, "accepted", _all_that_agree, by_tree("plain", "coupled")),
     Mutant("coupled: one noise for two positions", State, "slot", _slot(lambda n, at: (n + at) // 2), by_tree("plain", "coupled")),
     Mutant("coupled: one noise for a round", State, "slot", _slot(lambda n, at: n), by_tree("plain", "coupled")),
@@ -561,7 +558,7 @@ MUTANTS = [
     Mutant("accepts at u = ratio = 0", CounterDraws, "bernoulli", _loose, strict_draws),
     Mutant("EOS seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("EOS inside the block")),
     Mutant("stop seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("stop sequence across blocks")),
-    Mutant("one row's correction for all rows", engine.Engine, "_decide", _first_row_decides, by_tree("two ragged rows")),
+    Mutant("one row's correction for all rows", engine.StateDraws, "token", _first_row_decides, by_tree("two ragged rows")),
     Mutant("races read the counters of drafts and coins", draws, "RACES", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("coupled noise reads the counters of drafts and coins", coupled, "POSITIONS", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a coin is its draft's number", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_no_number_has_two_uses")),
@@ -582,12 +579,12 @@ MUTANTS = [
         Mutant(f"merged drafts have the second one's {what}", ahead, "merged", _merged(part), by_test("test_overlap", "test_rows_of_two_memos_are_merged_whole"))
         for part, what in (("token_B", "tokens"), ("probs_BV", "probabilities"))
     ),
-    Mutant("a memo stands whatever its prompt", Memo, "stands", _of_any_prompt, by_test("test_overlap", "test_a_memo_stands_for_its_own_prompt_and_text_alone")),
+    Mutant("a memo stands whatever its prompt", ahead.Memo, "stands", _of_any_prompt, by_test("test_overlap", "test_a_memo_stands_for_its_own_prompt_and_text_alone")),
     Mutant("stop strings are shown the end token", loop.Limits, "trim", _shows_the_end, by_test("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")),
     *([] if compiler() is None else [
         Mutant("kernel: a small weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-3) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
         Mutant("kernel: a tiny weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-12) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
-        Mutant("kernel: broken drafts are forgotten", engine.Engine, "_by_kernel", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
+        Mutant("kernel: broken drafts are forgotten", deciding, "decide", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
         Mutant("kernel: races read the counters of drafts and coins", deciding, "RACES", draws.ROUNDS, by_test("test_deciding", "test_numbers_are_the_same")),
         Mutant("kernel: numbers do not know their stream", deciding, "operators", _kernel("{0, 0, stream, base[row]}", "{0, 0, 0, base[row]}"), by_test("test_draws", "test_the_kernel_reads_the_same_numbers")),
     ]),

@@ -14,8 +14,7 @@ from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
-from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -93,7 +92,7 @@ class Queue:
     chunk: int = 3
     texts: dict[str, list[int]] = field(default_factory=dict)
 
-    def admit(self, engine: AnyEngine, state: State) -> list[int]:
+    def admit(self, engine: RankEngine, state: State) -> list[int]:
         filled = []
         for row, reason in enumerate(state.finished):
             if reason is None or reason == WAITING:
@@ -106,7 +105,7 @@ class Queue:
 
 
 def drive_refilled(
-    engine: AnyEngine, prompts: list[Prompt], rows: int, *, k: int, longest: int, max_new: int = 24,
+    engine: RankEngine, prompts: list[Prompt], rows: int, *, k: int, longest: int, max_new: int = 24,
     ends: frozenset[int] = frozenset(), adaptive: bool = False, chunk: int = 3,
 ) -> dict[str, list[int]]:  # fmt: skip
     """All prompts through a few rows, each refilled as soon as its text ends; what each got."""
@@ -119,7 +118,7 @@ def drive_refilled(
 
 
 def drive(
-    engine: AnyEngine, prompts: list[Prompt], *, k: int, max_new: int = 24,
+    engine: RankEngine, prompts: list[Prompt], *, k: int, max_new: int = 24,
     ends: frozenset[int] = frozenset(), adaptive: bool = False, most: int | None = None,
 ) -> Run:  # fmt: skip
     """One batch through any rank's engine; `most` rounds of it."""
@@ -136,7 +135,7 @@ def drive(
         run.accepted += sum(row.accepted for row in step.rows)
         run.longest.append(max(len(row.drafted) for row in step.rows))
         if run.rounds == most:
-            engine.settle()
+            engine.flush()
             break
     run.texts = [state.generated(row) for row in range(state.rows)]
     run.finish = list(state.finished)

@@ -51,7 +51,7 @@ def test_the_shared_law_is_the_draft_s_own(name: str, temperature: float) -> Non
     how = bridge(name, Intersection)
     state = State([PROMPTS[0]], 16, torch.device("cpu"))
     drafter.start(1, 16)
-    drafter.warm(state)
+    drafter.prefill(state)
     declared = drafter.propose(state, (1,)).draft_BKV[0, 0]
     ids = torch.tensor([how.begun(PROMPTS[0].token_ids)])
     whole = model.module(input_ids=ids, use_cache=False).logits[0, -1].softmax(-1).tolist()
@@ -198,7 +198,7 @@ def test_shared_tokens_beyond_the_law_are_left_out() -> None:
     """A tokenizer may have more tokens than the target's model has rows."""
     name = "target within draft"
     drafter, transform = made(name, Intersection, toy(PAIRS[name][1].size, 1), CounterDraws(0))
-    narrow = replace(drafter._mirror._bridge)
+    narrow = replace(drafter._bridge)
     small = SamplingTransform(SamplingConfig(), (), 1)
     cut = IntersectionDrafter(ModelRunner(toy(4, 1), 512), small, CounterDraws(0), narrow)
     assert cut._to_S.tolist() == [0] and transform.vocab == 2

@@ -23,7 +23,7 @@ from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
-from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.engine import Engine, StateDraws
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
@@ -33,10 +33,10 @@ from llama_ssp.tasks.certify.checks import Effort, check_greedy_texts, check_pro
 from llama_ssp.tasks.certify.first_tokens import FirstTokens, check_first, first_tokens
 from llama_ssp.tasks.certify.permutation_test import Samples
 from llama_ssp.tasks.certify.plain_filters import check_filters
-from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Round, WatchedEngine, Witness
+from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Round, Witness
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
 from llama_ssp.tasks.certify.rule_distribution import MOST_TRIED, node
-from llama_ssp.tasks.certify.samplers import EngineSampler, WatchedEngineSampler
+from llama_ssp.tasks.certify.samplers import EngineSampler
 from llama_ssp.tasks.certify.target_probs import Noise, Reference
 from llama_ssp.tasks.certify.verdict import Check, Outcome, page, sentence, verdict
 from tests import certify_faults, mutants
@@ -121,7 +121,7 @@ def sampler(
     target = target or toy(VOCAB, 0, sharpness=0.8)
     transform, draws = (
         SamplingTransform(sampling or SamplingConfig(), tuple(ends), target.vocab),
-        source(rule, 11),
+        source(rule, witness.seed if witness else 11),
     )
     drafter: Drafter = NoDrafter()
     if isinstance(draft, CausalModel):
@@ -130,9 +130,7 @@ def sampler(
         drafter = NgramDrafter(1, 4, target.vocab, torch.float64)
     engine = Engine(ModelRunner(target), drafter, transform, rule, draws)
     lookahead = lambda count: FixedDraftLength(k if draft else 0, count)  # noqa: E731
-    if witness is None:
-        return EngineSampler(name, engine, lookahead, ends, rows)
-    return WatchedEngineSampler(name, WatchedEngine(engine, witness), lookahead, ends, rows)
+    return EngineSampler(name, engine, lookahead, ends, rows, witness=witness)
 
 
 def draft_model() -> CausalModel:
@@ -141,7 +139,9 @@ def draft_model() -> CausalModel:
 
 def watched(rule: str, texts: int = 0, draft: CausalModel | str | None = None, **settings: Any) -> Any:
     """A watched sampler that has drawn so many texts of 30 tokens."""
-    found = sampler("ours", RULES[rule], draft or draft_model(), Witness(rule, 3), rows=100, **settings)
+    found = sampler(
+        "ours", RULES[rule], draft or draft_model(), Witness(RULES[rule], 3), rows=100, **settings
+    )
     if texts:
         found.texts([Prompt(f"{n}", (n % VOCAB, 1)) for n in range(texts)], 30)
     return found
@@ -205,7 +205,7 @@ def _another_token(self: Any, state: Any, count: Any) -> Any:
 
 
 def test_nothing_drafted_proves_nothing() -> None:
-    witness = Witness("block", 0)
+    witness = Witness(RULES["block"], 0)
     assert check_drafts(witness, SURE).outcome is check_acceptance(witness, SURE).outcome is Outcome.blind
 
 
@@ -220,8 +220,10 @@ SAMPLINGS = {
 
 def law_check(rule: str = "block", plan: Effort = PLAN, **settings: Any) -> Check:
     sampling = settings.setdefault("sampling", SamplingConfig())
+    subject = watched(rule, **settings)
     found = check_probs(
-        watched(rule, **settings),
+        subject,
+        subject.witness,
         toy(VOCAB, 0, sharpness=0.8),
         SamplingTransform(sampling, (), VOCAB),
         PROMPTS,
@@ -243,7 +245,8 @@ def test_the_laws_are_the_targets_own(rule: str, controls: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [m for m in mutants.MUTANTS if m.name.startswith("coupled") and m.place in (State, Engine)],
+    "fault",
+    [m for m in mutants.MUTANTS if m.name.startswith("coupled") and m.attribute in ("slot", "decide")],
     ids=lambda fault: fault.name,
 )  # fmt: skip
 def test_faults_of_coupled_rounds_show(fault: mutants.Mutant) -> None:
@@ -301,17 +304,22 @@ def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
     assert expected is Outcome.skipped or found.figures["decisions"] > 300
 
 
-def _lenient_decision(self: Engine, state: Any, proposal: Any, probs_BWV: Any) -> Any:
-    """The engine takes a tenth more than the rule that it is asked to go by."""
-    chances = BlockRule.accept_chances
+decide, chances = BlockRule.decide, BlockRule.accept_chances
+
+
+def _lenient_decision(self: BlockRule, block: Block, draws: Any) -> Any:
+    """The engine accepts a tenth more than the rule, which replays call."""
     with patch.object(BlockRule, "accept_chances", lambda rule, block: 1.1 * chances(rule, block)):
-        return mutants.engine_decide(self, state, proposal, probs_BWV)
+        return decide(self, block, draws)
 
 
-@pytest.mark.parametrize("fault", [_lenient_decision, mutants._first_row_decides])
-def test_decisions_that_the_rule_does_not_take_show(fault: Any) -> None:
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [(BlockRule, "decide", _lenient_decision), (StateDraws, "token", mutants._first_row_decides)],
+)
+def test_decisions_that_the_rule_does_not_take_show(place: Any, name: str, fault: Any) -> None:
     """The rule itself is right, so the distribution check sees nothing of this."""
-    with patch.object(Engine, "_decide", fault):
+    with patch.object(place, name, fault):
         decisions = watched("block", texts=50).witness.decisions
     assert check_decisions(decisions).outcome is Outcome.failed
 
@@ -339,11 +347,11 @@ def test_first_tokens_have_their_exact_probabilities(rule: str) -> None:
     subject = watched(rule)
     subject.witness.room = 12
     subject.texts(PROMPTS, 12)
-    seen = first_tokens(subject.engine, subject.witness.rounds, 4000, 500, 1)
+    seen = first_tokens(subject.engine, subject.witness, 4000, 500, 1)
     found = check_first(seen, SURE)
     assert (found.outcome, seen.rounds) == (Outcome.passed, 4000), found.says
     with patch.object(*MORE[rule]):
-        seen = first_tokens(subject.engine, subject.witness.rounds, 4000, 500, 1)
+        seen = first_tokens(subject.engine, subject.witness, 4000, 500, 1)
     assert check_first(seen, SURE).outcome is Outcome.failed
 
 

@@ -63,11 +63,13 @@ def laws_checked(
     shipped: Shipped, sampling: SamplingConfig, rule: str = "block", positions: int = PLAN.law_positions
 ) -> Check:
     target, draft, tokens = shipped
-    ours = sampler("ours", RULES[rule], draft, Witness(rule, 1), sampling, target, 4, tokens.end_ids, 64)
+    ours = sampler(
+        "ours", RULES[rule], draft, Witness(RULES[rule], 1), sampling, target, 4, tokens.end_ids, 64
+    )
     transform = SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab)
     plan = replace(PLAN, law_positions=positions)
     with torch.inference_mode():
-        found = check_probs(ours, target, transform, prompts_of(tokens), plan, True)
+        found = check_probs(ours, ours.witness, target, transform, prompts_of(tokens), plan, True)
     assert found is not None
     return found
 
@@ -95,7 +97,7 @@ def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
 def test_faults_of_the_drafts(shipped: Shipped, fault: Fault | None) -> None:
     """A third of the default run's texts."""
     target, draft, tokens = shipped
-    witness = Witness("block", 1)
+    witness = Witness(RULES["block"], 1)
     ours = sampler("ours", RULES["block"], draft, witness, None, target, 4, tokens.end_ids, 64)
     asked = [replace(p, id=f"{p.id} {n}") for p in prompts_of(tokens) for n in range(PLAN.samples // 3)]
     if fault is None:
@@ -125,9 +127,9 @@ def by_rounds(shipped: Shipped, sampling: SamplingConfig, kernel: bool, texts: i
     chosen = (lambda rule, seed: by_kernel(source(rule, seed))) if kernel else source
     with patch("tests.test_certify.source", chosen):
         ours = sampler(
-            "ours", RULES["block"], draft, Witness("block", 1), sampling, target, 4, tokens.end_ids, 64
+            "ours", RULES["block"], draft, Witness(RULES["block"], 1), sampling, target, 4, tokens.end_ids, 64
         )
-    assert isinstance(ours.draws, HostDraws) is kernel
+    assert isinstance(ours.engine.draws, HostDraws) is kernel
     ours.witness.room = PLAN.law_rounds
     asked = prompts_of(tokens)
     ours.texts([replace(one, id=f"{one.id} {n}") for one in asked for n in range(texts // len(asked))], 8)

@@ -152,7 +152,7 @@ def test_in_bf16_logits_differ_by_rounding():
     for model in (wide, narrow, fast):
         runner = ModelRunner(model)
         runner.start(1, 60)
-        runner.warm(token_BS, [10])
+        runner.prefill(token_BS, [10])
         found.append(torch.cat([runner.logits(token_BS, [end], [5]).double() for end in range(15, 60, 5)], 1))
     exact, eager, quick = found
     assert (quick - exact).abs().max() <= 1.5 * (eager - exact).abs().max()
@@ -219,7 +219,7 @@ def test_what_a_graph_reads_stays_where_it_was(monkeypatch):
     runner = ModelRunner(Captured(CausalModel(build("llama-gqa"), "target")))
     runner.start(1, 40)
     token_BS = torch.arange(3, 44).view(1, 41)
-    runner.warm(token_BS, [4])
+    runner.prefill(token_BS, [4])
     runner.logits(token_BS, [6], [2])  # compiles
     seen.clear()
     runner.logits(token_BS, [8], [2])  # captures
@@ -240,7 +240,7 @@ def test_graphs_have_buffers_for_each_shape_and_bucket(monkeypatch):
     runner = ModelRunner(fast)
     runner.start(2, 40)
     token_BS = torch.arange(3, 85).view(2, 41)
-    runner.warm(token_BS, [4, 9])
+    runner.prefill(token_BS, [4, 9])
     runner.logits(token_BS, [6, 11], [2, 2])
     kept = runner.logits(token_BS, [8, 13], [2, 2])
     before = kept.clone()

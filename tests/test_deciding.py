@@ -20,7 +20,7 @@ from llama_ssp.models.kernels import build
 from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
-from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.engine import Engine, block_of
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import HostDraws, by_kernel
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf
@@ -78,7 +78,7 @@ class Case:
         engine = Engine(
             ModelRunner(toy(self.vocab, 0), 8), NoDrafter(), self.transform, RULES[self.rule], draws
         )
-        return engine._judge(self.state, self.proposal(), self.target)
+        return engine.judge(self.state, self.proposal(), self.target)
 
     @staticmethod
     def transform(probs_BWV, _prefix):
@@ -159,10 +159,7 @@ def test_chances_are_exact(rule):
     """A coin just below the chance that the rule defines passes, one just above it does not."""
     tried = 0
     for case in (case for case in CASES if case.rule == rule and case.k):
-        engine = Engine(
-            ModelRunner(toy(case.vocab, 0), 8), NoDrafter(), case.transform, RULES[rule], CounterDraws(0)
-        )
-        chance_BK = RULES[rule].accept_chances(engine._block(case.state, case.proposal(), case.target))
+        chance_BK = RULES[rule].accept_chances(block_of(case.proposal(), case.target))
         clock_BN = torch.ones(case.state.rows, 2 * heat(case.vocab), dtype=torch.float64)
         for row, count in enumerate(case.count):
             for place in range(count):
@@ -234,10 +231,7 @@ def law_behind(case: Case, accepted: int):
     """Of the first row."""
     if case.k == 0:
         return case.target[0, 0].double()
-    engine = Engine(
-        ModelRunner(toy(case.vocab, 0), 8), NoDrafter(), case.transform, RULES[case.rule], CounterDraws(0)
-    )
-    block = engine._block(case.state, case.proposal(), case.target)
+    block = block_of(case.proposal(), case.target)
     rows = torch.full((case.state.rows,), accepted).minimum(torch.tensor(case.count))
     return RULES[case.rule].correction_probs(block, rows)[0]
 
@@ -382,7 +376,9 @@ def test_other_draws_and_other_rules_are_left_alone():
     class Other(BlockRule):
         pass
 
-    assert not deciding.can_decide(Other()) and not deciding.can_decide(RULES["coupled"])
+    mine, kernels = CounterDraws(0), by_kernel(CounterDraws(0))
+    assert deciding.can_decide(RULES["block"], kernels) and not deciding.can_decide(RULES["block"], mine)
+    assert not any(deciding.can_decide(rule, kernels) for rule in (Other(), RULES["coupled"]))
 
 
 def test_without_a_compiler_rounds_are_decided_as_before(monkeypatch, caplog):

@@ -204,7 +204,7 @@ def test_k_goes_by_how_later_drafts_stand_where_the_first_ones_do():
         useless = Seen([0.5, 0.0, 0.0, 0.0], row=1)
         lookahead.observe([sure, useless])
     assert lookahead.choose() == [8, 1]
-    first, second = lookahead.agreement
+    first, second = lookahead.acceptance
     assert first.first == pytest.approx(second.first, abs=0.05)
     assert first.later > 0.95 and second.later < 0.1
     lookahead.restart(0)

@@ -14,9 +14,8 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.draft_messages import DraftClient, Message, MessageKind
 from llama_ssp.speculative.drafters import ahead
 from llama_ssp.speculative.drafters import remote as apart
-from llama_ssp.speculative.drafters.ahead import AheadDrafter
+from llama_ssp.speculative.drafters.ahead import AheadDrafter, Memo
 from llama_ssp.speculative.drafters.local import Drawn
-from llama_ssp.speculative.drafters.memos import Memo
 from llama_ssp.speculative.drafters.remote import read, written
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.state import Prompt, State
@@ -173,12 +172,12 @@ def _if_it_pleases(memo: Memo, state: State, row: int) -> bool:
     return stands and bool(memo.drawn) and int(memo.drawn[0].token_B[row]) == 0
 
 
-_beyond, _step = State.beyond, AheadDrafter._step
+_extended, _step = State.extended, AheadDrafter._step
 
 
 def _with_own_draws(state: State, blocks: list[list[int]]) -> State:
     """Drafts ahead by other keys than the proposal's."""
-    later: Any = _beyond(state, blocks)
+    later: Any = _extended(state, blocks)
     later.slot = lambda purpose, offset=0: State.slot(later, purpose, offset + 8)
     return later
 
@@ -214,7 +213,7 @@ FAULTS = {
     ),
     "a proposal for another prefix is used": Fault(((Memo, "stands", _of_any_text),)),
     "whether it is used depends on a token that nobody committed": Fault(
-        ((Memo, "stands", _if_it_pleases), (State, "beyond", _with_own_draws)),
+        ((Memo, "stands", _if_it_pleases), (State, "extended", _with_own_draws)),
         WALKS["every guess is right"][0],
     ),
     "the law is another text's": Fault(((AheadDrafter, "_step", _law_of_another_text),)),

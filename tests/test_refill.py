@@ -73,13 +73,13 @@ def test_nothing_of_a_damaged_text_stays_in_its_row(models):
     runner, fresh = ModelRunner(target), ModelRunner(target)
     for one in (runner, fresh):
         one.start(2, 14)
-        one.warm(token_BS, [12, 12])
+        one.prefill(token_BS, [12, 12])
     with torch.inference_mode():
         for keys, values in runner._cache.layers():
             keys[0], values[0] = torch.nan, torch.inf
     for one in (runner, fresh):
-        one.forget(0)
-        one.read(token_BS, 0, 3)
+        one.evict(0)
+        one.prefill_row(token_BS, 0, 3)
     found, wanted = (one.logits(token_BS, [5, 13], [1, 1]) for one in (runner, fresh))
     assert torch.equal(found, wanted) and found.isfinite().all()
 
@@ -121,10 +121,10 @@ def test_a_long_prompt_is_read_between_the_rounds_of_others(models):
         CounterDraws(0),
     )
     fed: list[int] = []
-    whole = ModelRunner.read
+    whole = ModelRunner.prefill_row
 
     class Watched(ModelRunner):
-        def read(self, token_BS, row, end):
+        def prefill_row(self, token_BS, row, end):
             fed.append(end - self.cached[row])
             whole(self, token_BS, row, end)
 

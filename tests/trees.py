@@ -19,7 +19,7 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES, CoupledRule
+from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.translation import Intersection, Text
 from tests.choices import ReplayDraws, SharedReplay, distance, every_branch
 from tests.reference import reference_law
@@ -89,7 +89,7 @@ def walk(scenario: Scenario) -> tuple[float, int]:
 
 def source_of(scenario: Scenario) -> type[ReplayDraws]:
     """What is walked: draws of their own, or noise that draft and target share."""
-    return SharedReplay if scenario.rule == CoupledRule.name else ReplayDraws
+    return SharedReplay if RULES[scenario.rule].shared_noise else ReplayDraws
 
 
 def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any) -> Outcome:

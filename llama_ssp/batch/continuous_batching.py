@@ -11,7 +11,7 @@ from typing import Any
 from llama_ssp.batch.responses import Reply
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.draft_length import DraftLength
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.rng import CounterDraws, prompt_key
 from llama_ssp.speculative.sampling import RowTransforms
@@ -48,7 +48,7 @@ class TokenRequest:
 class ContinuousBatch:
     """Answers requests on one engine. `figures` is right at any moment, also after a failure."""
 
-    engine: AnyEngine
+    engine: RankEngine
     transforms: RowTransforms
     draws: CounterDraws
     decode: Decode
@@ -90,7 +90,7 @@ class ContinuousBatch:
                 if taken.finish is not None:
                     yield self._reply(state, taken.row, taken.finish)
 
-    def admit(self, engine: AnyEngine, state: State) -> list[int]:
+    def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""
         free = [row for row, reason in enumerate(state.finished) if reason not in (None, WAITING)]
         taken = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]

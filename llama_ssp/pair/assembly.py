@@ -35,8 +35,8 @@ from llama_ssp.speculative.drafters.ahead import AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, NgramDrafter, NoDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter, SendingDrafter
-from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.follower import AnyEngine, Follower
+from llama_ssp.speculative.engine import Engine, RankEngine
+from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.rng import Draws
@@ -160,11 +160,13 @@ def _loaded(seat: ModelPlacement, group: Ranks) -> CausalModel:
 
 
 def engine_for(
-    pair: RankModels, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int
-) -> AnyEngine:
-    """One engine with caches and draws of its own; only real tokens are ever drawn."""
+    pair: RankModels, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int,
+    rule: Rule | None = None,
+) -> RankEngine:  # fmt: skip
+    """One engine with caches and draws of its own; only real tokens are drawn. `rule` replaces the run's."""
     transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
-    return engine_with(pair, run, tokens, transform, draws_for(pair.target, rule_of(run), seed), chunk)
+    draws = draws_for(pair.target, rule_of(run), seed)
+    return engine_with(pair, run, tokens, transform, draws, chunk, rule)
 
 
 def rule_of(run: RunConf) -> Rule:
@@ -173,8 +175,9 @@ def rule_of(run: RunConf) -> Rule:
 
 
 def engine_with(
-    pair: RankModels, run: RunConf, tokens: Tokens, transform: SamplingTransform, draws: Draws, chunk: int
-) -> AnyEngine:
+    pair: RankModels, run: RunConf, tokens: Tokens, transform: SamplingTransform, draws: Draws, chunk: int,
+    rule: Rule | None = None,
+) -> RankEngine:  # fmt: skip
     """An engine with KV caches of its own, for this sampling transform and these random draws."""
     crew, bridge = pair.crew, tokens.paired.bridge if tokens.paired else None
     drafter = _drafter(pair, run, transform, draws, chunk, bridge)
@@ -182,7 +185,7 @@ def engine_with(
         crew = replace(crew, draft_channel=None)
     target = ModelRunner(pair.target, chunk) if pair.target else None
     if target is not None and crew.leads:
-        return Engine(target, drafter or NoDrafter(), transform, rule_of(run), draws, crew)
+        return Engine(target, drafter or NoDrafter(), transform, rule or rule_of(run), draws, crew)
     device = next(model.device for model in (pair.target, pair.draft) if model)
     return Follower(target, drafter, crew, pair.context, device)
 

@@ -10,7 +10,7 @@ from typing import Any
 from llama_ssp.config import RunConf
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.speculative.draft_length import DraftLength
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, counted, ratio
@@ -25,20 +25,20 @@ NOT_NUMBERS = "a model gave logits that are not numbers (NaN or infinite)"
 class TimedRun:
     """One batch, on a clock that runs only while the engine works; what the caller does is not counted.
 
-    The clock is read after `engine.wait()`, when a GPU has finished.
+    The clock is read after `engine.synchronize()`, when a GPU has finished.
     """
 
-    def __init__(self, engine: AnyEngine, prompts: list[Prompt], max_new_tokens: int) -> None:
+    def __init__(self, engine: RankEngine, prompts: list[Prompt], max_new_tokens: int) -> None:
         """Prefills the prompts."""
         self._engine = engine
         self.counts = Counts()
         self.decode_s = 0.0
         self.first_token_s: float | None = None
         forwards = engine.target_forwards
-        engine.wait()
+        engine.synchronize()
         began = time.perf_counter()
         self.state = engine.prefill(prompts, max_new_tokens)
-        engine.wait()
+        engine.synchronize()
         self.prefill_s = time.perf_counter() - began
         self.prefill_forwards = engine.target_forwards - forwards
 
@@ -51,7 +51,7 @@ class TimedRun:
         """Every round until the last row has ended, and its seconds."""
         began = time.perf_counter()
         for step in generate(self._engine, self.state, limits, lookahead):
-            self._engine.wait()
+            self._engine.synchronize()
             spent = time.perf_counter() - began
             self.decode_s += spent
             if self.first_token_s is None:
@@ -88,7 +88,7 @@ class Batches:
     """Runs batches on one engine. `figures` is right at any moment, also after a failure."""
 
     def __init__(
-        self, engine: AnyEngine, decode: Decode, lookahead: Callable[[int], DraftLength],
+        self, engine: RankEngine, decode: Decode, lookahead: Callable[[int], DraftLength],
         max_new_tokens: int, ends: frozenset[int], stops: list[str],
     ) -> None:  # fmt: skip
         """`lookahead` chooses how K is chosen for a batch of this many rows."""

@@ -22,9 +22,10 @@ from llama_ssp.pair.placements import model_placements, require_loadable, tokens
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.speculative.draft_length import Costs
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.measure_costs import measured
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.prompts import TextPrompt
 
 log = logging.getLogger(__name__)
@@ -113,12 +114,16 @@ class PairSession:
         return measured(target, draft, self.run, self.rows, self._slots)
 
     def engine(
-        self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None
-    ) -> AnyEngine:
-        """An engine with KV caches and random draws of its own; `run` may have other settings of sampling."""
+        self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None,
+        rule: Rule | None = None,
+    ) -> RankEngine:  # fmt: skip
+        """An engine with KV caches and random draws of its own; `run` may have other settings of sampling.
+
+        `rule` replaces the run's verification rule.
+        """
         run = run or self.run
-        ends = self.end_ids if end_ids is None else end_ids
-        return engine_for(self.models, run, self.tokens, ends, seed, getattr(run.task, "prefill_chunk", 512))
+        ends, chunk = self.end_ids if end_ids is None else end_ids, getattr(run.task, "prefill_chunk", 512)
+        return engine_for(self.models, run, self.tokens, ends, seed, chunk, rule)
 
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, log, sqrt
 from statistics import NormalDist, median, quantiles
@@ -104,3 +105,9 @@ def sum_band(spread: float, false_alarm: float) -> float:
     """
     surprise = log(2 / false_alarm)
     return surprise / 3 + sqrt(surprise**2 / 9 + 2 * surprise * spread)
+
+
+def uniform_distance(values: Sequence[float]) -> float:
+    """How far the values' distribution function is from the uniform one (Kolmogorov and Smirnov)."""
+    n = len(values)
+    return max(max((rank + 1) / n - value, value - rank / n) for rank, value in enumerate(sorted(values)))

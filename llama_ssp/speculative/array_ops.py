@@ -1,7 +1,7 @@
-"""The handful of array operations that verification and filters need, for torch and numpy alike.
+"""The array operations of verification and filters, for torch and numpy alike.
 
-Why two: the functions that ship run on torch tensors; the very same functions, fed numpy arrays of
-`fractions.Fraction`, are proved exact by enumeration (tests/test_verify_exact.py).
+The functions that ship run on torch tensors. Tests prove the same functions exact by enumeration, on numpy
+arrays of `fractions.Fraction` (tests/test_verify_exact.py).
 """
 
 from __future__ import annotations
@@ -12,46 +12,57 @@ import numpy as np
 import torch
 
 Array = Any  # torch.Tensor, or numpy.ndarray (of float or of Fraction)
+HEAP = 512  # up to this many of the largest, torch's topk is faster on a CPU than numpy's partition
+
+
+def _of(array: Array) -> Any:
+    """The library that the array belongs to."""
+    return np if isinstance(array, np.ndarray) else torch
 
 
 def where(condition: Array, yes: Array, no: Array) -> Array:
-    library = np if isinstance(condition, np.ndarray) else torch
-    return library.where(condition, yes, no)
-
-
-def positive(array: Array) -> Array:
-    """The array with everything below zero made zero, in its own number type."""
-    if isinstance(array, np.ndarray):
-        return where(array > 0, array, array * 0)
-    return array.clamp(min=0)
-
-
-def excess(weight: Array, one: Array, other: Array) -> Array:
-    """`weight * one - other` where it is positive, else zero: of large tensors, in memory for one."""
-    if isinstance(one, np.ndarray):
-        return positive(weight * one - other)
-    return (weight * one).sub_(other).clamp_(min=0)
+    return _of(condition).where(condition, yes, no)
 
 
 def smaller(one: Array, other: Array) -> Array:
-    return (np if isinstance(one, np.ndarray) else torch).minimum(one, other)
+    return _of(one).minimum(one, other)
 
 
 def stack_last(parts: list[Array]) -> Array:
-    library = np if isinstance(parts[0], np.ndarray) else torch
-    return library.stack(parts, -1)
+    return _of(parts[0]).stack(parts, -1)
 
 
 def joined(one: Array, other: Array) -> Array:
-    """Side by side on the last axis."""
-    library = np if isinstance(one, np.ndarray) else torch
-    return library.concatenate([one, other], -1)
+    """Concatenated along the last axis."""
+    return _of(one).concatenate([one, other], -1)
+
+
+def shifted(array: Array, first: int) -> Array:
+    """Each entry's left neighbour along the last axis; the first one's is `first`."""
+    return joined(array[..., :1] * 0 + first, array[..., :-1])
+
+
+def positive(array: Array) -> Array:
+    """The array with negative entries made zero, in its own number type."""
+    return where(array > 0, array, array * 0) if isinstance(array, np.ndarray) else array.clamp(min=0)
+
+
+def excess(weight: Array, one: Array, other: Array) -> Array:
+    """max(weight * one - other, 0), with memory for one large tensor."""
+    if isinstance(one, np.ndarray):
+        return positive(weight * one - other)
+    return (weight * one).sub_(other).clamp_(min=0)
 
 
 def order(array: Array) -> Array:
     """0, 1, 2, ... along the last axis."""
     size = array.shape[-1]
     return np.arange(size) if isinstance(array, np.ndarray) else torch.arange(size, device=array.device)
+
+
+def order_up(array: Array) -> Array:
+    """The indices that sort the last axis, smallest first."""
+    return array.argsort(-1)
 
 
 def pick(array: Array, index: Array, axis: int) -> Array:
@@ -62,13 +73,8 @@ def pick(array: Array, index: Array, axis: int) -> Array:
 
 
 def row_by_row(array: Array, index_B: Array) -> Array:
-    """Of each row the entry of axis 1 that its index names."""
-    rows = len(index_B)
-    on = np.arange(rows) if isinstance(array, np.ndarray) else torch.arange(rows, device=array.device)
-    return array[on, index_B]
-
-
-HEAP = 512  # so few of the largest a CPU finds sooner by a heap than by parting all the others from them
+    """From each row, the entry of axis 1 at that row's index."""
+    return array[order(index_B), index_B]
 
 
 def greatest(array: Array, count: int) -> Array:
@@ -88,22 +94,9 @@ def greatest(array: Array, count: int) -> Array:
     return torch.from_numpy(down.copy()) if is_torch else down
 
 
-def order_up(array: Array) -> Array:
-    """The indices that sort the last axis, smallest first."""
-    return array.argsort(-1)
-
-
-def shifted(array: Array, first: int) -> Array:
-    """Each entry's left neighbour along the last axis; the first one's is `first`."""
-    library = np if isinstance(array, np.ndarray) else torch
-    return library.concatenate([array[..., :1] * 0 + first, array[..., :-1]], -1)
-
-
 def largest(array: Array) -> Array:
     """The maximum of the last axis, kept as an axis of length 1."""
-    if isinstance(array, np.ndarray):
-        return array.max(-1, keepdims=True)
-    return array.amax(-1, keepdim=True)
+    return array.max(-1, keepdims=True) if isinstance(array, np.ndarray) else array.amax(-1, keepdim=True)
 
 
 def total(array: Array) -> Array:

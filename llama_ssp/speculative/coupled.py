@@ -1,18 +1,16 @@
-"""Draws of which a text knows nothing but the seed: draft and target race with the same noise.
+"""Draws for the coupled rule: draft and target draw a position's token with the same noise.
 
-The noise of a position is one exponential a token, keyed by (run seed, prompt id, position in the text); a
-law's token there is the one with the least exponential over its chance, which is drawn from the distribution.
-The draft's token and the target's have the same noise, so they are mostly the same, and where they are not
-the target's stands (verification.CoupledRule). Hence a text is a function of the noise and of the target's
-distributions alone: whoever drafts, however much, wherever it sits, the same tokens come out, and so they do
-without a draft.
+The noise of a position is one exponential per token, keyed by (run seed, prompt id, position). The drawn
+token is the one with the least exponential / probability, which has the given distribution. Draft and target
+mostly draw the same token; where they do not, the target's is committed (verification.CoupledRule). So a text
+depends on the noise and on the target's distributions alone: any draft model, K and placement give the same
+tokens, and so does no draft.
 
-Why that may be keyed by position alone, while other draws must be keyed by the round as well (rng.py):
-there, a draft that block verification discards has had a part in a decision, and to draw it again would bias
-the text. Here no draft has a part in anything but how many tokens a round brings. The token that is committed
-at a position is the winner of the target's race in the noise of that position, which no token before it has
-seen: the distribution of the text is the product of the target's distributions, whatever else that noise was
-asked in between.
+Other draws must be keyed by the round as well (rng.py), because a draft that block verification discards has
+taken part in a decision, and drawing it again would bias the text. Here a draft only decides how many tokens
+a round commits. The committed token is the winner of the target's race in the noise of its position, and no
+earlier token depends on that noise: the text's distribution is the product of the target's distributions,
+however often the noise is used.
 """
 
 from __future__ import annotations
@@ -25,15 +23,16 @@ from torch import Tensor
 
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.rng import POSITIONS, CounterDraws, Slot
-from llama_ssp.speculative.verification import CoupledRule, Rule
+from llama_ssp.speculative.verification import Rule
 
-HELD_NUMBERS = 2**24  # of the noise kept for the next distribution that asks for it: 128 MiB
+HELD_NUMBERS = 2**24  # of noise kept for its next use: 128 MiB
 
 
 @dataclass
 class CoupledDraws(CounterDraws):
-    """Tokens are winners of races in the noise of their position, whatever they are drawn for."""
+    """Every token is the winner of a race with the noise of its position, whatever its purpose."""
 
+    shared_noise = True
     _noise: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
@@ -44,7 +43,7 @@ class CoupledDraws(CounterDraws):
         return winner(probs_BV, sent(torch.from_numpy(np.stack(noise)), probs_BV.device))
 
     def _exponentials(self, key: int, position: int, count: int) -> np.ndarray:
-        """A longer noise starts with the shorter one, so that a padded vocabulary changes nothing."""
+        """Longer noise starts with the shorter one, so padding the vocabulary changes nothing."""
         held = self._noise.get((key, position))
         if held is None or len(held) < count:
             if (len(self._noise) + 1) * count > HELD_NUMBERS:
@@ -55,11 +54,11 @@ class CoupledDraws(CounterDraws):
 
 
 def winner(probs_BV: Tensor, noise_BV: Tensor) -> Tensor:
-    """The token whose exponential over its chance is the least; never one of chance 0."""
+    """The token with the least noise / probability in each row, (B,); never one of probability 0."""
     probs_BV = probs_BV.double()
     return torch.where(probs_BV > 0, noise_BV / probs_BV, torch.inf).argmin(-1)
 
 
 def source(rule: Rule, seed: int) -> CounterDraws:
-    """The draws that the rule wants: target and draft must have theirs from the same."""
-    return CoupledDraws(seed) if isinstance(rule, CoupledRule) else CounterDraws(seed)
+    """The draws that the rule needs; target and draft use the same kind."""
+    return CoupledDraws(seed) if rule.shared_noise else CounterDraws(seed)

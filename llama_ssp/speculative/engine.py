@@ -1,9 +1,11 @@
-"""The target, a drafter and a rule: what one round consists of."""
+"""What one round does: draft, one target forward, the decision. One interface for every rank."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,104 +13,142 @@ from torch import Tensor
 
 from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.models.transfer import sent
+from llama_ssp.speculative import native
 from llama_ssp.speculative.drafters.local import Drafter, certain_where, resting, within
 from llama_ssp.speculative.drafters.remote import Exchange, RemoteDrafter
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.native import HostDraws, can_decide
 from llama_ssp.speculative.rng import Draws, Purpose
-from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundResult
-from llama_ssp.speculative.sampling import SamplingTransform, has_nan, one_hot
+from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol, RoundResult
+from llama_ssp.speculative.sampling import SamplingTransform, has_nan
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.verification import Block, CoupledRule, Rule, overlap
+from llama_ssp.speculative.verification import Block, Rule, overlap
 
-DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round, as a stopwatch tells them apart
+DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round that a stopwatch tells apart
+# Called with each decided round: the state before the commit, the proposal, the result, and on the leader
+# the target's probabilities and logits.
+Watch = Callable[[State, Proposal, RoundResult, Tensor | None, Tensor | None], None]
 
 
-class Engine:
-    """The leader's: holds its part of the target and a drafter, and decides. Knows token ids only.
+class RankEngine(ABC):
+    """One rank's part in every round. All ranks make the same calls in the same order, on token ids only.
 
-    The other ranks of a placement have a `Follower` each, with the same calls in the same order.
+    The leader has an `Engine`, which decides; other ranks have a `Follower` each.
     """
 
     def __init__(
-        self, target: ModelRunner, drafter: Drafter, transform: SamplingTransform, rule: Rule, draws: Draws,
-        crew: Roles = SOLE,
+        self, target: ModelRunner | None, drafter: Drafter | None, rounds: RoundProtocol, roles: Roles,
+        context: int, device: torch.device,
     ) -> None:  # fmt: skip
-        self.target = target
-        self.drafter = drafter
-        self._transform = transform
-        self._rule = rule
-        self._draws = draws
-        self._rounds = LeaderProtocol(crew)
-        self._enter = crew.everyone.enter
-        self.part: Callable[[str], AbstractContextManager[None]] = _untimed  # what times parts of a round
-
-    @property
-    def context(self) -> int:
-        return self.target.model.context
+        """`target` and `drafter` are None where this rank has no part in them."""
+        self.target, self.drafter, self.context = target, drafter, context
+        self.part: Callable[[str], AbstractContextManager[None]] = lambda _name: (
+            nullcontext()
+        )  # a stopwatch's
+        self.watch: Watch | None = None
+        self._rounds, self._enter, self._device = rounds, roles.everyone.enter, device
 
     @property
     def target_forwards(self) -> int:
-        return self.target.forwards
+        return self.target.forwards if self.target else 0
 
     @property
     def draft_forwards(self) -> int:
-        return self.drafter.forwards
+        return self.drafter.forwards if self.drafter else 0
 
     @property
     def overlap(self) -> dict[str, Any] | None:
-        """What came of a draft on ranks of its own; None without one."""
+        """Figures of a draft on ranks of its own; None without one, and on other ranks than the leader."""
         return self.drafter.figures() if isinstance(self.drafter, RemoteDrafter) else None
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """With a draft on ranks of its own, the latest ones; for pictures."""
+        """The latest requests to a draft on ranks of its own, for pictures."""
         return list(self.drafter.history) if isinstance(self.drafter, RemoteDrafter) else []
 
     def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
-        """The batch's state, with every cache holding all but each prompt's last token.
+        """The batch's state; every cache holds all of each prompt but its last token.
 
-        `longest` is the length, prompt and answer, of texts that may come into its rows later.
+        `longest` is the length, prompt and answer, of texts that may be admitted to its rows later.
         """
         self._enter("prefill")
-        state = State(
-            prompts, room_of(prompts, max_new_tokens, self.context, longest), self.target.model.device
-        )
-        self.target.start(state.rows, state.capacity)
-        self.target.warm(state.token_BS, [length - 1 for length in state.lengths])
-        self.drafter.start(state.rows, state.capacity)
-        self.drafter.warm(state)
+        own = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
+        state = State(prompts, min(max(own, longest), self.context), self._device)
+        if self.target:
+            self.target.start(state.rows, state.capacity)
+            self.target.prefill(state.token_BS, [length - 1 for length in state.lengths])
+        if self.drafter:
+            self.drafter.start(state.rows, state.capacity)
+            self.drafter.prefill(state)
         return state
 
     def admit(self, state: State, row: int, prompt: Prompt) -> None:
         """Puts another prompt into a row whose text has ended."""
         state.replace(row, prompt)
-        self.target.forget(row)
-        self.drafter.forget(row)
+        for model in (self.target, self.drafter):
+            if model:
+                model.evict(row)
 
-    def read(self, state: State, row: int, count: int) -> None:
-        """Reads the next `count` tokens of a new prompt, while the other rows rest."""
-        self.settle()  # passes between rounds come after the last one's decision, on every rank
+    def prefill_row(self, state: State, row: int, count: int) -> None:
+        """Prefills the next `count` tokens of an admitted prompt; other rows are fed nothing."""
+        self.flush()  # forwards between rounds follow the last decision, on every rank
         self._enter("prefill")
-        end = state.read(row, count)
-        self.target.expect(row, state.lengths[row])
-        self.target.read(state.token_BS, row, end)
-        self.drafter.read(state, row, end)
+        end = state.next_prefill(row, count)
+        if self.target:
+            self.target.expect(row, state.lengths[row])
+            self.target.prefill_row(state.token_BS, row, end)
+        if self.drafter:
+            self.drafter.prefill_row(state, row, end)
 
-    def wait(self) -> None:
-        """Until GPUs have done what they were asked to; only clocks need to know."""
+    @abstractmethod
+    def draft(self, state: State, wanted: list[int]) -> Proposal:
+        """At most `wanted` tokens a row, fewer where the drafter cannot reach further.
+
+        Only the leader's `wanted` counts.
+        """
+
+    @abstractmethod
+    def verify(self, state: State, proposal: Proposal) -> RoundResult:
+        """One target forward over K+1 positions, and the decision. Ended rows are fed nothing."""
+
+    def roll_back(self, state: State) -> None:
+        """Every cache drops what was not committed."""
+        for model in (self.target, self.drafter):
+            if model:
+                model.roll_back(state.lengths)
+
+    def flush(self) -> None:
+        """Sends, or receives, the last decision where no round follows it."""
+        self._rounds.flush()
+
+    def synchronize(self) -> None:
+        """Waits for the GPUs, so that the leader's clocks are right."""
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
 
+
+class Engine(RankEngine):
+    """The leader's engine: it drafts or asks for drafts, verifies and decides."""
+
+    target: ModelRunner
+    drafter: Drafter
+    _rounds: LeaderProtocol
+
+    def __init__(
+        self, target: ModelRunner, drafter: Drafter, transform: SamplingTransform, rule: Rule, draws: Draws,
+        roles: Roles = SOLE,
+    ) -> None:  # fmt: skip
+        model = target.model
+        super().__init__(target, drafter, LeaderProtocol(roles), roles, model.context, model.device)
+        self._transform, self._rule, self.draws = transform, rule, draws
+        self._decide = native.decide if native.can_decide(rule, draws) else decide
+
     @torch.inference_mode()
     def draft(self, state: State, wanted: list[int]) -> Proposal:
-        """At most `wanted` tokens a row, fewer where the drafter cannot reach further."""
         with self.part(DRAFT):
             self._enter("draft", self._rounds.begin())
-            count = tuple(
-                min(k, self.drafter.limit(length)) for k, length in zip(wanted, state.lengths, strict=True)
-            )
+            limits = map(self.drafter.limit, state.lengths)
+            count = tuple(min(k, most) for k, most in zip(wanted, limits, strict=True))
             self._rounds.ask(state, count)
             proposal = self.drafter.propose(state, count)
             self._rounds.submit(state, proposal)
@@ -116,140 +156,80 @@ class Engine:
 
     @torch.inference_mode()
     def verify(self, state: State, proposal: Proposal) -> RoundResult:
-        """One target forward over K+1 positions, and the decision. Finished rows are fed nothing."""
-        with self.part(DECIDE):  # but for the target's forward
+        with self.part(DECIDE):
             self._enter("verify", self._rounds.round)
             with self.part(VERIFY):
                 logit_BWV = target_logits(self.target, state, proposal.count)
-            verdict = self._judge(state, proposal, logit_BWV)
-            self._rounds.decide(state, verdict)
+            result = self.judge(state, proposal, logit_BWV)
+            self._rounds.decide(state, result)
             self._enter("commit", self._rounds.round)
-            return verdict
+            return result
 
-    def roll_back(self, state: State) -> None:
-        """Every cache forgets what was not committed."""
-        self.target.roll_back(state.lengths)
-        self.drafter.roll_back(state.lengths)
-
-    def settle(self) -> None:
-        """No round follows: whoever waits for the last decision gets to know it."""
-        self._rounds.settle()
-
-    def _judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:
+    def judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:
+        """What each row commits, given the target's logits over its drafts and the position after them."""
         probs_BWV = self._transform(logit_BWV, state.prefix(0, proposal.k + 1))
-        if isinstance(self._draws, HostDraws) and can_decide(self._rule):
-            return _on_host(proposal, self._by_kernel(self._draws, state, proposal, probs_BWV))
-        damaged_B = within(tuple(n + 1 for n in proposal.count), has_nan(probs_BWV)).any(1)
-        if proposal.damaged is not None:
-            damaged_B |= proposal.damaged
-        if proposal.k:
-            accepted_B, probs_BV, seen_BN = self._decide(state, proposal, probs_BWV)
-        else:
-            accepted_B = torch.zeros_like(damaged_B, dtype=torch.int64)
-            probs_BV, seen_BN = probs_BWV[:, 0], probs_BWV[:, 0, :0]
-        probs_BV = resting(probs_BV, _idle(state))
-        token_B = self._draws.categorical(probs_BV, state.slot(Purpose.CORRECT))
-        columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
-        return _on_host(proposal, torch.cat([*columns, seen_BN.double()], 1))
+        decided_BN = self._decide(self._rule, self.draws, state, proposal, probs_BWV)
+        result = RoundResult.of(decided_BN, proposal)
+        if self.watch:
+            self.watch(state, proposal, result, probs_BWV, logit_BWV)
+        return result
 
-    def _by_kernel(self, draws: HostDraws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
-        """All that follows here, for distributions on the host, in one call."""
-        decided = draws.decided(
-            self._rule, probs_BWV, proposal.draft_BKV, proposal.drafted_BK, proposal.count, _idle(state),
-            state.slot(Purpose.ACCEPT), state.slot(Purpose.CORRECT),
-        )  # fmt: skip
-        if proposal.damaged is not None:
-            decided[:, 2] += proposal.damaged
-        return decided
 
-    def _decide(self, state: State, proposal: Proposal, probs_BWV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """How many drafts stand, the distribution of what follows, and what was seen of each: see
-        `Verdict`."""
-        block = self._block(state, proposal, probs_BWV)
-        if isinstance(self._rule, CoupledRule):
-            accepted_B, probs_BV = self._coupled(self._rule, state, block)
-        else:
-            chance_BK = self._rule.accept_chances(block)
-            passed_BK = self._draws.bernoulli(chance_BK, state.slot(Purpose.ACCEPT))
-            accepted_B = self._rule.accepted(passed_BK)
-            probs_BV = self._rule.correction_probs(block, accepted_B)
+def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
+    """A round's decision by the rule, as `RoundResult.of` reads it. `probs_BWV` is the target's.
+
+    native.decide does the same for some rules on a CPU, in one call.
+    """
+    damaged_B = within(tuple(n + 1 for n in proposal.count), has_nan(probs_BWV)).any(1)
+    if proposal.damaged is not None:
+        damaged_B |= proposal.damaged
+    round_draws = StateDraws(draws, state)
+    if proposal.k:
+        block = block_of(proposal, probs_BWV)
+        accepted_B, token_B = rule.decide(block, round_draws)
         overlap_BK = overlap(block)
-        return accepted_B, probs_BV, torch.cat([overlap_BK, *self._rule.standing(block, overlap_BK)], 1)
-
-    def _coupled(self, rule: CoupledRule, state: State, block: Block) -> tuple[Tensor, Tensor]:
-        """The target draws first, at every position, with the noise its draft was drawn with (coupled.py).
-
-        What it drew behind the drafts that stand is certain then.
-        """
-        chosen, idle_B = [], sent(_idle(state), state.device)
-        for position in range(block.k + 1):
-            probs_BV = certain_where(idle_B | (block.count_B < position), block.target_BWV[:, position])
-            chosen.append(self._draws.categorical(probs_BV, state.slot(Purpose.CORRECT, position)))
-        chosen_BW = torch.stack(chosen, 1)
-        accepted_B = rule.accepted(rule.agreed(block, chosen_BW))
-        token_B = chosen_BW.gather(1, accepted_B[:, None])[:, 0]
-        return accepted_B, one_hot(token_B, block.target_BWV[:, 0])
-
-    def _block(self, state: State, proposal: Proposal, probs_BWV: Tensor) -> Block:
-        """What the rule decides on."""
-        assert proposal.draft_BKV is not None
-        return Block(
-            _in_double(probs_BWV),
-            _in_double(proposal.draft_BKV),
-            proposal.drafted_BK,
-            sent(proposal.count, state.device),
+        seen_BN = torch.cat([overlap_BK, *rule.standing(block, overlap_BK)], 1)
+    else:
+        accepted_B, token_B = (
+            torch.zeros_like(damaged_B, dtype=torch.int64),
+            round_draws.token(probs_BWV[:, 0]),
         )
+        seen_BN = probs_BWV[:, 0, :0]
+    columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
+    return torch.cat([*columns, seen_BN.double()], 1)
 
 
-def _untimed(_part: str) -> AbstractContextManager[None]:
-    """No stopwatch is on."""
-    return nullcontext()
+def block_of(proposal: Proposal, probs_BWV: Tensor) -> Block:
+    """What a rule decides on, in fp64, normalised."""
+    assert proposal.draft_BKV is not None
+    target_BWV, draft_BKV = _normalised(probs_BWV), _normalised(proposal.draft_BKV)
+    return Block(target_BWV, draft_BKV, proposal.drafted_BK, sent(proposal.count, probs_BWV.device))
 
 
-def room_of(prompts: list[Prompt], max_new_tokens: int, context: int, longest: int = 0) -> int:
-    """How many tokens the longest text of a batch can grow to."""
-    own = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
-    return min(max(own, longest), context)
+def _normalised(probs: Tensor) -> Tensor:
+    wide = probs.to(torch.float64, copy=True)
+    return wide.div_(wide.sum(-1, keepdim=True))
+
+
+@dataclass(frozen=True)
+class StateDraws:
+    """A round's draws for a batch. Nothing random happens in rows that have ended."""
+
+    draws: Draws
+    state: State
+
+    def coins(self, chance_BK: Tensor) -> Tensor:
+        return self.draws.bernoulli(chance_BK, self.state.slot(Purpose.ACCEPT))
+
+    def token(self, probs_BV: Tensor, position: int = 0, unused_B: Tensor | None = None) -> Tensor:
+        probs_BV = resting(probs_BV, self.state.ended)
+        if unused_B is not None:
+            probs_BV = certain_where(unused_B, probs_BV)
+        return self.draws.categorical(probs_BV, self.state.slot(Purpose.CORRECT, position))
 
 
 def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> Tensor:
-    """The target over each row's drafts and the position behind them."""
-    ends = [
-        cached if finished else length + drafted
-        for cached, finished, length, drafted in zip(
-            target.cached, state.finished, state.lengths, count, strict=True
-        )
-    ]
+    """The target's logits over each row's drafts and the position after them, (B, K+1, V)."""
+    rows = zip(target.cached, state.ended, state.lengths, count, strict=True)
+    ends = [cached if ended else length + drafted for cached, ended, length, drafted in rows]
     return target.logits(state.token_BS, ends, [n + 1 for n in count])
-
-
-def _idle(state: State) -> list[bool]:
-    """Rows that have ended: nothing is drawn for them."""
-    return [reason is not None for reason in state.finished]
-
-
-def _in_double(probs: Tensor) -> Tensor:
-    """Ratios and residuals are taken in fp64, of distributions that sum to one."""
-    wide = probs.double()
-    mass = wide.sum(-1, keepdim=True)
-    return wide / mass if wide is probs else wide.div_(mass)
-
-
-def _on_host(proposal: Proposal, decided_BN: Tensor) -> RoundResult:
-    """Everything decided, in one transfer: accepted, token, damaged, then what there is of each draft."""
-    whole = decided_BN.cpu().tolist()
-
-    def of(part: int) -> list[list[float]]:
-        """Each row's share of a part that has a column for each draft."""
-        first = 3 + part * proposal.k
-        return [row[first : first + n] for row, n in zip(whole, proposal.count, strict=True)]
-
-    drafted, overlap_, before, standing = (of(part) for part in range(4))
-    return RoundResult(
-        drafted=[[int(token) for token in row] for row in drafted],
-        accepted=[int(row[0]) for row in whole],
-        token=[int(row[1]) for row in whole],
-        overlap=overlap_,
-        damaged=[bool(row[2]) for row in whole],
-        standing=[list(zip(*both, strict=True)) for both in zip(before, standing, strict=True)],
-    )

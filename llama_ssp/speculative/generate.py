@@ -1,7 +1,7 @@
-"""The loop, as the paper has it: draft, verify, commit, until every row has ended.
+"""The loop, as in the papers: draft, verify, commit, until every row has ended. It knows token ids only.
 
-It knows token ids only. Text, timing and printing live outside; what may end a row by its text comes
-in as `TextEnd`. Regular sampling is this loop with K = 0.
+Text, timing and printing live outside; what may end a row by its text comes in as `TextEnd`. Regular sampling
+is this loop with K = 0.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llama_ssp.speculative.draft_length import DraftLength
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import State
+from llama_ssp.speculative.stats import RowStep
 
 
 class TextEnd(Protocol):
     """Tells whether new tokens complete a stop string."""
 
     def kept(self, row: int, tokens: list[int]) -> int | None:
-        """How many of the tokens stand when a stop string ends inside them; None if none does."""
+        """How many of the tokens stay when a stop string ends inside them; None if none does."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Limits:
     max_new_tokens: int
     end_ids: frozenset[int] = frozenset()
     text_end: TextEnd | None = None
-    by_row: dict[int, int] = field(default_factory=dict)  # rows with a length of their own
+    by_row: dict[int, int] = field(default_factory=dict)  # other `max_new_tokens` of some rows
 
     def longest(self, state: State, row: int) -> int:
         """The length at which the row is full."""
@@ -67,36 +68,8 @@ class Refill(Protocol):
 
     chunk: int
 
-    def admit(self, engine: AnyEngine, state: State) -> list[int]:
-        """Fills what rows it can, alike on every rank; which ones."""
-
-
-@dataclass(frozen=True)
-class RowStep:
-    """What one row got in one round, cut where the row ended.
-
-    `drafted` are the tokens that were looked at, `discarded` how many more lay behind the row's end, and
-    `cut` how many tokens of the verified block did. `withheld` drafts were not made, for want of room.
-    """
-
-    row: int
-    tokens: list[int]
-    drafted: list[int]
-    accepted: int
-    overlap: list[float]
-    discarded: int
-    finish: str | None
-    cut: int = 0
-    withheld: int = 0
-    standing: list[tuple[float, float]] = field(default_factory=list)
-
-    def origin(self, position: int) -> str:
-        """Where the token at this position of the block came from."""
-        if position < self.accepted:
-            return "drafted"
-        if not self.drafted:
-            return "sampled"
-        return "bonus" if self.accepted == len(self.drafted) else "corrected"
+    def admit(self, engine: RankEngine, state: State) -> list[int]:
+        """Fills the rows it can, the same on every rank; returns which."""
 
 
 @dataclass(frozen=True)
@@ -108,74 +81,75 @@ class Step:
 
 
 def generate(
-    engine: AnyEngine, state: State, limits: Limits, lookahead: DraftLength, refill: Refill | None = None
+    engine: RankEngine, state: State, limits: Limits, lookahead: DraftLength, refill: Refill | None = None
 ) -> Iterator[Step]:
-    """Rounds until every row has ended, and no prompt is left to refill it. `state` comes from prefill.
+    """Rounds until every row has ended and no prompt is left to refill it. `state` comes from prefill.
 
-    Who stops before the end, alike on every rank, calls `engine.settle`.
+    To stop earlier, every rank must stop after the same round and call `engine.flush`.
     """
     number = 0
     while True:
         if refill is not None:
-            _refilled(engine, state, lookahead, refill)
+            _refill(engine, state, lookahead, refill)
         if limits.reached(state):
             break
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
         chosen = lookahead.choose()
         wanted = [max(0, min(k, r - 1)) for k, r in zip(chosen, room, strict=True)]
         proposal = engine.draft(state, wanted)
-        verdict = engine.verify(state, proposal)
-        del proposal  # whose distributions take room that the next ones need
+        result = engine.verify(state, proposal)
+        del proposal  # frees its probabilities before the next ones are made
         withheld = [k - w for k, w in zip(chosen, wanted, strict=True)]
-        step = commit(state, verdict, limits, engine.context, number, withheld)
+        step = commit(state, result, limits, engine.context, number, withheld)
         engine.roll_back(state)
         lookahead.observe(step.rows)
         yield step
         number += 1
-    engine.settle()
+    engine.flush()
 
 
-def _refilled(engine: AnyEngine, state: State, lookahead: DraftLength, refill: Refill) -> None:
-    """Rows that ended get new prompts, of which each reads a chunk a round, while any row still writes."""
+def _refill(engine: RankEngine, state: State, lookahead: DraftLength, refill: Refill) -> None:
+    """Admits new prompts to ended rows, and prefills a chunk of each a round, while any row still writes."""
     refill.admit(engine, state)
     while state.waiting:
         for row in state.waiting:
-            engine.read(state, row, refill.chunk)
-            if state.finished[row] is None:  # read: rounds that it waited for are none of its own
+            engine.prefill_row(state, row, refill.chunk)
+            if state.finished[row] is None:  # now prefilled; earlier rounds say nothing of this text
                 lookahead.restart(row)
         if not all(state.finished):
             return
 
 
 def commit(
-    state: State, verdict: RoundResult, limits: Limits, context: int, number: int, withheld: list[int]
+    state: State, result: RoundResult, limits: Limits, context: int, number: int, withheld: list[int]
 ) -> Step:
     """Cuts each row's block where the row ends, then appends it: trim before counting."""
     step = Step(number)
     for row in range(state.rows):
         if state.finished[row]:
             continue
-        if verdict.damaged[row]:
+        drafted = result.drafted[row]
+        if result.damaged[row]:
             state.finished[row] = "error"
-            step.rows.append(RowStep(row, [], [], 0, [], len(verdict.drafted[row]), "error"))
+            step.rows.append(RowStep(row, [], [], 0, [], len(drafted), "error"))
             continue
-        block, drafted = verdict.tokens(row), verdict.drafted[row]
+        block = result.tokens(row)
         kept, finish = limits.trim(state, row, block, context)
-        looked_at = drafted if kept == len(block) else drafted[:kept]
+        counted = drafted if kept == len(block) else drafted[:kept]
         state.append(row, block[:kept])
         state.finished[row] = finish
         step.rows.append(
             RowStep(
                 row=row,
                 tokens=block[:kept],
-                drafted=looked_at,
-                accepted=min(verdict.accepted[row], kept),
-                overlap=verdict.overlap[row][: len(looked_at)],
-                discarded=len(drafted) - len(looked_at),
+                drafted=counted,
+                accepted=min(result.accepted[row], kept),
+                overlap=result.overlap[row][: len(counted)],
+                discarded=len(drafted) - len(counted),
                 finish=finish,
                 cut=len(block) - kept,
                 withheld=withheld[row],
-                standing=verdict.standing[row][: len(looked_at)],
+                standing=result.standing[row][: len(counted)],
             )
         )
     return step

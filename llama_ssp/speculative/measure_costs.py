@@ -1,4 +1,4 @@
-"""What rounds cost the pair at hand, measured when a run begins: adaptive drafting goes by it."""
+"""Measures what rounds cost the pair, when a run begins: the adaptive draft length depends on it."""
 
 from __future__ import annotations
 
@@ -20,38 +20,34 @@ from llama_ssp.speculative.verification import RULES
 log = logging.getLogger(__name__)
 
 TURNS = 4
-SHORT_S = 0.1  # rounds so short are measured at every K
+SHORT_S = 0.1  # if all rounds are shorter, every K is measured
 
 
 def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, slots: int) -> Costs | None:
-    """Seconds of whole rounds, distributions and draws included; None where texts are too short to tell.
+    """Seconds of whole rounds, probabilities and draws included; None where texts are too short to tell.
 
-    On texts of no meaning, half as long as texts may get: the least of a few turns, which is what the machine
-    takes when nothing disturbs it. Nor does a round over more drafts ever take less. On a CPU costs climb by
-    steps, as kernels read weights anew for so many rows: there each K is measured, if rounds are short.
+    On meaningless texts, half as long as texts may get. The least of a few turns counts, as other load only
+    adds; and a round with more drafts never costs less. On a CPU costs rise in steps, as kernels read weights
+    again for every few rows: there each K is measured, if rounds are short.
     """
     half = min(slots, draft.context) // 2
     k_max = min(run.speculation.k_max, half - 1)
     if k_max < 1:
         return None
-    transform, rule = (
-        SamplingTransform(run.sampling, (), target.vocab),
-        RULES[run.speculation.verification.value],
-    )
-    draws = draws_for(target, rule, 0)
-    engine = Engine(
-        ModelRunner(target), ModelDrafter(ModelRunner(draft), transform, draws), transform, rule, draws
-    )
+    rule = RULES[run.speculation.verification.value]
+    transform, draws = SamplingTransform(run.sampling, (), target.vocab), draws_for(target, rule, 0)
+    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
+    engine = Engine(ModelRunner(target), drafter, transform, rule, draws)
     state = engine.prefill([Prompt(str(row), (0,) * half) for row in range(rows)], half)
     drafting: dict[int, list[float]] = defaultdict(list)
     rounds: dict[int, list[float]] = defaultdict(list)
     tried = sorted({0, 1, k_max, *(2**n for n in range(1, 7) if 2**n < k_max)})
     for _ in range(TURNS):
         for k in tried:
-            engine.wait()
+            engine.synchronize()
             began = time.perf_counter()
             proposal = engine.draft(state, [k] * rows)
-            engine.wait()
+            engine.synchronize()
             drafted = time.perf_counter()
             engine.verify(state, proposal)
             engine.roll_back(state)
@@ -64,8 +60,8 @@ def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, s
     verify_s = {k: max(spent - k * draft_s, least[0]) for k, spent in least.items()}
     costs = Costs.between(draft_s, verify_s, run.speculation.k_max)
     log.info(
-        "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms; K goes by "
-        "these times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
+        "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms; K depends "
+        "on these times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
         1000 * draft_s, 1000 * costs.verify[0], k_max, 1000 * costs.verify[k_max], draft_s / costs.verify[0],
     )  # fmt: skip
     return costs

@@ -1,8 +1,8 @@
-"""One model and its cache: feeds whatever the cache lacks, and forgets on request.
+"""One model and its KV cache: feeds the tokens that the cache lacks, and rolls back on request.
 
-The rule that removes every special case: after a round a cache holds at most len-1 tokens of a row,
-and a runner always feeds from there. Prefill is the first catching up; a draft model that missed its
-own last token after full acceptance heals by itself.
+After a round a cache holds at most len-1 tokens of a row, and the next forward feeds the rest. So there are
+no special cases: prefill is the first catching up, and a draft model that was not fed its own last token
+after full acceptance is fed it next round.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ class Model(Protocol):
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor: ...
 
 
-# What a draft model lacks after a wholly accepted block; it is fed in one pass, not in two.
-LAG = 2
+LAG = 2  # tokens that a draft model lacks after full acceptance; they are fed in one forward
 
 
 class ModelRunner:
-    """Counts forwards, holds the cache of one batch."""
+    """Runs a model on one batch, holds its cache, and counts forwards."""
 
     def __init__(self, model: Model, prefill_chunk: int = 512) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.forwards = 0
         self.cached: list[int] = []
-        # Texts that grow longer than this are read anew, because then all their positions have another scale.
-        # A draft's runner may mix positions of both scales: its tokens are drawn from what comes of it.
+        # Texts that grow longer than this are fed anew, because all their positions then have another scale.
+        # A draft's runner may mix both scales: its tokens are drawn from the distribution that results.
         self.limit: int | None = getattr(model, "restart", None)
-        self._given: list[int] = []  # how long each text was when it was first read
+        self._given: list[int] = []  # the length of each text when it was first fed
         self._cache: RaggedCache | None = None
 
     def start(self, rows: int, capacity: int) -> None:
@@ -51,36 +50,36 @@ class ModelRunner:
         self.cached, self._given = [0] * rows, [0] * rows
         self._cache = self.model.new_cache(rows, capacity)
 
-    def warm(self, token_BS: Tensor, ends: list[int]) -> None:
-        """Feeds up to `ends`, for the keys alone: the texts have one token more."""
+    def prefill(self, token_BS: Tensor, ends: list[int]) -> None:
+        """Feeds up to `ends`; the texts have one token more."""
         self._begin(ends, [end + 1 for end in ends])
-        self._warm(token_BS, ends)
+        self._prefill(token_BS, ends)
 
-    def _warm(self, token_BS: Tensor, ends: list[int]) -> None:
+    def _prefill(self, token_BS: Tensor, ends: list[int]) -> None:
         while any(c < e for c, e in zip(self.cached, ends, strict=True)):
             chunk_ends = [min(e, c + self.prefill_chunk) for e, c in zip(ends, self.cached, strict=True)]
-            self._pass(token_BS, chunk_ends, last_only=True)
+            self._forward(token_BS, chunk_ends, last_only=True)
 
     def expect(self, row: int, length: int) -> None:
-        """How long the text is that the row is about to read, part by part."""
+        """Sets the length of the text that the row is about to prefill in chunks."""
         if not self.cached[row]:
             self._given[row] = length
 
-    def read(self, token_BS: Tensor, row: int, end: int) -> None:
-        """Feeds one row up to `end` in one pass, while the others rest."""
+    def prefill_row(self, token_BS: Tensor, row: int, end: int) -> None:
+        """Feeds one row up to `end` in one forward; the others are fed nothing."""
         assert self._cache is not None, "start() comes first"
         count = end - self.cached[row]
         if count > 0:
             given = (self._given[row],)
             feed = Feed((self.cached[row],), (count,), self._cache.capacity, self.model.device, given)
-            token_1W = self._readable(token_BS[row : row + 1], feed)
+            token_1W = self._input(token_BS[row : row + 1], feed)
             self.model.logits(token_1W, feed, self._cache.row(row), last_only=True)
             self.cached[row] = end
             self.forwards += 1
 
     @torch.inference_mode()
-    def forget(self, row: int) -> None:
-        """Another text comes into this row; of a damaged one nothing may stay, as 0 times NaN is NaN."""
+    def evict(self, row: int) -> None:
+        """Clears the row for another text; no NaN of a damaged text may stay, as 0 times NaN is NaN."""
         assert self._cache is not None, "start() comes first"
         self.cached[row] = self._given[row] = 0
         self._cache.clear(row)
@@ -88,8 +87,8 @@ class ModelRunner:
     def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).
 
-        They stand from column 0 on; what is in the columns behind them means nothing. They come from
-        one pass, however small the prefill chunk is.
+        They begin at column 0; columns behind them are undefined. They come from one forward, however small
+        the prefill chunk is.
         """
         first = [max(e - w, 0) + 1 for e, w in zip(ends, wanted, strict=True)]
         self._begin(ends, first)
@@ -99,9 +98,8 @@ class ModelRunner:
 
     def _over(self, limit: int, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """The same where rows grow over the limit: up to it, then beyond it, for which they begin anew."""
-        before = [
-            w if e <= limit or e - w >= limit else w - (e - limit) for e, w in zip(ends, wanted, strict=True)
-        ]
+        pairs = list(zip(ends, wanted, strict=True))
+        before = [w if e <= limit or e - w >= limit else w - (e - limit) for e, w in pairs]
         behind = [w - b for w, b in zip(wanted, before, strict=True)]
         stops = [limit if n else e for e, n in zip(ends, behind, strict=True)]
         near_BWV = self._last(token_BS, stops, before)
@@ -114,7 +112,7 @@ class ModelRunner:
         return torch.stack(rows)
 
     def _begin(self, ends: list[int], lengths: list[int]) -> None:
-        """What rows that are to be fed are read as: texts of these lengths.
+        """Fixes the scale of rows that are about to be fed, by the lengths of their texts.
 
         A row whose keys have the other scale begins anew.
         """
@@ -127,8 +125,8 @@ class ModelRunner:
                 self._given[row] = length
 
     def _last(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
-        self._warm(token_BS, [max(e - max(w, LAG), 0) for e, w in zip(ends, wanted, strict=True)])
-        feed, logit_BWV = self._pass(token_BS, ends, last_only=False)
+        self._prefill(token_BS, [max(e - max(w, LAG), 0) for e, w in zip(ends, wanted, strict=True)])
+        feed, logit_BWV = self._forward(token_BS, ends, last_only=False)
         first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
         if not any(first) and feed.width == max(wanted):
             return logit_BWV
@@ -137,24 +135,24 @@ class ModelRunner:
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
 
     def roll_back(self, lengths: list[int]) -> None:
-        """Forgets all but len-1 tokens of each row."""
+        """Keeps at most len-1 tokens of each row."""
         self.cached = [min(c, length - 1) for c, length in zip(self.cached, lengths, strict=True)]
 
-    def _pass(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
+    def _forward(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
         assert self._cache is not None, "start() comes first"
         count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
         given = tuple(self._given)
         feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, given)
-        logits = self.model.logits(self._readable(token_BS, feed), feed, self._cache, last_only)
+        logits = self.model.logits(self._input(token_BS, feed), feed, self._cache, last_only)
         self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
         self.forwards += 1
         return feed, logits
 
-    def _readable(self, token_BS: Tensor, feed: Feed) -> Tensor:
-        """The tokens a pass feeds.
+    def _input(self, token_BS: Tensor, feed: Feed) -> Tensor:
+        """The tokens of one forward, (B, W).
 
-        A draft's vocabulary may lack padding rows that the target has. Should one be drawn, the draft
-        reads another token in its place: its distribution stays the one it draws from, so nothing is lost.
+        A draft's vocabulary may lack padding rows that the target has. If one is drawn, the draft is fed
+        another token instead; it is still drawn from the distribution that the draft declares.
         """
         if len(feed.start) == 1:
             start = feed.start[0]

@@ -1,16 +1,16 @@
-"""The one source of randomness: `bernoulli` and `categorical`, keyed by what is drawn, not when.
+"""All randomness: `bernoulli` and `categorical`, keyed by what is drawn, not by when.
 
 A draw depends only on (run seed, prompt id, base, purpose, offset). `base` is the length of the text when the
-round began. It grows every round, so no key is ever used twice, although block verification may discard a
-drafted token whose value already took part in a decision. A prompt's draws therefore do not depend on its
-batch, on a restart, or on the number of ranks. Nor does its text, as long as its probabilities and its K do
-not: in fp32, with K fixed or chosen by `speculation.cost_ratio`. In 16 bit and less a batch of another size
-rounds differently, and adaptive K goes by measured times: the distribution is the same, the text is not.
+round began. It grows every round, so no key is used twice, although block verification may discard a drafted
+token whose value took part in a decision. So a prompt's draws do not depend on its batch, on a restart, or on
+the number of ranks. Nor does its text, if its probabilities and its K do not: in fp32, with K fixed or chosen
+by `speculation.cost_ratio`. In 16 bit and less, a batch of another size rounds differently, and adaptive K
+depends on measured times: the distribution stays the same, the text does not.
 
-No number has two uses. Each stands in Philox (Salmon et al. 2011) under the key (seed, prompt), in a block of
-four whose counter's words are (block, 0, stream, base). The streams are ROUNDS, with a number for each offset
-and purpose, RACES, with a correction's clocks, and POSITIONS, with the noise of coupled draws, where base is
-the token's position (tests/test_draws.py enumerates them).
+No number has two uses. Each comes from Philox (Salmon et al. 2011) with the key (seed, prompt) and a counter
+of the words (block, 0, stream, base), four numbers a block. The streams are ROUNDS, with a number for each
+offset and purpose; RACES, with a correction's clocks; and POSITIONS, with the noise of coupled draws, whose
+base is the token's position (tests/test_draws.py enumerates them).
 
 Tests replace this source by one that walks every branch (tests/choices.py).
 """
@@ -45,7 +45,7 @@ PREPARED = 96  # numbers a row that are made at once: enough for 32 drafts
 
 @dataclass(frozen=True)
 class Slot:
-    """Names one draw per row: whose text (`keys`), at which length (`bases`), what for, and where."""
+    """Names one draw per row: the prompts' keys, the texts' lengths, the purpose and the offset."""
 
     keys: tuple[int, ...]
     bases: tuple[int, ...]
@@ -56,6 +56,8 @@ class Slot:
 class Draws(Protocol):
     """Everything random in a run goes through these two calls."""
 
+    shared_noise: bool  # whether tokens of one position are drawn with the same noise for any purpose
+
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
         """Independent coins; column n of the result belongs to offset `slot.offset + n`."""
 
@@ -64,7 +66,7 @@ class Draws(Protocol):
 
 
 def prompt_key(prompt_id: str) -> int:
-    """64 bits that stand for a prompt id, the same on every machine."""
+    """64 bits for a prompt id, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(prompt_id.encode(), digest_size=8).digest(), "big")
 
 
@@ -72,6 +74,7 @@ def prompt_key(prompt_id: str) -> int:
 class CounterDraws:
     """Philox, addressed by counter: (seed, prompt) is its key, the base its counter."""
 
+    shared_noise = False
     seed: int
     own: dict[int, int] = field(default_factory=dict)  # seeds of prompts that have one, by prompt key
     _latest: tuple[object, Tensor] = field(default=(None, torch.empty(0, 0)), repr=False)
@@ -82,10 +85,10 @@ class CounterDraws:
         return uniform_BN < chance_BN  # strictly: a chance of 0 never passes, of 1 always does
 
     def categorical(self, probs_BV: Tensor, slot: Slot) -> Tensor:
-        """Corrections by a race, so that a draft that runs ahead guesses them best (drafters/ahead.py).
+        """Corrections are drawn by a race, so that drafting ahead guesses them best (drafters/ahead.py).
 
-        The race's clocks are made when the round's first draft is drawn: behind a target's pass they were
-        seen to take many times as long on a CPU, whose caches it has probably filled.
+        The race's clocks are made with the round's first draft: after a target's forward, which fills a CPU's
+        caches, making them takes many times as long.
         """
         clock_BN = self._clocks(slot, 2 * heat(probs_BV.shape[1]), probs_BV.device)
         if slot.purpose is Purpose.CORRECT:
@@ -96,7 +99,7 @@ class CounterDraws:
         return inverse_cdf(probs_BV, uniform_B1)
 
     def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
-        """Exponential variables. A round's are made once."""
+        """A round's exponentials, (B, count), made once."""
         known, clock_BN = self._wound
         if known != (slot.keys, slot.bases, device) or clock_BN.shape[1] < count:
             clock_BN = sent(self._of_races(slot.keys, slot.bases, count), device)
@@ -112,7 +115,7 @@ class CounterDraws:
     def _table(
         self, keys: tuple[int, ...], bases: tuple[int, ...], width: int, device: torch.device
     ) -> Tensor:
-        """All of a round's numbers: made, and brought to the device, when the round's first are asked for.
+        """All of a round's uniforms, made and sent to the device when the first is needed.
 
         A wider table starts with the narrower one, so its width never changes a draw.
         """
@@ -136,23 +139,22 @@ class CounterDraws:
 
     def _row(self, key: int, base: int, width: int, stream: int) -> np.ndarray:
         """Numbers of 53 bits."""
-        # As an array: of a list with a number beyond 2**63 numpy makes floats, which cut both keys.
+        # As an array: from a list with a number beyond 2**63 numpy makes floats, which cut both keys.
         keys = np.array([self.own.get(key, self.seed), key], dtype=np.uint64)
         return np.random.Philox(key=keys, counter=[0, 0, stream, base]).random_raw(width) >> np.uint64(11)
 
 
 def heat(vocab: int) -> int:
-    """How many run in each heat of a race."""
+    """How many tokens run in each heat of a race."""
     return math.isqrt(vocab - 1) + 1
 
 
 def race(probs_BV: Tensor, clock_BN: Tensor) -> Tensor:
-    """The token whose exponential clock, at the rate of its probability, rings first; no impossible one.
+    """The token with the least exponential / probability in each row, (B,); never one of probability 0.
 
-    Two distributions raced with the same noise agree with chance (1 - TV) / (1 + TV) at least; by an inverted
-    CDF, in which a small shift moves every token behind it, they agree far less often where they are not
-    peaked. The race is run in two heats, of sums and then inside the sum that won: few clocks are enough,
-    little is lost.
+    Two distributions raced with the same noise agree with chance (1 - TV) / (1 + TV) at least. By an inverted
+    CDF, in which a small shift moves every later token, they agree far less often unless they are peaked. The
+    race has two heats, of sums and then inside the winning sum: few clocks are enough, little is lost.
     """
     rows, vocab = probs_BV.shape
     size = heat(vocab)
@@ -169,20 +171,21 @@ def race(probs_BV: Tensor, clock_BN: Tensor) -> Tensor:
 
 
 def _first(clock_BN: Tensor, rate_BN: Tensor) -> Tensor:
-    """Which clock rings first; none at a rate of 0, which may be -0.0, or at one that is no number."""
+    """The index of the least clock / rate, (B, 1); never at a rate of 0, which may be -0.0, or NaN."""
     return (clock_BN / rate_BN).masked_fill_(~(rate_BN > 0), torch.inf).argmin(-1, keepdim=True)
 
 
 def inverse_cdf(probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-    """The token at which the cumulated distribution first exceeds the uniform; never one of probability 0.
+    """The token at which the cumulated probabilities first exceed the uniform, (B,); never one of probability
+    0.
 
-    A uniform is 1 - 2**-53 at most; so much of a number, rounded, is less than the number.
+    A uniform is 1 - 2**-53 at most; that part of a number, rounded, is less than the number.
     """
     rising_BV = probs_BV.cumsum(-1, dtype=torch.float64)
     mark_B1 = uniform_B1 * rising_BV[:, -1:]
     token_B1 = torch.searchsorted(rising_BV, mark_B1, right=True)
-    token_B1 = token_B1.clamp_(max=probs_BV.shape[1] - 1)  # beyond the last: of NaN, which is no distribution
-    if probs_BV.device.type == "cpu":  # sums one after the other: a token of probability 0 adds nothing
+    token_B1 = token_B1.clamp_(max=probs_BV.shape[1] - 1)  # beyond the last where probabilities are NaN
+    if probs_BV.device.type == "cpu":  # sequential sums: a token of probability 0 adds nothing
         return token_B1[:, 0]
     # A parallel sum may round a token of probability 0 into a sliver; it must not be drawn even so.
     possible_B1 = probs_BV.gather(1, token_B1) > 0

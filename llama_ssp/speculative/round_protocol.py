@@ -1,9 +1,9 @@
-"""How ranks agree: the leader decides, and the others do what they are told.
+"""How ranks agree: the leader decides and broadcasts; the other ranks derive all they do from its messages.
 
-A round has one message to the ranks of the target: what the round before decided, and what is drafted
-for this one. Ranks that take part in drafting are asked before: the decision, and how much to draft.
-From these every rank derives all that it does, so nothing hangs on equal seeds or equal rounding. Each
-message carries how many rounds are decided, and a checksum of what the leader holds the texts to be.
+A round has one message to the ranks of the target: the last round's decision, and this round's drafts. Ranks
+that take part in drafting get one before it: the decision, and how many tokens to draft. So equal seeds or
+equal rounding are never relied on. Each message carries the number of decided rounds and a checksum of the
+lengths of the leader's texts; a rank where either differs stops the run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from llama_ssp.distributed.draft_messages import DraftClient
 from llama_ssp.distributed.failures import LostPeer
@@ -24,15 +25,15 @@ from llama_ssp.speculative.state import Proposal, State
 log = logging.getLogger(__name__)
 
 Count = tuple[int, ...]
-DECIDED, ALONE = 1, 2  # what a message says beside numbers: there is a decision in it; the draft is lost
+DECIDED, ALONE = 1, 2  # flags of a message: it holds a decision; the draft is lost
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What was decided, on the host. Row b commits its first `accepted[b]` drafts and `token[b]`.
+    """A decision, on the host. Row b commits its first `accepted[b]` drafts and `token[b]`.
 
-    Of each draft, whether it stood or not, `overlap` is what both distributions had in common, and `standing`
-    how likely it was that those before it stand, and that it stands with them, before it was drawn.
+    `damaged` rows had logits that were not numbers. For each draft, accepted or not, `overlap` is
+    sum(min(target, draft)), and `standing` the two chances of `Rule.standing`; followers have zeros instead.
     """
 
     drafted: list[list[int]]
@@ -45,183 +46,207 @@ class RoundResult:
     def tokens(self, row: int) -> list[int]:
         return [*self.drafted[row][: self.accepted[row]], self.token[row]]
 
-    def told(self) -> list[int]:
-        """As integers. What was seen of drafts, which steers only the leader's drafting, stays behind."""
+    @staticmethod
+    def of(decided_BN: Tensor, proposal: Proposal) -> RoundResult:
+        """From one tensor (B, 3 + 4K): accepted, token, damaged; then per draft token, overlap, standing."""
+        rows = decided_BN.cpu().tolist()
+
+        def part(number: int) -> list[list[float]]:
+            """Each row's share of a part that has a column for each draft."""
+            first = 3 + number * proposal.k
+            return [row[first : first + n] for row, n in zip(rows, proposal.count, strict=True)]
+
+        before, standing = part(2), part(3)
+        return RoundResult(
+            drafted=[[int(token) for token in row] for row in part(0)],
+            accepted=[int(row[0]) for row in rows],
+            token=[int(row[1]) for row in rows],
+            overlap=part(1),
+            damaged=[bool(row[2]) for row in rows],
+            standing=[list(zip(*both, strict=True)) for both in zip(before, standing, strict=True)],
+        )
+
+    def to_ints(self) -> list[int]:
+        """For a message, without `overlap` and `standing`, which only the leader's draft length needs."""
         values = []
         for row, drafted in enumerate(self.drafted):
             values += [self.accepted[row], self.token[row], int(self.damaged[row]), len(drafted), *drafted]
         return values
 
     @staticmethod
-    def heard(values: Iterator[int], rows: int) -> RoundResult:
-        verdict = RoundResult([], [], [], [], [], [])
+    def from_ints(values: Iterator[int], rows: int) -> RoundResult:
+        result = RoundResult([], [], [], [], [], [])
         for _ in range(rows):
-            verdict.accepted.append(next(values))
-            verdict.token.append(next(values))
-            verdict.damaged.append(bool(next(values)))
-            verdict.drafted.append([next(values) for _ in range(next(values))])
-            verdict.overlap.append([0.0] * len(verdict.drafted[-1]))
-            verdict.standing.append([(0.0, 0.0)] * len(verdict.drafted[-1]))
-        return verdict
+            result.accepted.append(next(values))
+            result.token.append(next(values))
+            result.damaged.append(bool(next(values)))
+            drafted = [next(values) for _ in range(next(values))]
+            result.drafted.append(drafted)
+            result.overlap.append([0.0] * len(drafted))
+            result.standing.append([(0.0, 0.0)] * len(drafted))
+        return result
 
 
-class LeaderProtocol:
-    """The leader's side. It holds a decision back until it can be sent with what is drafted next."""
+class RoundProtocol:
+    """One rank's side: what both sides keep of the last decision."""
 
-    def __init__(self, crew: Roles) -> None:
-        self._target = crew.target if crew.target is not None and crew.target.world > 1 else None
-        self._asked, self._everyone = crew.draft_channel, crew.everyone
-        link = crew.draft_link if crew.draft_channel is not None else None
-        self._line = link if isinstance(link, DraftClient) else None
-        self._untold: list[int] = []  # the last decision
-        self._basis: int | None = None  # what the texts were when it was taken
+    def __init__(self, roles: Roles) -> None:
+        self._draft_channel, self._target, self._everyone = roles.draft_channel, roles.target, roles.everyone
+        self._basis: int | None = None  # checksum of the texts' lengths at the last decision
         self._rows = 0
         self._decided = 0  # rounds, since this engine began
-        self.round = 0  # that is going on
+        self.round = 0  # the current round
 
     def begin(self) -> int:
         """The number of the round that begins."""
         self.round = self._decided + 1
         return self.round
 
+    def flush(self) -> None:
+        """Completes the last decision's messages where no round follows."""
+        raise NotImplementedError
+
+    def _decided_on(self, state: State) -> None:
+        self._basis, self._rows = checksum(state.lengths), state.rows
+
+    def _basis_of(self, state: State) -> int:
+        """The checksum at the last decision; before the first, of the texts as they are."""
+        return checksum(state.lengths) if self._basis is None else self._basis
+
+
+class LeaderProtocol(RoundProtocol):
+    """The leader's side. It keeps a decision until it is sent with the next round's drafts."""
+
+    def __init__(self, roles: Roles) -> None:
+        super().__init__(roles)
+        if self._target is not None and self._target.world == 1:
+            self._target = None
+        link = roles.draft_link if roles.draft_channel is not None else None
+        self._link = link if isinstance(link, DraftClient) else None
+        self._unsent: list[int] = []  # the last decision
+
     def ask(self, state: State, count: Count) -> None:
-        """Tells those who draft what was decided, and how much to draft now."""
-        self._tell(self._asked, self._basis_of(state), [*count])
+        """Sends the ranks that draft the last decision, and how many tokens to draft."""
+        self._send(self._draft_channel, self._basis_of(state), [*count])
 
     def submit(self, state: State, proposal: Proposal) -> None:
-        """Tells the ranks of the target what was decided, and what is drafted now."""
-        self._require_line()
+        """Sends the ranks of the target the last decision, and the drafts."""
+        self._require_link()
         if self._target is not None:
             drafted = [token for row in proposal.drafted_BK.tolist() for token in row]
-            self._tell(self._target, self._basis_of(state), [*proposal.count, *drafted])
-        self._untold, self._basis = [], None
-        self._drop_lost()
+            self._send(self._target, self._basis_of(state), [*proposal.count, *drafted])
+        self._all_sent()
 
-    def decide(self, state: State, verdict: RoundResult) -> None:
+    def decide(self, state: State, result: RoundResult) -> None:
         """Keeps the decision for the next messages."""
         self._decided += 1
-        if self._target is not None or self._asked is not None:
-            self._untold, self._basis = verdict.told(), checksum(state.lengths)
-            self._rows = state.rows
+        if self._target is not None or self._draft_channel is not None:
+            self._unsent = result.to_ints()
+            self._decided_on(state)
 
-    def settle(self) -> None:
-        """Tells a decision that no drafts follow."""
+    def flush(self) -> None:
         if self._basis is not None:
-            self._tell(self._asked, self._basis, [0] * self._rows)
-            if self._line is not None:
-                self._line.flush()
-                self._require_line()
-            self._tell(self._target, self._basis, [0] * self._rows)
-            self._untold, self._basis = [], None
-            self._drop_lost()
+            self._send(self._draft_channel, self._basis, [0] * self._rows)
+            if self._link is not None:
+                self._link.flush()
+                self._require_link()
+            self._send(self._target, self._basis, [0] * self._rows)
+            self._all_sent()
 
-    def _tell(self, ranks: LeaderChannel | None, basis: int, values: list[int]) -> None:
+    def _send(self, ranks: LeaderChannel | None, basis: int, values: list[int]) -> None:
         if ranks is not None:
-            kind = DECIDED * bool(self._untold) | ALONE * self._is_alone
-            ranks.broadcast_ints([self._decided, basis, kind, *self._untold, *values])
+            kind = DECIDED * bool(self._unsent) | ALONE * self._is_alone
+            ranks.broadcast_ints([self._decided, basis, kind, *self._unsent, *values])
+
+    def _all_sent(self) -> None:
+        self._unsent, self._basis = [], None
+        if self._is_alone:  # all other ranks have been told
+            self._everyone.drop_lost()
 
     @property
     def _is_alone(self) -> bool:
         """Whether the draft, on ranks of its own, is lost."""
-        return self._line is not None and self._line.lost is not None
+        return self._link is not None and self._link.lost is not None
 
-    def _require_line(self) -> None:
-        """A draft apart that is gone, or silent, ends the run only where it is wanted so."""
-        line = self._line
-        if line is None or line.lost is None or line.loss_logged:
+    def _require_link(self) -> None:
+        """Raises LostPeer if a draft on other ranks is lost and the run may not continue without it."""
+        link = self._link
+        if link is None or link.lost is None or link.loss_logged:
             return
-        if line.essential:
+        if link.essential:
             raise LostPeer(
-                "the draft has gone or does not answer", where="its first rank", found=line.lost,
+                "the draft has gone or does not answer", "its first rank", link.lost,
                 fix="look there for the first error; placement.on_draft_loss=continue lets the target go on",
             )  # fmt: skip
-        log.warning("the draft is lost (%s): the target goes on alone", line.lost)
-        line.loss_logged = True
-
-    def _drop_lost(self) -> None:
-        """After the others have been told."""
-        if self._is_alone:
-            self._everyone.drop_lost()
-
-    def _basis_of(self, state: State) -> int:
-        """What the texts were at the last decision; before the first, what they are."""
-        return checksum(state.lengths) if self._basis is None else self._basis
+        log.warning("the draft is lost (%s): the target continues alone", link.lost)
+        link.loss_logged = True
 
 
-class FollowerProtocol:
-    """Any other rank's side: it hears the end of one round and the start of the next together."""
+class FollowerProtocol(RoundProtocol):
+    """Any other rank's side. It receives the end of one round and the start of the next together."""
 
-    def __init__(self, crew: Roles) -> None:
-        self._me, self._asked, self._everyone = crew.everyone.rank, crew.draft_channel, crew.everyone
-        self._target = crew.target
-        self._start: list[int] | None = None  # of the round to come
-        self._basis: int | None = None  # what the texts were at the last decision
-        self._rows = 0
-        self._decided = 0  # rounds, since this engine began
-        self.round = 0  # that is going on
-
-    def begin(self) -> int:
-        """The number of the round that begins."""
-        self.round = self._decided + 1
-        return self.round
+    def __init__(self, roles: Roles) -> None:
+        super().__init__(roles)
+        self._start: list[int] | None = None  # of the next round
 
     def count(self, state: State) -> Count:
-        """How much to draft; for ranks that are asked."""
-        return tuple(self._begun(self._asked, state))
+        """How many tokens to draft; for ranks that draft."""
+        return tuple(self._round_start(self._draft_channel, state))
 
     def drafts(self, state: State) -> Proposal:
-        """What is drafted, put behind the texts; for ranks of the target. Its distribution is the leader's to
-        know."""
-        alone = self._asked is None
-        told = self._begun(self._target, state) if alone else self._heard(self._target, state)[1]
-        count, drafted = tuple(told[: state.rows]), told[state.rows :]
-        drafted_BK = torch.tensor(drafted, dtype=torch.int64, device=state.device)
-        drafted_BK = drafted_BK.view(state.rows, max(count))
-        for offset in range(max(count)):
-            state.place(drafted_BK[:, offset], offset, count)
+        """The drafts, without their probabilities, written behind the texts; for ranks of the target."""
+        if self._draft_channel is None:
+            values = self._round_start(self._target, state)
+        else:
+            values = self._received(self._target, state)[1]
+        count, drafted = tuple(values[: state.rows]), values[state.rows :]
+        drafted_BK = torch.tensor(drafted, dtype=torch.int64, device=state.device).view(
+            state.rows, max(count)
+        )
+        state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, None, count)
 
-    def verdict(self, state: State) -> RoundResult:
-        """What was decided. What comes with it starts the next round."""
-        self._basis, self._rows = checksum(state.lengths), state.rows
+    def result(self, state: State) -> RoundResult:
+        """The decision. What comes with it starts the next round."""
+        self._decided_on(state)
         self._decided += 1
-        verdict, self._start = self._heard(self._target if self._asked is None else self._asked, state)
-        if verdict is None:
-            raise self._astray("a round ended without a decision")
-        return verdict
+        result, self._start = self._received(
+            self._target if self._draft_channel is None else self._draft_channel, state
+        )
+        if result is None:
+            raise self._out_of_step("a round ended without a decision")
+        return result
 
-    def settle(self) -> None:
-        """Hears out the leader's last messages."""
-        if self._basis is not None and self._asked is not None and self._target is not None:
-            self._hear(self._target, self._basis, self._rows)
+    def flush(self) -> None:
+        if self._basis is not None and self._draft_channel is not None and self._target is not None:
+            self._receive(self._target, self._basis, self._rows)
         self._start = self._basis = None
 
-    def _begun(self, ranks: LeaderChannel | None, state: State) -> list[int]:
+    def _round_start(self, ranks: LeaderChannel | None, state: State) -> list[int]:
         """The start of this round; the first one's comes by itself."""
-        told = self._heard(ranks, state)[1] if self._start is None else self._start
+        values = self._received(ranks, state)[1] if self._start is None else self._start
         self._start = None
-        return told
+        return values
 
-    def _heard(self, ranks: LeaderChannel | None, state: State) -> tuple[RoundResult | None, list[int]]:
-        basis = checksum(state.lengths) if self._basis is None else self._basis
-        return self._hear(ranks, basis, state.rows)
+    def _received(self, ranks: LeaderChannel | None, state: State) -> tuple[RoundResult | None, list[int]]:
+        return self._receive(ranks, self._basis_of(state), state.rows)
 
-    def _hear(
+    def _receive(
         self, ranks: LeaderChannel | None, basis: int, rows: int
     ) -> tuple[RoundResult | None, list[int]]:
-        assert ranks is not None, "whom a rank hears from follows from its place"
+        assert ranks is not None, "this rank has no channel to receive from"
         number, theirs, kind, *values = ranks.broadcast_ints([])
         if number != self._decided:
-            raise self._astray(f"{self._decided} rounds are decided here, {number} with the leader")
+            raise self._out_of_step(f"{self._decided} rounds are decided here, {number} with the leader")
         if theirs != basis:
-            raise self._astray("their texts differ in length")
+            raise self._out_of_step("their texts differ in length")
         if kind & ALONE:
             self._everyone.drop_lost()
         rest = iter(values)
-        return RoundResult.heard(rest, rows) if kind & DECIDED else None, list(rest)
+        return RoundResult.from_ints(rest, rows) if kind & DECIDED else None, list(rest)
 
-    def _astray(self, how: str) -> DistributedError:
+    def _out_of_step(self, how: str) -> DistributedError:
         return DistributedError(
-            f"the ranks are out of step: {how}", where=f"rank {self._me}, round {self.round}",
+            f"the ranks are out of step: {how}", f"rank {self._everyone.rank}, round {self.round}",
             fix="report it: ranks derive all they do from the leader's messages",
         )  # fmt: skip

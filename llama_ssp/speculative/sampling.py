@@ -1,8 +1,8 @@
 """From logits to the distribution a token is drawn from: the same code for target and draft.
 
-Shapes: B rows, W positions, V vocabulary, S token buffer. Position w of row b continues the first
-`length_BW` tokens of that row's buffer, and every control looks at that prefix and no further, so the
-K+1 positions of one verification each see their own drafted tokens.
+Shapes: B rows, W positions, V vocabulary, S token buffer. Position w of row b continues the first `length_BW`
+tokens of that row's buffer. Every control depends on that prefix alone, so each of the K+1 positions of a
+verification takes its own drafted tokens into account.
 
 Order: bias and bans, penalties, temperature, top-k, top-p, min-p. Repetition counts the whole prefix;
 frequency and presence count generated tokens only. Logits go to fp32 first (fp64 stays fp64).
@@ -20,7 +20,7 @@ from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.array_ops import Array, greatest, largest, total, where
 
 LEAST_P = 1e-30  # a lower top_p keeps the same tokens, the likeliest, and is 0 in fp32 below 7e-46
-FEW = (256, 4096)  # of the likeliest tokens, among which a nucleus is sought before all are sorted
+FEW = (256, 4096)  # the nucleus is sought among this many of the likeliest tokens before all are sorted
 
 
 @dataclass(frozen=True)
@@ -33,42 +33,37 @@ class Prefix:
 
 
 class SamplingTransform:
-    """Turns logits into distributions under one set of sampling controls."""
+    """Turns logits into probabilities under one set of sampling controls."""
 
     def __init__(self, sampling: SamplingConfig, end_ids: tuple[int, ...], vocab: int) -> None:
-        """`vocab` is the target's; a draft's logits beyond it are cut, missing ones get no chance."""
+        """`vocab` is the target's; a draft's logits beyond it are cut, missing ones get probability 0."""
         self.controls = sampling
         self.end_ids = tuple(i for i in end_ids if i < vocab)
         self.vocab = vocab
 
     def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
-        """The distribution at each position. A row of NaN marks logits no distribution can be made of."""
+        """The probabilities at each position, (B, W, V). A row of NaN marks damaged logits."""
         wide = torch.promote_types(logit_BWV.dtype, torch.float32)
         logit_BWV = logit_BWV[..., : self.vocab].to(wide)
         probs_BWV = self._probs(logit_BWV, prefix)
-        if self._hides:
-            damaged_BW1 = ~(logit_BWV.amax(-1, keepdim=True) < torch.inf)  # the most of NaN is NaN
+        if self._may_hide_damage:
+            damaged_BW1 = ~(logit_BWV.amax(-1, keepdim=True) < torch.inf)  # the maximum with NaN is NaN
             probs_BWV = probs_BWV.masked_fill(damaged_BW1, torch.nan)
         missing = self.vocab - probs_BWV.shape[-1]
         return torch.nn.functional.pad(probs_BWV, (0, missing)) if missing else probs_BWV
 
     def uncut(self) -> SamplingTransform:
-        """The same distributions before the filters cut them; greedy ones before the choice, at temperature
-        1."""
+        """The same without filters; greedy probabilities become those at temperature 1."""
         warmth = self.controls.temperature or 1.0
         controls = replace(self.controls, temperature=warmth, top_k=0, top_p=1.0, min_p=0.0)
         return SamplingTransform(controls, self.end_ids, self.vocab)
 
     @property
-    def _hides(self) -> bool:
-        """Whether damaged logits may be covered up. A softmax covers none up: its row is NaN throughout."""
+    def _may_hide_damage(self) -> bool:
+        """Whether a control may make probabilities of damaged logits. A softmax alone gives a row of NaN."""
         c = self.controls
         moved = c.logit_bias or c.bad_tokens or c.min_new_tokens or c.frequency_penalty or c.presence_penalty
         return bool(moved) or c.repetition_penalty != 1 or c.temperature == 0
-
-    @property
-    def _forbids(self) -> bool:
-        return bool(self.controls.bad_tokens or self.controls.logit_bias or self.controls.min_new_tokens)
 
     def _probs(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls = self.controls
@@ -76,7 +71,8 @@ class SamplingTransform:
         if controls.temperature == 0:
             chosen_BWV = one_hot(logit_BWV.argmax(-1), logit_BWV)
             nothing_BW1 = logit_BWV.amax(-1, keepdim=True) == -torch.inf  # every token is forbidden
-            return chosen_BWV.masked_fill(nothing_BW1, torch.nan) if self._forbids else chosen_BWV
+            forbids = controls.bad_tokens or controls.logit_bias or controls.min_new_tokens
+            return chosen_BWV.masked_fill(nothing_BW1, torch.nan) if forbids else chosen_BWV
         warm_BWV = logit_BWV if controls.temperature == 1 else logit_BWV / controls.temperature
         probs_BWV = torch.softmax(warm_BWV, -1)
         kept_BWV: Tensor = filtered(probs_BWV, controls.top_k, controls.top_p, controls.min_p)
@@ -86,12 +82,12 @@ class SamplingTransform:
         controls, width = self.controls, logit_BWV.shape[-1]
         if controls.logit_bias or controls.bad_tokens:
             shift_V = torch.zeros(width, dtype=logit_BWV.dtype)
-            for token, bias in controls.logit_bias.items():
+            for token, bias in [
+                *controls.logit_bias.items(),
+                *((i, -torch.inf) for i in controls.bad_tokens),
+            ]:
                 if token < width:
                     shift_V[token] = bias
-            for token in controls.bad_tokens:
-                if token < width:
-                    shift_V[token] = -torch.inf
             logit_BWV = logit_BWV + sent(shift_V, logit_BWV.device)
         if controls.min_new_tokens and self.end_ids:
             ends = torch.zeros(width, dtype=torch.bool)
@@ -102,13 +98,9 @@ class SamplingTransform:
 
     def _penalised(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         controls, width = self.controls, logit_BWV.shape[-1]
-        if controls.repetition_penalty != 1:
+        if (penalty := controls.repetition_penalty) != 1:
             seen_BWV = token_counts(prefix, width, generated_only=False) > 0
-            scaled_BWV = torch.where(
-                logit_BWV > 0,
-                logit_BWV / controls.repetition_penalty,
-                logit_BWV * controls.repetition_penalty,
-            )
+            scaled_BWV = torch.where(logit_BWV > 0, logit_BWV / penalty, logit_BWV * penalty)
             logit_BWV = torch.where(seen_BWV, scaled_BWV, logit_BWV)
         if controls.frequency_penalty or controls.presence_penalty:
             count_BWV = token_counts(prefix, width, generated_only=True).to(logit_BWV.dtype)
@@ -118,15 +110,15 @@ class SamplingTransform:
 
 
 class RowTransforms(SamplingTransform):
-    """Laws of a batch whose rows may each have controls of their own."""
+    """The transform of a batch whose rows may each have controls of their own."""
 
     def __init__(self, sampling: SamplingConfig, end_ids: tuple[int, ...], vocab: int) -> None:
         super().__init__(sampling, end_ids, vocab)
         self._usual = SamplingTransform(sampling, end_ids, vocab)
-        self._by_row: dict[int, SamplingTransform] = {}  # rows that differ from the others
+        self._by_row: dict[int, SamplingTransform] = {}  # rows with other controls
 
     def assign(self, row: int, sampling: SamplingConfig) -> None:
-        """From now on these are the row's controls."""
+        """Sets the row's controls."""
         if sampling == self.controls:
             self._by_row.pop(row, None)
         else:
@@ -150,10 +142,10 @@ class RowTransforms(SamplingTransform):
 
 
 def filtered(probs: Array, top_k: int, top_p: float, min_p: float) -> Array:
-    """The distribution cut by top-k, then top-p, then min-p, each renormalised; tied tokens live or fall
-    together.
+    """Probabilities cut by top-k, then top-p, then min-p, each renormalised.
 
-    Each filter is a threshold on probability, which makes the distribution independent of token order.
+    Each filter is a threshold on probability: tied tokens are kept or dropped together, and the order of
+    tokens does not matter.
     """
     if 0 < top_k < probs.shape[-1]:
         probs = _kept(probs, greatest(probs, top_k)[..., -1:])
@@ -167,9 +159,9 @@ def filtered(probs: Array, top_k: int, top_p: float, min_p: float) -> Array:
 def _nucleus_edge(probs: Array, top_p: float) -> Array:
     """The least probability of the nucleus: of the fewest likeliest tokens that together have `top_p`.
 
-    Sought among a few of the likeliest first. They will do if they have as much more than `top_p` as rounding
-    might take from a sum: then no token behind them is in. Their sums are the same as among all, since a CPU
-    adds one after the other; elsewhere all are sorted, as looking would have the host wait.
+    A few of the likeliest tokens are tried first. They are enough if their sum exceeds `top_p` by more than
+    rounding. Their sums are the same as among all tokens, as a CPU adds one after the other; on a GPU all are
+    sorted, since the check would make the host wait.
     """
     size, tensor = probs.shape[-1], isinstance(probs, torch.Tensor)
     for count in [*(few for few in FEW if tensor and probs.device.type == "cpu" and few < size // 4), size]:
@@ -177,8 +169,8 @@ def _nucleus_edge(probs: Array, top_p: float) -> Array:
         rising = down.cumsum(-1)
         if count == size or bool((rising[..., -1] - 8 * torch.finfo(probs.dtype).eps >= top_p).all()):
             break
-    reach = where(rising - down < top_p, down, 1)  # 1 stands for "not in it"
-    return -largest(-reach)
+    inside = where(rising - down < top_p, down, 1)  # 1: not in the nucleus
+    return -largest(-inside)
 
 
 def _kept(probs: Array, threshold: Array) -> Array:
@@ -187,7 +179,7 @@ def _kept(probs: Array, threshold: Array) -> Array:
 
 
 def has_nan(probs_BWV: Tensor) -> Tensor:
-    """Which positions' logits made no distribution: all of their row is NaN."""
+    """Which positions had damaged logits, (B, W): all of their row is NaN."""
     return probs_BWV[..., 0].isnan()
 
 

@@ -1,6 +1,7 @@
-"""The texts a batch is writing, and one round's proposal.
+"""The texts of a batch, and one round's proposal.
 
-Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer.
+Shapes: B rows, K drafted, W = K+1 positions, V vocabulary, S token buffer. A row holds one path of drafts,
+not a tree: buffer slot t holds position t.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-AT_ONCE = 16  # positions whose lengths the device is told together
-WAITING = "waiting"  # stands where a row's reason to end will: its prompt is still being read
+AT_ONCE = 16  # positions whose lengths are sent to the device together
+WAITING = "waiting"  # in place of the reason to end: the row's prompt is not prefilled yet
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was drafted: the first `count` of each row's K columns are real.
+    """The drafts of a round: the first `count` of each row's K columns are real.
 
-    `draft_BKV` is the very tensor each token was drawn from. `damaged` rows had a draft distribution that
-    was no distribution (NaN or infinite logits).
+    `draft_BKV` is the very tensor each token was drawn from. `damaged` rows had draft logits that were NaN or
+    infinite.
     """
 
     drafted_BK: Tensor
@@ -49,8 +50,8 @@ class Proposal:
 class State:
     """The batch: each text on the host, and all of them in a buffer on the device.
 
-    Beyond a text's length the buffer holds this round's drafts, which makes them part of the prefix
-    of the positions after them; what was not accepted is overwritten next round.
+    Behind a text the buffer holds this round's drafts: they are part of the prefix of the positions after
+    them. The next round overwrites what was not accepted.
     """
 
     def __init__(self, prompts: list[Prompt], room: int, device: torch.device) -> None:
@@ -59,15 +60,15 @@ class State:
         self.keys = [prompt_key(prompt.id) for prompt in prompts]
         self.prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
         self.texts = [list(prompt.token_ids) for prompt in prompts]
-        self.finished: list[str | None] = [None] * len(prompts)
+        self.finished: list[str | None] = [None] * len(prompts)  # why each row ended
         self.capacity = room
-        self._read = [0] * len(prompts)  # of a waiting prompt
+        self._prefilled = [0] * len(prompts)  # of a waiting prompt
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
         self.token_BS = sent(padded, device)
-        self._moved()
+        self._lengths_changed()
 
-    def _moved(self) -> None:
-        """The texts are others: what the device was told of their lengths holds no longer."""
+    def _lengths_changed(self) -> None:
+        """Drops the cached position tensors."""
         self._prefix: Prefix | None = None
         self._places: tuple[tuple[int, ...], Tensor] | None = None
 
@@ -79,31 +80,36 @@ class State:
     def lengths(self) -> list[int]:
         return [len(text) for text in self.texts]
 
-    def read(self, row: int, count: int) -> int:
-        """Up to where a waiting prompt is to be read now; with its last token but one it takes part."""
-        self._read[row] = min(self._read[row] + count, len(self.texts[row]) - 1)
-        if self._read[row] == len(self.texts[row]) - 1:
-            self.finished[row] = None
-        return self._read[row]
+    @property
+    def ended(self) -> list[bool]:
+        return [reason is not None for reason in self.finished]
 
     @property
     def waiting(self) -> list[int]:
-        """Rows whose prompts are still being read."""
+        """Rows whose prompts are not prefilled yet."""
         return [row for row, reason in enumerate(self.finished) if reason == WAITING]
 
     @property
     def device(self) -> torch.device:
         return self.token_BS.device
 
+    def next_prefill(self, row: int, count: int) -> int:
+        """Where the next `count` tokens of a waiting prompt end; with the last but one the row takes part."""
+        most = len(self.texts[row]) - 1
+        self._prefilled[row] = min(self._prefilled[row] + count, most)
+        if self._prefilled[row] == most:
+            self.finished[row] = None
+        return self._prefilled[row]
+
     def replace(self, row: int, prompt: Prompt) -> None:
-        """Puts another text into a row whose own has ended; it waits until it has been read."""
+        """Puts another text into a row whose own has ended; it waits until it is prefilled."""
         self.prompts[row] = prompt
         self.keys[row], self.prompt_lengths[row] = prompt_key(prompt.id), len(prompt.token_ids)
         self.texts[row], self.finished[row] = list(prompt.token_ids), WAITING
-        self._read[row] = 0
+        self._prefilled[row] = 0
         padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
         self.token_BS[row] = sent(padded, self.device)
-        self._moved()
+        self._lengths_changed()
 
     def generated(self, row: int) -> list[int]:
         """The row's tokens after its prompt."""
@@ -121,8 +127,8 @@ class State:
             self._prefix = Prefix(self.token_BS, length_BW.clamp_(max=self.capacity), lengths[1])
         return Prefix(self.token_BS, self._prefix.length_BW[:, first:end], self._prefix.prompt_B)
 
-    def place(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
-        """Writes each row's draft number `offset` behind its text, if it has one."""
+    def write_draft(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
+        """Writes draft number `offset` behind each text that has one."""
         if offset >= max(count):
             return
         if self._places is None or self._places[0] != count:
@@ -133,16 +139,20 @@ class State:
             self._places = count, sent(places, self.device)
         self.token_BS.scatter_(1, self._places[1][:, offset, None], token_B[:, None])
 
-    def beyond(self, blocks: list[list[int]]) -> State:
-        """The batch as it will be once these tokens are committed: to look at, in the same buffer."""
+    def write_drafts(self, drafted_BK: Tensor, count: tuple[int, ...]) -> None:
+        for offset in range(max(count)):
+            self.write_draft(drafted_BK[:, offset], offset, count)
+
+    def extended(self, blocks: list[list[int]]) -> State:
+        """A view of the batch as if these tokens were committed; it shares the buffer."""
         later = copy(self)
         later.keys, later.prompt_lengths = list(self.keys), list(self.prompt_lengths)
         later.texts = [[*text, *block] for text, block in zip(self.texts, blocks, strict=True)]
-        later._moved()
+        later._lengths_changed()
         return later
 
-    def lay(self, row: int, start: int) -> None:
-        """Puts a text that is looked at into the buffer, from there on, where another's may stand."""
+    def write_text(self, row: int, start: int) -> None:
+        """Writes the row's text from `start` into the buffer, over the tokens of another view."""
         tail = sent(self.texts[row][start:], self.device)
         self.token_BS[row, start : start + len(tail)] = tail
 
@@ -150,5 +160,5 @@ class State:
         """Commits tokens to a row."""
         start = len(self.texts[row])
         self.texts[row] += tokens
-        self.token_BS[row, start : start + len(tokens)] = sent(tokens, self.device)
-        self._moved()
+        self.write_text(row, start)
+        self._lengths_changed()

@@ -1,39 +1,44 @@
-"""What is counted. Drafted, accepted and committed are three counters, each by position in the block.
+"""Counters: drafted, accepted and committed tokens, each by position in the block.
 
-A block is cut where its row ends (EOS, stop string, limit) before anything is counted: drafts behind
-the end are `discarded`, tokens of the verified block behind it are `cut`, both in no other figure. A limit
-is known beforehand, so it keeps a block short rather than cuts it; those blocks are counted apart.
+A block is cut where its row ends (EOS, stop string, limit) before anything is counted: drafts behind the end
+are `discarded`, tokens of the verified block behind it are `cut`, and neither is in another figure. A limit
+is known beforehand, so it shortens a block instead of cutting it; those blocks are counted separately.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 
-class CountedStep(Protocol):
-    """What a row's step must have to be counted."""
+@dataclass(frozen=True)
+class RowStep:
+    """What one row got in one round, cut where the row ended.
 
-    @property
-    def tokens(self) -> list[int]: ...
-    @property
-    def drafted(self) -> list[int]: ...
-    @property
-    def accepted(self) -> int: ...
-    @property
-    def overlap(self) -> list[float]: ...
-    @property
-    def discarded(self) -> int: ...
-    @property
-    def finish(self) -> str | None: ...
-    @property
-    def cut(self) -> int: ...
-    @property
-    def withheld(self) -> int: ...
+    `drafted` are the drafts before the row's end, `discarded` the number behind it, and `cut` the number of
+    tokens of the verified block behind it. `withheld` drafts were not made, for want of room. `overlap` and
+    `standing` are those of `RoundResult`.
+    """
+
+    row: int
+    tokens: list[int]
+    drafted: list[int]
+    accepted: int
+    overlap: list[float]
+    discarded: int
+    finish: str | None
+    cut: int = 0
+    withheld: int = 0
+    standing: list[tuple[float, float]] = field(default_factory=list)
 
     def origin(self, position: int) -> str:
-        """Where the token at this position came from: drafted, corrected, bonus or sampled."""
+        """Where the token at this position of the block came from."""
+        if position < self.accepted:
+            return "drafted"
+        if not self.drafted:
+            return "sampled"
+        return "bonus" if self.accepted == len(self.drafted) else "corrected"
 
 
 @dataclass
@@ -59,7 +64,7 @@ class Counts:
         """How many drafts were each accepted or rejected, not just behind a rejection."""
         return self.reached.total()
 
-    def add(self, step: CountedStep) -> None:
+    def add(self, step: RowStep) -> None:
         self.row_rounds += 1
         self.drafted.update(range(len(step.drafted)))
         self.accepted.update(range(step.accepted))

@@ -1,27 +1,34 @@
-"""Which drafted tokens stand, and what follows them: the exact rules, as pure functions.
+"""Exact verification rules: which drafted tokens are accepted, and which token follows them.
 
 Shapes: B rows, K drafted positions, V vocabulary. Position i holds the distributions given i accepted drafts:
 
-    target_BWV   the target's distribution at W = K+1 positions
-    draft_BKV    the distribution each drafted token was drawn from (one-hot for a deterministic drafter)
+    target_BWV   the target's probabilities at W = K+1 positions
+    draft_BKV    the probabilities each drafted token was drawn from (one-hot for a deterministic drafter)
     drafted_BK   the drafted tokens
-    count_B      how many of the K are real in this row (0: this row decodes plainly)
+    count_B      how many of the K drafts are real in this row (0: this row decodes plainly)
 
-The functions hold no randomness: `accept_chances` gives probabilities, the caller draws, `accepted`
-and `correction_probs` say what follows. K is at least 1: with nothing drafted there is nothing to verify.
-They run on torch tensors and on numpy arrays of fractions.
+A rule is made of pure functions: `accept_chances` gives the probability of each draft's draw, `accepted` the
+number of drafts that stand for an outcome of the draws, `correction_probs` the distribution of the next
+token. `Rule.decide` puts them together; its caller makes the draws. K is at least 1. The functions run on
+torch tensors, and on numpy arrays of fractions, in which tests enumerate them.
 
-Three rules, all exact. `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) accepts each
-token by its own ratio. `block` (Sun et al. 2403.10444) decides over the whole block and accepts at
-least as many. In both a chance is compared strictly: a token the target cannot produce is never kept.
-`coupled` (Daliri et al. 2408.07978) accepts the token that the target, drawing with the noise that the
-draft drew with, has drawn itself (coupled.py): a few fewer, but the text does not know of the draft.
+Three rules, all exact. `token` (Chen et al. 2302.01318, Leviathan et al. 2211.17192) accepts each token by
+its own ratio. `block` (Sun et al. 2403.10444) decides over the whole block and accepts at least as many
+tokens. In both a uniform number must be strictly below the chance: a token that the target cannot produce is
+never accepted. `coupled` (Daliri et al. 2408.07978) draws the target's token with the noise that the draft's
+token was drawn with (coupled.py), and accepts the draft if both are the same: it accepts slightly fewer, but
+the text does not depend on the draft.
+
+To add a rule: a subclass of `Rule` in `RULES`, its name in `config.Verification`, a preset in
+conf/speculation.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from llama_ssp.speculative.array_ops import (
     Array,
@@ -38,12 +45,12 @@ from llama_ssp.speculative.array_ops import (
     stack_last,
     total,
     where,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Block:
-    """One round's proposal beside the target's distributions; see the shapes above."""
+    """One round's drafts and both models' probabilities; see the shapes above."""
 
     target_BWV: Array
     draft_BKV: Array
@@ -56,51 +63,98 @@ class Block:
 
     @cached_property
     def carried_BW(self) -> Array:
-        """What the block rule carries from draft to draft."""
+        """The block rule's P[0..K]: P[i] = min(P[i-1] * ratio_i, 1), the chance that i drafts stand."""
         return _carried(self)
 
     @cached_property
     def spare_BJ(self) -> Array:
-        """What of the chance that the block rule carries the next draft does not take up."""
+        """sum(max(P[i] * target - draft, 0)) at the drafted positions but the first."""
         carried_BJ1 = self.carried_BW[:, 1:-1, None]
         return excess(carried_BJ1, self.target_BWV[:, 1:-1], self.draft_BKV[:, 1:]).sum(-1)
 
 
-class TokenRule:
-    """Each drafted token stands by its own ratio; the first that falls ends the block."""
+class RoundDraws(Protocol):
+    """The random numbers of one round."""
 
-    name = "token"
+    def coins(self, chance_BK: Array) -> Array:
+        """An independent draw for each draft: True with the given chance."""
+
+    def token(self, probs_BV: Array, position: int = 0, unused_B: Array | None = None) -> Array:
+        """The target's token `position` places after the text, one a row; 0 in unused rows."""
+
+
+class Rule(ABC):
+    """An exact rule. What it declares here is all that the engine and task=certify know of it."""
+
+    name: str
+    expectation: str  # what `expected` is, in words
+    shared_noise = False  # target and draft draw a position's token with the same noise (coupled.py)
+    whole_block = False  # a draft may stand although the draw of an earlier one failed
+    kernel: int  # the rule's number in native.cpp, if it is there; subclasses do not inherit it
+
+    def decide(self, block: Block, draws: RoundDraws) -> tuple[Array, Array]:
+        """How many drafts stand in each row, and the token that follows them."""
+        passed_BK = draws.coins(self.accept_chances(block))
+        accepted_B = self.accepted(passed_BK)
+        return accepted_B, draws.token(self.correction_probs(block, accepted_B))
+
+    @abstractmethod
+    def accept_chances(self, block: Block) -> Array:
+        """The chance of each draft's independent draw, (B, K); 0 beyond a row's count."""
+
+    @abstractmethod
+    def accepted(self, passed_BK: Array) -> Array:
+        """How many drafts stand, (B,), given which draws passed."""
+
+    @abstractmethod
+    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
+        """The distribution of the token after the accepted ones, (B, V)."""
+
+    @abstractmethod
+    def expected(self, block: Block) -> Array:
+        """The chance that each draft stands, (B, K), given the drafts before it, and that these stand unless
+        the rule decides the whole block. task=certify compares the accepted drafts with it, so it must not
+        share code with `accept_chances`."""
+
+    @abstractmethod
+    def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
+        """For the adaptive draft length, two chances of each draft before it is drawn, (B, K) each: that all
+        drafts before it stand, and that it stands as well. `overlap_BK` is `overlap(block)`."""
+
+
+class TokenRule(Rule):
+    """Each draft stands with probability target / draft; the first that fails ends the block."""
+
+    name, expectation = "token", "sum of min(target, draft)"
+    kernel = 0
 
     def accept_chances(self, block: Block) -> Array:
-        """The probability of each drafted position's independent draw; 0 beyond a row's count."""
         ratio_BK = _ratios(block)
         return _within_count(block, where(ratio_BK < 1, ratio_BK, 1))
 
     def accepted(self, passed_BK: Array) -> Array:
-        """How many drafted tokens stand: those before the first draw that failed."""
         return where(passed_BK, 1, 0).cumprod(-1).sum(-1)
 
     def correction_probs(self, block: Block, accepted_B: Array) -> Array:
-        """The distribution of the one token that follows the accepted ones."""
         return _residual_probs(block, accepted_B, accepted_B * 0 + 1)
 
-    def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
-        """The chances that those before each draft stand, and that it does with them, before it is drawn.
+    def expected(self, block: Block) -> Array:
+        return overlap(block)
 
-        The coupled rule, which accepts a few fewer, takes this for its own.
-        """
+    def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
         ratio_BK = _ratios(block)
         before_BK = shifted(where(ratio_BK < 1, ratio_BK, 1).cumprod(-1), 1)
         return before_BK, before_BK * overlap_BK
 
 
-class BlockRule:
+class BlockRule(Rule):
     """The block stands up to the last position whose draw passes, whatever happened before it."""
 
-    name = "block"
+    name, expectation = "block", "sum of min(carried target, draft)"
+    whole_block = True
+    kernel = 1
 
     def accept_chances(self, block: Block) -> Array:
-        """The probability of each drafted position's independent draw; 0 beyond a row's count."""
         carried_BK, inner_BJ = block.carried_BW[:, 1:], block.carried_BW[:, 1:-1]
         whole_BJ = block.spare_BJ + 1 - inner_BJ
         chance_BJ = block.spare_BJ / where(whole_BJ > 0, whole_BJ, 1)
@@ -109,39 +163,52 @@ class BlockRule:
         return _within_count(block, chance_BK)
 
     def accepted(self, passed_BK: Array) -> Array:
-        """How many drafted tokens stand: up to the last draw that passed."""
         return largest(where(passed_BK, order(passed_BK) + 1, 0))[:, 0]
 
     def correction_probs(self, block: Block, accepted_B: Array) -> Array:
-        """The distribution of the one token that follows the accepted ones."""
         carried_B = row_by_row(block.carried_BW, accepted_B)
         return _residual_probs(block, accepted_B, carried_B)
 
+    def expected(self, block: Block) -> Array:
+        weight_B, chances = block.target_BWV[:, 0, 0] * 0 + 1, []
+        for i in range(block.k):
+            target_BV, draft_BV = block.target_BWV[:, i], block.draft_BKV[:, i]
+            chances.append(smaller(weight_B[:, None] * target_BV, draft_BV).sum(-1))
+            token_B1 = block.drafted_BK[:, i : i + 1]
+            kept_B, drawn_B = weight_B * pick(target_BV, token_B1, 1)[:, 0], pick(draft_BV, token_B1, 1)[:, 0]
+            weight_B = where(drawn_B > 0, smaller(kept_B, drawn_B) / where(drawn_B > 0, drawn_B, 1), 0)
+        return stack_last(chances)
+
     def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
-        """The chances that those before each draft stand, and that it does with them, before it is drawn."""
         before_BK = block.carried_BW[:, :-1]
         return before_BK, joined(overlap_BK[:, :1], before_BK[:, 1:] - block.spare_BJ)
 
 
 class CoupledRule(TokenRule):
-    """A drafted token stands if the target's own token of that position is the same.
+    """A draft stands if the target draws the same token at its position, with the same noise.
 
-    Both are winners of one race: of token x, which has the exponential e_x, the time is e_x over its chance,
-    in the target's distribution as in the draft's. So nothing is left to chance once both have drawn, and
-    `agreed` says all. The two distributions say how that looks to those who know the draft but not the noise:
-    how often the winners are the same, and who else wins the target's race. Monitors and proofs go by them;
-    that they are the races' own is shown by tests/test_coupled.py.
+    Both tokens win a race: token x finishes at e_x / probability(x), with one exponential e_x for both
+    models. Given the noise nothing is random. `accept_chances` and `correction_probs` describe the outcome
+    without the noise: how often both races have the same winner, and the winner of the target's race
+    otherwise. tests/test_coupled.py compares them with the races. `standing` is the token rule's: a little
+    too high.
     """
 
-    name = "coupled"
+    name, expectation = "coupled", "chance that both win the same race"
+    shared_noise = True
+
+    def decide(self, block: Block, draws: RoundDraws) -> tuple[Array, Array]:
+        positions = range(block.k + 1)
+        chosen_BW = stack_last([draws.token(block.target_BWV[:, i], i, block.count_B < i) for i in positions])
+        accepted_B = self.accepted(self.agreed(block, chosen_BW))
+        return accepted_B, row_by_row(chosen_BW, accepted_B)
 
     def agreed(self, block: Block, chosen_BW: Array) -> Array:
         """Which drafts are the tokens that the target has drawn; none beyond a row's count."""
         same_BK = block.drafted_BK == chosen_BW[:, : block.k]
-        return stack_last([same_BK[:, i] & (block.count_B > i) for i in range(block.k)])
+        return same_BK & (block.count_B[:, None] > order(same_BK))
 
     def accept_chances(self, block: Block) -> Array:
-        """How often the target's winner is the draft's, of those races that the draft wins with it."""
         ratio_BK = _ratios(block)
         scaled_BKV = ratio_BK[:, :, None] * block.draft_BKV
         target_BKV = block.target_BWV[:, : block.k]
@@ -149,28 +216,26 @@ class CoupledRule(TokenRule):
         return _within_count(block, ratio_BK / whole_BK)
 
     def correction_probs(self, block: Block, accepted_B: Array) -> Array:
-        """Who wins the target's race when the draft's winner does not."""
         target_BV, draft_BV = _probs_after(block, accepted_B)
         last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
         race = _Race(target_BV, draft_BV)
         until_B1 = race.until(pick(block.drafted_BK, last_B[:, None], 1))
         return _probs_of(target_BV * positive(until_B1 - race.level_BV), target_BV, block, accepted_B)
 
+    def expected(self, block: Block) -> Array:
+        return meeting(block)
 
-Rule = TokenRule | BlockRule
-RULES: dict[str, Rule] = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule(), CoupledRule())}
 
 
 def overlap(block: Block) -> Array:
-    """Sum of min(target, draft) at each drafted position: the chance a token-rule draw accepts.
-
-    No rule that looks at one position accepts more.
-    """
+    """sum(min(target, draft)) at each drafted position: the most that a rule for single positions accepts."""
     return smaller(block.target_BWV[:, : block.k], block.draft_BKV).sum(-1)
 
 
 def meeting(block: Block) -> Array:
-    """The same of the coupled rule: the chance that both races of a position have the same winner."""
+    """The chance that both races of a drafted position have the same winner."""
     races = [_Race(block.target_BWV[:, i], block.draft_BKV[:, i]) for i in range(block.k)]
     return stack_last([race.meeting_B for race in races])
 
@@ -185,7 +250,6 @@ def _ratios(block: Block) -> Array:
 
 
 def _carried(block: Block) -> Array:
-    """P[0..K]: P[i] = min(P[i-1] * ratio_i, 1), the chance that the first i drafts stand together."""
     ratio_BK = _ratios(block)
     carried = [ratio_BK[:, 0] * 0 + 1]
     for ratio_B in ratio_BK.T:
@@ -194,28 +258,26 @@ def _carried(block: Block) -> Array:
 
 
 def _within_count(block: Block, chance_BK: Array) -> Array:
-    """No chance for the positions a row did not draft."""
     return where(block.count_B[:, None] > order(chance_BK), chance_BK, 0)
 
 
 def _residual_probs(block: Block, accepted_B: Array, weight_B: Array) -> Array:
-    """What of `weight` times the target's distribution the draft did not cover after `accepted` drafts."""
+    """max(weight * target - draft, 0) after the accepted drafts, normalised."""
     target_BV, draft_BV = _probs_after(block, accepted_B)
     return _probs_of(excess(weight_B[:, None], target_BV, draft_BV), target_BV, block, accepted_B)
 
 
 def _probs_after(block: Block, accepted_B: Array) -> tuple[Array, Array]:
-    """The target's distribution and the draft's after `accepted` drafts; after the whole block, the last
-    draft's."""
+    """The target's and the draft's probabilities after `accepted` drafts; the last draft's after them all."""
     last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
     return row_by_row(block.target_BWV, accepted_B), row_by_row(block.draft_BKV, last_B)
 
 
 def _probs_of(rest_BV: Array, target_BV: Array, block: Block, accepted_B: Array) -> Array:
-    """What remains, as a distribution. After a whole block it is the target's own distribution.
+    """What remains, normalised; the target's own probabilities where the whole block is accepted.
 
-    So it is where nothing remains: both distributions are then equal up to rounding, and the draw that led
-    here had probability zero but for that rounding.
+    Also where nothing remains: both distributions are then equal up to rounding, and only rounding can have
+    made the draft's draw fail.
     """
     mass_B1 = total(rest_BV)
     whole_B1 = (accepted_B == block.count_B)[:, None] | (mass_B1 <= 0)
@@ -223,24 +285,23 @@ def _probs_of(rest_BV: Array, target_BV: Array, block: Block, accepted_B: Array)
 
 
 class _Race:
-    """The target's race, seen from the moment t at which the draft's has been won.
+    """The target's race after the draft's race was won at time t.
 
-    Then no token's exponential is over before t times its chance in the draft's distribution; behind that
-    point it is as good as new, and the winner's ends there. In the target's time, in units of t, token z
-    joins the race at draft(z) / target(z) and wins from then on at the rate t target(z), and the draft's
-    winner wins where it joins, if nobody has before. Given t, nobody has won by s with probability exp(-t
-    H(s)), H(s) being the sum of target(z) (s - joins(z)) over those that have joined. Over t, which is
-    exponential, that makes 1 / (1 + H(s)); and the chance that z is the one who wins before s is target(z)
-    times the integral of 1 / (1 + H)^2 from joins(z) to s. H is made of straight pieces, so both are sums of
-    fractions.
+    No exponential of the draft's race ended before t, so that of token z exceeds t draft(z), and beyond this
+    point it is memoryless; the winner's ends there. In the target's race, with time in units of t, token z
+    starts at draft(z) / target(z) and from then on wins at the rate t target(z); the draft's winner wins when
+    it starts, unless another token won before. Given t, nobody has won by s with probability exp(-t H(s)),
+    H(s) being the sum of target(z) (s - start(z)) over the tokens that have started. Over t, which is
+    exponential, that becomes 1 / (1 + H(s)); and the chance that z wins before s is target(z) times the
+    integral of 1 / (1 + H)^2 from start(z) to s. H is piecewise linear, so both are sums of fractions.
     """
 
     def __init__(self, target_BV: Array, draft_BV: Array) -> None:
         possible_BV = target_BV > 0
-        joins_BV = where(possible_BV, draft_BV / where(possible_BV, target_BV, 1), 0)
-        order_BV = order_up(joins_BV)
-        rate_BV, at_BV = pick(target_BV, order_BV, 1), pick(joins_BV, order_BV, 1)
-        # 1 + H where each token joins
+        start_BV = where(possible_BV, draft_BV / where(possible_BV, target_BV, 1), 0)
+        order_BV = order_up(start_BV)
+        rate_BV, at_BV = pick(target_BV, order_BV, 1), pick(start_BV, order_BV, 1)
+        # 1 + H where each token starts
         waited_BV = 1 + at_BV * rate_BV.cumsum(-1) - (rate_BV * at_BV).cumsum(-1)
         gone_BV = at_BV - shifted(at_BV, 0)
         integral_BV = (gone_BV / (waited_BV * shifted(waited_BV, 1))).cumsum(-1)
@@ -250,6 +311,6 @@ class _Race:
         self.meeting_B = (rate_BV * at_BV / waited_BV).sum(-1)
 
     def until(self, token_B1: Array) -> Array:
-        """The integral up to where this token joins: to the end if it never does."""
-        joined_B1 = pick(self._possible_BV, token_B1, 1)
-        return where(joined_B1, pick(self.level_BV, token_B1, 1), self._last_B1)
+        """The integral up to where this token starts: to the end if it never does."""
+        possible_B1 = pick(self._possible_BV, token_B1, 1)
+        return where(possible_B1, pick(self.level_BV, token_B1, 1), self._last_B1)

@@ -14,7 +14,7 @@ from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.plots import plot_agreements
 from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.tables import aligned
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
@@ -31,7 +31,7 @@ class AgreeTask(Task[AgreeConf]):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._engine: AnyEngine | None = None
+        self._engine: RankEngine | None = None
         self._found: list[dict[str, Any]] = []
         self._fork_forwards = 0
         self._rounds = Rounds()
@@ -83,7 +83,7 @@ class AgreeTask(Task[AgreeConf]):
         found = self._pair.measurement("agreeing", took)
         return [replace(found, tokens_per_round=ratio(agreed, self._rounds.count))]
 
-    def _batch(self, pair: PairSession, engine: AnyEngine, part: list[tuple[TextPrompt, Prompt]]) -> None:
+    def _batch(self, pair: PairSession, engine: RankEngine, part: list[tuple[TextPrompt, Prompt]]) -> None:
         task, models, tokens = self._task, pair.models, pair.tokens
         prompts, most = [prompt for _, prompt in part], task.max_new_tokens
         found = agreements(engine, prompts, task.chunk, most, pair.end_ids, self._rounds)

@@ -9,9 +9,9 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession
 from llama_ssp.report.timeline import Arrival, Track
-from llama_ssp.speculative.generate import Limits, RowStep
+from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, counted
+from llama_ssp.speculative.stats import Counts, RowStep, counted
 from llama_ssp.text.detokenizer import Detokenizer, Writing
 
 

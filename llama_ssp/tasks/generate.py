@@ -12,8 +12,9 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import Batch, Batches, nothing_run, require_numbers
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Console
-from llama_ssp.speculative.generate import RowStep, Step
+from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.stats import RowStep
 from llama_ssp.tasks.common import Task, longest
 from llama_ssp.text.detokenizer import Writing
 from llama_ssp.text.prompts import TextPrompt

@@ -16,7 +16,7 @@ import torch
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.batches import require_numbers, texts_of
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.model_runner import Model, ModelRunner
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
@@ -57,7 +57,7 @@ class Rounds:
 
 
 def agreements(
-    engine: AnyEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
+    engine: RankEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
     rounds: Rounds | None = None,
 ) -> list[GreedyMatch]:  # fmt: skip
     """Runs a batch on a greedy engine until every row has parted or ended; adds to `rounds`.
@@ -66,7 +66,7 @@ def agreements(
     """
     rounds = rounds or Rounds()
     state = engine.prefill(list(prompts), max_new_tokens)
-    engine.wait()
+    engine.synchronize()
     began = time.perf_counter()
     limits = Limits(max_new_tokens, ends)
     forks: list[Fork | None] = [None] * state.rows
@@ -92,8 +92,8 @@ def agreements(
             state.finished[row] = reason
         engine.roll_back(state)
         rounds.count += 1
-    engine.settle()
-    engine.wait()
+    engine.flush()
+    engine.synchronize()
     rounds.seconds += time.perf_counter() - began
     require_numbers(*texts_of(state))
     return [

@@ -23,8 +23,7 @@ from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.speed_plots import plot_speeds
 from llama_ssp.report.speed_stats import Record, Sample, Speeds
 from llama_ssp.report.speed_table import csv_text, table
-from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.common import Task, longest
@@ -151,7 +150,7 @@ class MeasureTask(Task[MeasureConf]):
                 sample.overlaps.append(engine.overlap)
         self._ranks.barrier()  # ranks without a part in it wait here: a barrier waits longer than a message
 
-    def _engine(self, pair: PairSession, models: RankModels, run: RunConf, repeat: int) -> AnyEngine:
+    def _engine(self, pair: PairSession, models: RankModels, run: RunConf, repeat: int) -> RankEngine:
         seed, chunk = self._inputs.seed + repeat, self._task.prefill_chunk
         return engine_for(models, run, pair.tokens, pair.end_ids, seed, chunk)
 
@@ -170,7 +169,7 @@ class MeasureTask(Task[MeasureConf]):
             self._watch.spent.clear()
             for batch in self._batches:
                 timed = TimedRun(engine, batch, self._task.max_new_tokens)
-                with self._watch.running(engine.wait):
+                with self._watch.running(engine.synchronize):
                     for _ in self._rounds(pair, contender, timed):
                         pass
                 made += timed.counts.committed.total()

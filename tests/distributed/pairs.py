@@ -24,7 +24,7 @@ from llama_ssp.models.checkpoint import complete
 from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for
 from llama_ssp.pair.placements import model_placements
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB
 from tests.rig import GREEDY, Run, drive, drive_refilled
@@ -96,7 +96,7 @@ def refilled(pair: RankModels, run: RunConf, case: Case) -> dict[str, list[int]]
     )
 
 
-def engine_of(pair: RankModels, run: RunConf, case: Case) -> AnyEngine:
+def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
     spec = SpeculationConfig(
         k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap
     )

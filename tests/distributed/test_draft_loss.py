@@ -96,7 +96,7 @@ def slowly(victim: int, rank: int) -> None:
         return
     from llama_ssp.speculative.drafters.local import DraftModel
 
-    swift, passes = DraftModel._pass, iter(range(10**9))
+    swift, passes = DraftModel._forward, iter(range(10**9))
 
     def slow(*args: Any) -> Any:
         began, number = time.perf_counter(), next(passes)
@@ -107,7 +107,7 @@ def slowly(victim: int, rank: int) -> None:
             time.sleep(9 * (time.perf_counter() - began))
         return made
 
-    DraftModel._pass = slow  # type: ignore[method-assign]
+    DraftModel._forward = slow  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -1,41 +1,87 @@
-"""Drafting ahead: what the draft does while the target verifies.
+"""Drafting ahead: the draft model drafts while the target verifies.
 
-It goes on as if its tokens were accepted. It guesses the token that follows them, and drafts behind that. If
-the text comes to be what it was taken for, the next proposal is ready, or begun.
+It assumes that its tokens are accepted, guesses the token after them, and drafts behind that. If the text
+turns out to be the guessed one, the next proposal is complete or begun.
 
-Why this is exact. A proposal is a pure function of a row's text and of its draws, whose keys are that text's
-(rng.py): seed, prompt, length. What is drafted ahead for a text is therefore the very proposal that would
-be drawn for it later, only sooner: a `Memo` of that function. It is looked at for its own text and no other
-(`Memo.stands`), which is to say that whether it is used depends on committed tokens alone; and each token
-comes with the distribution it was drawn from. So every round is the round it would have been without. In fp32
-a seed gives the same text with and without, whatever the timing; in 16 bit and less, passes over other rows
-round differently. How the token is guessed, how often the guess is right, and how far it gets are matters of
-speed.
+Why this is exact. A proposal is a pure function of a row's text and of its draws, which are keyed by that
+text (rng.py): seed, prompt, length. What is drafted ahead for a text is the very proposal that would be drawn
+for it later: a `Memo` of that function. It is used for its own text and no other (`Memo.stands`), so its use
+depends on committed tokens alone, and each token comes with the distribution it was drawn from. So every
+round is the one that it would have been without drafting ahead. In fp32 a seed gives the same text with and
+without, whatever the timing; in 16 bit and less, forwards over other rows round differently. How the token is
+guessed only affects speed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.speculative.coupled import CoupledDraws
+from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, nothing
-from llama_ssp.speculative.drafters.memos import Memo, Pays, Tally, merged
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
 
-HALF = 0.5  # of a pass: how long an ask waits that comes in the middle of one
+HALF = 0.5  # of a forward: the expected wait of a request that arrives during one
+HOPED, MEMORY, TRY_EVERY = 1.0, 0.95, 16
+
+
+@dataclass
+class Memo:
+    """Proposals for texts that may come. `drawn[i]` is every row's draft number i, where it has one."""
+
+    state: State  # the batch if every guess is right
+    count: tuple[int, ...]  # how many drafts to draw, row by row
+    drawn: list[Drawn] = field(default_factory=list)
+
+    def stands(self, state: State, row: int) -> bool:
+        """Whether the row's text is the guessed one. Nothing else may decide this."""
+        return state.keys[row] == self.state.keys[row] and state.texts[row] == self.state.texts[row]
+
+    def held(self, row: int) -> int:
+        """How many of the row's drafts are drawn."""
+        return min(len(self.drawn), self.count[row])
+
+
+@dataclass
+class Tally:
+    """Counts of drafts and rows."""
+
+    rows: int = 0  # that were to draft, summed over rounds
+    rows_ready: int = 0  # of these, with all drafts ready
+    drafted: int = 0  # ahead
+    used: int = 0
+
+
+class Pays:
+    """Moving average of draft forwards saved per round by drafting ahead, less those that a request waited
+    for.
+
+    Where it is not positive, drafting ahead is tried once every TRY_EVERY rounds.
+    """
+
+    def __init__(self) -> None:
+        self._gain, self._rests = HOPED, 0
+
+    def __bool__(self) -> bool:
+        self._rests = 0 if self._gain > 0 or self._rests == TRY_EVERY else self._rests + 1
+        return self._rests == 0
+
+    def learn(self, used: int, lost: float) -> None:
+        self._gain = MEMORY * self._gain + (1 - MEMORY) * (used - lost)
 
 
 class Span(NamedTuple):
-    """A pass of the draft model, for pictures: whether it was ahead of being asked, and from when to when."""
+    """A draft forward, for pictures: whether it was ahead of a request, and its start and end."""
 
     is_ahead: bool
     began_us: int
@@ -43,9 +89,9 @@ class Span(NamedTuple):
 
 
 class AheadDrafter(ModelDrafter):
-    """A draft model that drafts when it is asked, and in between for the text that it guesses.
+    """A draft model that drafts on request, and for the guessed text in between.
 
-    Split over several ranks, it is the first of them: the others (`AheadAssistant`) compute with it.
+    If the model is split over ranks, this is the first of them; the others have an `AheadDraftShard`.
     """
 
     def __init__(
@@ -54,23 +100,22 @@ class AheadDrafter(ModelDrafter):
         super().__init__(runner, transform, draws)
         self._group, self._overlap = group, overlap
         self._pays = Pays()
-        self._broken_off: bool | None = (
-            None  # whether the ask ended drafting ahead; None where it made no pass
+        self._interrupted: bool | None = (
+            None  # whether a request ended drafting ahead; None without a forward
         )
         self.tally = Tally()
         self.spans: list[Span] = []
         self._is_ahead = False
         self._memo: Memo | None = None  # what was drafted for the guessed text
         self._ready: list[int] = []  # how many of its drafts continue the row's text
-        self._bases: list[int] = []  # how long the texts were when the round began
-        self._drafted: list[list[int]] = []
+        self._state: State
 
     def start(self, rows: int, capacity: int) -> None:
         super().start(rows, capacity)
-        self._forget_memo(rows)
+        self._drop_memo(rows)
 
-    def forget(self, row: int) -> None:
-        super().forget(row)
+    def evict(self, row: int) -> None:
+        super().evict(row)
         self._ready[row] = 0
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
@@ -79,54 +124,54 @@ class AheadDrafter(ModelDrafter):
         self._account(count)
         self._runner.roll_back([length + n for length, n in zip(state.lengths, count, strict=True)])
         proposal = super().propose(state, count)
-        self._end_of_passes()
-        self._forget_memo(state.rows)
+        self._end_of_forwards()
+        self._drop_memo(state.rows)
         return proposal
 
     def ahead(self, state: State, proposal: Proposal, called: Callable[[], bool]) -> None:
-        """Drafts for the round to come, until called or done. Between two passes it looks who calls."""
-        self._broken_off = None
-        self._forget_memo(state.rows)
+        """Drafts for the next round, until `called()` or done; `called` is checked between forwards."""
+        self._interrupted = None
+        self._drop_memo(state.rows)
         if self._overlap is Overlap.off:
             return
         if self._overlap is Overlap.ahead or self._pays:
-            passes, self._is_ahead, is_called = self._ahead(state, proposal), True, called()
-            while not is_called and next(passes, None) is not None:
-                self._broken_off = is_called = called()
+            forwards, self._is_ahead, is_called = self._ahead(state, proposal), True, called()
+            while not is_called and next(forwards, None) is not None:
+                self._interrupted = is_called = called()
             self._is_ahead = False
-        self._end_of_passes()
+        self._end_of_forwards()
 
     def roll_back(self, lengths: list[int]) -> None:
-        """Forgets what was not committed, but for drafts behind the very texts that were.
+        """Drops what was not committed, but keeps drafts behind the very texts that were.
 
-        A text without its last token is the old text and drafts that stand: the cache holds it rightly.
+        A text without its last token is the old text and accepted drafts: the cache holds the right keys.
         """
         memo = self._memo
         if memo is not None:
-            self._ready = [
-                memo.held(row) if memo.stands(self._state, row) else 0 for row in range(len(lengths))
-            ]
+            rows = range(len(lengths))
+            self._ready = [memo.held(row) if memo.stands(self._state, row) else 0 for row in rows]
         super().roll_back([length + ready for length, ready in zip(lengths, self._ready, strict=True)])
 
     def _account(self, count: tuple[int, ...]) -> None:
-        """What was ready, what of it is used, and whether it was worth the passes that were waited for."""
-        used = sum(min(n, ready) for n, ready in zip(count, self._ready, strict=True))
+        """Counts what was ready and what of it is used, and learns whether it was worth the wait."""
+        pairs = list(zip(count, self._ready, strict=True))
+        used = sum(min(n, ready) for n, ready in pairs)
         self.tally.rows += sum(n > 0 for n in count)
-        self.tally.rows_ready += sum(0 < n <= ready for n, ready in zip(count, self._ready, strict=True))
+        self.tally.rows_ready += sum(0 < n <= ready for n, ready in pairs)
         self.tally.used += used
-        if self._broken_off is not None:
-            self._pays.learn(used, HALF * self._broken_off)
+        if self._interrupted is not None:
+            self._pays.learn(used, HALF * self._interrupted)
 
-    def _forget_memo(self, rows: int) -> None:
+    def _drop_memo(self, rows: int) -> None:
         self._memo, self._ready = None, [0] * rows
 
     def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
-        """Draft number `offset`: remembered where it is, drawn where it is not."""
+        """Draft number `offset`: from the memo where it is there, drawn where it is not."""
         held = tuple(min(n, ready) for n, ready in zip(count, self._ready, strict=True))
         drawn: Drawn | None = None
         if self._memo is not None and offset < max(held):
             drawn = self._memo.drawn[offset]
-            state.place(drawn.token_B, offset, held)
+            state.write_draft(drawn.token_B, offset, held)
         missing = tuple(0 if offset < h else n for n, h in zip(count, held, strict=True))
         if offset < max(missing) or drawn is None:
             made = super()._step(state, offset, missing)
@@ -134,66 +179,65 @@ class AheadDrafter(ModelDrafter):
         return drawn
 
     def _ahead(self, state: State, proposal: Proposal) -> Iterator[Drawn]:
-        """One pass of the draft model a step; nothing is left to do when it ends."""
+        """One draft forward a step, until there is nothing left to draft."""
         pairs = zip(proposal.drafted_BK.tolist(), proposal.count, strict=True)
-        self._drafted = [row[:n] for row, n in pairs]
-        self._state, self._bases = state, state.lengths
-        accepted = state.beyond(self._drafted)
-        count = tuple(self._worth(accepted, row) for row in range(state.rows))
+        drafted = [row[:n] for row, n in pairs]
+        self._state, accepted = state, state.extended(drafted)
+        count = tuple(self._worth(state, accepted, row, len(drafted[row])) for row in range(state.rows))
         if max(count):
             guess = self._guess(state, accepted, count)
             yield guess
-            yield from self._remembered(accepted.beyond([[t] for t in guess.token_B.tolist()]), count)
+            later = accepted.extended([[token] for token in guess.token_B.tolist()])
+            yield from self._draft_for(state, later, count)
 
     def _guess(self, state: State, accepted: State, count: tuple[int, ...]) -> Drawn:
-        """What may follow the drafts: drawn as the leader will draw it, but from the draft's distribution.
+        """The token after the drafts: drawn as the leader will draw it, but from the draft's distribution.
 
-        The same random numbers go through both distributions, so that they agree the more often, the more
-        alike they are. The leader knows nothing of it, and its own draw stays the one that counts.
+        With the same random numbers both draws agree the more often, the more alike the distributions are.
+        The leader does not know the guess: its own draw is committed.
         """
-        before = accepted if isinstance(self._draws, CoupledDraws) else state
+        before = accepted if self._draws.shared_noise else state
         return self._drawn(accepted, 0, count, before.slot(Purpose.CORRECT))
 
-    def _remembered(self, later: State, count: tuple[int, ...]) -> Iterator[Drawn]:
-        """The drafts for the batch that was guessed."""
+    def _draft_for(self, state: State, later: State, count: tuple[int, ...]) -> Iterator[Drawn]:
+        """The drafts for the guessed batch."""
         ends = set(self._transform.end_ids)
         count = tuple(0 if text[-1] in ends else n for text, n in zip(later.texts, count, strict=True))
         self._memo = memo = Memo(later, count)
         for row in range(later.rows):
             if count[row]:
-                later.lay(row, self._bases[row])
+                later.write_text(row, len(state.texts[row]))
         for offset in range(max(count)):
             drawn = super()._step(later, offset, count)
             memo.drawn.append(drawn)
             self.tally.drafted += sum(offset < n for n in count)
             yield drawn
 
-    def _worth(self, before: State, row: int) -> int:
-        """As many drafts as in this round, where there is room; none where the row has ended."""
-        wanted, length = len(self._drafted[row]), before.lengths[row] + 1
-        if set(before.texts[row][self._bases[row] :]) & set(self._transform.end_ids):
+    def _worth(self, state: State, accepted: State, row: int, wanted: int) -> int:
+        """How many drafts to draw ahead: as many as in this round, if there is room; 0 for an ended row."""
+        length = accepted.lengths[row] + 1
+        if set(accepted.texts[row][len(state.texts[row]) :]) & set(self._transform.end_ids):
             return 0
-        return max(0, min(wanted, self.limit(length), before.capacity - length - 1))
+        return max(0, min(wanted, self.limit(length), accepted.capacity - length - 1))
 
-    def _pass(self, state: State, offset: int, count: tuple[int, ...]) -> Tensor:
+    def _forward(self, state: State, offset: int, count: tuple[int, ...]) -> Tensor:
         if self._group.world > 1:
             ends = self._ends(state, offset, count)
             self._group.broadcast_ints([*self._runner.cached, *ends])
         began_us = now_us()
-        logit_B1V = super()._pass(state, offset, count)
+        logit_B1V = super()._forward(state, offset, count)
         self.spans.append(Span(self._is_ahead, began_us, now_us()))
         return logit_B1V
 
-    def _end_of_passes(self) -> None:
+    def _end_of_forwards(self) -> None:
         if self._group.world > 1:
             self._group.broadcast_ints([])
 
 
 class AheadDraftShard(DraftModel):
-    """Computes its share of a split draft's passes, as the rank that draws tells it.
+    """Computes its share of a split draft model's forwards, as the rank that draws broadcasts them.
 
-    Which tokens are drawn it need not know: that rank holds the whole embedding, and the sum over ranks
-    that follows every look-up brings the rows here (tensor_parallel.py).
+    It does not need the drawn tokens, like `DraftShard`.
     """
 
     def __init__(self, runner: ModelRunner, group: Ranks, overlap: Overlap) -> None:
@@ -206,7 +250,7 @@ class AheadDraftShard(DraftModel):
         return Proposal(nothing(state).drafted_BK, None, count)
 
     def meanwhile(self, state: State, _proposal: Proposal) -> None:
-        """Until the rank that draws is done."""
+        """Assists until the rank that draws is done."""
         if self._overlap is not Overlap.off:
             self._assist(state)
 
@@ -216,6 +260,15 @@ class AheadDraftShard(DraftModel):
             self._runner.logits(state.token_BS, places[state.rows :], [1] * state.rows)
 
 
+def merged(first: list[bool], one: Drawn, other: Drawn) -> Drawn:
+    """Rows of `one` where `first` is set, of `other` elsewhere."""
+    first_B = sent(first, one.token_B.device)
+    return Drawn(
+        torch.where(first_B, one.token_B, other.token_B),
+        torch.where(first_B[:, None], one.probs_BV, other.probs_BV),
+    )
+
+
 def now_us() -> int:
-    """The same for all processes of a machine."""
+    """A clock that all processes of a machine share."""
     return time.monotonic_ns() // 1000

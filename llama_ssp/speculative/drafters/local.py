@@ -1,14 +1,13 @@
-"""Who proposes tokens: a draft model, the text so far, or nobody. One interface.
+"""Drafters: a draft model, n-gram lookup, none. Each returns up to K tokens a row and their probabilities.
 
-A drafter declares, for each token, the distribution it was drawn from: a model's distribution, or a one-hot
-distribution for a token that was looked up. Whatever it drew it submits; how many it draws is decided before
-it draws.
+A drafter declares, for each token, the distribution it was drawn from: the model's, or a one-hot distribution
+for a token that was looked up. How many tokens to draw is decided before they are drawn, and every drawn
+token is submitted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,63 +27,42 @@ class Drawn:
     probs_BV: Tensor
 
 
-class Drafter(Protocol):
-    """Proposes up to `count` tokens a row."""
+class Drafter:
+    """Proposes up to `count` tokens a row. This base has no model and no cache, and proposes nothing."""
 
     @property
-    def forwards(self) -> int: ...
+    def forwards(self) -> int:
+        return 0
 
-    def start(self, rows: int, capacity: int) -> None: ...
+    def start(self, rows: int, capacity: int) -> None:
+        """A new batch."""
 
-    def warm(self, state: State) -> None: ...
+    def prefill(self, state: State) -> None:
+        """Feeds all of each prompt but its last token."""
 
-    def forget(self, row: int) -> None:
-        """Another text comes into the row."""
+    def evict(self, row: int) -> None:
+        """Clears the row for another text."""
 
-    def read(self, state: State, row: int, end: int) -> None:
-        """Reads the row's prompt up to `end`, while the others rest."""
+    def prefill_row(self, state: State, row: int, end: int) -> None:
+        """Prefills the row's prompt up to `end`; the others are fed nothing."""
 
     def limit(self, length: int) -> int:
         """How many tokens it can draft for a text of this length."""
-
-    def propose(self, state: State, count: tuple[int, ...]) -> Proposal: ...
-
-    def roll_back(self, lengths: list[int]) -> None: ...
-
-
-class CachelessDrafter:
-    """A drafter that runs no model on this rank, so it has no cache to fill, to clear or to roll back."""
-
-    forwards: int = 0
-
-    def start(self, rows: int, capacity: int) -> None:
-        pass
-
-    def warm(self, state: State) -> None:
-        pass
-
-    def forget(self, row: int) -> None:
-        pass
-
-    def read(self, state: State, row: int, end: int) -> None:
-        pass
-
-    def roll_back(self, lengths: list[int]) -> None:
-        pass
-
-
-class NoDrafter(CachelessDrafter):
-    """Regular sampling: proposes nothing."""
-
-    def limit(self, length: int) -> int:
         return 0
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         return nothing(state)
 
+    def roll_back(self, lengths: list[int]) -> None:
+        """Drops what was not committed; the texts have these lengths."""
 
-class DraftModel:
-    """A draft model's passes; who draws from its distributions is said by what is made of it."""
+
+class NoDrafter(Drafter):
+    """Regular sampling."""
+
+
+class DraftModel(Drafter):
+    """Runs the draft model. Subclasses sample from its logits, or only compute a share of them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -94,24 +72,20 @@ class DraftModel:
     def forwards(self) -> int:
         return self._runner.forwards
 
-    @property
-    def device(self) -> torch.device:
-        return self._runner.model.device
-
     def start(self, rows: int, capacity: int) -> None:
         self._runner.start(rows, min(capacity, self._runner.model.context))
 
-    def warm(self, state: State) -> None:
+    def prefill(self, state: State) -> None:
         ends = [length - 1 if self.limit(length) else 0 for length in state.lengths]
-        self._runner.warm(state.token_BS, ends)
+        self._runner.prefill(state.token_BS, ends)
 
-    def forget(self, row: int) -> None:
-        self._runner.forget(row)
+    def evict(self, row: int) -> None:
+        self._runner.evict(row)
 
-    def read(self, state: State, row: int, end: int) -> None:
+    def prefill_row(self, state: State, row: int, end: int) -> None:
         if self.limit(state.lengths[row]):
             self._runner.expect(row, state.lengths[row])
-            self._runner.read(state.token_BS, row, end)
+            self._runner.prefill_row(state.token_BS, row, end)
 
     def limit(self, length: int) -> int:
         return reach(self._runner.model.context, length)
@@ -119,12 +93,12 @@ class DraftModel:
     def roll_back(self, lengths: list[int]) -> None:
         self._runner.roll_back(lengths)
 
-    def _pass(self, state: State, offset: int, count: tuple[int, ...]) -> Tensor:
-        """Logits for draft number `offset` of each row that wants one; other rows are fed nothing."""
+    def _forward(self, state: State, offset: int, count: tuple[int, ...]) -> Tensor:
+        """Logits for draft number `offset` of each row that has one; other rows are fed nothing."""
         return self._runner.logits(state.token_BS, self._ends(state, offset, count), [1] * state.rows)
 
     def _ends(self, state: State, offset: int, count: tuple[int, ...]) -> list[int]:
-        """Up to where that pass feeds each row."""
+        """Up to where that forward feeds each row."""
         return [
             length + offset if offset < wanted else cached
             for length, wanted, cached in zip(state.lengths, count, self._runner.cached, strict=True)
@@ -132,12 +106,11 @@ class DraftModel:
 
 
 class ModelDrafter(DraftModel):
-    """A small model that samples from its own distribution, under the same controls as the target."""
+    """A draft model that samples from its own distribution, under the same controls as the target."""
 
     def __init__(self, runner: ModelRunner, transform: SamplingTransform, draws: Draws) -> None:
         super().__init__(runner)
-        self._transform = transform
-        self._draws = draws
+        self._transform, self._draws = transform, draws
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
@@ -148,38 +121,35 @@ class ModelDrafter(DraftModel):
         return Proposal(torch.stack([step.token_B for step in drawn], 1), probs_BKV, count, damaged_B)
 
     def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
-        """Draft number `offset` of each row that wants one, put behind its text."""
+        """Draft number `offset` of each row that has one, written behind its text."""
         return self._drawn(state, offset, count, state.slot(Purpose.DRAFT, offset))
 
     def _drawn(self, state: State, offset: int, count: tuple[int, ...], slot: Slot) -> Drawn:
-        logit_B1V = self._pass(state, offset, count).to(state.device)
+        logit_B1V = self._forward(state, offset, count).to(state.device)
         probs_BV = self._transform(logit_B1V, state.prefix(offset, 1))[:, 0]
         token_B = self._draws.categorical(resting(probs_BV, [offset >= n for n in count]), slot)
-        state.place(token_B, offset, count)
+        state.write_draft(token_B, offset, count)
         return Drawn(token_B, probs_BV)
 
 
 class DraftShard(DraftModel):
-    """Computes its share of a split draft's passes, in step with the rank that draws.
+    """Computes its share of a split draft model's forwards, in step with the rank that draws.
 
-    Which tokens are drawn it need not know: that rank holds the whole embedding, and the sum over ranks
-    that follows every look-up brings the rows here (tensor_parallel.py).
+    It does not need the drawn tokens: that rank holds the whole embedding, and the all-reduce after each
+    look-up sends the embedded rows here (models/tensor_parallel.py).
     """
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         for offset in range(max(count)):
-            self._pass(state, offset, count)
+            self._forward(state, offset, count)
         return Proposal(nothing(state).drafted_BK, None, count)
 
 
-class NgramDrafter(CachelessDrafter):
+class NgramDrafter(Drafter):
     """Looks up what followed the last few tokens when they last occurred (prompt lookup)."""
 
     def __init__(self, shortest: int, longest: int, vocab: int, dtype: torch.dtype) -> None:
-        self._shortest = shortest
-        self._longest = longest
-        self._vocab = vocab
-        self._dtype = dtype
+        self._shortest, self._longest, self._vocab, self._dtype = shortest, longest, vocab, dtype
 
     def limit(self, length: int) -> int:
         return length
@@ -189,15 +159,20 @@ class NgramDrafter(CachelessDrafter):
             continuation(text, wanted, self._shortest, self._longest)
             for text, wanted in zip(state.texts, count, strict=True)
         ]
-        drafted = tuple(len(tokens) for tokens in found)
-        if not max(drafted):
-            return nothing(state)
-        padded = [tokens + [0] * (max(drafted) - len(tokens)) for tokens in found]
-        drafted_BK = sent(padded, state.device)
-        for offset in range(max(drafted)):
-            state.place(drafted_BK[:, offset], offset, drafted)
-        like = torch.empty(*drafted_BK.shape, self._vocab, dtype=self._dtype, device=state.device)
-        return Proposal(drafted_BK, one_hot(drafted_BK, like), drafted)
+        return certain(state, found, self._vocab, self._dtype)
+
+
+def certain(
+    state: State, tokens: list[list[int]], vocab: int, dtype: torch.dtype, damaged_B: Tensor | None = None
+) -> Proposal:
+    """Proposes each row's tokens, written behind its text, with one-hot probabilities."""
+    count = tuple(map(len, tokens))
+    if not max(count):
+        return nothing(state)
+    drafted_BK = sent([row + [0] * (max(count) - len(row)) for row in tokens], state.device)
+    state.write_drafts(drafted_BK, count)
+    like = torch.empty(*drafted_BK.shape, vocab, dtype=dtype, device=state.device)
+    return Proposal(drafted_BK, one_hot(drafted_BK, like), count, damaged_B)
 
 
 def reach(context: int, length: int) -> int:
@@ -224,7 +199,7 @@ def nothing(state: State) -> Proposal:
 
 
 def within(count: tuple[int, ...], flag_BW: Tensor) -> Tensor:
-    """The flags of each row's first `count` columns; the others are down."""
+    """The flags of each row's first `count` columns; the others are False."""
     if min(count) >= flag_BW.shape[1]:
         return flag_BW
     column_W = torch.arange(flag_BW.shape[1], device=flag_BW.device)
@@ -232,12 +207,12 @@ def within(count: tuple[int, ...], flag_BW: Tensor) -> Tensor:
 
 
 def resting(probs_BV: Tensor, idle: list[bool]) -> Tensor:
-    """The distributions to draw from: in rows that are idle nothing random happens."""
+    """The distributions to draw from: certain of token 0 in idle rows, where nothing random may happen."""
     return certain_where(sent(idle, probs_BV.device), probs_BV) if any(idle) else probs_BV
 
 
 def certain_where(condition: Tensor, probs: Tensor) -> Tensor:
-    """The distribution, but certain of token 0 where the condition holds."""
+    """The same probabilities, but certain of token 0 where the condition holds."""
     probs = probs.masked_fill(condition[..., None], 0)
     probs[..., 0] += condition
     return probs

@@ -1,8 +1,7 @@
-"""A draft on ranks of its own: its first rank draws, and sends the leader what it drew and from which
-distribution.
+"""A draft on ranks of its own: its first rank draws, and sends the leader tokens and their probabilities.
 
-A proposal is tagged, row by row, with the length and a checksum of the text it continues. The leader takes
-none that is not about its own texts.
+A proposal is tagged, row by row, with the length and a checksum of the text it continues. The leader rejects
+a proposal that is not for its own texts.
 """
 
 from __future__ import annotations
@@ -20,25 +19,24 @@ from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.models.transfer import sent
-from llama_ssp.speculative.drafters.ahead import AheadDrafter, Span, now_us
-from llama_ssp.speculative.drafters.local import CachelessDrafter, nothing, reach
-from llama_ssp.speculative.drafters.memos import Tally
+from llama_ssp.speculative.drafters.ahead import AheadDrafter, Span, Tally, now_us
+from llama_ssp.speculative.drafters.local import Drafter, nothing, reach
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
 
-WHOLE, SPARSE = 0, 1  # how distributions are written
-SPARE = 4  # a distribution is written whole, unless fewer than one entry in so many is not 0
-TOLD = 2 + len(fields(Tally)) + 2  # integers about drafting, beside the drafts
-ROUNDS_KEPT = 64  # of which a picture can be made
+WHOLE, SPARSE = 0, 1  # how probabilities are written
+SPARE = 4  # written sparsely if fewer than one entry in SPARE is not 0
+HEAD = 2 + len(fields(Tally)) + 2  # integers between a reply's tags and its times
+ROUNDS_KEPT = 64  # exchanges kept for pictures
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One question and its answer, on the leader's clock, and what the draft has done since the last one.
+    """A request and its reply, on the leader's clock, and the draft's forwards since the last one.
 
-    The draft's times are its own machine's, which is the leader's where they sit on one machine.
+    The draft's times are its own machine's.
     """
 
     asked_us: int
@@ -47,50 +45,50 @@ class Exchange:
 
 
 class SendingDrafter(AheadDrafter):
-    """The draft's side: proposes, and sends it; drafts ahead until the leader's next message has come."""
+    """The draft's side: proposes and sends; drafts ahead until the leader's next message arrives."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        transform: SamplingTransform,
-        draws: Draws,
-        group: Ranks,
-        line: DraftServer,
-        overlap: Overlap,
-    ) -> None:
+        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, group: Ranks,
+        link: DraftServer, overlap: Overlap,
+    ) -> None:  # fmt: skip
         super().__init__(runner, transform, draws, group, overlap)
-        self._line, self._waited_s = line, line.waited_s
+        self._link, self._waited_s = link, link.waited_s
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         proposal = super().propose(state, count)
         if proposal.draft_BKV is not None and proposal.damaged is not None:
             how, load = written(proposal.draft_BKV)
             drafts = [*proposal.damaged.long().tolist(), *proposal.drafted_BK.flatten().tolist()]
-            spans, self.spans = [time for span in self.spans for time in span], []
-            told = [self.forwards, *astuple(self.tally), int(1e6 * (self._line.waited_s - self._waited_s))]
-            self._line.send_reply([*tags(state, count), how, *told, len(spans), *spans, *drafts], load)
+            times, self.spans = [time for span in self.spans for time in span], []
+            waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
+            head = [how, self.forwards, *astuple(self.tally), waited_us, len(times)]
+            self._link.send_reply([*tags(state, count), *head, *times, *drafts], load)
         return proposal
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
-        """The leader's next message is what ends it."""
-        self.ahead(state, proposal, self._line.has_request)
+        """Drafts ahead while the target verifies."""
+        self.ahead(state, proposal, self._link.has_request)
 
 
-class RemoteDrafter(CachelessDrafter):
-    """The leader's side: says how far drafting may reach, and takes what comes.
+class RemoteDrafter(Drafter):
+    """The leader's side: requests drafts and receives them.
 
-    A draft that is lost proposes nothing any more: the target goes on alone.
+    A draft that is lost proposes nothing any more: the target continues alone.
     """
 
-    def __init__(self, line: DraftClient, context: int, vocab: int, dtype: torch.dtype) -> None:
-        """`dtype` and `vocab` are those of the distributions, `context` is the draft model's."""
-        self._line = line
+    def __init__(self, link: DraftClient, context: int, vocab: int, dtype: torch.dtype) -> None:
+        """`dtype` and `vocab` are those of the probabilities, `context` is the draft model's."""
+        self._link = link
         self._context, self._vocab, self._dtype = context, vocab, dtype
-        self._tally, self._waited_us, self._drafts_waited_us = Tally(), 0, 0
+        self._tally, self._forwards, self._waited_us, self._drafts_waited_us = Tally(), 0, 0, 0
         self.history: deque[Exchange] = deque(maxlen=ROUNDS_KEPT)
 
+    @property
+    def forwards(self) -> int:
+        return self._forwards
+
     def figures(self) -> dict[str, Any]:
-        """What came of drafting apart, under the names of the JSON interface."""
+        """Figures of the run so far, under the names of the JSON interface."""
         tally = self._tally
         return {
             "rows_asked": tally.rows,
@@ -100,34 +98,32 @@ class RemoteDrafter(CachelessDrafter):
             "tokens_drafted_ahead_wasted": tally.drafted - tally.used,
             "leader_waited_ms": self._waited_us / 1000,
             "draft_waited_ms": self._drafts_waited_us / 1000,
-            "replies_discarded": self._line.discarded,
-            "draft_lost": self._line.lost,
+            "replies_discarded": self._link.discarded,
+            "draft_lost": self._link.lost,
         }
 
     def limit(self, length: int) -> int:
-        return 0 if self._line.lost else reach(self._context, length)
+        return 0 if self._link.lost else reach(self._context, length)
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         rows, k, own = state.rows, max(count), tags(state, count)
         if not k:
             return nothing(state)
         asked_us = now_us()
-        reply = self._line.reply()
+        reply = self._link.reply()
         if reply is not None and reply.values[: len(own)] != own:
-            self._line.give_up("what it drafted is about other texts")
+            self._link.give_up("its drafts are for other texts")
             reply = None
         if reply is None:
             return nothing(state)
-        how, self.forwards, *told = reply.values[len(own) : len(own) + TOLD]
-        *tally, self._drafts_waited_us, times = told
+        head, rest = reply.values[len(own) : len(own) + HEAD], reply.values[len(own) + HEAD :]
+        how, self._forwards, *tally, self._drafts_waited_us, times = head
         self._tally = Tally(*tally)
-        rest = reply.values[len(own) + TOLD :]
         self._keep(asked_us, rest[:times])
         drafts = sent(rest[times:], state.device)
         drafted_BK = drafts[rows:].view(rows, k)
         draft_BKV = sent(read(how, reply.payload, (rows, k, self._vocab), self._dtype), state.device)
-        for offset in range(k):
-            state.place(drafted_BK[:, offset], offset, count)
+        state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, draft_BKV, count, drafts[:rows].bool())
 
     def _keep(self, asked_us: int, times: list[int]) -> None:
@@ -138,7 +134,7 @@ class RemoteDrafter(CachelessDrafter):
 
 
 def tags(state: State, count: tuple[int, ...]) -> list[int]:
-    """What a proposal is about: each row's length, a checksum of its text, and how many drafts."""
+    """What a proposal is for: each row's length, a checksum of its text, and its number of drafts."""
     found = []
     for text, n in zip(state.texts, count, strict=True):
         found += [len(text), crc32(array("q", text).tobytes()) if n else 0, n]
@@ -146,7 +142,7 @@ def tags(state: State, count: tuple[int, ...]) -> list[int]:
 
 
 def written(probs_BKV: Tensor) -> tuple[int, bytes]:
-    """Laws as bytes: whole, or only what is not 0 where that is much less (after top-k, top-p, argmax)."""
+    """Probabilities as bytes: all, or only those not 0, if they are few (after top-k, top-p, argmax)."""
     flat = probs_BKV.detach().cpu().flatten()
     place = flat.nonzero()[:, 0]
     if len(place) * SPARE > len(flat):
@@ -155,7 +151,7 @@ def written(probs_BKV: Tensor) -> tuple[int, bytes]:
 
 
 def read(how: int, load: bytes, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """The distributions that `written` wrote, to the last bit."""
+    """The probabilities that `written` wrote, to the last bit."""
     if how == WHOLE:
         return torch.frombuffer(bytearray(load), dtype=dtype).view(shape)
     count = len(load) // (dtype.itemsize + torch.int64.itemsize)

@@ -1,31 +1,21 @@
-"""What many rounds say together: are drafts drawn from their declared distributions, and as many kept as
-expected?"""
+"""All rounds together: are drafts drawn from their declared distributions, and as many kept as expected?"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from llama_ssp.report.statistics import sum_band, uniform_band
+from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
 from llama_ssp.speculative.stats import ratio
-from llama_ssp.speculative.verification import BlockRule, CoupledRule, TokenRule
 from llama_ssp.tasks.certify.recorder import Witness
 from llama_ssp.tasks.certify.verdict import Check, Outcome
 
-EXPECTED = {
-    TokenRule.name: "sum of min(target, draft)",
-    BlockRule.name: "sum of min(carried target, draft)",
-    CoupledRule.name: "chance that both win the same race",
-}
-
 
 def check_drafts(witness: Witness, level: float) -> Check:
-    """Whether the drafts are drawn from the distributions they are declared to be drawn from.
+    """Whether the drafts are drawn from the distributions that are declared for them.
 
-    A draft's place in its distribution, likeliest tokens first, is uniform then, whatever the distribution:
-    so all drafts of a run can be held against one distribution. A distribution declared too broad leaves its
-    tail empty.
+    Then a draft's place in its distribution, likeliest tokens first, is uniform, whatever the distribution.
+    So all drafts of a run are compared with one distribution. One that is declared too broad leaves its tail
+    empty.
     """
     drafted, placed = witness.drafted, len(witness.places)
     figures: dict[str, Any] = {
@@ -33,26 +23,26 @@ def check_drafts(witness: Witness, level: float) -> Check:
         "tokens_impossible": witness.impossible,
         "tokens_placed": placed,
     }
+
+    def found(outcome: Outcome, says: str) -> Check:
+        return Check("drafts", outcome, says, figures)
+
     if not drafted:
-        return Check("drafts", Outcome.blind, "nothing was drafted", figures)
+        return found(Outcome.blind, "nothing was drafted")
     if witness.impossible:
-        says = (
-            f"{witness.impossible} of {drafted} drafts have no chance in the distributions declared for them"
-        )
-        return Check("drafts", Outcome.failed, says, figures)
+        says = f"{witness.impossible} of {drafted} drafts have probability 0 in their declared distributions"
+        return found(Outcome.failed, says)
     if not placed:
         says = f"all {drafted} drafts are the tokens that their distributions are certain of"
-        return Check("drafts", Outcome.passed, says, figures)
-    place, rank = np.sort(np.asarray(witness.places)), np.arange(placed)
-    distance = float(max(np.max((rank + 1) / placed - place), np.max(place - rank / placed)))
-    band = uniform_band(placed, level)
+        return found(Outcome.passed, says)
+    distance, band = uniform_distance(witness.places), uniform_band(placed, level)
     figures |= {"largest_distance": distance, "largest_distance_by_chance": band}
     if distance > band:
-        astray = f"{distance:.1%} of {placed} lie elsewhere"
-        says = f"the drafts are not drawn from their declared distributions: {astray}"
-        return Check("drafts", Outcome.failed, f"{says}, by chance {band:.1%} would at most", figures)
-    says = f"{placed} drafts lie in their declared distributions as draws do, within {distance:.1%}"
-    return Check("drafts", Outcome.passed, f"{says}; {band:.1%} drawn otherwise would show", figures)
+        says = "the drafts are not drawn from their declared distributions: "
+        says += f"{distance:.1%} of {placed} lie elsewhere, by chance at most {band:.1%} would"
+        return found(Outcome.failed, says)
+    says = f"{placed} drafts are drawn from their declared distributions, within {distance:.1%}"
+    return found(Outcome.passed, f"{says}; {band:.1%} drawn otherwise would show")
 
 
 def check_acceptance(witness: Witness, level: float) -> Check:
@@ -64,7 +54,7 @@ def check_acceptance(witness: Witness, level: float) -> Check:
     intervals = [ratio(bands[at], expected[at]) for at in positions]
     whole = ratio(sum(stood), sum(expected))
     figures: dict[str, Any] = {
-        "expectation": EXPECTED[witness.rule],
+        "expectation": witness.rule.expectation,
         "accepted_over_expected": whole,
         "decided_by_position": list(witness.tried),
         "accepted_by_position": list(stood),
@@ -78,8 +68,6 @@ def check_acceptance(witness: Witness, level: float) -> Check:
     if off:
         places = ", ".join(f"{at + 1} ({stood[at]} for {expected[at]:.1f})" for at in off)
         return Check("monitor", Outcome.failed, f"{says}: not by chance at position {places}", figures)
-    first = intervals[0]
-    reach = (
-        "" if first is None else f"; {1 - first:.2f} .. {1 + first:.2f} is by chance at the first position"
-    )
-    return Check("monitor", Outcome.passed, says + reach, figures)
+    if (first := intervals[0]) is not None:
+        says += f"; {1 - first:.2f} .. {1 + first:.2f} is by chance at the first position"
+    return Check("monitor", Outcome.passed, says, figures)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 from llama_ssp.speculative.model_runner import Model
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import CoupledRule
 from llama_ssp.tasks.certify.near_ties import Finding, GreedyReport, check_greedy
 from llama_ssp.tasks.certify.permutation_test import POWER, Samples
-from llama_ssp.tasks.certify.races import raced
-from llama_ssp.tasks.certify.rule_distribution import Node, node
-from llama_ssp.tasks.certify.samplers import Sampler, WatchedSampler
+from llama_ssp.tasks.certify.recorder import Witness
+from llama_ssp.tasks.certify.rule_distribution import Node, node, raced
+from llama_ssp.tasks.certify.samplers import Sampler
 from llama_ssp.tasks.certify.target_probs import (
     Departure,
     Noise,
@@ -54,38 +52,36 @@ class Effort:
 
 
 def check_probs(
-    sampler: WatchedSampler,
-    model: Model | None,
-    transform: SamplingTransform,
-    prompts: Sequence[Prompt],
-    plan: Effort,
-    leads: bool,
-) -> Check | None:
-    """Runs the prompts once, then computes what verification let out against the target's own
-    distributions."""
-    witness = sampler.witness
+    sampler: Sampler, witness: Witness, model: Model | None, transform: SamplingTransform,
+    prompts: Sequence[Prompt], plan: Effort, leads: bool,
+) -> Check | None:  # fmt: skip
+    """Runs the prompts once, then computes what verification committed against the target's own
+    distributions.
+
+    `witness` watches the sampler. None on ranks that do not judge.
+    """
     witness.room = plan.law_rounds
     sampler.texts([replace(prompt, id=f"{prompt.id} law") for prompt in prompts], plan.law_tokens)
-    witness.room = 0
-    if not witness.rounds:
+    witness.room, rounds, rule = 0, witness.rounds, witness.rule
+    if not rounds:
         return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
     if model is None:
         return None
-    width = max(seen.count for seen in witness.rounds) + 1
-    reference = Reference(model, witness.rounds, width, plan.rows, plan.chunk)
+    reference = Reference(model, rounds, max(seen.count for seen in rounds) + 1, plan.rows, plan.chunk)
     if not leads:
         return None
     noise = reference.noise(transform)
-    places = [(index, at) for index, seen in enumerate(witness.rounds) for at in range(seen.count + 1)]
+    places = [(index, at) for index, seen in enumerate(rounds) for at in range(seen.count + 1)]
     departures = [reference.departure(transform, noise, index, at) for index, at in places]
-    coupled = isinstance(sampler.rule, CoupledRule)
-    judge = partial(raced, sampler.draws) if coupled else partial(node, sampler.rule)
-    nodes = [judge(witness.rounds[index], at) for index, at in spread(places, plan.law_positions)]
+    nodes = [
+        raced(rule, witness.seed, rounds[index], at) if rule.shared_noise else node(rule, rounds[index], at)
+        for index, at in spread(places, plan.law_positions)
+    ]
     return _probs_finding(noise, departures, [one for one in nodes if one is not None])
 
 
 def spread(places: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """So many of them, not every so-manieth: of rounds of one length that would be the same few positions."""
+    """A random subset: a fixed stride would hit the same positions of rounds of equal length."""
     chosen = Random(len(places)).sample(range(len(places)), min(len(places), most))
     return [places[number] for number in sorted(chosen)]
 
@@ -110,34 +106,33 @@ def _probs_finding(noise: Noise, departures: list[Departure], nodes: list[Node])
         "positions_rule_wrong": wrong,
         "largest_total_variation_rule": by_rule,
     }
+    outcome = Outcome.failed
     if wrong:
-        says = f"the rule lets out another distribution than it is given at {wrong} of {len(nodes)} positions"
-        return Check("law", Outcome.failed, f"{says}: total variation {by_rule:.2g} at worst", figures)
-    if astray:
-        places = f"{astray} of {len(departures)} positions"
-        says = f"verification used distributions other than the target's at {places}"
-        most = f"total variation {largest:.2g} at worst, where rounding explains {tolerance(noise):.2g}"
-        return Check("law", Outcome.failed, f"{says}: {most}", figures)
-    if typical_excess(departures, noise):
-        says = "verification used distributions other than the target's: "
-        says += f"total variation {typical:.2g} at half of the"
-        most = f"{len(departures)} positions, where regular passes differ by {noise.typical[0]:.2g}"
-        return Check("law", Outcome.failed, f"{says} {most}", figures)
-    if not noise.total_variation <= MOST_NOISE:
+        says = "the rule commits another distribution than it is given at "
+        says += f"{wrong} of {len(nodes)} positions: total variation {by_rule:.2g} at worst"
+    elif astray:
+        says = "verification used distributions other than the target's at "
+        says += f"{astray} of {len(departures)} positions: total variation {largest:.2g} at worst, "
+        says += f"where rounding explains {tolerance(noise):.2g}"
+    elif typical_excess(departures, noise):
+        says = "verification used distributions other than the target's: total variation "
+        says += f"{typical:.2g} at half of the {len(departures)} positions, "
+        says += f"where regular passes differ by {noise.typical[0]:.2g}"
+    elif not noise.total_variation <= MOST_NOISE:
+        outcome = Outcome.blind
         says = f"the target's own distribution moves by {noise.total_variation:.2g} with how its text is fed"
-        return Check("law", Outcome.blind, says, figures)
-    says = (
-        f"verification lets out the distribution it is given within {by_rule:.1g}, and that is "
-        f"the target's own "
-        f"within {beyond:.2g} at {len(departures)} positions (rounding alone: {noise.total_variation:.2g})"
-    )
-    return Check("law", Outcome.passed, says, figures)
+    else:
+        outcome = Outcome.passed
+        says = f"verification commits the distribution it is given within {by_rule:.1g}, and that is "
+        says += f"the target's own within {beyond:.2g} at {len(departures)} positions "
+        says += f"(rounding: {noise.total_variation:.2g})"
+    return Check("law", outcome, says, figures)
 
 
 def check_samples(
     subject: Sampler, regular: Sampler, wrong: Sampler, prompts: Sequence[Prompt], plan: Effort, leads: bool
 ) -> list[Check]:
-    """Texts of the subject against regular ones, and those of a wrong rule, which must be told from them."""
+    """The subject's texts against regular ones, and those of a wrong rule, which must differ from them."""
     regular_texts, subject_texts, wrong_texts = (
         _drawn(sampler, word, prompts, plan)
         for sampler, word in ((regular, "regular"), (subject, "subject"), (wrong, "wrong"))
@@ -157,15 +152,15 @@ def check_samples(
         "smallest_share_seen": share,
         "power": POWER,
     }
-    if found.rejects:
-        says = f"the texts are told from regular ones: p value {least:.2g}, {texts} texts each"
-    else:
-        says = f"not told from regular texts: least p value {least:.2g} of {texts} texts each; " + (
-            "a wrong rule would not surely show"
-            if share is None
-            else f"{share:.0%} of them drawn by a rule that {wrong.name} would show"
-        )
     outcome = Outcome.failed if found.rejects else Outcome.passed
+    if found.rejects:
+        says = f"the texts differ from regular ones: p value {least:.2g}, {texts} texts each"
+    else:
+        says = f"no difference from regular texts: least p value {least:.2g} of {texts} texts each; "
+        if share is None:
+            says += "a wrong rule would not surely show"
+        else:
+            says += f"{share:.0%} of them drawn by a rule that {wrong.name} would show"
     against = f"from regular sampling (p value {min(control.p_values.values()):.2g})"
     return [
         Check("two samples", outcome, says, figures),
@@ -179,11 +174,18 @@ def check_greedy_texts(
 ) -> list[Check]:  # fmt: skip
     """Greedy texts with and without speculation; those of a wrong rule, if given, must not pass."""
     plain = regular.texts(prompts, plan.greedy_tokens)
+    judged = [sampler for sampler in (subject, wrong) if sampler is not None]
     if model is None:  # a rank that only drafts
-        for sampler in (subject, *([wrong] if wrong is not None else [])):
+        for sampler in judged:
             sampler.texts(prompts, plan.greedy_tokens)
         return []
-    report = _greedy(model, subject, plain, k, prompts, plan)
+    target, rows = model, min(plan.rows, len(prompts))
+
+    def greedy(sampler: Sampler) -> GreedyReport:
+        texts = sampler.texts(prompts, plan.greedy_tokens)
+        return check_greedy(target, prompts, plain, texts, k, positions=1, rows=rows, chunk=plan.chunk)
+
+    report = greedy(subject)
     counts = {finding: report.count(finding) for finding in Finding}
     figures = {
         "texts": len(prompts),
@@ -197,30 +199,20 @@ def check_greedy_texts(
     outcome = Outcome.failed if report.verdict is Finding.unexplained else Outcome.passed
     checks = [Check("greedy", outcome, f"of {len(prompts)} greedy texts: {said}", figures)]
     if wrong is not None:
-        told = _greedy(model, wrong, plain, k, prompts, plan).verdict is Finding.unexplained
-        checks.append(_control(wrong, told, "from greedy decoding", {}))
+        checks.append(
+            _control(wrong, greedy(wrong).verdict is Finding.unexplained, "from greedy decoding", {})
+        )
     return checks
 
 
-def _control(wrong: Sampler, told: bool, against: str, figures: dict[str, object]) -> Check:
-    says = f"a rule that {wrong.name} is {'told' if told else 'not told'} {against}"
-    return Check("negative control", Outcome.passed if told else Outcome.blind, says, figures)
-
-
-def _greedy(
-    model: Model, sampler: Sampler, plain: list[list[int]], k: int, prompts: Sequence[Prompt], plan: Effort
-) -> GreedyReport:
-    texts = sampler.texts(prompts, plan.greedy_tokens)
-    rows = min(plan.rows, len(prompts))
-    return check_greedy(model, prompts, plain, texts, k, positions=1, rows=rows, chunk=plan.chunk)
+def _control(wrong: Sampler, differs: bool, against: str, figures: dict[str, object]) -> Check:
+    says = f"a rule that {wrong.name} {'differs' if differs else 'does not differ'} {against}"
+    return Check("negative control", Outcome.passed if differs else Outcome.blind, says, figures)
 
 
 def _drawn(sampler: Sampler, word: str, prompts: Sequence[Prompt], plan: Effort) -> list[list[list[int]]]:
-    """Each prompt's texts, drawn by streams of their own: the two samples must not share one."""
-    asked = [
-        replace(prompt, id=f"{prompt.id} {word} {number}")
-        for prompt in prompts
-        for number in range(plan.samples)
-    ]
-    texts = sampler.texts(asked, plan.new_tokens)
+    """Each prompt's texts, with random streams of their own: the two samples must not share one."""
+    numbers = range(plan.samples)
+    copies = [replace(prompt, id=f"{prompt.id} {word} {number}") for prompt in prompts for number in numbers]
+    texts = sampler.texts(copies, plan.new_tokens)
     return [texts[first : first + plan.samples] for first in range(0, len(texts), plan.samples)]

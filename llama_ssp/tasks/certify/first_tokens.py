@@ -1,24 +1,24 @@
-"""The first token of a round against its exact probabilities, over many rounds that need no pass.
+"""The first token of a round against its exact probabilities, over many rounds without a forward.
 
-A round's logits are recorded once. Drafts are then drawn anew, from the recorded distributions, by the
-engine's own source, and the engine decides on the recorded logits, for prompts of other names: so only the
-random numbers differ. Whatever the later drafts are, the first token that comes out has the target's
-probabilities at the first position.
+A round's logits are recorded once. Drafts are then drawn anew from the recorded distributions, by the
+engine's own draws, and the engine decides on the recorded logits, for prompts with other names: only the
+random numbers differ. Whatever the later drafts are, the first committed token has the target's probabilities
+at the first position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llama_ssp.report.statistics import sum_band, uniform_band
+from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
+from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.tasks.certify.recorder import Round, WatchedEngine
+from llama_ssp.tasks.certify.recorder import Round, Witness
 from llama_ssp.tasks.certify.verdict import Check, Outcome
 
 ROUNDS = 24  # for each text that is sampled: 24,576 at the default size
@@ -37,7 +37,7 @@ class FirstTokens:
         self.counted, self.expected, self.spread = (np.zeros(1 + LIKELIEST) for _ in range(3))
 
     def see(self, token_N: NDArray[np.int64], target_V: Numbers, draft_V: Numbers) -> None:
-        """First tokens of one prefix. The cells: what the draft likes more than the target, the likeliest."""
+        """First tokens of one prefix. The cells: tokens likelier in the draft, and the target's likeliest."""
         order = np.argsort(-target_V, kind="stable")
         before = np.empty_like(target_V)
         before[order] = np.cumsum(target_V[order]) - target_V[order]
@@ -53,12 +53,14 @@ class FirstTokens:
             self.spread[number] += share * (1 - share) * len(token_N)
 
 
-def first_tokens(
-    engine: WatchedEngine, rounds: Sequence[Round], count: int, rows: int, seed: int
-) -> FirstTokens:
-    """Draws and decides `count` rounds, `rows` at a time, on a few of the recorded ones."""
+def first_tokens(engine: Engine, witness: Witness, count: int, rows: int, seed: int) -> FirstTokens:
+    """Draws and decides `count` rounds, `rows` at a time, from a few of the recorded ones.
+
+    The witness replays these decisions, and counts nothing of them.
+    """
+    engine.watch = witness.replay
     found = FirstTokens(seed)
-    known = [seen for seen in rounds if seen.logit_WV is not None]
+    known = [seen for seen in witness.rounds if seen.logit_WV is not None]
     chosen = Random(seed).sample(known, min(PREFIXES, len(known)))
     for number, seen in enumerate(chosen):
         assert seen.target_WV is not None and seen.draft_KV is not None
@@ -68,25 +70,26 @@ def first_tokens(
             names = [f"first {number} {len(tokens) + row}" for row in range(min(rows, each - len(tokens)))]
             tokens += _drawn(engine, seen, names)
         found.see(np.asarray(tokens), seen.target_WV[0].numpy(), seen.draft_KV[0].numpy())
+    engine.watch = witness.see
     return found
 
 
 @torch.inference_mode()
-def _drawn(engine: WatchedEngine, seen: Round, names: list[str]) -> list[int]:
-    """The first token that a round of each of these prompts brings."""
+def _drawn(engine: Engine, seen: Round, names: list[str]) -> list[int]:
+    """The first token of a round of each of these prompts."""
     assert seen.logit_WV is not None and seen.draft_KV is not None
-    rows, count, text = len(names), seen.count, seen.text[: len(seen.text) - seen.count]
+    text, counts = seen.text[: len(seen.text) - seen.count], (seen.count,) * len(names)
     device = engine.target.model.device
     state = State([Prompt(name, text) for name in names], len(seen.text) + 1, device)
-    state.prompt_lengths = [seen.prompt_length] * rows
-    draft_BKV = seen.draft_KV.to(device).expand(rows, -1, -1)
+    state.prompt_lengths = [seen.prompt_length] * len(names)
+    draft_BKV = seen.draft_KV.to(device).expand(len(names), -1, -1)
     drafted = []
-    for offset in range(count):
+    for offset in range(seen.count):
         drafted.append(engine.draws.categorical(draft_BKV[:, offset], state.slot(Purpose.DRAFT, offset)))
-        state.place(drafted[-1], offset, (count,) * rows)
-    proposal = Proposal(torch.stack(drafted, 1), draft_BKV, (count,) * rows)
-    verdict = engine.decided(state, proposal, seen.logit_WV.to(device).expand(rows, -1, -1))
-    return [verdict.tokens(row)[0] for row in range(rows)]
+        state.write_draft(drafted[-1], offset, counts)
+    proposal = Proposal(torch.stack(drafted, 1), draft_BKV, counts)
+    result = engine.judge(state, proposal, seen.logit_WV.to(device).expand(len(names), -1, -1))
+    return [result.tokens(row)[0] for row in range(len(names))]
 
 
 def check_first(seen: FirstTokens, level: float) -> Check:
@@ -94,29 +97,29 @@ def check_first(seen: FirstTokens, level: float) -> Check:
     figures: dict[str, object] = {"rounds": seen.rounds, "tokens_impossible": seen.impossible}
     if not seen.rounds:
         return Check("first token", Outcome.blind, "nothing was drafted", figures)
-    place, rank = np.sort(np.asarray(seen.places)), np.arange(seen.rounds)
-    distance = float(max(np.max((rank + 1) / seen.rounds - place), np.max(place - rank / seen.rounds)))
-    uniform = uniform_band(seen.rounds, level / 2)
+    distance, band = uniform_distance(seen.places), uniform_band(seen.rounds, level / 2)
     bands = [sum_band(spread, level / 2 / len(seen.spread)) for spread in seen.spread.tolist()]
     excess = (seen.counted - seen.expected).tolist()
     names = ["draft's favourites", *(f"likeliest {n + 1}" for n in range(LIKELIEST))]
-    off = [name for name, more, band in zip(names, excess, bands, strict=True) if abs(more) > band]
+    off = [name for name, more, most in zip(names, excess, bands, strict=True) if abs(more) > most]
     figures |= {
         "largest_distance": distance,
-        "largest_distance_by_chance": uniform,
+        "largest_distance_by_chance": band,
         "excess_by_cell": [more / seen.rounds for more in excess],
-        "excess_by_cell_by_chance": [band / seen.rounds for band in bands],
+        "excess_by_cell_by_chance": [most / seen.rounds for most in bands],
     }
     if seen.impossible:
-        says = f"{seen.impossible} of {seen.rounds} first tokens have no chance in the target's distribution"
+        says = (
+            f"{seen.impossible} of {seen.rounds} first tokens have probability 0 in the target's distribution"
+        )
         return Check("first token", Outcome.failed, says, figures)
-    if off or distance > uniform:
+    if off or distance > band:
         most = max([distance, *(abs(more) / seen.rounds for more in excess)])
         says = (
             f"first tokens do not have their exact probabilities: {most:.1%} of {seen.rounds} lie elsewhere"
         )
-        where = f" ({', '.join(off)})" if off else ""
-        return Check("first token", Outcome.failed, says + where, figures)
+        says += f" ({', '.join(off)})" if off else ""
+        return Check("first token", Outcome.failed, says, figures)
     says = f"{seen.rounds} first tokens have their exact probabilities within {distance:.1%}"
     reach = f"; {bands[0] / seen.rounds:.1%} too many of the draft's favourites would show"
     return Check("first token", Outcome.passed, says + reach, figures)

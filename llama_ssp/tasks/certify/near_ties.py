@@ -1,26 +1,28 @@
-"""Is a greedy text that differs from plain decoding right all the same? A checker for low precision.
+"""Greedy texts of low precision: is a difference from plain decoding only rounding?
 
-A model that is fed K+1 tokens at once rounds differently from one that is fed them one by one, so in
-bf16 or fp16 two tokens of nearly equal logits may trade places. That is the only difference that
-exact speculation may show, and this module tells it from every other:
+A model that is fed K+1 tokens at once rounds differently from one that is fed them one by one, so in bf16 or
+fp16 two tokens of nearly equal logits may trade places. Exact speculation can show no other difference, and
+this module tells that one from every other:
 
-1. The band: |logit fed singly - logit fed K+1 at a time| over many positions, prompts prefilled as in a
-   run, rows in a batch and alone; epsilon is twice the largest. For if plain decoding prefers a and
-   verification prefers b, and no logit differs by more than d between the two, then a and b are at most
-   2d apart in either.
-2. The fork: where two texts part, both tokens must be within epsilon of the best, fed singly. A wide
-   (fp32) copy of the model judges too, if there is one: within twice the largest difference between
-   its logits and the narrow model's, by the same argument.
-3. The replay: every token of the speculative text must be within epsilon of the best when that text
-   is fed singly. This covers what follows the first fork.
+1. The band: |logit fed singly - logit fed K+1 at a time| over many positions, prompts prefilled as in a run,
+rows
+   in a batch and alone; epsilon is twice the largest. If plain decoding prefers a, verification prefers b,
+   and no logit differs by more than d between the two, then a and b are at most 2d apart in either.
+2. The fork: where two texts part, both tokens must be within epsilon of the best, fed singly. If there is a
+wide
+   (fp32) copy of the model, it judges too: within twice the largest difference between its logits and the
+   narrow model's, by the same argument.
+3. The replay: every token of the speculative text must be within epsilon of the best when that text is fed
+singly.
+   This covers what follows the first fork.
 
-It sees a text from outside, hence a fault of whatever kind: of the cache, of the masks, of the rule.
-A fault that makes a block's logits wrong would widen the band and so excuse itself; the wide copy, for
-which rounding is no excuse, must therefore give blocks and single tokens the same logits. Not seen are
-faults that move no token out of the band, and those the module itself has.
+It judges a text from outside, so it sees faults of any kind: of the cache, the masks, the rule. A fault that
+makes a block's logits wrong would widen the band and so excuse itself; the wide copy, for which rounding is
+no excuse, must therefore give blocks and single tokens the same logits. Faults that move no token out of the
+band are not seen, nor faults of this module.
 
-It judges by bare logits: of texts written with penalties, biases, bans or a minimum length, which move the
-argmax, it cannot say anything but that they are unexplained.
+It uses bare logits: of texts written with penalties, biases, bans or a minimum length, which move the argmax,
+it can only say that they are unexplained.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from llama_ssp.speculative.model_runner import Model, ModelRunner
 from llama_ssp.speculative.state import Prompt
 
 WIDE_TOLERANCE = 1e-3  # of the largest logit: how much rounding may move those of the wide copy
+Texts = Sequence[Sequence[int]]
 
 
 class Finding(Enum):
@@ -65,7 +68,7 @@ class Band:
 
     @property
     def sound(self) -> bool:
-        """Whether what was measured can be rounding."""
+        """Whether the measured differences can be rounding."""
         return math.isfinite(self.narrow) and self.wide_narrow <= WIDE_TOLERANCE * self.largest
 
     @property
@@ -104,7 +107,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class TextReport:
-    """One prompt's finding, and what it rests on."""
+    """One prompt's finding, and its evidence."""
 
     prompt_id: str
     finding: Finding
@@ -129,55 +132,37 @@ class GreedyReport:
 
 
 def check_greedy(
-    model: Model,
-    prompts: Sequence[Prompt],
-    plain: Sequence[Sequence[int]],
-    speculative: Sequence[Sequence[int]],
-    k: int,
-    *,
-    wide: Model | None = None,
-    positions: int = 1000,
-    rows: int = 8,
-    chunk: int = 512,
-) -> GreedyReport:
+    model: Model, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
+    wide: Model | None = None, positions: int = 1000, rows: int = 8, chunk: int = 512,
+) -> GreedyReport:  # fmt: skip
     """Compares the tokens that plain and speculative decoding with at most `k` drafts gave each prompt.
 
-    The model is run anew. `rows` and `chunk` are the batch size and the prefill chunk of the runs.
+    The model is run again, with the runs' batch size (`rows`) and prefill `chunk`.
     """
     starts = [len(prompt.token_ids) for prompt in prompts]
-    texts = [[*prompt.token_ids, *new] for prompt, new in zip(prompts, speculative, strict=True)]
-    shown = [[*prompt.token_ids, *new] for prompt, new in zip(prompts, plain, strict=True)]
-    band = noise_band(
-        model, [*shown, *texts], starts * 2, k + 1, wide=wide, positions=positions, rows=rows, chunk=chunk
+    shown, texts = (
+        [[*prompt.token_ids, *new] for prompt, new in zip(prompts, ours, strict=True)]
+        for ours in (plain, speculative)
     )
+    sizes = {"rows": rows, "chunk": chunk}
+    band = noise_band(model, [*shown, *texts], starts * 2, k + 1, wide=wide, positions=positions, **sizes)
     forks = [first_difference(a, b) for a, b in zip(plain, speculative, strict=True)]
-    judged = _judge(model, texts, starts, plain, forks, rows, chunk)
-    wide_judged = (
-        _judge(wide, texts, starts, plain, forks, rows, chunk) if wide else [(None, None)] * len(texts)
-    )
+    judged = _judge(model, texts, starts, plain, forks, **sizes)
+    wide_judged = _judge(wide, texts, starts, plain, forks, **sizes) if wide else None
     reports = []
     for row, prompt in enumerate(prompts):
-        replay, margin = judged[row]
-        fork, at = None, forks[row]
+        fork, at, (replay, margin) = None, forks[row], judged[row]
         if at is not None:
-            wide_margin = wide_judged[row][1]
-            fork = Fork(at, _token(plain[row], at), _token(speculative[row], at), _or_infinite(margin),
-                        None if wide is None else _or_infinite(wide_margin))  # fmt: skip
+            wide_margin = wide_judged[row][1] if wide_judged else None
+            fork = Fork(at, _token(plain[row], at), _token(speculative[row], at), margin, wide_margin)
         reports.append(TextReport(prompt.id, finding_of(fork, replay, band), fork, replay))
     return GreedyReport(band, tuple(reports))
 
 
 def noise_band(
-    model: Model,
-    texts: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    width: int,
-    *,
-    wide: Model | None = None,
-    positions: int = 1000,
-    rows: int = 8,
-    chunk: int = 512,
-) -> Band:
+    model: Model, texts: Texts, starts: Sequence[int], width: int, *,
+    wide: Model | None = None, positions: int = 1000, rows: int = 8, chunk: int = 512,
+) -> Band:  # fmt: skip
     """Measures the band on the texts, the first `starts` tokens of which are prompts.
 
     Random texts of the same shape are added until there are enough positions.
@@ -189,17 +174,16 @@ def noise_band(
         batch, prefilled = texts[first : first + rows], starts[first : first + rows]
         here = _ways(model, batch, prefilled, width, chunk)
         exact = _ways(wide, batch, prefilled, width, chunk) if wide else itertools.repeat(None)
-        for (single_V, block_V, alone_V), wide_ways in zip(here, exact, strict=False):
-            narrow += [_distance(single_V, block_V), _distance(single_V, alone_V)]
+        for ways, wide_ways in zip(here, exact, strict=False):
+            narrow += [_distance(ways[0], other_V) for other_V in ways[1:]]
             seen += 1
             if wide_ways is not None:
-                exact_V = wide_ways[0]
-                across += [_distance(one_V, exact_V) for one_V in (single_V, block_V, alone_V)]
-                wide_narrow += [_distance(one_V, exact_V) for one_V in wide_ways[1:]]
-                largest.append(float(exact_V.abs().max()))
+                across += [_distance(one_V, wide_ways[0]) for one_V in ways]
+                wide_narrow += [_distance(one_V, wide_ways[0]) for one_V in wide_ways[1:]]
+                largest.append(float(wide_ways[0].abs().max()))
     if wide is None:
-        return Band(width, seen, _largest(narrow))
-    return Band(width, seen, _largest(narrow), _largest(across), _largest(wide_narrow), _largest(largest))
+        return Band(width, seen, largest_of(narrow))
+    return Band(width, seen, *map(largest_of, (narrow, across, wide_narrow, largest)))
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -211,19 +195,17 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 class Feeder:
-    """Feeds finished texts to a model, and gives back what it says of each position."""
+    """Feeds finished texts to a model, and returns the logits of each position."""
 
-    def __init__(
-        self, model: Model, texts: Sequence[Sequence[int]], starts: Sequence[int], chunk: int
-    ) -> None:
-        """Every prompt, the first `starts` tokens, is prefilled as in a run: but for its last token."""
+    def __init__(self, model: Model, texts: Texts, starts: Sequence[int], chunk: int) -> None:
+        """Every prompt, the first `starts` tokens, is prefilled as in a run, without its last token."""
         self._lengths = [len(text) for text in texts]
         longest = max(self._lengths)
         padded = [[*text, *[0] * (longest - len(text))] for text in texts]
         self._token_BS = torch.tensor(padded, dtype=torch.int64, device=model.device)
         self._runner = ModelRunner(model, chunk)
         self._runner.start(len(texts), longest)
-        self._runner.warm(self._token_BS, [start - 1 for start in starts])
+        self._runner.prefill(self._token_BS, [start - 1 for start in starts])
 
     @property
     def done(self) -> bool:
@@ -240,15 +222,15 @@ class Feeder:
 
 
 def _ways(
-    model: Model, texts: Sequence[Sequence[int]], starts: Sequence[int], width: int, chunk: int
+    model: Model, texts: Texts, starts: Sequence[int], width: int, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Each position's logits: fed singly, fed in blocks, fed in blocks without the other rows."""
     singly, in_blocks = Feeder(model, texts, starts, chunk), Feeder(model, texts, starts, chunk)
     alone = [Feeder(model, [text], [start], chunk) for text, start in zip(texts, starts, strict=True)]
     while not in_blocks.done:
         block = in_blocks.feed(width)
-        own = [feeder.feed(width)[0] if len(logits) else logits
-               for feeder, logits in zip(alone, block, strict=True)]  # fmt: skip
+        pairs = zip(alone, block, strict=True)
+        own = [feeder.feed(width)[0] if len(logits) else logits for feeder, logits in pairs]
         for offset in range(max(map(len, block))):
             for row, logits in enumerate(singly.feed(1)):
                 if len(logits):
@@ -256,32 +238,32 @@ def _ways(
 
 
 def _judge(
-    model: Model, texts: list[list[int]], starts: list[int], plain: Sequence[Sequence[int]],
-    forks: list[int | None], rows: int, chunk: int,
-) -> list[tuple[Replay | None, float | None]]:  # fmt: skip
-    """Feeds each text singly: its worst token, and the margin at its fork (None where a text just ends)."""
-    found: list[tuple[Replay | None, float | None]] = []
+    model: Model,
+    texts: Texts,
+    starts: list[int],
+    plain: Texts,
+    forks: list[int | None],
+    rows: int,
+    chunk: int,
+) -> list[tuple[Replay | None, float]]:
+    """Feeds each text singly: its worst token, and the margin at its fork, infinite where it just ends."""
+    replays: list[Replay | None] = [None] * len(texts)
+    margins = [math.inf] * len(texts)
     for first in range(0, len(texts), rows):
-        batch = texts[first : first + rows]
-        replays: list[Replay | None] = [None] * len(batch)
-        margins: list[float | None] = [None] * len(batch)
-        prompt = starts[first : first + rows]
+        batch, prompt = texts[first : first + rows], starts[first : first + rows]
         feeder = Feeder(model, batch, prompt, chunk)
         for number in range(max(len(text) - n for text, n in zip(batch, prompt, strict=True))):
-            for row, logits in enumerate(feeder.feed(1)):
-                position = prompt[row] + number
-                if position >= len(batch[row]):
+            for row, logits in enumerate(feeder.feed(1), start=first):
+                token = _token(texts[row], starts[row] + number)
+                if token is None:
                     continue
-                token = batch[row][position]
-                margin = _margin(logits[0], token)
-                worst = replays[row]
+                margin, worst = _margin(logits[0], token), replays[row]
                 if worst is None or margin > worst.margin or math.isnan(margin):
                     replays[row] = Replay(number, token, margin)
-                other = _token(plain[first + row], number)
-                if number == forks[first + row] and other is not None:
+                other = _token(plain[row], number)
+                if number == forks[row] and other is not None:
                     margins[row] = max(margin, _margin(logits[0], other))
-        found += zip(replays, margins, strict=True)
-    return found
+    return list(zip(replays, margins, strict=True))
 
 
 def finding_of(fork: Fork | None, replay: Replay | None, band: Band) -> Finding:
@@ -311,17 +293,13 @@ def _token(text: Sequence[int], position: int) -> int | None:
     return text[position] if position < len(text) else None
 
 
-def _or_infinite(margin: float | None) -> float:
-    return math.inf if margin is None else margin
-
-
-def _largest(values: list[float]) -> float:
+def largest_of(values: list[float]) -> float:
     """The maximum; NaN if there is one (which `max` would pass over)."""
     return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
 def _enough(
-    texts: Sequence[Sequence[int]], starts: Sequence[int], model: Model, positions: int
+    texts: Texts, starts: Sequence[int], model: Model, positions: int
 ) -> tuple[list[list[int]], list[int]]:
     found, prompts = [list(text) for text in texts], list(starts)
     length, start = max(map(len, found)), max(prompts)

@@ -1,20 +1,21 @@
-"""The exact distribution of what a rule lets out, computed from the distributions of one round.
+"""The exact distribution of what a rule commits, computed from the probabilities of one round.
 
 A rule is a pure function: it gives the chance of each independent draw, how many drafts stand for each
 outcome of the draws, and the distribution of the token that follows. So the distribution of the output is a
-finite sum. It is taken node by node. At node i of a round, with the first i drafts as they were, a block of
-i+1 drafts is put before the rule, once for each token that could have been drafted last; then
+finite sum. It is computed node by node. At node i of a round, with the first i drafts as they were, the rule
+gets a block of i+1 drafts, once for each token that could have been drafted last; then
 
     draft(x) P(i+1 stand | x)  +  sum over y of  draft(y) P(i stand | y) correction(x | y)
 
-must be the target's distribution at x times the chance that i drafts stand. If that holds at every node, and
-the chance that i drafts stand is the same seen from a block of i and from one of i+1, then by induction from
-the last position the distribution of whole texts is the target's: for the token rule, and for the block rule,
-whose draws look ahead. Only the rule's three functions are called, so a wrong rule shows whatever it is.
+must be the target's probability of x times the chance that i drafts stand. If that holds at every node, and
+the chance that i drafts stand is the same from a block of i and from one of i+1, then by induction from the
+last position the distribution of whole texts is the target's: for the token rule, and for the block rule,
+whose draws depend on later positions. Only the rule's three functions are called, so any wrong rule shows.
 
-Tokens that the draft hardly ever proposes are not tried one by one. What they add can only lie between
-nothing and their share of its distribution; where some such addition makes the equation true, it counts as
-true.
+Tokens that the draft hardly ever proposes are not tried one by one. Their part can only lie between nothing
+and their share of the draft's distribution; if some such addition makes the equation true, it counts as true.
+
+With shared noise nothing is random once the noise is known: `raced` replays the races instead.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llama_ssp.speculative.coupled import source
+from llama_ssp.speculative.rng import Purpose, Slot
 from llama_ssp.speculative.verification import Block, Rule
 from llama_ssp.tasks.certify.recorder import Round
 
-REST = 1e-3  # of the draft's distribution is left untried, or more where MOST_TRIED leave out more
+REST = 1e-3  # of the draft's probability is not tried; more where MOST_TRIED tokens leave out more
 MOST_TRIED = 256
-CELLS = 2**18  # of a table of drafts by vocabulary; more are taken in parts
+CELLS = 2**18  # of a table of drafts by vocabulary; larger tables are split
 
 
 @dataclass(frozen=True)
 class Node:
     """What a rule does at one position.
 
-    `total_variation` is that of its output from the target's distribution, both weighed with the chance to
-    come here given the drafts; `reach_error` how much that chance differs between a block that ends here and
-    one that goes on.
+    `total_variation` is between its output and the target's distribution, both weighted with the chance of
+    getting here given the drafts; `reach_error` is how much that chance differs between a block that ends
+    here and a longer one.
     """
 
     total_variation: float
@@ -51,7 +54,7 @@ class Node:
 
 
 def node(rule: Rule, seen: Round, at: int) -> Node | None:
-    """What the rule does at this position of the round; None where it cannot come to."""
+    """What the rule does at this position of the round; None where it cannot get there."""
     assert seen.target_WV is not None and seen.draft_KV is not None
     target_V = seen.target_WV[at]
     reach = _reach(rule, seen, at)
@@ -79,9 +82,9 @@ def node(rule: Rule, seen: Round, at: int) -> Node | None:
 def _node(
     kept_V: Tensor, corrected_V: Tensor, some_V: Tensor, due_V: Tensor, reach: float, rest_V: Tensor
 ) -> Node:
-    """The equation, with the most fitting addition of the tokens that were not tried.
+    """The equation, with the best addition of the tokens that were not tried.
 
-    Of `rest_V` they add, each to its own token, and at most all of it together to the correction.
+    Of `rest_V` each may add to its own token, and all of it together to the correction.
     """
     correction_V = corrected_V / corrected_V.sum() if float(corrected_V.sum()) > 0 else some_V
     lacking_V = due_V - kept_V - corrected_V
@@ -118,7 +121,7 @@ def _reach(rule: Rule, seen: Round, count: int) -> float:
 def _stand_chances(rule: Rule, chance_EK: Tensor) -> Tensor:
     """For each row, the chance that n = 0..K drafts stand: a sum over all outcomes of the draws.
 
-    All draws but the last have the same chances in every row, so that outcomes are weighed once.
+    All draws but the last have the same chances in every row, so outcomes are weighted once.
     """
     rows, k = chance_EK.shape
     if rows > 1 and not torch.equal(chance_EK[:, :-1], chance_EK[:1, :-1].expand(rows, k - 1)):
@@ -158,3 +161,28 @@ def _without(draft_V: Tensor, tried: Tensor) -> Tensor:
     rest_V = draft_V.clone()
     rest_V[tried] = 0
     return rest_V
+
+
+def raced(rule: Rule, seed: int, seen: Round, at: int) -> Node | None:
+    """Whether the races decide as recorded at this position of a round with shared noise.
+
+    The committed token must be the winner of the race of the target's recorded distribution, in the noise of
+    that very position, and each draft the winner in its declared distribution. The noise is made anew from
+    seed, prompt and position, so noise of another place shows, and so does a draft that was kept wrongly.
+    None behind the committed tokens.
+    """
+    assert seen.target_WV is not None and seen.draft_KV is not None
+    if at > seen.accepted:
+        return None
+    slot = Slot((seen.key,), (len(seen.text) - seen.count + at,), Purpose.CORRECT)
+    draws = source(rule, seed)
+
+    def winner(probs_V: Tensor) -> int:
+        return int(draws.categorical(probs_V[None], slot)[0])
+
+    decided = seen.drafted[at] if at < seen.accepted else seen.token
+    right = winner(seen.target_WV[at]) == decided
+    if at < seen.count:
+        right = right and winner(seen.draft_KV[at]) == seen.drafted[at]
+        right = right and (at < seen.accepted) == (decided == seen.drafted[at])
+    return Node(float(not right), 0.0)

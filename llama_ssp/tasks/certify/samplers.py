@@ -1,6 +1,6 @@
-"""What certify judges: a sampler continues prompts, and may let its rounds be watched.
+"""What certify judges: a sampler continues prompts, and its rounds may be watched.
 
-A black box, such as another library's `generate`, needs `texts` alone; then nothing but its texts is judged.
+A black box, such as another library's `generate`, needs `texts` alone; then only its texts are judged.
 """
 
 from __future__ import annotations
@@ -12,35 +12,20 @@ from typing import Protocol
 
 from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.speculative.draft_length import DraftLength
-from llama_ssp.speculative.follower import AnyEngine
+from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.speculative.verification import Rule
-from llama_ssp.tasks.certify.recorder import WatchedEngine, WatchedFollower, Witness
+from llama_ssp.tasks.certify.recorder import Witness
 
 
 class Sampler(Protocol):
-    """Continues prompts by drawing, each prompt by its own random stream."""
+    """Continues prompts by drawing, each prompt with its own random stream."""
 
     name: str
 
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
         """The new tokens of each prompt, an end token among them."""
-
-
-class WatchedSampler(Sampler, Protocol):
-    """A sampler whose rounds can be watched."""
-
-    @property
-    def rule(self) -> Rule: ...
-
-    @property
-    def draws(self) -> Draws: ...
-
-    @property
-    def witness(self) -> Witness: ...
 
 
 @dataclass
@@ -54,15 +39,20 @@ class Clock:
 
 @dataclass
 class EngineSampler:
-    """An engine, batch by batch, counted and timed. Its rounds are watched where there is a witness."""
+    """An engine, batch by batch, counted and timed. `witness` watches its rounds, if there is one."""
 
     name: str
-    engine: AnyEngine
+    engine: RankEngine
     lookahead: Callable[[int], DraftLength]
     ends: frozenset[int]
     batch_size: int
     advance: Callable[[int], None] = lambda _: None
+    witness: Witness | None = None
     clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        if self.witness is not None:
+            self.engine.watch = self.witness.see
 
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
         found: list[list[int]] = []
@@ -70,7 +60,7 @@ class EngineSampler:
             batch = list(prompts[first : first + self.batch_size])
             state = self.engine.prefill(batch, max_new_tokens)
             limits = Limits(max_new_tokens, self.ends)
-            self.engine.wait()
+            self.engine.synchronize()
             began = time.perf_counter()
             for step in generate(self.engine, state, limits, self.lookahead(state.rows)):
                 for one in step.rows:
@@ -81,22 +71,3 @@ class EngineSampler:
             found += [state.generated(row) for row in range(state.rows)]
             self.advance(len(batch))
         return found
-
-
-@dataclass
-class WatchedEngineSampler(EngineSampler):
-    """The same, its rounds seen by a witness."""
-
-    engine: WatchedEngine | WatchedFollower
-
-    @property
-    def rule(self) -> Rule:
-        return self.engine.rule
-
-    @property
-    def draws(self) -> Draws:
-        return self.engine.draws
-
-    @property
-    def witness(self) -> Witness:
-        return self.engine.witness

@@ -1,5 +1,4 @@
-"""The target's own distributions along texts, by regular passes of their own, and how far rounding moves
-them.
+"""The target's own distributions along texts, by separate regular passes, and how far rounding moves them.
 
 Every text is fed anew to an empty cache: token by token, as regular sampling does, and, to see what rounding
 does, in blocks and in one piece, each time in another batch, and alone. Every rank takes part in every pass.
@@ -23,12 +22,13 @@ from torch import Tensor
 
 from llama_ssp.speculative.model_runner import Model
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform, filtered
-from llama_ssp.tasks.certify.near_ties import Feeder
+from llama_ssp.tasks.certify.near_ties import Feeder, largest_of
 from llama_ssp.tasks.certify.recorder import Round
 
 QUANTILES = (0.5, 0.75)  # of the positions, at which recorded distributions and regular passes are compared
 MULTIPLE = 3.0  # of the regular passes' quantile that is still rounding
 PART_OF_LARGEST = 0.25  # passes may be equal, bit by bit, at most positions: so much is rounding everywhere
+TINY = 1e-30  # below, a probability may vanish in fp32
 SAFETY = 2.0  # how often the largest difference between regular passes a recorded distribution may differ
 
 
@@ -90,14 +90,14 @@ class Reference:
     def noise(self, transform: SamplingTransform) -> Noise:
         """What the passes differ by."""
         uncut, far, log, whole = transform.uncut(), [0.0], [0.0], [0.0]
-        for seen, index in zip(self._rounds, range(len(self._rounds)), strict=True):
+        for index, seen in enumerate(self._rounds):
             for at in range(seen.count + 1):
                 first, *others = (self._probs(uncut, way, index, at) for way in range(len(self._ways)))
                 far += [float((first - other).abs().sum()) / 2 for other in others]
                 log += [_log_distance(first, other) for other in others]
                 first, *others = (self._probs(transform, way, index, at) for way in range(len(self._ways)))
                 whole += [float((first - other).abs().sum()) / 2 for other in others]
-        return Noise(_largest(far), _largest(log), quantiles(whole))
+        return Noise(largest_of(far), largest_of(log), quantiles(whole))
 
     def departure(self, transform: SamplingTransform, noise: Noise, index: int, at: int) -> Departure:
         """How the distribution that verification used differs from the target's own at this position."""
@@ -178,11 +178,3 @@ def _cut(uncut_V: Tensor, transform: SamplingTransform, noise: Noise) -> tuple[T
 def _log_distance(one_V: Tensor, other_V: Tensor) -> float:
     both_V = (one_V > TINY) & (other_V > TINY)
     return float((one_V[both_V].log() - other_V[both_V].log()).abs().max())
-
-
-TINY = 1e-30  # below, a probability may vanish in fp32
-
-
-def _largest(values: list[float]) -> float:
-    """The maximum; NaN if there is one (which `max` would pass over)."""
-    return math.nan if any(math.isnan(value) for value in values) else max(values)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from llama_ssp.config import CertifyConf, RunConf, SamplingConfig
 from llama_ssp.errors import UsageError
-from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.assembly import lookahead_for, rule_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Progress, versions
 from llama_ssp.speculative.engine import Engine
-from llama_ssp.speculative.follower import AnyEngine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import counted
+from llama_ssp.speculative.verification import Rule
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
 from llama_ssp.tasks.certify.checks import Effort, check_greedy_texts, check_probs, check_samples
 from llama_ssp.tasks.certify.first_tokens import ROUNDS, check_first, first_tokens
 from llama_ssp.tasks.certify.plain_filters import check_filters
-from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, RuledEngine, WatchedEngine, Witness, watched
+from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Witness
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
-from llama_ssp.tasks.certify.samplers import Clock, EngineSampler, WatchedEngineSampler
+from llama_ssp.tasks.certify.samplers import Clock, EngineSampler
 from llama_ssp.tasks.certify.verdict import INCONCLUSIVE, SAME, Check, page, sentence, verdict
 from llama_ssp.tasks.common import Task, longest
 
@@ -81,77 +82,63 @@ class CertifyTask(Task[CertifyConf]):
 
     def measurements(self) -> list[RunMeasurement]:
         """Of the samplers that use the certified rule and are not watched, as watching takes time."""
-        usual, found = self._run.sampling, []
-        for name, run, clock in self._clocks:
-            if self._pair is not None and clock.seconds and name != WRONG:
-                name += ", greedy" if run.sampling != usual else ""
-                figures = counted(clock.counts, 0.0, clock.seconds)
-                found.append(self._pair.measurement(name, figures, run, clock.rows))
-        return found
+        if self._pair is None:
+            return []
+        return [
+            self._pair.measurement(name, counted(clock.counts, 0.0, clock.seconds), run, clock.rows)
+            for name, run, clock in self._clocks
+            if clock.seconds
+        ]
 
     def _examine(self, pair: PairSession) -> None:
-        run, task, leads = self._run, self._task, self._ranks.is_leader
-        greedy_only = run.sampling.temperature == 0
+        run, task, leads, count = self._run, self._task, self._ranks.is_leader, len(self._texts)
+        greedy_only, target = run.sampling.temperature == 0, pair.models.target
         plan = Effort(
             samples=task.samples, new_tokens=task.max_new_tokens, law_tokens=task.law_tokens,
             law_rounds=task.law_rounds, law_positions=2 * task.law_rounds, greedy_tokens=task.greedy_tokens,
             false_alarm=task.false_alarm, shuffles=SHUFFLES, rows=task.batch_size, chunk=task.prefill_chunk,
             seed=self._inputs.seed,
         )  # fmt: skip
-        count = len(self._texts)
         total = count * (3 + (0 if greedy_only else 3 * task.samples) + greedy_only)
-        witness = Witness(run.speculation.verification.value, self._inputs.seed)
+        witness, drawn = Witness(rule_of(run), self._inputs.seed), list[Check]()
         with Progress("certify", total, "texts") as progress:
-            make, target = partial(self._sampler, pair, progress=progress), pair.models.target
-            subject = self._watched(make("speculative", run), witness)
+            make = partial(self._sampler, pair, progress.advance)
+            subject = make("speculative", run, witness=witness)
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
             transform = SamplingTransform(run.sampling, ends, vocab)
-            self._add(check_probs(subject, target, transform, self._texts, plan, leads))
+            self._add(check_probs(subject, witness, target, transform, self._texts, plan, leads))
             if leads:
                 self._add(check_filters(witness.rounds, transform))
             if not greedy_only:
-                drawn = check_samples(
-                    subject, make("regular", regular(run)), _with_rule(make(WRONG, run)),
-                    self._texts, plan, leads,
-                )  # fmt: skip
-            if leads:
-                texts = count * (1 if greedy_only else plan.samples)
-                self._add(*self._by_rounds(subject.engine, witness, plan, ROUNDS * texts))
+                others = make("regular", regular(run)), make(WRONG, run, rule=KeepsEveryDraft())
+                drawn = check_samples(subject, *others, self._texts, plan, leads)
+                del others
+            if isinstance(subject.engine, Engine):
+                rounds = ROUNDS * count * (1 if greedy_only else plan.samples)
+                first = first_tokens(subject.engine, witness, rounds, plan.rows, plan.seed)
+                decisions, level = witness.decisions, plan.level
+                self._add(check_drafts(witness, level), check_acceptance(witness, level))
+                self._add(check_decisions(decisions), check_numbers(decisions, level))
+                self._add(check_first(first, level))
             del subject  # and with it its caches
-            if not greedy_only:
-                self._add(*drawn)
+            self._add(*drawn)
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
-            checks = check_greedy_texts(
-                target, make("speculative", greedy), make("regular", regular(greedy)),
-                _with_rule(make(WRONG, greedy)) if greedy_only else None,
-                _longest_draft(run), self._texts, plan,
-            )  # fmt: skip
-            self._add(*checks)
+            wrong = make(WRONG, greedy, rule=KeepsEveryDraft()) if greedy_only else None
+            samplers = make("speculative", greedy), make("regular", regular(greedy)), wrong
+            k = run.speculation.k_max if run.speculation.adaptive else run.speculation.k
+            self._add(*check_greedy_texts(target, *samplers, k, self._texts, plan))
 
-    @staticmethod
-    def _by_rounds(engine: AnyEngine, witness: Witness, plan: Effort, rounds: int) -> list[Check]:
-        """What all rounds that were watched say together, and many first tokens without a pass."""
-        assert isinstance(engine, WatchedEngine)
-        first = first_tokens(engine, witness.rounds, rounds, plan.rows, plan.seed)
-        return [
-            check_drafts(witness, plan.level), check_acceptance(witness, plan.level),
-            check_decisions(witness.decisions), check_numbers(witness.decisions, plan.level),
-            check_first(first, plan.level),
-        ]  # fmt: skip
-
-    def _sampler(self, pair: PairSession, name: str, run: RunConf, progress: Progress) -> EngineSampler:
-        engine, lookahead = pair.engine(self._inputs.seed, run), partial(lookahead_for, run)
+    def _sampler(
+        self, pair: PairSession, advance: Callable[[int], None], name: str, run: RunConf,
+        rule: Rule | None = None, witness: Witness | None = None,
+    ) -> EngineSampler:  # fmt: skip
+        engine, lookahead = pair.engine(self._inputs.seed, run, rule=rule), partial(lookahead_for, run)
         rows = self._task.batch_size
-        sampler = EngineSampler(name, engine, lookahead, pair.end_ids, rows, progress.advance)
-        self._clocks.append((name, run, sampler.clock))
+        sampler = EngineSampler(name, engine, lookahead, pair.end_ids, rows, advance, witness)
+        if rule is None and witness is None:
+            greedy = ", greedy" if run.sampling != self._run.sampling else ""
+            self._clocks.append((name + greedy, run, sampler.clock))
         return sampler
-
-    @staticmethod
-    def _watched(sampler: EngineSampler, witness: Witness) -> WatchedEngineSampler:
-        return WatchedEngineSampler(
-            sampler.name, watched(sampler.engine, witness), sampler.lookahead, sampler.ends,
-            sampler.batch_size, sampler.advance,
-        )  # fmt: skip
 
     def _add(self, *checks: Check | None) -> None:
         """Says each finding as it comes."""
@@ -184,14 +171,3 @@ class CertifyTask(Task[CertifyConf]):
             "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         }  # fmt: skip
         self._folder.write("report.md", page("Certificate", self._sentence(), self._checks, facts))
-
-
-def _with_rule(sampler: EngineSampler) -> EngineSampler:
-    """The negative control: the same sampler by a rule that is wrong on purpose, where it decides."""
-    if not isinstance(sampler.engine, Engine):
-        return sampler
-    return replace(sampler, engine=RuledEngine(sampler.engine, KeepsEveryDraft()))
-
-
-def _longest_draft(run: RunConf) -> int:
-    return run.speculation.k_max if run.speculation.adaptive else run.speculation.k
