@@ -14,8 +14,7 @@ import pytest
 
 from llama_ssp.batch import local_workers as groups
 from llama_ssp.batch.local_workers import Group, _dealt
-from llama_ssp.batch.retries import Next
-from llama_ssp.batch.workers import words_of_one
+from llama_ssp.batch.workers import Next, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import UsageError

@@ -230,7 +230,12 @@ def test_standing(tmp_path: Path):
     attempt.begin([0])
     attempt.finish(0, answer(0))
     standing = journal.standing()
-    assert (standing.finished, standing.shards_done, standing.attempts, standing.attempts_unended) == (
+    assert (
+        standing.records_finished,
+        standing.shards_done,
+        standing.attempts,
+        standing.attempts_unended,
+    ) == (
         1,
         0,
         1,
@@ -239,7 +244,7 @@ def test_standing(tmp_path: Path):
     attempt.leave()
     assert journal.standing().attempts_unended == 0 and not journal.standing().whole
     work(tmp_path, tmp_path / "out.jsonl")
-    assert journal.standing().whole and journal.standing().finished == RECORDS
+    assert journal.standing().whole and journal.standing().records_finished == RECORDS
 
 
 def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

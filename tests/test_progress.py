@@ -34,7 +34,7 @@ def test_it_grows_with_the_files(journal: Journal):
         assert progress.finished() == count
     attempt.publish()
     assert progress.finished() == shard.count
-    assert progress.finished() == journal.standing().finished
+    assert progress.finished() == journal.standing().records_finished
 
 
 def test_a_record_counts_once_and_a_torn_line_when_it_is_whole(journal: Journal):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.batch.retries import Next, after, code_of
+from llama_ssp.batch.workers import Next, after, code_of
 from llama_ssp.distributed.signals import CODE_FILE, leave_code
 
 

@@ -11,6 +11,7 @@ import os
 import time
 import zlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -130,10 +131,7 @@ def read_part(path: Path) -> PastAttempt:
 def _opened(line: bytes) -> dict[str, Any] | None:
     """The entry of a line; None where the line is not what was written."""
     sum_, _, body = line.partition(b" ")
-    if sum_ != b"%08x" % zlib.crc32(body):
-        return None
-    try:
-        entry = json.loads(body)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) else None
+    with suppress(ValueError):
+        entry = json.loads(body) if sum_ == b"%08x" % zlib.crc32(body) else None
+        return entry if isinstance(entry, dict) else None
+    return None

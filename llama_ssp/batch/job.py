@@ -94,7 +94,7 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
     work, output = folders_of(run)
     settings, held = _settings(run, files, seed), Journal.held(work)
     if held is not None:
-        sha = hashlib.sha256(_input(run)).hexdigest()
+        sha = hashlib.sha256(_opened(run)[1]).hexdigest()
         Manifest(sha, held.records, settings, held.shards).require_same(held, str(work))
         return Job(run, work, output, held, None)
     if output.exists():
@@ -107,9 +107,9 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
 
 def read_source(run: RunConf) -> Source:
     """Every line of the input, checked before anything is loaded. Raises DataError for bad lines."""
-    data, reader, places = _input(run), _reader(run), list[tuple[int, int]]()
-    records: list[Request | Refused] = []
-    for line in lines_of(data, _name(run)):
+    name, data, reader = _opened(run)
+    places, records = list[tuple[int, int]](), list[Request | Refused]()
+    for line in lines_of(data, name):
         places.append((line.start, line.number))
         try:
             records.append(reader.read(line, len(records)))
@@ -134,22 +134,19 @@ def require_good(run: RunConf, records: Sequence[Request | Refused]) -> None:
 
 def read_shard(run: RunConf, shard: Shard, refused: dict[int, Refused]) -> list[Request | Refused]:
     """The records of a shard; `refused` are those known to be bad."""
-    data, reader = _input(run)[shard.start : shard.end], _reader(run)
-    lines = enumerate(lines_of(data, _name(run), shard.start, shard.line), start=shard.first)
-    return [refused[index] if index in refused else reader.read(line, index) for index, line in lines]
+    name, data, reader = _opened(run)
+    lines = lines_of(data[shard.start : shard.end], name, shard.start, shard.line)
+    return [
+        refused[index] if index in refused else reader.read(line, index)
+        for index, line in enumerate(lines, shard.first)
+    ]
 
 
-def _reader(run: RunConf) -> Reader:
-    return Reader(run, not has_objects(_name(run)))
-
-
-def _input(run: RunConf) -> bytes:
-    return file_bytes("task.input", _name(run))
-
-
-def _name(run: RunConf) -> str:
+def _opened(run: RunConf) -> tuple[str, bytes, Reader]:
+    """The input's name, its bytes, and a reader of its lines."""
     assert isinstance(run.task, BatchConf) and run.task.input is not None
-    return run.task.input
+    name = run.task.input
+    return name, file_bytes("task.input", name), Reader(run, not has_objects(name))
 
 
 def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[str, Any]:

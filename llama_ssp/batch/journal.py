@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from contextlib import AbstractContextManager, suppress
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ssp.batch.atomic_files import replace_whole, storing, unique_name, write_once
 from llama_ssp.batch.attempt_log import Attempt, PastAttempt, read_part
-from llama_ssp.batch.claims import claim, release_jobs
 from llama_ssp.batch.manifest import Manifest, Shard
 from llama_ssp.errors import DataError
 
 MANIFEST, PARTS, DONE, CLAIMS = "run.json", "parts", "done", "claims"
+BEAT_S, STALE_S = 10.0, 60.0  # of a claim: a heartbeat keeps it, so that others take over from a dead process
 FINISHED_LINE = re.compile(rb'[0-9a-f]{8} \{"finished":(\d+)')
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a job is, from its files."""
+    """How far a job is, from its files; the names are those of the JSON interface."""
 
     records: int
-    finished: int
+    records_finished: int
     shards: int
     shards_done: int
     attempts: int
@@ -33,7 +39,7 @@ class Standing:
         return self.shards_done == self.shards
 
     def in_words(self) -> str:
-        records = f"{self.finished} of {self.records} records"
+        records = f"{self.records_finished} of {self.records} records"
         return f"{records}, {self.shards_done} of {self.shards} shards done, {self.attempts} attempts"
 
 
@@ -76,13 +82,16 @@ class Journal:
         return self._done(shard).exists()
 
     def release_jobs(self) -> None:
-        """Deletes what a scheduler's jobs claimed; for when none of them is left."""
-        release_jobs(self.folder / CLAIMS)
+        """Deletes the claims of a scheduler's jobs; for when none of the jobs is left."""
+        for path in (self.folder / CLAIMS).glob("*"):
+            with suppress(OSError, ValueError):
+                if json.loads(path.read_bytes()).get("job") is not None:
+                    path.unlink()
 
     def claim(self) -> tuple[Shard, AbstractContextManager[None]] | None:
         """The first shard that is neither done nor claimed by a living process, and the claim on it."""
         for shard in self.manifest.shards:
-            if not self.is_done(shard) and (claimed := claim(self.folder / CLAIMS / shard.name)) is not None:
+            if not self.is_done(shard) and (claimed := _claim(self.folder / CLAIMS / shard.name)) is not None:
                 return shard, claimed
         return None
 
@@ -127,6 +136,79 @@ class Journal:
         with storing(self.folder):
             paths = sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
         return [read_part(path) for path in paths]
+
+
+def _claim(path: Path) -> AbstractContextManager[None] | None:
+    """The right to work on a shard, for a `with`; None while a living process has it.
+
+    A claim only saves double work. What is published stays right without: the first to publish wins.
+    """
+    own = json.dumps(_own()).encode()
+    if not write_once(path, own):
+        if not _is_abandoned(path):
+            return None
+        replace_whole(path, own)  # two may do so at once: then both work
+    return _held(path)
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Touches the file now and then, and deletes it at the end."""
+    released = threading.Event()
+
+    def beat() -> None:
+        while not released.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, name=f"claim {path.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        released.set()
+        thread.join()
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _own() -> dict[str, object]:
+    job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "restart": restart}
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether the claim's process is gone, or has been silent for long."""
+    try:
+        age = _now_there(path.parent) - path.stat().st_mtime
+        holder = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return True  # it was released meanwhile, or is no claim
+    own = _own()
+    if own["job"] is not None and holder.get("job") == own["job"] and holder["restart"] < own["restart"]:
+        return True
+    return bool(age > STALE_S or (holder.get("host") == own["host"] and not _lives(holder["pid"])))
+
+
+def _now_there(folder: Path) -> float:
+    """The time by the clock that stamps the folder's files, which may be another machine's."""
+    probe = folder / f".now.{socket.gethostname()}.{os.getpid()}"
+    with storing(probe):
+        try:
+            probe.touch()
+            return probe.stat().st_mtime
+        except FileNotFoundError:
+            return time.time()
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 class FinishedCount:

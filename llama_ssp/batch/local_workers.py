@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llama_ssp.batch import workers
 from llama_ssp.batch.atomic_files import storing
 from llama_ssp.batch.journal import FinishedCount
-from llama_ssp.batch.retries import Next, after, code_of
-from llama_ssp.batch.workers import COUNTED, LOGS, SOURCES, SharedJob, counted, share, words_of_one
+from llama_ssp.batch.workers import LOGS, Next, SharedJob
 from llama_ssp.config import BatchConf, Output, RunConf
 from llama_ssp.distributed.signals import CODE_FILE, PR_SET_PDEATHSIG
 from llama_ssp.errors import OK, UsageError
@@ -63,7 +63,7 @@ class Group:
         """Starts the command, when the job has so many records finished."""
         self.began = finished
         self._code_file.unlink(missing_ok=True)
-        path = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(workers.SOURCES), os.environ.get("PYTHONPATH")]))
         own = {CODE_FILE: str(self._code_file), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         if self.devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
@@ -82,12 +82,12 @@ class Group:
         """What follows, if it has ended."""
         if self.process is None or (returned := self.process.poll()) is None:
             return None
-        self.process, self.code = None, code_of(returned, self._code_file)
+        self.process, self.code = None, workers.code_of(returned, self._code_file)
         self._code_file.unlink(missing_ok=True)
-        self.figures.update(counted([self._output]))
+        self.figures.update(workers.counted([self._output]))
         self.fruitless = 0 if finished > self.began else self.fruitless + 1
         self.failures += self.code != OK
-        step = after(self.code, self.fruitless, retries)
+        step = workers.after(self.code, self.fruitless, retries)
         self.given_up = step is Next.give_up
         return step
 
@@ -102,11 +102,11 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         raise UsageError(what, "", found, fix=fix)
     devices = _dealt(run)
     ranks = run.cluster.gpus or len(devices[0] or [""])
-    shared = share(run, folders, ranks)
+    shared = workers.share(run, folders, ranks)
     work = shared.job.work
     with storing(work):
         (work / LOGS).mkdir(parents=True, exist_ok=True)
-    command = _command(ranks, words_of_one(words, shared.seed, f"cluster.gpus={ranks}"))
+    command = _command(ranks, workers.words_of_one(words, shared.seed, f"cluster.gpus={ranks}"))
     count = min(run.cluster.groups, max(shared.missing, 1))
     groups = [Group(number, command, devices[number], work) for number in range(count)]
     log.info("%d groups of %d rank%s; logs in %s", count, ranks, "s" * (ranks > 1), work / LOGS)
@@ -143,7 +143,7 @@ def _report(shared: SharedJob, groups: list[Group], wall_s: float, code: int, is
     """One table and one document for all groups; what a killed run of a group had counted is not known."""
     journal, figures = shared.journal, sum((group.figures for group in groups), Counter[str]())
     standing, job = journal.standing() if journal else None, shared.job
-    finished, attempts = (standing.finished, standing.attempts) if standing else (0, 0)
+    finished, attempts = (standing.records_finished, standing.attempts) if standing else (0, 0)
     accepted = ratio(figures["tokens_accepted"], figures["tokens_drafted"])
     speed, failures = ratio(figures["tokens_committed"], wall_s), sum(group.failures for group in groups)
     console = Console()
@@ -158,7 +158,7 @@ def _report(shared: SharedJob, groups: list[Group], wall_s: float, code: int, is
         console.write("\n".join([*aligned(shown, words=2), ""]))
     summary = {**shared.summary(), "status": "done" if job.output.is_file() and code == OK else "error"}
     summary |= {"records_finished": finished, "groups": len(groups), "attempts": attempts}
-    summary |= {"failures": failures, **{name: figures[name] for name in COUNTED[:3]}}
+    summary |= {"failures": failures, **{name: figures[name] for name in workers.COUNTED[:3]}}
     summary |= {"acceptance_rate": accepted, "tokens_per_s": speed, "wall_s": wall_s}
     console.document(summary, is_json)
 

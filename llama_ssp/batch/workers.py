@@ -1,4 +1,4 @@
-"""A batch job that several groups of ranks share: checked and planned before one is started. No torch.
+"""A batch job that several groups of ranks share: its plan, and when a group is started again. No torch.
 
 Each group runs the same command, on shards that no other group works on; they share only the job's folder.
 """
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.requests import Request
 from llama_ssp.config import RunConf
 from llama_ssp.config.overrides import ranks
-from llama_ssp.errors import UsageError
+from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit
 from llama_ssp.report.run_folder import config_sha256, versions
@@ -33,6 +34,7 @@ SUMMARY = '{"task": "batch"'
 COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "wall_s")
 BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
 VALUED = ("--config-dir", "-cd")  # flags whose value is a word of its own
+LASTING = (USAGE, DATA, MODEL)  # exit codes that another run would end with again
 
 
 @dataclass(frozen=True)
@@ -119,3 +121,36 @@ def _slots(job: Job) -> int:
     requests = [record for record in job.source.records if isinstance(record, Request)]
     sizes = [len(r.said.encode()) // BYTES_PER_TOKEN + 1 + r.max_new_tokens for r in requests]
     return max(sizes, default=2)
+
+
+class Next(Enum):
+    """What follows the end of a group."""
+
+    done = "done"
+    again = "again"
+    give_up = "give up"
+
+
+def after(code: int, fruitless: int, retries: int) -> Next:
+    """`fruitless` is how many runs in a row, this one included, finished no record."""
+    if code == OK:
+        return Next.done
+    return Next.give_up if code in LASTING or fruitless > most_fruitless(retries) else Next.again
+
+
+def most_fruitless(retries: int) -> int:
+    """A record that kills its ranks does so once among others and `retries` times alone; then it is set
+    aside, which counts as finished. So more fruitless runs in a row have another cause."""
+    return retries + 1
+
+
+def code_of(returned: int, file: Path) -> int:
+    """How a group ended: 0, the code that a rank wrote, or that of the process that started the ranks.
+
+    torchrun exits with 1 whatever its ranks exit with, so a rank writes its code into a file (`leave_code`).
+    """
+    if returned == OK:
+        return OK
+    with suppress(OSError, ValueError):
+        return int(file.read_text(encoding="ascii"))
+    return 128 - returned if returned < 0 else returned

@@ -19,7 +19,7 @@ from llama_ssp.distributed.draft_messages import Dismissed
 from llama_ssp.distributed.peers import Peers
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, PAUSED_S
-from llama_ssp.distributed.store import END, Cause, Place, Store, View, stopped
+from llama_ssp.distributed.store import END, EXCUSED, READ, Cause, Place, Store, View, stopped
 from llama_ssp.errors import DISTRIBUTED, INPUT_OUTPUT, OK, DistributedError, JointError, RunError
 
 BEAT_S = 1.0
@@ -75,10 +75,6 @@ class Watch(threading.Thread):
             fix = "look for the first error of the other ranks"
             raise LostPeer("another rank has gone or does not answer", where, found, fix=fix) from error
 
-    def leave(self) -> None:
-        """From here on, ranks that go are no fault."""
-        self.enter(END)
-
     def stop(self) -> None:
         """Ends the thread: the run is over."""
         self._stopped.set()
@@ -89,7 +85,7 @@ class Watch(threading.Thread):
         """Tells these ranks that the others go on without them."""
         with suppress(RuntimeError):
             for rank in ranks:
-                self._store.excuse(rank)
+                self._store.mark(EXCUSED, rank)
 
     def dismiss(self, ranks: tuple[int, ...]) -> None:
         """Lets stopped ranks of this machine run, so that they leave, and ends those that do not."""
@@ -150,14 +146,14 @@ class Watch(threading.Thread):
     def _is_excused(self, error: BaseException) -> bool:
         """Whether the others go on: then there is no cause to find."""
         with suppress(RuntimeError):
-            return isinstance(error, Dismissed) or self._store.is_excused(self.rank)
+            return isinstance(error, Dismissed) or self._store.has(EXCUSED, self.rank)
         return False
 
     def _lost(self, error: BaseException, speaks: bool) -> JointError:
         cause = replace(self._own(error), code=OK)
         GUARD.arm("cause", LEAVE_S, OK)
         self._keep(error, cause)
-        self.leave()
+        self.enter(END)
         self.stop()
         return JointError(cause.line, OK, speaks)
 
@@ -199,18 +195,21 @@ class Watch(threading.Thread):
             if now - before > self._beat_s + PAUSED_S:  # this process was stopped: all others look late
                 self._changed = dict.fromkeys(self._changed, now)
             before = now
-            GUARD.arm("store", self._patience_s, DISTRIBUTED, self._silent_store(), self._kill_keeper)
+            line = self._keeper("does not answer (stopped, or cut off)")
+            speaks = self.rank == (LEADER + 1 if self._hosted else LEADER)
+            GUARD.arm("store", self._patience_s, DISTRIBUTED, line if speaks else "", self._kill_keeper)
             try:
                 cause = self._look(beat, gone)
             except RuntimeError:
-                cause = self._lost_store()
+                silent = self._peers.wait(SETTLE_S) | ({LEADER} if self._hosted else set())
+                cause = Cause(self._keeper("is gone"), silent=tuple(silent))
             GUARD.disarm("store")
             if cause and not self._stopped.is_set():
                 self._cause = cause
                 self._arm(cause)
                 self._found.set()
                 with suppress(RuntimeError):  # the rank that kept the store is gone
-                    self._thread_store.acknowledge()
+                    self._thread_store.mark(READ, self.rank)
                 return
 
     def _arm(self, cause: Cause) -> bool:
@@ -248,23 +247,12 @@ class Watch(threading.Thread):
             self._peers.signal(rank, signal.SIGKILL)
         return self._thread_store.blame(cause)
 
-    def _lost_store(self) -> Cause:
-        """The cause when the process that keeps the store is gone."""
-        gone = self._peers.wait(SETTLE_S)
+    def _keeper(self, how: str) -> str:
+        """What is said of the process that keeps the store."""
         if not self._hosted:
-            return Cause("the launcher that keeps the ranks' store is gone", silent=tuple(gone))
-        line = f"rank {LEADER} is gone; last heard of in {self._leaders_place()}"
-        return Cause(line, silent=(LEADER, *(gone - {LEADER})))
-
-    def _silent_store(self) -> str:
-        """What one rank says if the store does not answer at all."""
-        if not self._hosted:
-            return "the launcher that keeps the ranks' store does not answer" if self.rank == LEADER else ""
-        how = "does not answer (stopped, or cut off); last heard of in"
-        return f"rank {LEADER} {how} {self._leaders_place()}" if self.rank == LEADER + 1 else ""
-
-    def _leaders_place(self) -> Place:
-        return self._view.places[LEADER] if self._view else Place("start")
+            return f"the launcher that keeps the ranks' store {how}"
+        place = self._view.places[LEADER] if self._view else Place("start")
+        return f"rank {LEADER} {how}; last heard of in {place}"
 
     def _kill_keeper(self) -> None:
         if self._hosted:

@@ -27,6 +27,7 @@ from llama_ssp.distributed.draft_link import Link, Listener, connect
 from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.rendezvous import meet
+from llama_ssp.distributed.store import END
 from llama_ssp.errors import DistributedError
 
 PACKET = 1024  # integers of a message's first broadcast: enough for a round; a list of prompts needs a second
@@ -166,7 +167,7 @@ class Group(Ranks):
 
     def close(self) -> None:
         watch = self._run.watch
-        watch.leave()
+        watch.enter(END)  # from here on, ranks that go are no fault
         self.barrier()
         watch.stop()
         if self.is_leader:

@@ -21,7 +21,7 @@ from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.peers import Identity, Peers, own_identity
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.distributed.store import Cause, Place, Store, stopped
+from llama_ssp.distributed.store import READ, Cause, Place, Store, stopped
 from llama_ssp.errors import DistributedError, JointError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -56,12 +56,11 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
     if _on_one_machine(address.world):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     until = time.monotonic() + patience_s
-    tcp_store = _store(address, until, patience_s)
-    store = Store(tcp_store, address.rank, address.world)
+    store = _store(address, until, patience_s)
     try:
         store.open()  # the ranks that are here can be read
-        tcp_store.set(f"here/{address.rank}", json.dumps(asdict(own_identity())))
-        peers = Peers(_arrived(tcp_store, store, address, until, patience_s), address.rank)
+        store.tcp.set(f"here/{address.rank}", json.dumps(asdict(own_identity())))
+        peers = Peers(_arrived(store, address, until, patience_s), address.rank)
         watch = Watch(store, peers, address.rank, address.world, patience_s, not address.launched)
     except KeyboardInterrupt as stop:
         cause, speaks = store.settle(stopped(address.rank, stop.args[0], Place("start")), stopped=True)
@@ -70,13 +69,12 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
         raise JointError(cause.line, cause.code, speaks) from stop
     except RuntimeError as error:
         where, fix = f"rank {address.rank}, {address}", "look for the first error of the other ranks"
-        gone = DistributedError(
-            "the store at which the ranks meet is gone", where, str(error)[-160:], fix=fix
-        )
+        what = "the store at which the ranks meet is gone"
+        gone = DistributedError(what, where, str(error)[-160:], fix=fix)
         gone.speaks = address.rank == (LEADER if address.launched else LEADER + 1)
         raise gone from error
     watch.start()
-    return tcp_store, watch
+    return store.tcp, watch
 
 
 def announce(line: str, code: int, stopped: bool, say: Callable[[], None]) -> int:
@@ -92,13 +90,13 @@ def announce(line: str, code: int, stopped: bool, say: Callable[[], None]) -> in
         return code
     GUARD.end(grace_s=EARLY_S)  # a rank that is stopped now has its line to say
     GUARD.arm("cause", 2 * EARLY_S, code, "" if stopped else line)
-    store = Store(_store(address, time.monotonic() + EARLY_S, EARLY_S), address.rank, address.world)
+    store = _store(address, time.monotonic() + EARLY_S, EARLY_S)
     cause, speaks = store.settle(Cause(line, code), stopped)
     if speaks:
         say()
     GUARD.disarm("cause")
     with suppress(RuntimeError):
-        store.acknowledge()
+        store.mark(READ, address.rank)
     if address.hosts:
         store.linger(seconds=EARLY_S)
     return cause.code
@@ -114,15 +112,15 @@ def _address() -> Address:
     return Address(own.rank, own.world, host, number_of("MASTER_PORT", 1, 65535), launched)
 
 
-def _store(address: Address, until: float, patience_s: float) -> Any:
+def _store(address: Address, until: float, patience_s: float) -> Store:
     """The run's store; the leader keeps it where torchrun does not."""
     listener = _listener(address).detach() if address.hosts else None
     if listener is None:
         _reach(address, until, patience_s)
     where = address.host, address.port, address.world, address.hosts, timedelta(seconds=patience_s)
-    store = stores.TCPStore(*where, wait_for_workers=False, master_listen_fd=listener)
+    tcp = stores.TCPStore(*where, wait_for_workers=False, master_listen_fd=listener)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return stores.PrefixStore(f"llama_ssp/{attempt}", store)
+    return Store(stores.PrefixStore(f"llama_ssp/{attempt}", tcp), address.rank, address.world)
 
 
 def _listener(address: Address) -> socket.socket:
@@ -134,9 +132,8 @@ def _listener(address: Address) -> socket.socket:
         family = socket.AF_INET6 if dual else socket.AF_INET
         return socket.create_server(("", address.port), family=family, backlog=1024, dualstack_ipv6=dual)
     except OSError as error:
-        what = "the ranks cannot meet there"
-        if error.errno == errno.EADDRINUSE:
-            what = "the port at which the ranks meet is in use"
+        taken = error.errno == errno.EADDRINUSE
+        what = "the port at which the ranks meet is in use" if taken else "the ranks cannot meet there"
         fix = "choose another MASTER_PORT; torchrun --standalone takes a free one"
         where = f"MASTER_ADDR and MASTER_PORT, {address}"
         raise DistributedError(what, where, error.strerror, fix=fix) from error
@@ -159,15 +156,13 @@ def _reach(address: Address, until: float, patience_s: float) -> None:
             time.sleep(RETRY_S)
 
 
-def _arrived(
-    tcp_store: Any, store: Store, address: Address, until: float, patience_s: float
-) -> dict[int, Identity]:
+def _arrived(store: Store, address: Address, until: float, patience_s: float) -> dict[int, Identity]:
     """Waits for all ranks; their processes."""
     every = range(address.world)
-    while not all(here := [tcp_store.check([f"here/{rank}"]) for rank in every]):
+    while not all(here := [store.tcp.check([f"here/{rank}"]) for rank in every]):
         if cause := store.cause():  # of a rank that does not come
             GUARD.end()
-            store.acknowledge()
+            store.mark(READ, address.rank)
             if address.hosts:
                 store.linger()
             raise JointError(cause.line, cause.code, speaks=False)
@@ -180,7 +175,7 @@ def _arrived(
             error.speaks = address.rank == here.index(True)
             raise error
         time.sleep(RETRY_S / 4)
-    return {rank: Identity(**json.loads(tcp_store.get(f"here/{rank}"))) for rank in every}
+    return {rank: Identity(**json.loads(store.tcp.get(f"here/{rank}"))) for rank in every}
 
 
 def _on_one_machine(world: int) -> bool:

@@ -32,6 +32,7 @@ LOSING = {"<frozen importlib._bootstrap>", weakref.__file__, weakref.WeakSet.__i
 PAUSED_S = 3.0  # a tick this late: the process itself was stopped, and no alarm is due for that
 PR_SET_PDEATHSIG = 1
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+Call = Callable[[], None]
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Alarm:
     at: float
     code: int
     line: str = ""
-    last: Callable[[], None] | None = None
+    last: Call | None = None
 
 
 class Guard:
@@ -55,7 +56,7 @@ class Guard:
         self.signalled = 0  # the first signal that came
         self.ending = False  # the cause of the end is known: no signal interrupts its report
         self.parted = False  # the ranks watch each other no more
-        self.on_signal: list[Callable[[], None]] = []  # called in the guard's thread
+        self.on_signal: list[Call] = []  # called in the guard's thread
         self._grace_s = grace_s
         self._warned = False  # by a first signal: the second one acts at once
         self._pending = 0  # a signal that has not interrupted yet
@@ -105,9 +106,7 @@ class Guard:
         self.parted = self.parted or parted
         self._grace_s = self._grace_s if grace_s is None else grace_s
 
-    def arm(
-        self, name: str, seconds: float, code: int, line: str = "", last: Callable[[], None] | None = None
-    ) -> None:
+    def arm(self, name: str, seconds: float, code: int, line: str = "", last: Call | None = None) -> None:
         """The process exits after this time, unless the alarm is disarmed or armed anew."""
         with self._lock:
             self._alarms[name] = Alarm(time.monotonic() + seconds, code, line, last)
@@ -133,7 +132,9 @@ class Guard:
     def _watch(self) -> None:
         before = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._receiving], [], [], self._wait_s())
+            first = self._first_alarm()
+            wait_s = min(TICK_S, max(0.0, first.at - time.monotonic())) if first else TICK_S
+            ready, _, _ = select.select([self._receiving], [], [], wait_s)
             now = time.monotonic()
             if not ready and now - before > PAUSED_S:
                 with self._lock:
@@ -146,15 +147,18 @@ class Guard:
             for number in received or b"":
                 if number in STOPPING:
                     self._signal(number)
-            self._leave_if_due(time.monotonic())
+            first = self._first_alarm()
+            if first and first.at <= time.monotonic():
+                if first.last:
+                    first.last()
+                leave(first.code, first.line)
             if self._pending:
                 time.sleep(AGAIN_S)
                 signal.pthread_kill(threading.main_thread().ident or 0, REMINDER)
 
-    def _wait_s(self) -> float:
+    def _first_alarm(self) -> Alarm | None:
         with self._lock:
-            first = min((alarm.at for alarm in self._alarms.values()), default=None)
-        return TICK_S if first is None else min(TICK_S, max(0.0, first - time.monotonic()))
+            return min(self._alarms.values(), key=lambda alarm: alarm.at, default=None)
 
     def _signal(self, number: int) -> None:
         if self._warned or self._parting:
@@ -165,14 +169,6 @@ class Guard:
         for call in self.on_signal:
             with contextlib.suppress(Exception):  # such as a full disk: the process ends all the same
                 call()
-
-    def _leave_if_due(self, now: float) -> None:
-        with self._lock:
-            due = min(self._alarms.values(), key=lambda alarm: alarm.at, default=None)
-        if due is not None and due.at <= now:
-            if due.last:
-                due.last()
-            leave(due.code, due.line)
 
 
 GUARD = Guard()
@@ -192,10 +188,9 @@ def leave_code(code: int) -> None:
     name = os.environ.get(CODE_FILE)
     if name is None or code == OK:
         return
-    with contextlib.suppress(OSError):  # there already, or a full disk: then torchrun's own code has to do
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        os.write(handle, b"%d\n" % code)
-        os.close(handle)
+    # There already, or a full disk: then torchrun's own code has to do.
+    with contextlib.suppress(OSError), open(name, "x", encoding="ascii") as file:
+        file.write(f"{code}\n")
 
 
 def leave(code: int, line: str = "") -> NoReturn:

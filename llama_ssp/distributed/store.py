@@ -14,6 +14,7 @@ from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import DISTRIBUTED
 
 CAUSE = "cause"
+READ, EXCUSED = "read", "excused"  # the rank has read the cause; the others go on without the rank
 LOOK_S = 0.02
 LEADER_S = 5.0  # for the leader to fail alike, or to read the cause
 LINGER_S = 2.0  # for the others to read the cause from a store that ends with this process
@@ -58,38 +59,38 @@ class Store:
     """One connection to the store. Each thread has its own: a call that waits blocks the connection."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
+        self.tcp, self._rank, self._world = store, rank, world
 
     def open(self) -> None:
         """Writes what others read without waiting."""
         if self._rank == LEADER:
-            self._store.compare_set(CAUSE, "", "")  # a rank that failed before may have set it
+            self.tcp.compare_set(CAUSE, "", "")  # a rank that failed before may have set it
         self.beat(0)
         self.move(Place("start"))
 
     def clone(self) -> Store:
-        return Store(self._store.clone(), self._rank, self._world)
+        return Store(self.tcp.clone(), self._rank, self._world)
 
     def beat(self, number: int) -> None:
-        self._store.set(f"beat/{self._rank}", str(number))
+        self.tcp.set(f"beat/{self._rank}", str(number))
 
     def move(self, place: Place) -> None:
-        self._store.set(f"place/{self._rank}", json.dumps(asdict(place)))
+        self.tcp.set(f"place/{self._rank}", json.dumps(asdict(place)))
 
     def read(self) -> View:
         every = range(self._world)
         keys = [CAUSE, *(f"place/{rank}" for rank in every), *(f"beat/{rank}" for rank in every)]
-        cause, *rest = (value.decode() for value in self._store.multi_get(keys))
+        cause, *rest = (value.decode() for value in self.tcp.multi_get(keys))
         places = [Place(**json.loads(text)) for text in rest[: self._world]]
         return View(places, rest[self._world :], _cause(cause))
 
     def blame(self, cause: Cause) -> Cause:
         """Records the cause; returns the one recorded first, this or an earlier one."""
-        first = self._store.compare_set(CAUSE, "", json.dumps(asdict(cause))).decode()
+        first = self.tcp.compare_set(CAUSE, "", json.dumps(asdict(cause))).decode()
         return _cause(first) or cause
 
     def cause(self) -> Cause | None:
-        return _cause(self._store.get(CAUSE).decode()) if self._has(CAUSE) else None
+        return _cause(self.tcp.get(CAUSE).decode()) if self.tcp.check([CAUSE]) else None
 
     def settle(self, own: Cause, stopped: bool) -> tuple[Cause, bool]:
         """Records why this rank ends before all ranks have met.
@@ -103,32 +104,25 @@ class Store:
         if stopped and first != own:
             return first, False
         until = time.monotonic() + LEADER_S
-        while self._rank != LEADER and not self._has(f"heard/{LEADER}") and time.monotonic() < until:
+        while self._rank != LEADER and not self.has(READ, LEADER) and time.monotonic() < until:
             time.sleep(LOOK_S)
         key = hashlib.sha256(own.line.encode(errors="surrogatepass")).hexdigest()
-        return own, self._store.add(f"said/{key}", 1) == 1
+        return own, self.tcp.add(f"said/{key}", 1) == 1
 
-    def excuse(self, rank: int) -> None:
-        """Records that the others go on without this rank."""
-        self._store.set(f"excused/{rank}", "")
+    def mark(self, what: str, rank: int) -> None:
+        """Records a fact about a rank: READ or EXCUSED."""
+        self.tcp.set(f"{what}/{rank}", "")
 
-    def is_excused(self, rank: int) -> bool:
-        return self._has(f"excused/{rank}")
-
-    def acknowledge(self) -> None:
-        """Records that this rank has read the cause."""
-        self._store.set(f"heard/{self._rank}", "")
+    def has(self, what: str, rank: int) -> bool:
+        return bool(self.tcp.check([f"{what}/{rank}"]))
 
     def linger(self, silent: tuple[int, ...] = (), seconds: float = LINGER_S) -> None:
         """Waits until the other ranks have read the cause, for a limited time; not for `silent` ones."""
         until = time.monotonic() + seconds
         others = set(range(self._world)) - {self._rank, *silent}
         with suppress(RuntimeError):
-            while time.monotonic() < until and not all(self._has(f"heard/{rank}") for rank in others):
+            while time.monotonic() < until and not all(self.has(READ, rank) for rank in others):
                 time.sleep(LOOK_S)
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
 
 
 def stopped(rank: int, number: int, place: Place) -> Cause:

@@ -70,7 +70,7 @@ class BatchTask(Task[BatchConf]):
             "output": self._task.output,
             "work": str(self._journal.folder) if self._journal else None,
             "records": standing.records if standing else None,
-            "records_finished": standing.finished if standing else None,
+            "records_finished": standing.records_finished if standing else None,
             "records_answered_here": self._answered,
             "records_refused_here": self._refused,
             "records_set_aside_here": self._set_aside,
@@ -95,7 +95,7 @@ class BatchTask(Task[BatchConf]):
         log.info("job %s: %s", self._journal.folder, standing.in_words())
         if not standing.records:
             log.warning("%s holds no records", self._task.input)
-        missing, shards = standing.records - standing.finished, standing.shards - standing.shards_done
+        missing, shards = standing.records - standing.records_finished, standing.shards - standing.shards_done
         return [longest_in(self._journal), missing, shards]
 
     @property
@@ -118,7 +118,7 @@ class BatchTask(Task[BatchConf]):
         journal = self._journal
         assert journal is not None
         with Progress("batch", journal.manifest.records, "records") as progress:
-            progress.start(journal.standing().finished)
+            progress.start(journal.standing().records_finished)
             while (taken := journal.claim()) is not None:
                 shard, claim = taken
                 with claim:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 from llama_ssp.batch.job import folders_of
@@ -37,12 +38,7 @@ def execute(run: RunConf) -> int:
     summary: dict[str, Any] = {
         "task": run.task.name,
         "status": "done" if merged else "running" if queued else "unfinished",
-        "records": standing.records,
-        "records_finished": standing.finished,
-        "shards": standing.shards,
-        "shards_done": standing.shards_done,
-        "attempts": standing.attempts,
-        "attempts_unended": standing.attempts_unended,
+        **asdict(standing),
         "failures": sum(end.failed for end in ended),
         "jobs": jobs,
         "queue": [vars(one) for one in queued],

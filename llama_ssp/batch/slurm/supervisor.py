@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 
 from llama_ssp.batch.journal import FinishedCount
-from llama_ssp.batch.retries import Next, after, code_of, most_fruitless
 from llama_ssp.batch.slurm.history import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, ends, fruitless, keep_end
+from llama_ssp.batch.workers import Next, after, code_of, most_fruitless
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import INPUT_OUTPUT, OK, RunError
 
