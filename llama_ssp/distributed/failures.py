@@ -188,7 +188,9 @@ class Watch(threading.Thread):
         beat, before = 0, time.monotonic()
         while not self._stopped.is_set():
             beat += 1
-            gone = self._peers.wait(self._beat_s)
+            # Read before the wait: when torchrun stops this rank because another has gone, `gone` has that rank.
+            number = GUARD.signalled
+            gone = self._peers.wait(0.0 if number else self._beat_s)
             if gone:
                 time.sleep(SETTLE_S)
             now = time.monotonic()
@@ -200,6 +202,8 @@ class Watch(threading.Thread):
             GUARD.arm("store", self._patience_s, DISTRIBUTED, line if speaks else "", self._kill_keeper)
             try:
                 cause = self._look(beat, gone)
+                if cause is None and number:
+                    cause = self._thread_store.blame(stopped(self.rank, number, self.place))
             except RuntimeError:
                 silent = self._peers.wait(SETTLE_S) | ({LEADER} if self._hosted else set())
                 cause = Cause(self._keeper("is gone"), silent=tuple(silent))
@@ -235,9 +239,8 @@ class Watch(threading.Thread):
         # This rank waits also for those that leave; one may be stopped.
         late |= {rank for rank in late_s.keys() - staying - gone if late_s[rank] > self._patience_s}
         missing = sorted(((gone & staying) | late) - self.spare)
-        if not missing:  # only now: torchrun stops the others when one has gone
-            number = GUARD.signalled
-            return self._thread_store.blame(stopped(self.rank, number, self.place)) if number else None
+        if not missing:
+            return None
         first = next((rank for rank in missing if rank in gone), missing[0])
         how = "is gone (killed by a signal, or it exited without a word)"
         if first not in gone:
