@@ -188,7 +188,7 @@ class Watch(threading.Thread):
         beat, before = 0, time.monotonic()
         while not self._stopped.is_set():
             beat += 1
-            # Read before the wait: when torchrun stops this rank because another has gone, `gone` has that rank.
+            # Read before the wait: if torchrun stops this rank because another has gone, `gone` has it.
             number = GUARD.signalled
             gone = self._peers.wait(0.0 if number else self._beat_s)
             if gone:
