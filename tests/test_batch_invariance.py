@@ -83,15 +83,14 @@ def test_a_text_does_not_depend_on_its_batch(drafter: str, rule: str, controls: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
 @pytest.mark.parametrize("controls", CONTROLS)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gpt_neo"])
-def test_no_text_depends_on_its_batch(
-    family: str, drafter: str, rule: str, controls: str, adaptive: bool
-) -> None:
-    check(family, drafter, rule, controls, adaptive)
+def test_no_text_depends_on_its_batch(family: str, drafter: str, rule: str, controls: str) -> None:
+    """K is fixed in one half and adaptive in the other, so that any three choices meet."""
+    half = (family != "llama-gqa") + (drafter == "ngram") + (rule == "token") + (controls == "filtered")
+    check(family, drafter, rule, controls, half % 2 == 1)
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])

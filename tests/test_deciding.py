@@ -278,6 +278,7 @@ def kernel_with(whole: str, faulty: str) -> Callable[[], Any]:
             with (
                 patch.object(deciding, "SOURCE", Path(folder) / "native.cpp"),
                 patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/cache"),
+                patch.object(build, "FLAGS", ("-O1", *build.FLAGS[1:])),  # faults show at any speed
             ):
                 return compiled()
 
@@ -293,7 +294,7 @@ def test_planted_faults_show(fault):
         if "equals" in fault:  # of dyadic distributions: a chance of exactly a half
             assert coin_on_the_edge() == 1
         else:
-            assert different([replaced(case) for case in CASES])
+            assert any(different([replaced(case)]) for case in CASES)
 
 
 def coin_on_the_edge() -> int:

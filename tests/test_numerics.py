@@ -75,7 +75,7 @@ def test_a_bf16_run_is_explained() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_explained(family: str, dtype: torch.dtype, mild: bool) -> None:
-    report = judge(family, mild, dtype, 1000)
+    report = judge(family, mild, dtype, 300)
     assert report.count(Finding.unexplained) == 0, report.texts
     for text in report.texts:
         assert (text.finding is Finding.equal) == (text.fork is None)

@@ -29,14 +29,14 @@ TWO, OTHER_TWO = ((1,), (0, 1, 1)), ((1, 1, 0), (0,))
 # A scenario, and for how many rounds all schedules are tried.
 WALKS: dict[str, tuple[Scenario, int]] = {
     "one row, K = 1": (Scenario(vocab=2, k=1, new=4), 3),
-    "one row, K = 2": (Scenario(vocab=2, k=2, new=6, sampling=CUT_LESS), 3),
+    "one row, K = 2": (Scenario(vocab=2, k=2, new=6, sampling=CUT_LESS), 2),
     "one row, token rule": (Scenario(vocab=2, k=2, new=6, sampling=CUT_LESS, rule="token"), 2),
     "every guess is right": (Scenario(vocab=2, k=2, new=6, draft="same"), 2),
-    "two rows, K = 2": (Scenario(prompts=TWO, vocab=2, k=2, new=5, draft="same", sampling=CUT), 3),
+    "two rows, K = 2": (Scenario(prompts=TWO, vocab=2, k=2, new=5, draft="same", sampling=CUT), 2),
     "two rows, EOS": (
         Scenario(prompts=OTHER_TWO, vocab=2, k=1, new=4, ends=frozenset({1}), sampling=CUT), 2,
     ),
-    "two rows, the context ends": (Scenario(prompts=TWO, vocab=2, k=2, new=10, context=6, sampling=CUT), 3),
+    "two rows, the context ends": (Scenario(prompts=TWO, vocab=2, k=2, new=10, context=6, sampling=CUT), 2),
     "two rows, adaptive K": (
         Scenario(prompts=TWO, vocab=2, k=2, new=5, adaptive=True, draft="same", sampling=CUT_LESS), 1,
     ),

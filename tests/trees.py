@@ -251,7 +251,7 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     for rule in RULES
 }
 for _name in ("disjoint but for bytes", "draft within target"):  # two thousand branches otherwise
-    _key = f"Intersection, {_name}", CoupledRule.name
+    _key = f"Intersection, {_name}", "coupled"
     SCENARIOS[_key] = replace(SCENARIOS[_key], new=2)
 
 
