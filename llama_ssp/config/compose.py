@@ -1,4 +1,4 @@
-"""From Hydra overrides to one checked run, without a command line. No torch."""
+"""From Hydra overrides to a checked run, without a command line. No torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from llama_ssp.errors import UsageError
 
 
 def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
-    """The run that these overrides describe; `folders` are private ones that may hold presets, too.
-
-    Raises UsageError where an override names no key, no preset, or a value that is not allowed.
-    """
+    """The run of these overrides; `folders` are private ones that may hold presets. Raises UsageError."""
     register()
     places = ",".join(f"'file://{quoted(folder)}'" for folder in folders)
     try:
@@ -31,7 +28,7 @@ def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
 
 
 def quoted(text: object) -> str:
-    """The text as it stands between single quotes in an override."""
+    """The text for an override in single quotes."""
     return str(text).replace("\\", "\\\\").replace("'", "\\'")
 
 
@@ -44,7 +41,7 @@ def pair_words(model: str | Path, draft: str | Path | None) -> list[str]:
 
 
 def model_words(role: str, name: str | Path) -> list[str]:
-    """The overrides that choose this model: a preset's name, a folder, or an id on the Hugging Face hub.
+    """The overrides for a model given by a preset's name, a folder, or an id on the Hugging Face hub.
 
     `role` is model or draft. Raises UsageError where the name is none of the three.
     """
@@ -57,8 +54,6 @@ def model_words(role: str, name: str | Path) -> list[str]:
         return [f"{role}=local", f"{role}.repo='{quoted(name)}'"]
     by_letters = {preset.lower(): preset for preset in presets}
     near = [by_letters[one] for one in difflib.get_close_matches(str(name).lower(), by_letters, 1)]
-    raise UsageError(
-        f"{role} is no preset, no folder and no hub id", found=repr(str(name)),
-        allowed="a name under conf/model, an existing folder, ORG/NAME",
-        fix=f"did you mean {near[0]}?" if near else "check the path",
-    )  # fmt: skip
+    what, allowed = f"{role} is no preset, no folder and no hub id", "a name under conf/model, an existing"
+    fix = f"did you mean {near[0]}?" if near else "check the path"
+    raise UsageError(what, "", repr(str(name)), f"{allowed} folder, ORG/NAME", fix)

@@ -1,4 +1,4 @@
-"""Which rank this process is, as the environment that its launcher made says. No torch."""
+"""The rank of this process, from the environment that its launcher set. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from llama_ssp.errors import DistributedError
 
 START = "start with torchrun --nproc-per-node N launch/run.py"
-MAX_WORLD = 2**20  # as many as a plan may have: 1024 nodes of 1024 GPUs
+MAX_WORLD = 2**20  # as in a plan: 1024 nodes of 1024 GPUs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Numbers of this rank and of all. A process that no launcher started is rank 0 of 1."""
+    """This rank and the number of ranks, in all and on this node. Without a launcher: rank 0 of 1."""
 
     rank: int
     world: int
@@ -28,7 +28,7 @@ class RankEnvironment:
 
 
 def rank_environment() -> RankEnvironment:
-    """What the environment says. Raises DistributedError, which this rank says itself, if it is senseless."""
+    """Reads the environment. Raises DistributedError, which this rank reports, if it is inconsistent."""
     for name in ("RANK", "LOCAL_RANK"):
         if os.environ.get(name) and not os.environ.get("WORLD_SIZE"):
             fix = f"{START}, or unset {name}"
@@ -41,7 +41,7 @@ def rank_environment() -> RankEnvironment:
 
 
 def number_of(name: str, least: int, most: int, default: int | None = None) -> int:
-    """The number that this variable holds; the default where it is not set or empty."""
+    """The number in this variable; the default where it is not set or empty."""
     text = os.environ.get(name, "")
     if not text and default is not None:
         return default
@@ -52,6 +52,6 @@ def number_of(name: str, least: int, most: int, default: int | None = None) -> i
 
 
 def refused(what: str, found: str, fix: str, allowed: str = "") -> DistributedError:
-    error = DistributedError(what, where="environment", found=repr(found), allowed=allowed, fix=fix)
-    error.speaks = True  # the environment is this rank's own
+    error = DistributedError(what, "environment", repr(found), allowed, fix)
+    error.speaks = True  # each rank has an environment of its own
     return error

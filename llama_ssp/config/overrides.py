@@ -1,7 +1,7 @@
-"""Overrides and flags, checked before Hydra sees them; and Hydra's messages in our words. No torch.
+"""Overrides and flags, checked before Hydra reads them; and Hydra's messages as UsageErrors. No torch.
 
-A slip gets one line with a suggestion, and no override reaches Hydra's own settings, which can run code;
-nor does a private config folder (private).
+A mistake gets one line with a suggestion. No override reaches Hydra's own settings, which can run code; nor
+does a private config folder (private_folder.py).
 """
 
 from __future__ import annotations
@@ -21,32 +21,28 @@ from llama_ssp.errors import UsageError, shortened
 _packaged = Path(__file__).parents[1] / "conf"  # in an installed wheel
 CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
+REPLACES = "it would replace the project's configuration"
 REFUSED_FLAGS = {
-    "--config-path": "it would replace the project's configuration",
-    "-cp": "it would replace the project's configuration",
-    "--config-name": "it would replace the project's configuration",
-    "-cn": "it would replace the project's configuration",
+    **dict.fromkeys(("--config-path", "-cp", "--config-name", "-cn"), REPLACES),
     "--experimental-rerun": "it reads pickled files",
 }
-ADDED_TO = {  # Hydra adds to maps, by a sign of its own
+ADDED_TO = {  # maps, to which Hydra adds with a plus sign
     "sampling.logit_bias": "{5: -2.0}', token: bias",
     "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
 }
 HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
-# Hydra's flags and the values each may have: () is none, None is any. Hydra itself would take the
-# beginning of a flag for the flag, past what is refused above.
+INFO = "all", "config", "defaults", "defaults-tree", "plugins", "searchpath"
+# Hydra's flags and their values: () is none, None is any. Hydra itself takes the beginning of a flag for the
+# flag, which would pass the flags refused above.
 FLAGS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve"), ()),
     **dict.fromkeys(("--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"), ()),
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), None),
-    **dict.fromkeys(
-        ("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-    ),
+    **dict.fromkeys(("--info", "-i"), INFO),
 }
 WRONG_TYPE = re.compile(
-    r"[Vv]alue '(?P<found>.*?)' .*(?:could not be converted to|is not a valid) (?P<wanted>\w+)",
-    re.DOTALL,
+    r"(?s)[Vv]alue '(?P<found>.*?)' .*(?:could not be converted to|is not a valid) (?P<wanted>\w+)"
 )
 NOT_IN_ENUM = re.compile(r"Invalid value '(?P<found>.*?)', expected one of \[(?P<wanted>.*?)\]", re.DOTALL)
 NOT_A_LIST = re.compile(r"Invalid value assigned: (?P<found>\w+) is not a ListConfig")
@@ -59,7 +55,7 @@ TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Refuses what Hydra would take but we do not, and suggests what was meant."""
+    """Refuses what Hydra accepts and this program does not, with a suggestion."""
     known, dropped = config.known_keys(), "draft=none" in arguments
     waiting = iter(arguments)
     for argument in waiting:
@@ -73,7 +69,7 @@ def check_arguments(arguments: list[str]) -> None:
 
 
 def arranged(arguments: list[str]) -> list[str]:
-    """Checked arguments, overrides first: Hydra's parser wants them in one piece, wherever flags stand."""
+    """Checked arguments, overrides first, then flags: Hydra's parser needs the overrides in one piece."""
     words, flags = list[str](), list[str]()
     waiting = iter(arguments)
     for argument in waiting:
@@ -87,50 +83,50 @@ def arranged(arguments: list[str]) -> list[str]:
 
 
 def check_homes(run: config.RunConf, arguments: list[str]) -> None:
-    """Refuses a repo that is given on the command line where the preset has a path, which comes first."""
+    """Refuses a repo on the command line where the preset has a path, which takes precedence."""
     for role, model in (("model", run.model), ("draft", run.draft)):
         given = any(word.lstrip("+").startswith(f"{role}.repo=") for word in arguments)
         if given and model is not None and model.repo is not None and model.path is not None:
-            raise UsageError(
-                f"{role}.repo is given beside {role}.path", where=f"{role} {model.name}",
-                found=f"repo {model.repo}, path {model.path}", allowed="one of them",
-                fix=f"write {role}=local {role}.repo={model.repo}, or leave {role}.repo out",
-            )  # fmt: skip
+            what, found = f"{role}.repo is given beside {role}.path", f"repo {model.repo}, path {model.path}"
+            fix = f"write {role}=local {role}.repo={model.repo}, or leave {role}.repo out"
+            raise UsageError(what, f"{role} {model.name}", found, "one of them", fix)
 
 
 def translated(error: Exception) -> UsageError:
-    """Hydra's and OmegaConf's messages as one of our lines: the key, what was found, what may stand there."""
+    """A message of Hydra or OmegaConf in one line: the key, what was found, what is allowed."""
     text = f"{error}\n{error.__cause__ or ''}"
     key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
     if found := NO_RESOLVER.search(text):
-        name = found["name"]
-        return UsageError(
-            f"{key or 'an interpolation'} may not use the resolver {name}", found=f"${{{name}:...}}",
-            allowed="${KEY}, " + ", ".join(f"${{{name}:...}}" for name in config.RESOLVERS),
-            fix="write the value itself; one of the environment the shell fills in: \"KEY=$NAME\"",
-        )  # fmt: skip
+        what, value = f"{key or 'an interpolation'} may not use the resolver {found['name']}", found["name"]
+        allowed = "${KEY}, " + ", ".join(f"${{{name}:...}}" for name in config.RESOLVERS)
+        fix = 'write the value itself; one of the environment the shell fills in: "KEY=$NAME"'
+        return UsageError(what, "", f"${{{value}:...}}", allowed, fix)
     if found := NO_OPTION.search(text):
-        group, option = found["group"], found["option"]
-        otherwise = f"or use {group}=local with {group}.path" if group in ("model", "draft") else "choose one"
-        if "/" in option and group in ("model", "draft"):
-            otherwise = f"for a hub repository write {group}=local {group}.repo={option}"
-        close = difflib.get_close_matches(option, _options(group), n=1)
-        return UsageError(
-            f"there is no {group}={option}", allowed=", ".join(_options(group)),
-            fix=f"did you mean {group}={close[0]}?" if close else otherwise,
-        ) if _options(group) else UsageError(f"there is no {group}={option}", fix="see --help")  # fmt: skip
+        return _no_option(found["group"], found["option"])
     if found := WRONG_TYPE.search(text):
         allowed = TYPE_NAMES.get(found["wanted"], found["wanted"])
-        return UsageError(f"{key} is of the wrong type", found=repr(found["found"]), allowed=allowed)
+        return UsageError(f"{key} is of the wrong type", "", repr(found["found"]), allowed)
     if found := NOT_IN_ENUM.search(text):
-        return UsageError(f"{key} has no such choice", found=repr(found["found"]), allowed=found["wanted"])
+        return UsageError(f"{key} has no such choice", "", repr(found["found"]), found["wanted"])
     if found := NOT_A_LIST.search(text):
-        return UsageError(
-            f"{key} is not a list", found=found["found"], allowed="a list", fix=f"write '{key}=[\"...\"]'"
-        )
+        return UsageError(f"{key} is not a list", "", found["found"], "a list", f"write '{key}=[\"...\"]'")
     if NOT_OPTIONAL.search(text):
-        return UsageError(f"{key} may not be null", found="null", fix="give it a value, or leave it out")
+        return UsageError(f"{key} may not be null", "", "null", fix="give it a value, or leave it out")
     return UsageError(_plain(error), fix="see --help for keys and values")
+
+
+def _no_option(group: str, option: str) -> UsageError:
+    what, allowed = f"there is no {group}={option}", _options(group)
+    if not allowed:
+        return UsageError(what, fix="see --help")
+    fix = "choose one"
+    if close := difflib.get_close_matches(option, allowed, n=1):
+        fix = f"did you mean {group}={close[0]}?"
+    elif group in ("model", "draft") and "/" in option:
+        fix = f"for a hub repository write {group}=local {group}.repo={option}"
+    elif group in ("model", "draft"):
+        fix = f"or use {group}=local with {group}.path"
+    return UsageError(what, allowed=", ".join(allowed), fix=fix)
 
 
 def ranks() -> int:
@@ -151,49 +147,36 @@ def _check_flag(flag: str, value: str | None, waiting: Iterator[str]) -> None:
     value = next(waiting, "") if value is None else value
     optional = flag in ("--info", "-i")
     if (not value and not optional) or (value and allowed and value not in allowed):
-        raise UsageError(
-            f"{flag} needs a value", found=repr(value), allowed=", ".join(allowed or ("text",)),
-            fix=f"write {flag} {(allowed or ('VALUE',))[0]}",
-        )  # fmt: skip
+        fix = f"write {flag} {(allowed or ('VALUE',))[0]}"
+        raise UsageError(f"{flag} needs a value", "", repr(value), ", ".join(allowed or ("text",)), fix)
     if flag in ("--config-dir", "-cd"):
         check_folder(Path(value), GROUPS)
 
 
 def _check_override(key: str, value: str | None, known: list[str]) -> None:
     bare, _, package = key.lstrip("+~").partition("@")
+    leaf, draft_none = bare.rpartition(".")[2], "write draft=none"
     if is_unsafe(bare) or package:
-        raise UsageError(
-            "Hydra's own settings are not for overriding",
-            found=key,
-            fix="use out=FOLDER for where results go",
-        )
+        what, fix = "Hydra's own settings are not for overriding", "use out=FOLDER for where results go"
+        raise UsageError(what, found=key, fix=fix)
     if key.startswith("~"):
-        raise UsageError(
-            f"{key} is refused: a setting cannot be deleted",
-            fix="write draft=none" if bare == "draft" else f"give {bare} another value",
-        )
+        fix = draft_none if bare == "draft" else f"give {bare} another value"
+        raise UsageError(f"{key} is refused: a setting cannot be deleted", fix=fix)
     if bare in GROUPS and value in ("", "null") and bare != "experiment":
-        raise UsageError(
-            f"{bare}={value} names no option", allowed=", ".join(_options(bare)),
-            fix="write draft=none" if bare == "draft" else "choose one",
-        )  # fmt: skip
+        what, fix = f"{bare}={value} names no option", draft_none if bare == "draft" else "choose one"
+        raise UsageError(what, allowed=", ".join(_options(bare)), fix=fix)
     if bare in GROUPS and ".." in (value or ""):
-        raise UsageError(
-            f"{bare} names a file outside of the configuration", found=value,
-            allowed=", ".join(_options(bare)),
-            fix="put the file into a folder of yours, and name that by --config-dir",
-        )  # fmt: skip
+        what = f"{bare} names a file outside of the configuration"
+        fix = "put the file into a folder of yours, and name that by --config-dir"
+        raise UsageError(what, "", value, ", ".join(_options(bare)), fix)
     for name, example in ADDED_TO.items():
-        if bare.startswith(f"{name}.") or key == name:  # keys behind a point Hydra takes for text
+        if bare.startswith(f"{name}.") or key == name:  # Hydra reads keys after a point as text
             raise UsageError(f"{key} cannot be set so", fix=f"write '+{name}={example}")
     if bare in known or bare in GROUPS:
         return
-    leaf = bare.rpartition(".")[2]
     if leaf in config.LOSSY:
-        raise UsageError(
-            f"{bare} is refused: not lossless", found=config.LOSSY[leaf],
-            fix="the output law here is exactly the target's; there is no option to change that",
-        )  # fmt: skip
+        fix = "the output law here is exactly the target's; there is no option to change that"
+        raise UsageError(f"{bare} is refused: not lossless", found=config.LOSSY[leaf], fix=fix)
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     close = difflib.get_close_matches(bare, [*known, *GROUPS], n=1, cutoff=0.6)
     meant = (same_leaf or close or [""])[0]

@@ -1,6 +1,6 @@
-"""A private config folder (--config-dir): models and settings, nothing that Hydra would run. No torch.
+"""Checks of a private config folder (--config-dir): models and settings, nothing that Hydra runs. No torch.
 
-Every yaml is looked through before Hydra reads one, within bounds of size: keys, defaults lists, packages.
+Keys, defaults lists and packages of every yaml are checked before Hydra reads one, within bounds of size.
 """
 
 from __future__ import annotations
@@ -18,43 +18,37 @@ from llama_ssp.errors import UsageError
 UNSAFE_NAMES = {"hydra", "_target_", "_partial_", "_recursive_", "()", "class"}
 MAX_ENTRIES, MAX_YAML_BYTES = 10_000, 2**18  # of a private config folder
 MAX_VALUES = 10_000  # of a file in it
-# An entry of a private defaults list: a group or an option, plainly named, and the package it goes to.
+# An entry of a private defaults list: a plain group or option, and the package it goes to.
 ENTRY = re.compile(r"(?:(?:optional|override) )*/?[\w-][\w.-]*(?:/[\w-][\w.-]*)*(?:@[\w.:-]+)?")
 RUN_ON_NODES = {"setup", "options", "torchrun", "python"}  # of cluster.slurm: they end in a shell script
-PACKAGE_HEADER = re.compile(r"@package\s+(\S+)")  # wherever a line may begin for Hydra
+PACKAGE_HEADER = re.compile(r"@package\s+(\S+)")  # anywhere in a line, as Hydra may read it
 
 
 def check_folder(folder: Path, groups: Sequence[str]) -> None:
-    """A private config folder may hold models and settings, nothing that Hydra would run."""
+    """Refuses a private config folder with anything but models and settings. Raises UsageError."""
     if not folder.is_dir():
-        raise UsageError("--config-dir is not a folder", found=str(folder), fix="check the path")
+        raise UsageError("--config-dir is not a folder", "", folder, fix="check the path")
     if (folder / "run.yaml").exists():
-        raise UsageError(
-            "a private run.yaml is refused",
-            where=str(folder),
-            fix="it would replace the project's configuration",
-        )
+        fix = "it would replace the project's configuration"
+        raise UsageError("a private run.yaml is refused", folder, fix=fix)
     for file in _yaml_files(folder):
         keys = set(_keys(file))
         unsafe = sorted(key for key in keys if is_unsafe(key))
         if is_unsafe(str(file.relative_to(folder))):  # folders are groups, and names of packages
             unsafe.append("a hydra/ group, or a file so named")
         if running := sorted(RUN_ON_NODES & keys):
-            raise UsageError(
-                "a private config may not set what runs on the nodes of a cluster", where=str(file),
-                found=", ".join(running), fix=f"write cluster.slurm.{running[0]}=... on the command line",
-            )  # fmt: skip
+            what = "a private config may not set what runs on the nodes of a cluster"
+            fix = f"write cluster.slurm.{running[0]}=... on the command line"
+            raise UsageError(what, file, ", ".join(running), fix=fix)
         if unsafe:
-            raise UsageError(
-                "a private config may not set what Hydra itself runs", where=str(file),
-                found=", ".join(unsafe), allowed=", ".join(groups), fix="remove it",
-            )  # fmt: skip
+            what = "a private config may not set what Hydra itself runs"
+            raise UsageError(what, file, ", ".join(unsafe), ", ".join(groups), "remove it")
 
 
 def is_unsafe(key: str) -> bool:
-    """Whether a key, or any part of the group, package or file that it names, is Hydra's own.
+    """Whether a key, or a part of the group, package or file that it names, is Hydra's own.
 
-    Of a package Hydra leaves out all up to the last `_global_`, and the sign behind it, whatever that is.
+    Hydra drops everything in a package up to the last `_global_` and the character after it.
     """
     parts = re.split(r"[^\w()-]+", key)
     parts += [part.rpartition("_global_")[2][1:] for part in parts if "_global_" in part]
@@ -62,32 +56,26 @@ def is_unsafe(key: str) -> bool:
 
 
 def _yaml_files(folder: Path) -> Iterator[Path]:
-    """Every yaml that Hydra could reach below the folder; links are refused, as they lead elsewhere.
-
-    Folders with more in them than configurations have are refused before they are read.
-    """
+    """Every yaml that Hydra could reach below the folder. Raises UsageError for links and large folders."""
     entries = list(islice(folder.rglob("*"), MAX_ENTRIES + 1))
     if len(entries) > MAX_ENTRIES:
-        raise UsageError(
-            "--config-dir holds too much", where=str(folder), found=f"more than {MAX_ENTRIES} files",
-            allowed=f"{MAX_ENTRIES} files and folders", fix="give a folder that holds configurations only",
-        )  # fmt: skip
+        found, allowed = f"more than {MAX_ENTRIES} files", f"{MAX_ENTRIES} files and folders"
+        fix = "give a folder that holds configurations only"
+        raise UsageError("--config-dir holds too much", folder, found, allowed, fix)
     left = MAX_YAML_BYTES
     for entry in sorted(entries):
         linked, is_yaml = entry.is_symlink() and entry.is_dir(), entry.name.endswith(".yaml")
         if linked or (is_yaml and not entry.is_file()):
+            what, found = "a private config folder may hold plain files only", "a link to a folder"
             raise UsageError(
-                "a private config folder may hold plain files only", where=str(entry),
-                found="a link to a folder" if linked else "no regular file", fix="copy the files into it",
-            )  # fmt: skip
+                what, entry, found if linked else "no regular file", fix="copy the files into it"
+            )
         if is_yaml:
             left -= entry.stat().st_size
             if left < 0:
-                raise UsageError(
-                    "the private configurations are too long", where=str(entry),
-                    found=f"more than {MAX_YAML_BYTES} bytes of yaml in {folder}",
-                    allowed=f"{MAX_YAML_BYTES} bytes", fix="take out what the run does not need",
-                )  # fmt: skip
+                what, allowed = "the private configurations are too long", f"{MAX_YAML_BYTES} bytes"
+                found, fix = f"more than {allowed} of yaml in {folder}", "take out what the run does not need"
+                raise UsageError(what, entry, found, allowed, fix)
             yield entry
 
 
@@ -98,20 +86,18 @@ def _keys(file: Path) -> list[str]:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is not None and _values(root, {}) > MAX_VALUES:
-            raise UsageError(
-                "the file holds too many values", where=str(file), found="more, with its aliases written out",
-                allowed=f"{MAX_VALUES} values", fix="take aliases out",
-            )  # fmt: skip
+            found, allowed = "more, with its aliases written out", f"{MAX_VALUES} values"
+            raise UsageError("the file holds too many values", file, found, allowed, "take aliases out")
         content = None if root is None else loader.construct_document(root)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError("the file is not yaml", where=str(file), found=str(error)) from None
+        raise UsageError("the file is not yaml", file, error) from None
     keys = PACKAGE_HEADER.findall(text)
     if isinstance(content, dict) and "defaults" in content:
         keys += _entries(content["defaults"], file)
     stack, seen = [content], set[int]()
     while stack:
         node = stack.pop()
-        if not isinstance(node, (dict, list)) or id(node) in seen:  # an alias may stand many times
+        if not isinstance(node, (dict, list)) or id(node) in seen:  # an alias may occur many times
             continue
         seen.add(id(node))
         keys += [str(key) for key in node] if isinstance(node, dict) else []
@@ -120,23 +106,21 @@ def _keys(file: Path) -> list[str]:
 
 
 def _entries(defaults: object, file: Path) -> list[str]:
-    """The entries of a defaults list: groups and options by their names, nothing that leads elsewhere."""
+    """The entries of a defaults list: plain names of groups and options."""
     found = list[str]()
     for item in defaults if isinstance(defaults, list) else [defaults]:
         for part in [*item.keys(), *item.values()] if isinstance(item, dict) else [item]:
             found += [str(name) for name in (part if isinstance(part, list) else [part]) if name is not None]
     odd = [name for name in found if not ENTRY.fullmatch(name)]
     if odd or not isinstance(defaults, list):
-        raise UsageError(
-            "a private config names its defaults plainly", where=str(file),
-            found=", ".join(odd) or type(defaults).__name__, allowed='a list such as "- /model: tiny"',
-            fix="write out the names of group and option",
-        )  # fmt: skip
+        what, allowed = "a private config names its defaults plainly", 'a list such as "- /model: tiny"'
+        fix = "write out the names of group and option"
+        raise UsageError(what, file, ", ".join(odd) or type(defaults).__name__, allowed, fix)
     return found
 
 
 def _values(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values a part of a yaml file has, aliases written out; one inside itself has no end."""
+    """The number of values of a yaml node, aliases written out; infinite for an alias inside itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
