@@ -34,7 +34,7 @@ def picture(*endings: str) -> Any:
 
 @dataclass
 class TaskConf:
-    """What every task has."""
+    """A task."""
 
     name: str = MISSING
 
@@ -66,7 +66,7 @@ class TaskConf:
 
 @dataclass
 class PromptedConf(TaskConf):
-    """A task that continues prompts: from the config, a file, or where else it has them from (prompts)."""
+    """A task that continues prompts: from the config, a file, or its own source (text/prompts.py)."""
 
     prompts: list[str] | None = None
     prompt_file: str | None = None
@@ -87,8 +87,8 @@ class PromptedConf(TaskConf):
 class TextConf(PromptedConf):
     """A task that shows what it writes.
 
-    `chat` puts each prompt into the target's chat template, after `system` if that is given. Names of special
-    tokens in a prompt are text, unless `special_tokens` reads them as those tokens (without `chat`).
+    `chat` puts each prompt into the target's chat template, after `system` if given. Names of special tokens
+    in a prompt are text, or with `special_tokens` (without `chat`) those tokens.
     """
 
     stop: list[str] = field(default_factory=list)
@@ -103,11 +103,9 @@ class TextConf(PromptedConf):
             what, fix = "task.system is a part of a chat", "write task.chat=true, or put it into the prompt"
             raise UsageError(what, found="task.chat=false", fix=fix)
         if self.special_tokens and self.chat:
-            what, found = (
-                "in a chat special tokens are the template's",
-                "task.special_tokens=true, task.chat=true",
-            )
-            raise UsageError(what, found=found, fix="choose one of the two")
+            found = "task.special_tokens=true, task.chat=true"
+            fix = "choose one of the two"
+            raise UsageError("in a chat special tokens are the template's", found=found, fix=fix)
 
 
 @dataclass
@@ -122,10 +120,10 @@ class GenerateConf(TextConf):
 class EvalConf(TaskConf):
     """task=eval: few-shot multiplications, answered by regular and by speculative sampling.
 
-    `sampling=` says by which distribution: the score is highest with sampling=greedy; the ancestor had
-    sampling.temperature=0.5. An entry of `pairs` is TARGET or TARGET/DRAFT, presets under conf/model;
-    with none, the run's own model and draft are scored. The first n questions of each seed are scored for
-    every n of `sizes`; `quick` asks 10 of one seed. `plot` null puts plot.png into the run folder.
+    The score is highest with sampling=greedy; the ancestor had sampling.temperature=0.5. An entry of `pairs`
+    is TARGET or TARGET/DRAFT, presets under conf/model; without any, the run's own pair is scored.
+    The first n questions of each seed are scored for every n of `sizes`; `quick` asks 10 of one seed. `plot`
+    null puts plot.png into the run folder.
     """
 
     pairs: list[str] = field(default_factory=list)
@@ -149,20 +147,15 @@ class EvalConf(TaskConf):
                 raise UsageError(f"task.{key} is an empty list", fix=fix)
         for name in self.pairs:
             if not PAIR.fullmatch(name):
-                what, fix = (
-                    "a task.pairs entry names no pair",
-                    "use the names under conf/model, such as 13B/7B",
-                )
-                raise UsageError(what, "", repr(name), "TARGET or TARGET/DRAFT", fix)
+                allowed, fix = "TARGET or TARGET/DRAFT", "use the names under conf/model, such as 13B/7B"
+                raise UsageError("a task.pairs entry names no pair", "", repr(name), allowed, fix)
         if len(set(self.pairs)) < len(self.pairs):
             raise UsageError("task.pairs holds a pair twice", found=self.pairs, fix="give each once")
         drafted = next((name for name in self.pairs if "/" in name and not name.endswith("/none")), None)
         if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
             found = f"{drafted}, drafter {spec.drafter.value}, k {spec.k}"
-            what, fix = (
-                "task.pairs names a draft model, but none drafts",
-                "name the target alone, or choose speculation=default",
-            )
+            what = "task.pairs names a draft model, but none drafts"
+            fix = "name the target alone, or choose speculation=default"
             raise UsageError(what, "speculation", found, fix=fix)
 
 
@@ -170,8 +163,8 @@ class EvalConf(TaskConf):
 class CompareConf(TextConf):
     """task=compare: each prompt by regular and by speculative sampling, side by side.
 
-    Prompts come from the config, a file or a pipe, else they are asked for on the terminal. One sampling
-    runs after the other. `record` saves the picture of how they ended, as .svg or .html.
+    Prompts come from the config, a file or a pipe, else from the terminal. One sampling runs after the other.
+    `record` saves the final picture, as .svg or .html.
     """
 
     record: str | None = picture(*RECORDS)
@@ -188,11 +181,11 @@ class CompareConf(TextConf):
 
 @dataclass
 class MeasureConf(PromptedConf):
-    """task=measure: how fast the target alone, the draft alone and the pair at each K of `ks` are.
+    """task=measure: the speed of the target alone, the draft alone and the pair at each K of `ks`.
 
-    Prompts come from the config or a file, else they are fifteen sentences; `lengths` asks for prompts of
-    random tokens instead, one of each length. Contenders take turns `repeats` times, after a warm-up that
-    does not count. `plot` null puts plot.png into the run folder.
+    Prompts come from the config or a file, else they are fifteen sentences; with `lengths` they are random
+    tokens, one prompt of each length. Contenders take turns `repeats` times, after a warm-up that does not
+    count. `plot` null puts plot.png into the run folder.
     """
 
     lengths: list[int] = number(list, 1, 2**20)
@@ -212,11 +205,11 @@ class MeasureConf(PromptedConf):
 
 @dataclass
 class CertifyConf(PromptedConf):
-    """task=certify: is what speculation draws the target's distribution?
+    """task=certify: does speculation sample the target's distribution?
 
-    `samples` texts of `max_new_tokens` are drawn of each prompt, by regular sampling, by speculation and by a
-    rule that is wrong on purpose; up to `law_rounds` rounds of texts of `law_tokens` are computed exactly;
-    greedy texts have `greedy_tokens`. A right sampler fails in at most `false_alarm` of runs.
+    Of each prompt `samples` texts of `max_new_tokens` are sampled regularly, speculatively, and by a rule
+    that is wrong on purpose; up to `law_rounds` rounds of texts of `law_tokens` are computed exactly; greedy
+    texts have `greedy_tokens`. A correct sampler fails in at most `false_alarm` of runs.
     """
 
     samples: int = number(128, 8, 10**6, "fewer texts tell nothing")
@@ -240,9 +233,9 @@ class CertifyConf(PromptedConf):
 
 @dataclass
 class AgreeConf(PromptedConf):
-    """task=agree: how far draft and target agree greedily on each prompt, and where they part.
+    """task=agree: how far draft and target agree greedily on each prompt, and where they differ.
 
-    The draft writes `chunk` tokens at a time, which the target reads in one pass, until they part or have
+    The draft writes `chunk` tokens at a time, which the target reads in one pass, until they differ or have
     agreed on `max_new_tokens`. `plot` null puts plot.png into the run folder.
     """
 
@@ -255,10 +248,10 @@ class AgreeConf(PromptedConf):
 
 @dataclass
 class PlanConf(TaskConf):
-    """task=plan: does the pair fit, where should the draft sit, how fast will it be; no GPU, no weights.
+    """task=plan: does the pair fit, which ranks get the draft, how fast is it.
 
-    `acceptance` is the chance that a drafted token stands, given that those before it did. `require_fit`
-    leaves with exit code 1 unless the verdict is `fits`.
+    `acceptance` is the probability that a drafted token is accepted if those before it are. With
+    `require_fit` the exit code is 1 unless the verdict is `fits`.
     """
 
     prompt_tokens: int = number(512, 1, MAX_INT)
@@ -271,9 +264,9 @@ class PlanConf(TaskConf):
 
 @dataclass
 class CalibrateConf(TaskConf):
-    """task=calibrate: measures this machine; writes it as a cluster, cluster/calibrated.yaml in `folder`.
+    """task=calibrate: measures this machine, and writes cluster/calibrated.yaml in `folder`.
 
-    The folder is then named with --config-dir, and the cluster with cluster=calibrated.
+    To use it: --config-dir FOLDER cluster=calibrated.
     """
 
     folder: str = "calibrated"
@@ -282,13 +275,13 @@ class CalibrateConf(TaskConf):
 
 @dataclass
 class BatchConf(TaskConf):
-    """task=batch: every record of a file answered once, whatever is killed when.
+    """task=batch: every record of a file is answered exactly once, also when processes are killed.
 
     `input` is JSONL, plain or in OpenAI's batch format, or text of one prompt a line; `output` has an answer
     a line, in the same order. `work` holds the job until then (null: OUTPUT.work). Records are committed one
-    by one and published by shards of `shard_size`, which several processes may share. A record during which
-    `retries` attempts died, alone, is set aside. `status` only tells how far the job is; `submit` hands it to
-    the scheduler that the cluster names.
+    by one and published by shards of `shard_size`, which several processes may share. A record that ended
+    `retries` attempts, alone, is set aside. `status` only reports the job's progress; `submit` gives the job
+    to the cluster's scheduler.
     """
 
     input: str | None = None
