@@ -21,6 +21,16 @@ from llama_ssp.errors import UsageError, shortened
 _packaged = Path(__file__).parents[1] / "conf"  # in an installed wheel
 CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
+TYPICAL, ENSEMBLE = (
+    "typical acceptance changes the law",
+    "an ensemble of the two laws is not the target's law",
+)
+LOSSY = {  # settings of other programs that change the output distribution
+    **dict.fromkeys(("lenience", "lenient"), "lenience accepts more than the exact rule"),
+    **dict.fromkeys(("typical_acceptance", "typical", "posterior_threshold"), TYPICAL),
+    "accept_threshold": "an acceptance threshold changes the law",
+    **dict.fromkeys(("ensemble_weight", "assistant_ensemble_weight"), ENSEMBLE),
+}
 REPLACES = "it would replace the project's configuration"
 REFUSED_FLAGS = {
     **dict.fromkeys(("--config-path", "-cp", "--config-name", "-cn"), REPLACES),
@@ -174,9 +184,9 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
             raise UsageError(f"{key} cannot be set so", fix=f"write '+{name}={example}")
     if bare in known or bare in GROUPS:
         return
-    if leaf in config.LOSSY:
+    if leaf in LOSSY:
         fix = "the output law here is exactly the target's; there is no option to change that"
-        raise UsageError(f"{bare} is refused: not lossless", found=config.LOSSY[leaf], fix=fix)
+        raise UsageError(f"{bare} is refused: not lossless", found=LOSSY[leaf], fix=fix)
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     close = difflib.get_close_matches(bare, [*known, *GROUPS], n=1, cutoff=0.6)
     meant = (same_leaf or close or [""])[0]

@@ -1,0 +1,119 @@
+"""The configuration of a whole run, its keys, and its plain form. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf.basecontainer import BaseContainer
+
+from llama_ssp.config.schema import (
+    MAX_SEED,
+    ClusterConf,
+    Drafting,
+    ModelConf,
+    Output,
+    PlacementConf,
+    PlanningConf,
+    SamplingConfig,
+    SpeculationConfig,
+    Steps,
+    number,
+)
+from llama_ssp.config.tasks import TASKS, TaskConf
+
+SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")
+# The resolvers that a configuration may use, besides references to its own keys. The others reach the
+# environment with its secrets, or make nodes.
+RESOLVERS = ("oc.select", "now")
+
+
+@dataclass
+class RunConf:
+    """The whole run."""
+
+    model: ModelConf = field(default_factory=ModelConf)
+    draft: ModelConf | None = None
+    placement: PlacementConf = field(default_factory=PlacementConf)
+    cluster: ClusterConf = field(default_factory=ClusterConf)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    task: TaskConf = field(default_factory=TaskConf)
+    plan: PlanningConf = field(default_factory=PlanningConf)
+    engine: Steps = Steps.auto
+    seed: int | None = number(None, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
+    output: Output = Output.text
+    out: str | None = "outputs"
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a draft model takes part."""
+        spec = self.speculation
+        return self.draft is not None and spec.drafter is Drafting.model and spec.may_draft
+
+    @property
+    def drafts_from_text(self) -> bool:
+        """Whether tokens are drafted by n-gram lookup."""
+        return self.speculation.drafter is Drafting.ngram and self.speculation.may_draft
+
+
+def register() -> None:
+    """Gives Hydra the schemas, under the names that `conf/` refers to."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=RunConf)
+    for name, schema in TASKS.items():
+        store.store(group="task", name=f"{name}_schema", node=schema)
+
+
+def known_keys(schema: type = RunConf, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, of all tasks: the keys that an override may name."""
+    keys: list[str] = []
+    groups: dict[str, list[Any]] = {"task": [*TASKS.values()], "model": [ModelConf], "draft": [ModelConf]}
+    for entry in fields(schema):
+        key = prefix + entry.name
+        keys.append(key)
+        for inner in groups.get(key, [entry.default_factory]):
+            if isinstance(inner, type) and is_dataclass(inner):
+                keys += known_keys(inner, key + ".")
+    return list(dict.fromkeys(keys))
+
+
+def resolved(run: RunConf) -> dict[str, Any]:
+    """The run as plain data, for hashes and records. "${...}" in a text stays as it is."""
+    plain: dict[str, Any] = _plain(run)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
+
+
+@contextmanager
+def few_resolvers() -> Iterator[None]:
+    """In this context an interpolation that uses another resolver than RESOLVERS raises."""
+    every = dict(BaseContainer._resolvers)
+    for name in every.keys() - {*RESOLVERS}:
+        del BaseContainer._resolvers[name]
+    try:
+        yield
+    finally:
+        BaseContainer._resolvers.update(every)
+
+
+def home_expanded(name: str) -> Path:
+    """The path with a leading ~ expanded, except an unknown user's."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
