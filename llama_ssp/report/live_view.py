@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from llama_ssp.errors import StorageError
-from llama_ssp.report.timeline import Track, View, speedup
+from llama_ssp.report.timeline import Track, speedup
 from llama_ssp.text.detokenizer import visible
 
 FRAMES_PER_S = 20
@@ -31,32 +31,34 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Picture:
-    """A moment. `whole` shows all of the texts; otherwise their ends, as far as the height goes."""
+    """What is shown of two tracks: with `whole` all of their texts, else the ends that fit the height."""
 
     prompt: str
-    regular: View
-    speculative: View
+    regular: Track
+    speculative: Track
     note: str
     whole: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, views = options.max_width, (self.regular, self.speculative)
+        width, tracks = options.max_width, (self.regular, self.speculative)
         beside = width >= BESIDE
         widths = (width // 2, width - width // 2) if beside else (width, width)
         bodies = [
-            _body(view).wrap(console, max(own - FRAME, 2), overflow="fold")
-            for view, own in zip(views, widths, strict=True)
+            _body(track).wrap(console, max(own - FRAME, 2), overflow="fold")
+            for track, own in zip(tracks, widths, strict=True)
         ]
         prompt = list(Text(visible(self.prompt), style="dim").wrap(console, max(width, 2), overflow="fold"))
         rows = [max(map(len, bodies))] * 2 if beside else list(map(len, bodies))
         if not self.whole:
             prompt, rows = self._fitted(prompt, options.height or console.height, 1 if beside else 2)
         panes = [
-            _pane(view, Text("\n").join(body[-room:]), room, own)
-            for view, body, room, own in zip(views, bodies, rows, widths, strict=True)
+            _pane(track, Text("\n").join(body[-room:]), room, own)
+            for track, body, room, own in zip(tracks, bodies, rows, widths, strict=True)
         ]
         yield Group(_legend(), *prompt)
-        yield _in_a_row(panes, widths) if beside else Group(*panes)
+        grid = Table.grid(*(Column(width=own) for own in widths), padding=0)
+        grid.add_row(*panes)
+        yield grid if beside else Group(*panes)
         yield Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
 
     @staticmethod
@@ -69,19 +71,18 @@ class Picture:
 
 @dataclass(frozen=True)
 class Scene:
-    """A prompt and its two tracks: the picture of how they stand."""
+    """A prompt and its two tracks."""
 
     prompt: str
     regular: Track
     speculative: Track
 
     def now(self, note: str = "", whole: bool = False) -> Picture:
-        return Picture(self.prompt, self.regular.view(), self.speculative.view(), note, whole)
+        return Picture(self.prompt, self.regular, self.speculative, note, whole)
 
     def end(self, whole: bool) -> Picture:
-        """How it ended, and what that says."""
-        last = self.now(whole=whole)
-        return Picture(self.prompt, last.regular, last.speculative, verdict(last), whole)
+        """The picture at the end, with the verdict below."""
+        return self.now(verdict(self.now()), whole)
 
 
 class Screen:
@@ -94,15 +95,9 @@ class Screen:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """While inside, the screen is ours; after it, the terminal is as it was.
-
-        A screen of its own, as a terminal that is resized wraps what was printed, and moves it.
-        """
-        live = Live(
-            console=self._console, screen=True, auto_refresh=False, redirect_stdout=False,
-            redirect_stderr=False,
-        )  # fmt: skip
-        with live:
+        """Uses the terminal's alternate screen while inside: a resized terminal wraps what was printed."""
+        how: dict[str, bool] = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
+        with Live(console=self._console, screen=True, **how) as live:
             self._live, self._drawn = live, 0.0
             try:
                 yield
@@ -110,14 +105,14 @@ class Screen:
                 self._live = None
 
     def draw(self, scene: Scene, note: str) -> None:
-        """How it stands, unless that was drawn just now."""
+        """Draws the tracks as they are, at most FRAMES_PER_S times a second."""
         if self._live is None or time.monotonic() - self._drawn < 1 / FRAMES_PER_S:
             return
         self._live.update(scene.now(note), refresh=True)
         self._drawn = time.monotonic()
 
     def keep(self, scene: Scene) -> None:
-        """Prints how it ended, to stay."""
+        """Prints the last picture, which stays."""
         self._console.print(scene.end(whole=True))
 
 
@@ -145,48 +140,37 @@ def verdict(picture: Picture) -> str:
     return f"{faster:.2f} times as fast: {before:.2f} ms a token, then {after:.2f}; prefill left out"
 
 
-def figures(view: View) -> list[str]:
+def figures(track: Track) -> list[str]:
     """The lines under a text."""
-    if not view.tokens:
+    if not track.tokens:
         return ["", "", ""]
-    speed = f"{view.tokens} tokens  {view.tokens_per_s or 0:.0f} tokens/s  {view.seconds:.2f} s"
-    if not view.drafted:
+    speed = f"{track.tokens} tokens  {track.tokens_per_s or 0:.0f} tokens/s  {track.seconds:.2f} s"
+    if not track.drafted:
         return [speed, "", ""]
-    rate = f"{view.acceptance:.0%} accepted  {view.tokens_per_round:.2f} tokens a round"
-    return [speed, rate, bars(view.lengths)]
+    rate = f"{track.acceptance_rate:.0%} accepted  {track.tokens_per_round:.2f} tokens a round"
+    return [speed, rate, bars(track.accepted_lengths)]
 
 
 def bars(lengths: list[int]) -> str:
-    """How many rounds had 0, 1, 2 ... drafts accepted."""
-    most = max(lengths, default=0)
-    return "  ".join(f"{n}{BARS[_height(count, most)]}{count}" for n, count in enumerate(lengths))
+    """How many rounds had 0, 1, 2 ... drafts accepted, each count with a bar."""
+    most = max(lengths, default=0) or 1
+    heights = (-(-count * (len(BARS) - 1) // most) for count in lengths)
+    return "  ".join(f"{n}{BARS[height]}{lengths[n]}" for n, height in enumerate(heights))
 
 
-def _height(count: int, most: int) -> int:
-    return -(-count * (len(BARS) - 1) // most) if most else 0
-
-
-def _body(view: View) -> Text:
+def _body(track: Track) -> Text:
     body = Text()
-    for text, origin in view.pieces:
+    for text, origin in track.pieces():
         body.append(visible(text), STYLES[origin])
     return body
 
 
-def _pane(view: View, body: Text, rows: int, width: int) -> Panel:
+def _pane(track: Track, body: Text, rows: int, width: int) -> Panel:
     missing = rows - len(body.plain.split("\n"))
-    lines = [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in figures(view)]
-    ended = "" if view.finish is None else f" ({view.finish})"
-    title = Text(view.title + ended, style="bold", no_wrap=True, overflow="ellipsis")
+    lines = [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in figures(track)]
+    ended = "" if track.finish is None else f" ({track.finish})"
+    title = Text(track.title + ended, style="bold", no_wrap=True, overflow="ellipsis")
     return Panel(Group(body, *[Text("")] * missing, *lines), title=title, title_align="left", width=width)
-
-
-def _in_a_row(panes: list[Panel], widths: tuple[int, int]) -> Table:
-    grid = Table.grid(padding=0)
-    for width in widths:
-        grid.add_column(width=width)
-    grid.add_row(*panes)
-    return grid
 
 
 def _legend() -> Text:

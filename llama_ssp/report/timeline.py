@@ -1,12 +1,12 @@
-"""One sampling of one prompt as it comes: what arrived when, and how it stands. No torch."""
+"""One sampling of one prompt as it comes: what arrived when, and its figures so far. No torch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from llama_ssp.speculative.stats import ratio
+from llama_ssp.speculative.stats import by_position, ratio
 
 Piece = tuple[str, str]
 """Text, and where its token came from: drafted, corrected, bonus or sampled."""
@@ -23,46 +23,13 @@ class Arrival:
     accepted: int
 
 
-@dataclass(frozen=True)
-class View:
-    """How a track stands. Rates are of decoding: prefill is left out."""
-
-    title: str
-    pieces: list[Piece]
-    tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
-    lengths: list[int]
-    seconds: float
-    prefill_s: float
-    finish: str | None
-
-    @property
-    def text(self) -> str:
-        return "".join(text for text, _ in self.pieces)
-
-    @property
-    def ms_per_token(self) -> float | None:
-        return ratio(1000 * (self.seconds - self.prefill_s), self.tokens)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return ratio(self.tokens, self.seconds - self.prefill_s)
-
-    @property
-    def acceptance(self) -> float | None:
-        return ratio(self.accepted, self.drafted)
-
-    @property
-    def tokens_per_round(self) -> float | None:
-        return ratio(self.tokens, self.rounds)
-
-
 @dataclass
 class Track:
-    """Grows as rounds come in. `length` is the text's, in characters, once it has ended: a stop string
-    that ended it is no part of it, though its tokens have come."""
+    """Grows with every round. Rates are of decoding: prefill is left out.
+
+    `length` is the text's, in characters, once it has ended: a stop string that ends it is cut off, though
+    its tokens count.
+    """
 
     title: str
     prefill_s: float = 0.0
@@ -75,40 +42,54 @@ class Track:
         """When the last tokens came."""
         return self.arrivals[-1].at_s if self.arrivals else self.prefill_s
 
-    def view(self) -> View:
-        """All that has come."""
-        seen = self.arrivals
-        lengths = Counter(arrival.accepted for arrival in seen if arrival.drafted)
-        return View(
-            title=self.title,
-            pieces=list(self._pieces()),
-            tokens=sum(arrival.tokens for arrival in seen),
-            rounds=len(seen),
-            drafted=sum(arrival.drafted for arrival in seen),
-            accepted=sum(arrival.accepted for arrival in seen),
-            lengths=[lengths[n] for n in range(max((a.drafted for a in seen), default=-1) + 1)],
-            seconds=self.seconds,
-            prefill_s=self.prefill_s,
-            finish=self.finish,
-        )
+    @property
+    def tokens(self) -> int:
+        return sum(arrival.tokens for arrival in self.arrivals)
 
-    def _pieces(self) -> Iterator[Piece]:
+    @property
+    def drafted(self) -> int:
+        return sum(arrival.drafted for arrival in self.arrivals)
+
+    @property
+    def accepted_lengths(self) -> list[int]:
+        """How many rounds had 0, 1, 2 ... drafts accepted."""
+        drafting = [arrival for arrival in self.arrivals if arrival.drafted]
+        counts = Counter(arrival.accepted for arrival in drafting)
+        counts[max((arrival.drafted for arrival in drafting), default=-1)] += 0
+        return by_position(counts)
+
+    @property
+    def ms_per_token(self) -> float | None:
+        return ratio(1000 * (self.seconds - self.prefill_s), self.tokens)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return ratio(self.tokens, self.seconds - self.prefill_s)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return ratio(sum(arrival.accepted for arrival in self.arrivals), self.drafted)
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        return ratio(self.tokens, len(self.arrivals))
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces())
+
+    def pieces(self) -> list[Piece]:
         """The pieces up to the text's end; neighbours of one origin are one piece."""
-        left, last = self.length, None
-        for text, origin in (piece for arrival in self.arrivals for piece in arrival.pieces):
-            kept = text if left is None else text[:left]
-            left = None if left is None else left - len(kept)
-            if last is not None and last[1] == origin:
-                last = (last[0] + kept, origin)
-            else:
-                if last is not None:
-                    yield last
-                last = (kept, origin)
-        if last is not None:
-            yield last
+        every = [piece for arrival in self.arrivals for piece in arrival.pieces]
+        found, left = list[Piece](), self.length
+        for origin, group in groupby(every, key=lambda piece: piece[1]):
+            text = "".join(text for text, _ in group)[:left]
+            left = None if left is None else left - len(text)
+            found.append((text, origin))
+        return found
 
 
-def speedup(regular: View, speculative: View) -> float | None:
+def speedup(regular: Track, speculative: Track) -> float | None:
     """How many times as fast a token came, prefill left out."""
     if regular.ms_per_token is None or speculative.ms_per_token is None:
         return None

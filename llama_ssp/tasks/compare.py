@@ -168,8 +168,8 @@ class CompareTask(Task[CompareConf]):
 
 def in_words(scene: Scene) -> list[str]:
     """A comparison as plain lines."""
-    last = scene.end(whole=True)
     lines = [f"prompt: {visible(scene.prompt)}"]
-    for view in (last.regular, last.speculative):
-        lines += [f"--- {view.title}", visible(view.text), *(f"({line})" for line in figures(view) if line)]
-    return [*lines, f"--- {verdict(last)}", ""]
+    for track in (scene.regular, scene.speculative):
+        lines += [f"--- {track.title}", visible(track.text)]
+        lines += [f"({line})" for line in figures(track) if line]
+    return [*lines, f"--- {verdict(scene.now())}", ""]
