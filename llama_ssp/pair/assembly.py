@@ -56,7 +56,7 @@ class RankModels:
     target: CausalModel | None
     draft: CausalModel | None
     devices: dict[str, str]
-    crew: Roles
+    roles: Roles
     vocab: int
     context: int
     draft_context: int
@@ -179,15 +179,15 @@ def engine_with(
     rule: Rule | None = None,
 ) -> RankEngine:  # fmt: skip
     """An engine with KV caches of its own, for this sampling transform and these random draws."""
-    crew, bridge = pair.crew, tokens.paired.bridge if tokens.paired else None
+    roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None
     drafter = _drafter(pair, run, transform, draws, chunk, bridge)
-    if not run.has_draft_model and not crew.drafts_apart:
-        crew = replace(crew, draft_channel=None)
+    if not run.has_draft_model and not roles.drafts_apart:
+        roles = replace(roles, draft_channel=None)
     target = ModelRunner(pair.target, chunk) if pair.target else None
-    if target is not None and crew.leads:
-        return Engine(target, drafter or NoDrafter(), transform, rule or rule_of(run), draws, crew)
+    if target is not None and roles.leads:
+        return Engine(target, drafter or NoDrafter(), transform, rule or rule_of(run), draws, roles)
     device = next(model.device for model in (pair.target, pair.draft) if model)
-    return Follower(target, drafter, crew, pair.context, device)
+    return Follower(target, drafter, roles, pair.context, device)
 
 
 def _drafter(
@@ -195,21 +195,23 @@ def _drafter(
     bridge: Bridge | None,
 ) -> Drafter | None:  # fmt: skip
     """This rank's part in drafting; None where it has none."""
-    crew, wide = pair.crew, partial(torch.promote_types, torch.float32)
+    roles, wide = pair.roles, partial(torch.promote_types, torch.float32)
     spec = run.speculation
-    if pair.target and crew.leads and run.drafts_from_text:
+    if pair.target and roles.leads and run.drafts_from_text:
         return NgramDrafter(spec.ngram_min, spec.ngram_max, transform.vocab, wide(pair.target.dtype))
     if not run.has_draft_model:
-        return NoDrafter() if pair.draft and crew.drafts_apart else None
+        return NoDrafter() if pair.draft and roles.drafts_apart else None
     if pair.draft is None:
-        if not isinstance(crew.draft_link, DraftClient):
+        if not isinstance(roles.draft_link, DraftClient):
             return None
-        return RemoteDrafter(crew.draft_link, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
+        return RemoteDrafter(roles.draft_link, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
     runner = ModelRunner(pair.draft, chunk)
-    if crew.draft is not None and not crew.draft.is_leader:
-        return AheadDraftShard(runner, crew.draft, spec.overlap) if crew.drafts_apart else DraftShard(runner)
-    if isinstance(crew.draft_link, DraftServer) and crew.draft is not None:
-        return SendingDrafter(runner, transform, draws, crew.draft, crew.draft_link, spec.overlap)
+    if roles.draft is not None and not roles.draft.is_leader:
+        return (
+            AheadDraftShard(runner, roles.draft, spec.overlap) if roles.drafts_apart else DraftShard(runner)
+        )
+    if isinstance(roles.draft_link, DraftServer) and roles.draft is not None:
+        return SendingDrafter(runner, transform, draws, roles.draft, roles.draft_link, spec.overlap)
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, transform, draws, bridge)
     if bridge is not None:
@@ -219,12 +221,12 @@ def _drafter(
 
 def draft_alone(pair: RankModels) -> RankModels | None:
     """The draft in the target's place, on the ranks that share it with the leader; None on others."""
-    group = pair.crew.draft
-    if pair.draft is None or group is None or (group.world == 1 and not pair.crew.leads):
+    group = pair.roles.draft
+    if pair.draft is None or group is None or (group.world == 1 and not pair.roles.leads):
         return None
-    crew = Roles(pair.crew.everyone if group.world == 1 else group, group, None)
+    roles = Roles(pair.roles.everyone if group.world == 1 else group, group, None)
     return replace(
-        pair, target=pair.draft, draft=None, crew=crew, vocab=pair.draft.vocab, context=pair.draft_context
+        pair, target=pair.draft, draft=None, roles=roles, vocab=pair.draft.vocab, context=pair.draft_context
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -96,7 +97,7 @@ class Screen:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Uses the terminal's alternate screen while inside: a resized terminal wraps what was printed."""
-        how: dict[str, bool] = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
+        how: Any = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
         with Live(console=self._console, screen=True, **how) as live:
             self._live, self._drawn = live, 0.0
             try:

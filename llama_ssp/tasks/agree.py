@@ -93,7 +93,7 @@ class AgreeTask(Task[AgreeConf]):
         self._fork_forwards += forwards
         own = models.draft if tokens.paired is None or tokens.paired.bridge is None else None
         by_draft, _ = fork_chances(own, found, transform, task.prefill_chunk)
-        if models.crew.drafts_apart:
+        if models.roles.drafts_apart:
             by_draft = from_any(self._ranks, by_draft)
         for (text, _), one, target, draft in zip(part, found, by_target, by_draft, strict=True):
             if one.fork is not None:

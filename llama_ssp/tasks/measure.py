@@ -189,7 +189,7 @@ def contenders_of(models: RankModels, run: RunConf, ks: list[int], drafts_alone:
     """The contenders in their order: the target alone, the draft alone, the pair at each K."""
     plain = regular(run)
     found = [Contender(Record("target alone", 0), plain, models)]
-    if ks and drafts_alone and not models.crew.drafts_apart:  # apart, the leader has no part in it
+    if ks and drafts_alone and not models.roles.drafts_apart:  # apart, the leader has no part in it
         found.append(Contender(Record("draft alone", 0), plain, draft_alone(models), is_pairs=False))
     for k in ks:
         spec = replace(run.speculation, k=k, adaptive=False)

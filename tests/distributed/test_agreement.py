@@ -106,7 +106,7 @@ def _one_at_a_time(build: Callable[..., Any], lock: threading.Lock) -> Callable[
 def on_placement(models: Models, name: str, case: Case) -> list[Run]:
     ranks, held = models.open(name)
     for pair, _ in held:
-        for group in (pair.crew.target, pair.crew.draft, pair.crew.draft_channel):
+        for group in (pair.roles.target, pair.roles.draft, pair.roles.draft_channel):
             if isinstance(group, ThreadRank):
                 group.counts = dict.fromkeys(group.counts, 0)
     return together([lambda pair=pair: written(*pair, case) for pair in held], ranks)
@@ -161,12 +161,12 @@ def test_a_round_has_one_message(name: str, k: int, models: Models):
     runs = on_placement(models, name, Case(k))
     _, held = models.open(name)
     for (pair, _), run in zip(held, runs, strict=True):
-        split, asked = pair.crew.target, pair.crew.draft_channel
+        split, asked = pair.roles.target, pair.roles.draft_channel
         if isinstance(split, ThreadRank):
             assert split.counts["messages"] == run.rounds + 1  # what begins the first round, and ends each
             assert split.counts["sums"] == run.target_forwards * (1 + 2 * LAYERS)
             assert split.counts["gathers"] == run.target_forwards
-        if isinstance(asked, ThreadRank) and not pair.crew.drafts_apart:
+        if isinstance(asked, ThreadRank) and not pair.roles.drafts_apart:
             assert asked.counts["messages"] == (run.rounds + 1 if k else 0)
             assert asked.counts["sums"] == asked.counts["gathers"] == 0
 
@@ -176,7 +176,7 @@ def test_a_split_draft_apart_computes_in_step(overlap: Overlap, models: Models):
     """Its first rank passes on what the leader says, and tells the others each pass, and the last."""
     runs = on_placement(models, "2+2 own", Case(4, overlap=overlap))
     _, held = models.open("2+2 own")
-    drafting = [pair.crew.draft for pair, _ in held if isinstance(pair.crew.draft, ThreadRank)]
+    drafting = [pair.roles.draft for pair, _ in held if isinstance(pair.roles.draft, ThreadRank)]
     passes = [run.draft_forwards for run, (pair, _) in zip(runs, held, strict=True) if pair.draft]
     assert len(drafting) == 2 and passes[0] == passes[1]
     ends = runs[0].rounds * (1 if overlap is Overlap.off else 2)
