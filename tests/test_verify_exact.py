@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp.speculative.verification import RULES, Block, meeting, overlap
+from llama_ssp.speculative.verification import RULES, Block, overlap
 from tests.rational import Case, as_block, cases, drafts, total_variation
 
 PAIRS = 120
@@ -114,7 +114,7 @@ def test_torch_runs_the_same_functions(rule):
             assert np.allclose(mine.numpy()[open_B], theirs[open_B].astype(float), atol=1e-14)
 
 
-@pytest.mark.parametrize(("rule", "theory"), [("token", overlap), ("coupled", meeting)])
+@pytest.mark.parametrize(("rule", "theory"), [("token", overlap), ("coupled", RULES["coupled"].expected)])
 def test_how_often_a_rule_accepts_a_single_draft(rule, theory):
     for case in cases(20, 7):
         one = Case(case.target, case.draft, 1)
@@ -130,7 +130,7 @@ def test_the_price_of_coupling_is_bounded():
     shares = []
     for case in cases(60, 8):
         block = as_block(case, drafts(case))
-        best, met = overlap(block)[0, 0], meeting(block)[0, 0]
+        best, met = overlap(block)[0, 0], RULES["coupled"].expected(block)[0, 0]
         assert best / (2 - best) <= met <= best
         shares.append(met / best if best else 1)
     assert min(shares) < Fraction(9, 10) < max(shares)

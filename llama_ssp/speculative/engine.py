@@ -35,9 +35,11 @@ class RankEngine(ABC):
     The leader has an `Engine`, which decides; other ranks have a `Follower` each.
     """
 
+    _protocol: type[RoundProtocol]
+
     def __init__(
-        self, target: ModelRunner | None, drafter: Drafter | None, rounds: RoundProtocol, roles: Roles,
-        context: int, device: torch.device,
+        self, target: ModelRunner | None, drafter: Drafter | None, roles: Roles, context: int,
+        device: torch.device,
     ) -> None:  # fmt: skip
         """`target` and `drafter` are None where this rank has no part in them."""
         self.target, self.drafter, self.context = target, drafter, context
@@ -45,7 +47,7 @@ class RankEngine(ABC):
             nullcontext()
         )  # a stopwatch's
         self.watch: Watch | None = None
-        self._rounds, self._enter, self._device = rounds, roles.everyone.enter, device
+        self._rounds, self._enter, self._device = self._protocol(roles), roles.everyone.enter, device
 
     @property
     def target_forwards(self) -> int:
@@ -133,13 +135,14 @@ class Engine(RankEngine):
     target: ModelRunner
     drafter: Drafter
     _rounds: LeaderProtocol
+    _protocol = LeaderProtocol
 
     def __init__(
         self, target: ModelRunner, drafter: Drafter, transform: SamplingTransform, rule: Rule, draws: Draws,
         roles: Roles = SOLE,
     ) -> None:  # fmt: skip
         model = target.model
-        super().__init__(target, drafter, LeaderProtocol(roles), roles, model.context, model.device)
+        super().__init__(target, drafter, roles, model.context, model.device)
         self._transform, self._rule, self.draws = transform, rule, draws
         self._decide = native.decide if native.can_decide(rule, draws) else decide
 

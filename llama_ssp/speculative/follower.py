@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from llama_ssp.distributed.roles import Roles
 from llama_ssp.speculative.drafters.ahead import AheadDraftShard
-from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.drafters.remote import SendingDrafter
 from llama_ssp.speculative.engine import RankEngine, target_logits
-from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.round_protocol import FollowerProtocol, RoundResult
 from llama_ssp.speculative.state import Proposal, State
 
@@ -18,16 +13,7 @@ class Follower(RankEngine):
     """The engine of every rank but the leader. The leader broadcasts what it drafts and commits."""
 
     _rounds: FollowerProtocol
-
-    def __init__(
-        self,
-        target: ModelRunner | None,
-        drafter: Drafter | None,
-        roles: Roles,
-        context: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(target, drafter, FollowerProtocol(roles), roles, context, device)
+    _protocol = FollowerProtocol
 
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """Takes part in drafting, if this rank does, then receives the leader's drafts."""
@@ -40,10 +26,7 @@ class Follower(RankEngine):
         proposal = self._rounds.drafts(state)
         if own.draft_BKV is not None:
             # A copy of the draft model may have drawn other tokens, by rounding; the leader's count.
-            pairs = zip(own.drafted_BK.tolist(), proposal.drafted_BK.tolist(), strict=True)
-            alike = [
-                next((i for i, (a, b) in enumerate(zip(*row, strict=True)) if a != b), own.k) for row in pairs
-            ]
+            alike = (own.drafted_BK == proposal.drafted_BK).long().cumprod(1).sum(1).tolist()
             self.drafter.roll_back([length + n + 1 for length, n in zip(state.lengths, alike, strict=True)])
         return proposal
 

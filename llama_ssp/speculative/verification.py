@@ -36,7 +36,6 @@ from llama_ssp.speculative.array_ops import (
     joined,
     largest,
     order,
-    order_up,
     pick,
     positive,
     row_by_row,
@@ -45,7 +44,8 @@ from llama_ssp.speculative.array_ops import (
     stack_last,
     total,
     where,
-)  # fmt: skip
+)
+from llama_ssp.speculative.coupled_race import Race
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,13 @@ class CoupledRule(TokenRule):
     def correction_probs(self, block: Block, accepted_B: Array) -> Array:
         target_BV, draft_BV = _probs_after(block, accepted_B)
         last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
-        race = _Race(target_BV, draft_BV)
+        race = Race(target_BV, draft_BV)
         until_B1 = race.until(pick(block.drafted_BK, last_B[:, None], 1))
         return _probs_of(target_BV * positive(until_B1 - race.level_BV), target_BV, block, accepted_B)
 
     def expected(self, block: Block) -> Array:
-        return meeting(block)
+        races = [Race(block.target_BWV[:, i], block.draft_BKV[:, i]) for i in range(block.k)]
+        return stack_last([race.meeting_B for race in races])
 
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule(), CoupledRule())}
@@ -232,12 +233,6 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule(),
 def overlap(block: Block) -> Array:
     """sum(min(target, draft)) at each drafted position: the most that a rule for single positions accepts."""
     return smaller(block.target_BWV[:, : block.k], block.draft_BKV).sum(-1)
-
-
-def meeting(block: Block) -> Array:
-    """The chance that both races of a drafted position have the same winner."""
-    races = [_Race(block.target_BWV[:, i], block.draft_BKV[:, i]) for i in range(block.k)]
-    return stack_last([race.meeting_B for race in races])
 
 
 def _ratios(block: Block) -> Array:
@@ -282,35 +277,3 @@ def _probs_of(rest_BV: Array, target_BV: Array, block: Block, accepted_B: Array)
     mass_B1 = total(rest_BV)
     whole_B1 = (accepted_B == block.count_B)[:, None] | (mass_B1 <= 0)
     return where(whole_B1, target_BV, rest_BV / where(mass_B1 > 0, mass_B1, 1))
-
-
-class _Race:
-    """The target's race after the draft's race was won at time t.
-
-    No exponential of the draft's race ended before t, so that of token z exceeds t draft(z), and beyond this
-    point it is memoryless; the winner's ends there. In the target's race, with time in units of t, token z
-    starts at draft(z) / target(z) and from then on wins at the rate t target(z); the draft's winner wins when
-    it starts, unless another token won before. Given t, nobody has won by s with probability exp(-t H(s)),
-    H(s) being the sum of target(z) (s - start(z)) over the tokens that have started. Over t, which is
-    exponential, that becomes 1 / (1 + H(s)); and the chance that z wins before s is target(z) times the
-    integral of 1 / (1 + H)^2 from start(z) to s. H is piecewise linear, so both are sums of fractions.
-    """
-
-    def __init__(self, target_BV: Array, draft_BV: Array) -> None:
-        possible_BV = target_BV > 0
-        start_BV = where(possible_BV, draft_BV / where(possible_BV, target_BV, 1), 0)
-        order_BV = order_up(start_BV)
-        rate_BV, at_BV = pick(target_BV, order_BV, 1), pick(start_BV, order_BV, 1)
-        # 1 + H where each token starts
-        waited_BV = 1 + at_BV * rate_BV.cumsum(-1) - (rate_BV * at_BV).cumsum(-1)
-        gone_BV = at_BV - shifted(at_BV, 0)
-        integral_BV = (gone_BV / (waited_BV * shifted(waited_BV, 1))).cumsum(-1)
-        self._possible_BV = possible_BV
-        self._last_B1 = integral_BV[:, -1:] + 1 / (waited_BV[:, -1:] * total(rate_BV))
-        self.level_BV = pick(integral_BV, order_up(order_BV), 1)
-        self.meeting_B = (rate_BV * at_BV / waited_BV).sum(-1)
-
-    def until(self, token_B1: Array) -> Array:
-        """The integral up to where this token starts: to the end if it never does."""
-        possible_B1 = pick(self._possible_BV, token_B1, 1)
-        return where(possible_B1, pick(self.level_BV, token_B1, 1), self._last_B1)

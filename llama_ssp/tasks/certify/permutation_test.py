@@ -16,36 +16,23 @@ from numpy.typing import NDArray
 Texts = Sequence[Sequence[int]]
 Features = Callable[[list[int]], list[tuple[int, ...]]]
 Table = NDArray[np.float32]
-END = -1  # stands behind a text that ended before the others
-FEWEST = 5  # a token or n-gram that is rarer than this in all sets together is pooled with the others
-PART = 2048  # shuffles that are weighed at once
+Rows = NDArray[np.int64]
+END = -1  # pads a text that ended before the others
+FEWEST = 5  # tokens or n-grams that are rarer than this in all sets together are pooled
+PART = 2048  # shuffles that are weighted at once
 MIXES = 100  # random mixtures that a share of wrong texts is tried with
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 POWER = 0.95
-
-
-def by_position(text: list[int]) -> list[tuple[int, ...]]:
-    return list(enumerate(text))
-
-
-def by_ngram(text: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(text[i : i + n]) for n in (2, 3) for i in range(len(text) - n + 1)]
-
-
-def by_beginning(text: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(text[: i + 1]) for i in range(len(text))]
-
-
 FAMILIES: dict[str, Features] = {
-    "tokens by position": by_position,
-    "n-grams": by_ngram,
-    "beginnings": by_beginning,
+    "tokens by position": lambda text: list(enumerate(text)),
+    "n-grams": lambda text: [tuple(text[i : i + n]) for n in (2, 3) for i in range(len(text) - n + 1)],
+    "beginnings": lambda text: [tuple(text[: i + 1]) for i in range(len(text))],
 }
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the labels look like among their shuffles: for each family its p value, and what would reject."""
+    """For each family its p value, and the statistic beyond which it would reject."""
 
     p_values: dict[str, float]
     critical: dict[str, float]
@@ -57,13 +44,13 @@ class Comparison:
 
 
 class Samples:
-    """Regular texts, those of the subject and those of a sampler that is wrong, for the same prompts."""
+    """Regular texts, the subject's and those of a wrong sampler, for the same prompts."""
 
     def __init__(
         self, regular: Sequence[Texts], subject: Sequence[Texts], wrong: Sequence[Texts], length: int
     ) -> None:
         self._prompts = [
-            _Prompt(*(np.asarray([_ended(t, length) for t in texts]) for texts in three))
+            _PromptTexts(*(np.asarray([[*t, *[END] * (length - len(t))] for t in texts]) for texts in three))
             for three in zip(regular, subject, wrong, strict=True)
         ]
 
@@ -74,11 +61,10 @@ class Samples:
         return self._compare([one.wrong for one in self._prompts], false_alarm, shuffles, seed)
 
     def smallest_share(self, found: Comparison, seed: int) -> float | None:
-        """The least share of wrong texts among the subject's that is seen nearly always; None if none is."""
+        """The least share of wrong texts among the subject's that nearly always shows; None if none does."""
         random = np.random.Generator(np.random.Philox(seed))
         for share in SHARES:
-            seen = sum(self._sees(share, found, random) for _ in range(MIXES))
-            if seen >= POWER * MIXES:
+            if sum(self._sees(share, found, random) for _ in range(MIXES)) >= POWER * MIXES:
                 return share
         return None
 
@@ -86,47 +72,44 @@ class Samples:
         total = dict.fromkeys(FAMILIES, 0.0)
         for prompt in self._prompts:
             mixed = prompt.mixed(share, random)
-            for name, table in prompt.tables.items():
-                both = table[np.concatenate([prompt.regular, mixed])]
-                total[name] += float(_statistic(both, prompt.labels(mixed)[None])[0])
+            for name, statistic in prompt.statistics(mixed, prompt.labels(mixed)[None]).items():
+                total[name] += float(statistic[0])
         return any(total[name] > found.critical[name] for name in FAMILIES)
 
-    def _compare(
-        self, others: list[NDArray[np.int64]], false_alarm: float, shuffles: int, seed: int
-    ) -> Comparison:
+    def _compare(self, others: list[Rows], false_alarm: float, shuffles: int, seed: int) -> Comparison:
         level = false_alarm / len(FAMILIES)
         total = {name: np.zeros(shuffles + 1) for name in FAMILIES}
         random = np.random.Generator(np.random.Philox(seed))
         for prompt, other in zip(self._prompts, others, strict=True):
             own = prompt.labels(other)
             shuffled = random.permuted(np.tile(own, (shuffles, 1)), axis=1)
-            for name, table in prompt.tables.items():
-                both = table[np.concatenate([prompt.regular, other])]
-                total[name] += _statistic(both, np.concatenate([own[None], shuffled]))
-        # The labels are among their own shuffles; rounding must not tell equal statistics apart.
+            for name, statistic in prompt.statistics(other, np.concatenate([own[None], shuffled])).items():
+                total[name] += statistic
+        # The labels are among their own shuffles; rounding must not separate equal statistics.
         p_values = {name: float(np.mean(t >= t[0] * (1 - 1e-6))) for name, t in total.items()}
         rank = max(1, int(level * (shuffles + 1)))
         return Comparison(p_values, {name: float(np.sort(t[1:])[-rank]) for name, t in total.items()}, level)
 
 
-class _Prompt:
+class _PromptTexts:
     """One prompt's texts, regular ones first, and how often each has each feature."""
 
-    def __init__(
-        self, regular: NDArray[np.int64], subject: NDArray[np.int64], wrong: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, regular: Rows, subject: Rows, wrong: Rows) -> None:
         texts = np.concatenate([regular, subject, wrong])
-        ends = len(regular), len(regular) + len(subject), len(texts)
-        self.regular, self.subject, self.wrong = (
-            np.arange(first, last) for first, last in zip((0, *ends), ends, strict=False)
-        )
-        self.tables = {name: _table(features, texts.tolist()) for name, features in FAMILIES.items()}
+        ends = len(regular), len(regular) + len(subject)
+        self.regular, self.subject, self.wrong = np.split(np.arange(len(texts)), ends)
+        self._tables = {name: _table(features, texts.tolist()) for name, features in FAMILIES.items()}
 
-    def labels(self, other: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def labels(self, other: Rows) -> NDArray[np.bool_]:
         """Which rows of the regular texts and the others are regular."""
         return np.arange(len(self.regular) + len(other)) < len(self.regular)
 
-    def mixed(self, share: float, random: np.random.Generator) -> NDArray[np.int64]:
+    def statistics(self, other: Rows, labels: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
+        """Of each family, for each labelling of the regular texts and the others."""
+        rows = np.concatenate([self.regular, other])
+        return {name: _statistic(table[rows], labels) for name, table in self._tables.items()}
+
+    def mixed(self, share: float, random: np.random.Generator) -> Rows:
         """The subject's texts, of which a share is replaced by wrong ones."""
         spoiled = random.random(len(self.subject)) < share
         picked = random.choice(self.wrong, len(self.subject), replace=len(self.subject) > len(self.wrong))
@@ -134,7 +117,7 @@ class _Prompt:
 
 
 def _table(features: Features, texts: list[list[int]]) -> Table:
-    """How often each text has each feature; rare features are one."""
+    """How often each text has each feature; rare features are pooled."""
     counts = [Counter(features(text)) for text in texts]
     pooled: Counter[tuple[int, ...]] = Counter()
     for own in counts:
@@ -149,10 +132,9 @@ def _table(features: Features, texts: list[list[int]]) -> Table:
 
 
 def _statistic(table: Table, labels: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """For each labelling, the sum over features of (excess over its share)^2, frequent ones weighing more.
+    """For each labelling, the sum over features of (excess over its share)^2 / sqrt(count).
 
-    Divided by the root of the count: by the count itself, as in a chi-square, the many rare features drown
-    what the frequent ones say.
+    Divided by the count itself, as in a chi-square test, many rare features would hide the frequent ones.
     """
     total, share = table.sum(0), labels[0].mean()
     weight = 1 / np.sqrt(np.maximum(total, 1))
@@ -161,7 +143,3 @@ def _statistic(table: Table, labels: NDArray[np.bool_]) -> NDArray[np.float64]:
         for first in range(0, len(labels), PART)
     ]
     return np.concatenate(parts).astype(np.float64)
-
-
-def _ended(text: Sequence[int], length: int) -> list[int]:
-    return [*text, *[END] * (length - len(text))]
