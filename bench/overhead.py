@@ -11,7 +11,8 @@ only add time.
 
 With `compiled=true` it compares the kernel with torch.compile of the functions that it replaces: rounds as
 defined, by the kernel, and compiled take turns, after a pass over 48 MB that empties the caches as a target's
-forward does. The median CPU times count, which other programs disturb least, and the part of the kernel's gain that compiling has.
+forward does. The median CPU times count, which other programs disturb least, and the part of the kernel's
+gain that compiling has.
 """
 
 from __future__ import annotations
