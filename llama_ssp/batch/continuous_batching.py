@@ -116,11 +116,8 @@ class ContinuousBatch:
 
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""
-        spent = self._spent_s
-        figures = {
-            "target_forwards": self.engine.target_forwards,
-            "draft_forwards": self.engine.draft_forwards,
-            "overlap": self.engine.overlap,
-            **counted(self._counts, 0.0, spent),
-        }
+        engine, spent = self.engine, self._spent_s
+        figures: dict[str, Any] = {"target_forwards": engine.target_forwards}
+        figures |= {"draft_forwards": engine.draft_forwards, "overlap": engine.overlap}
+        figures |= counted(self._counts, 0.0, spent)
         return {**figures, "tokens_per_s": figures["tokens_committed"] / spent if spent else None}

@@ -20,7 +20,7 @@ from llama_ssp.errors import DataError
 
 MANIFEST, PARTS, DONE, CLAIMS = "run.json", "parts", "done", "claims"
 BEAT_S, STALE_S = 10.0, 60.0  # of a claim: a heartbeat keeps it, so that others take over from a dead process
-FINISHED_LINE = re.compile(rb'[0-9a-f]{8} \{"finished":(\d+)')
+FINISHED_LINE = re.compile(rb'^[0-9a-f]{8} \{"finished":(\d+)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -229,22 +229,16 @@ class FinishedCount:
                 done = self._folder / DONE
                 self._shards = {done / f"{shard.name}.jsonl": shard.indices for shard in held.shards}
             for path in (self._folder / PARTS).glob("*.jsonl"):
-                self._take(path)
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    new = file.read()
+                end = new.rfind(b"\n") + 1  # of the last whole line
+                self._read[path] = self._read.get(path, 0) + end
+                self._finished.update(map(int, FINISHED_LINE.findall(new[:end])))
         for path, indices in self._shards.items():
             if path.exists():
                 self._finished.update(indices)
         return len(self._finished)
-
-    def _take(self, path: Path) -> None:
-        """Reads the whole lines behind what was read of this file before."""
-        with path.open("rb") as file:
-            start = self._read.get(path, 0)
-            file.seek(start)
-            new = file.read()
-        end = new.rfind(b"\n") + 1
-        self._read[path] = start + end
-        found = (FINISHED_LINE.match(line) for line in new[:end].split(b"\n"))
-        self._finished.update(int(one[1]) for one in found if one)
 
 
 def _is_file_of(path: Path, data: bytes) -> bool:
