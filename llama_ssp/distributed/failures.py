@@ -165,7 +165,7 @@ class Watch(threading.Thread):
         if isinstance(error, LostPeer | LinkLost):
             places = self._view.places if self._view else []  # ranks out of step show
             where = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
-            return Cause(f"rank {self.rank} waits in vain; {error}; {where}")
+            return Cause(f"rank {self.rank} gets no answer; {error}; {where}")
         if isinstance(error, RunError):
             return Cause(f"{where}: {error}", error.code)
         code = INPUT_OUTPUT if isinstance(error, OSError) else DISTRIBUTED

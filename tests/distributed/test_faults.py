@@ -107,7 +107,7 @@ def another_configuration(rank: int) -> None:
     [
         (skip_a_message, ["rank 1 failed during verify, round 3: the ranks are out of step",
                           "3 rounds are decided here, 2 with the leader"]),
-        (skip_a_sum, ["waits in vain", "rank 0: verify, round 3", "rank 1: verify, round 3"]),
+        (skip_a_sum, ["gets no answer", "rank 0: verify, round 3", "rank 1: verify, round 3"]),
         (another_configuration, ["during start: the ranks differ in configuration", "ranks 1 unlike rank 0",
                                  "sampling.temperature 0.7 on rank 1, 1.0 on rank 0"]),
     ],
