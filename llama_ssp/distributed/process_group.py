@@ -82,10 +82,7 @@ class Group(Ranks):
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world)]
-        with self._during("gathering"):
-            dist.all_gather(parts, tensor, group=self._tensors)
-        return self._in_order(parts)
+        return self._gather(tensor, self._tensors, "gathering")
 
     def link(self, one: int, other: int) -> Link | None:
         """`other` listens, and gathers its address with a secret that only ranks know."""
@@ -134,10 +131,7 @@ class Group(Ranks):
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         own = torch.tensor(values, dtype=torch.int64)
-        parts = [torch.empty_like(own) for _ in range(self.world)]
-        with self._during("comparing"):
-            dist.all_gather(parts, own, group=self._waiting)
-        return [part.tolist() for part in self._in_order(parts)]
+        return [part.tolist() for part in self._gather(own, self._waiting, "comparing")]
 
     def require_same(self, what: str, text: str) -> None:
         digests = self.gather_ints(list(hashlib.sha256(text.encode()).digest()))
@@ -183,8 +177,11 @@ class Group(Ranks):
         every = zip(self.gather_ints(padded), lengths, strict=True)
         return [bytes(values[:length]).decode() for values, length in every]
 
-    def _in_order(self, parts: list[Tensor]) -> list[Tensor]:
-        """As the members are numbered here; torch orders them by their numbers in the run."""
+    def _gather(self, own: Tensor, group: Any, what: str) -> list[Tensor]:
+        """Every rank's tensor, in the members' order; torch orders them by their numbers in the run."""
+        parts = [torch.empty_like(own) for _ in range(self.world)]
+        with self._during(what):
+            dist.all_gather(parts, own, group=group)
         of = dict(zip(sorted(self._members), parts, strict=True))
         return [of[member] for member in self._members]
 
