@@ -1,4 +1,4 @@
-"""Every reply is the one to its ask; a line over TCP carries them."""
+"""Every reply is the one to its request; a TCP connection carries them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.state import Prompt, State
 
 
-def test_each_reply_is_its_own_and_every_ask_is_heard_in_order():
-    """Though the leader does not wait for some of them, nor the draft take up each ask at once."""
+def test_each_reply_is_its_own_and_every_request_arrives_in_order():
+    """Though the leader does not wait for some of them, nor the draft take up each request at once."""
     near, far = line()
-    asker, answerer, chance = DraftClient(near, 60.0), DraftServer(far, ALONE), random.Random(1)
-    asked, heard, stale = [], [], 0
+    client, server, chance = DraftClient(near, 60.0), DraftServer(far, ALONE), random.Random(1)
+    asked, received, stale = [], [], 0
     for number in range(300):
         asked.append([number, chance.randrange(4)])
-        asker.broadcast_ints(asked[-1])
+        client.broadcast_ints(asked[-1])
         is_waited_for = chance.random() < 0.7
-        while len(heard) < len(asked) and (is_waited_for or chance.random() < 0.5):
-            heard.append(answerer.broadcast_ints([]))
-            answerer.send_reply([heard[-1][0]], bytes(heard[-1][1]))
-            stale += not is_waited_for or len(heard) < len(asked)
+        while len(received) < len(asked) and (is_waited_for or chance.random() < 0.5):
+            received.append(server.broadcast_ints([]))
+            server.send_reply([received[-1][0]], bytes(received[-1][1]))
+            stale += not is_waited_for or len(received) < len(asked)
         if is_waited_for:
-            reply = asker.reply()
+            reply = client.reply()
             assert reply is not None and (reply.values, reply.payload) == ([number], bytes(asked[-1][1]))
-    asker.broadcast_ints([])
-    while len(heard) <= len(asked):
-        heard.append(answerer.broadcast_ints([]))
-    asker.flush()
-    assert heard == [*asked, []] and asker.lost is None and not answerer.has_request()
-    assert asker.discarded == stale > 20
+    client.broadcast_ints([])
+    while len(received) <= len(asked):
+        received.append(server.broadcast_ints([]))
+    client.flush()
+    assert received == [*asked, []] and client.lost is None and not server.has_request()
+    assert client.discarded == stale > 20
 
 
 def test_messages_survive_their_frames():
@@ -73,37 +73,37 @@ def test_frames_go_over_tcp_in_order_and_whole():
         far.receive(5.0)
 
 
-def test_a_draft_that_is_given_up_hears_so():
+def test_a_draft_that_is_given_up_is_dismissed():
     near, far = line()
-    asker, answerer = DraftClient(near, 0.1), DraftServer(far, ALONE)
-    asker.broadcast_ints([4])
-    assert asker.reply() is None and asker.lost == "it has not answered for 0.1 s"
-    asker.patience_s = 3600.0
-    asker.broadcast_ints([4])
-    asker.flush()
-    assert asker.reply() is None, "what is lost is not waited for again"
-    assert answerer.broadcast_ints([]) == [4]
+    client, server = DraftClient(near, 0.1), DraftServer(far, ALONE)
+    client.broadcast_ints([4])
+    assert client.reply() is None and client.lost == "it has not answered for 0.1 s"
+    client.patience_s = 3600.0
+    client.broadcast_ints([4])
+    client.flush()
+    assert client.reply() is None, "what is lost is not waited for again"
+    assert server.broadcast_ints([]) == [4]
     with pytest.raises(Dismissed):
-        answerer.broadcast_ints([])
+        server.broadcast_ints([])
 
 
 def test_a_proposal_about_another_text_is_never_used():
     near, far = line()
-    asker, answerer = DraftClient(near, 60.0), DraftServer(far, ALONE)
-    asker.broadcast_ints([2])
-    answerer.broadcast_ints([])
-    answerer.send_reply([1, 17, 2, *range(20)], b"")
+    client, server = DraftClient(near, 60.0), DraftServer(far, ALONE)
+    client.broadcast_ints([2])
+    server.broadcast_ints([])
+    server.send_reply([1, 17, 2, *range(20)], b"")
     state = State([Prompt("0", [1])], 8, torch.device("cpu"))
-    proposal = RemoteDrafter(asker, 8, 3, torch.float32).propose(state, (2,))
-    assert proposal.count == (0,) and asker.lost == "what it drafted is about other texts"
+    proposal = RemoteDrafter(client, 8, 3, torch.float32).propose(state, (2,))
+    assert proposal.count == (0,) and client.lost == "its drafts are for other texts"
 
 
 def test_a_draft_that_went_is_noticed_at_once():
     near, far = line()
-    asker = DraftClient(near, 60.0)
+    client = DraftClient(near, 60.0)
     far.close()
-    asker.broadcast_ints([4])
-    assert asker.reply() is None and asker.lost
+    client.broadcast_ints([4])
+    assert client.reply() is None and client.lost
 
 
 def test_where_nobody_listens_nobody_waits_long():
