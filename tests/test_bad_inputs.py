@@ -372,6 +372,7 @@ class OutOfMemoryError(RuntimeError):
     """As torch's own of a GPU."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "reached", ["llama_ssp.cli.config.register", "llama_ssp.cli.pair_specs", "llama_ssp.tasks.runner.execute"]
 )

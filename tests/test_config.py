@@ -103,6 +103,7 @@ def test_drafts_are_the_models(hydra: None) -> None:
     assert PUBLISHED.keys() | UNCOUNTED == {plain(name) for name in presets("model")}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -210,6 +210,7 @@ def test_the_target_for_a_draft_stands_whole(models):
     assert run.accepted == run.drafted > 50
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", list(PAIRS))
 def test_a_bridged_draft_changes_no_text(name):
     target, draft = PAIRS[name]

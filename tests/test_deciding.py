@@ -285,7 +285,7 @@ def kernel_with(whole: str, faulty: str) -> Callable[[], Any]:
     return operators
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_show(fault):
     operators = kernel_with(*FAULTS[fault])

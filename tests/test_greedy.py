@@ -177,6 +177,7 @@ def test_every_family(family: str) -> None:
     check(family, FAST)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_chosen_cases(case: Case) -> None:
     check("llama-gqa", case)

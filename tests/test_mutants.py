@@ -7,7 +7,7 @@ import pytest
 from tests.mutants import MUTANTS, healthy, strict_draws, verdict
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_fault_is_caught(mutant):
     assert healthy(mutant.caught_by) is None, "the proof fails without the fault"

@@ -52,6 +52,7 @@ def build(family: str, sizes: dict[str, Any]) -> Any:
     return module.eval()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", OBEY)
 def test_a_family_that_obeys_is_accepted(family: str) -> None:
     """And rightly: in a ragged batch with rejected drafts its text is transformers' own."""

@@ -66,7 +66,7 @@ def draft_of(kind: str, name: str) -> CausalModel | None:
     return CausalModel(perturbed(scaled(name), 0.02) if kind == "sometimes" else scaled(name), name)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("draft", ["sometimes", "always", "never", "none"])
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_positions_go_on_as_in_transformers(name: str, draft: str) -> None:

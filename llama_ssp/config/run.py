@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class RunConf:
         return self.speculation.drafter is Drafting.ngram and self.speculation.may_draft
 
 
+@cache
 def register() -> None:
     """Gives Hydra the schemas, under the names that `conf/` refers to."""
     store = ConfigStore.instance()

@@ -144,6 +144,7 @@ def test_every_placement_in_every_case(name: str, models: Models):
             assert same(run, expected), case
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["3 leader", "3 split over 2", "2 copies", "2+2 own"])
 def test_rows_are_refilled_alike_on_every_rank(name: str, models: Models):
     free = models.expected(Case(4, 4, SAMPLED))
@@ -185,6 +186,7 @@ def test_a_split_draft_apart_computes_in_step(overlap: Overlap, models: Models):
         assert rank.counts["messages"] <= passes[0] + ends + runs[0].rounds + 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["1+1 own", "2+1 own", "2+2 own", "2+2 listed"])
 def test_a_draft_that_runs_ahead_writes_the_same(name: str, models: Models):
     """With one row drafts are ready now and then; with several, rows of either kind are in one pass."""
