@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,11 +24,12 @@ from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
 from llama_ssp.speculative.engine import Engine, block_of
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.native import HostDraws, by_kernel
+from llama_ssp.speculative.native import HostDraws, by_kernel, decide
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES, BlockRule
+from tests import rational
 from tests.rig import drive
 from tests.toy import toy
 
@@ -185,6 +188,42 @@ def test_the_law_behind_the_drafts_is_exact(rule):
         coin_BK = CounterDraws(case.seed)._uniforms(case.state.slot(Purpose.ACCEPT), case.k, CPU)
         tried += tokens_behind(case, coin_BK)
     assert tried > 300
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_enumeration_that_proves_the_rules_holds_for_the_kernel(rule):
+    """Every draft of random pairs, every outcome of the coins, every token after them: in exact fractions.
+
+    Coins lie just below the exact chance where they are to pass, just above it elsewhere; clocks are in the
+    proportions of the exact correction, with the slightest favour for one token.
+    """
+    tried = 0
+    for case in rational.cases(45):
+        paths, vocab = rational.drafts(case), case.target.vocab
+        block, rows, size = rational.as_block(case, paths), len(paths), heat(vocab)
+        chances = RULES[rule].accept_chances(block)
+        state = State([Prompt(str(row), (1, 2)) for row in range(rows)], 20, CPU)
+        target, draft, chance_BK = (
+            torch.tensor(part.astype(float)) for part in (block.target_BWV, block.draft_BKV, chances)
+        )
+        proposal = Proposal(torch.tensor(block.drafted_BK), draft, tuple(block.count_B.tolist()))
+        for passed in itertools.product((False, True), repeat=case.k):
+            weights = [rational._chance(row, passed) for row in chances]
+            accepted = RULES[rule].accepted(np.array([passed] * rows))
+            correction = RULES[rule].correction_probs(block, accepted).astype(float)
+            padded = np.pad(correction, ((0, 0), (0, -vocab % size))).reshape(rows, -1, size)
+            coin_BK = chance_BK + torch.where(torch.tensor(passed), -1e-9, 1e-9)
+            for token in range(vocab):
+                clock_BN = np.ones((rows, 2 * size))
+                clock_BN[:, : padded.shape[1]] = padded.sum(-1)
+                clock_BN[:, size:] = padded[:, token // size]
+                clock_BN[:, [token // size, size + token % size]] *= 1 - 1e-7
+                draws = Told(coin_BK, torch.tensor(clock_BN))
+                found = decide(RULES[rule], draws, state, proposal, target)[:, :2].tolist()
+                due = [row for row in range(rows) if weights[row] and correction[row, token]]
+                assert all(found[row] == [accepted[row], token] for row in due)
+                tried += len(due)
+    assert tried > 600
 
 
 def test_a_small_weight_is_carried_as_it_is():

@@ -1,8 +1,9 @@
 """The draws of rng.py and `engine.decide` on a CPU, in C++ (native.cpp). It gives the same numbers sooner.
 
-Held against the Python functions, chance by chance, and against the enumeration that proves these
-(tests/test_deciding.py). It stays because torch.compile of the same functions gains less: FIGURES
-(`python bench/overhead.py compiled=true`).
+tests/test_deciding.py compares it with the Python functions, and with the enumeration that proves them. It is
+kept because torch.compile of the same functions has 21 to 76 % of its gain for a whole round of a vocabulary
+of 8k, 42 to 84 % of 32k, and 70 to 89 % of 128k, with one row to eight (`python bench/overhead.py
+compiled=true`).
 """
 
 from __future__ import annotations
