@@ -8,6 +8,8 @@ import logging
 import platform
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +32,7 @@ def config_sha256(run: RunConf) -> str:
 
 
 def deciding(run: RunConf) -> dict[str, Any]:
-    """The settings that decide the output; where results are put, and the plan, do not."""
+    """The settings that decide the output: all but where results go, and what only the plan uses."""
     return {key: value for key, value in resolved(run).items() if key not in ("out", "output", "plan")}
 
 
@@ -45,60 +47,82 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """`<out>/<date>/<time>-<task>/`: the resolved config, the summary, the rounds when traced."""
+    """`<out>/<date>/<time>-<task>/`: the resolved config, the summary, the rounds when traced.
+
+    With `out` null nothing is written. Raises StorageError where the folder cannot be written.
+    """
 
     def __init__(self, run: RunConf, seed: int | None) -> None:
         self.path: Path | None = None
+        self._run, self._seed = run, seed
         self._rounds: IO[str] | None = None
         if run.out is None:
             return
         now = datetime.now()
         base = home_expanded(run.out) / now.strftime("%Y-%m-%d")
-        name = f"{now:%H-%M-%S}-{run.task.name}"
-        try:
+        with _writing(run.out):
             base.mkdir(parents=True, exist_ok=True)
-            self.path = _new_folder(base, name)
+            self.path = _new_folder(base, f"{now:%H-%M-%S}-{run.task.name}")
             config = yaml.safe_dump({**resolved(run), "seed": seed}, sort_keys=False, allow_unicode=True)
             (self.path / "config.yaml").write_text(config, encoding="utf-8")
-        except OSError as error:
-            raise _storage(error, run.out) from None
+
+    def summary(self, status: str, figures: dict[str, Any]) -> dict[str, Any]:
+        """The JSON document of the run, with the task's figures."""
+        return {
+            "task": self._run.task.name,
+            "status": status,
+            "config_sha256": config_sha256(self._run),
+            "seed": self._seed,
+            "versions": versions(),
+            **figures,
+            "run_folder": str(self.path) if self.path else None,
+        }
 
     def round(self, record: dict[str, Any]) -> None:
         """Adds a line to rounds.jsonl."""
-        if self.path is None:
-            return
-        try:
-            if self._rounds is None:
-                self._rounds = (self.path / "rounds.jsonl").open("w", encoding="utf-8")
-            self._rounds.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise _storage(error, str(self.path)) from None
+        if self.path is not None:
+            with _writing(self.path):
+                self._rounds = self._rounds or (self.path / "rounds.jsonl").open("w", encoding="utf-8")
+                self._rounds.write(json.dumps(record) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Adds a file."""
-        if self.path is None:
-            return
-        try:
-            (self.path / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise _storage(error, str(self.path)) from None
+        if self.path is not None:
+            with _writing(self.path):
+                (self.path / name).write_text(text, encoding="utf-8")
 
     def close(self, summary: dict[str, Any]) -> None:
         """Writes the summary whole or not at all."""
-        if self.path is None:
-            return
-        try:
-            if self._rounds is not None:
-                self._rounds.close()
-            draft = self.path / "summary.json.part"
-            draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-            draft.replace(self.path / "summary.json")
-        except OSError as error:
-            raise _storage(error, str(self.path)) from None
+        if self.path is not None:
+            with _writing(self.path):
+                if self._rounds is not None:
+                    self._rounds.close()
+                draft = self.path / "summary.json.part"
+                draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+                draft.replace(self.path / "summary.json")
+
+
+@contextmanager
+def _writing(where: Path | str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what, fix = f"cannot write the run folder: {error.strerror}", "choose another place with out=FOLDER"
+        raise StorageError(what, where, fix=f"{fix}, or out=null for none") from None
+
+
+def _new_folder(base: Path, name: str) -> Path:
+    """Makes the folder, with a number behind its name where another run has the name."""
+    for number in range(1, 1000):
+        path = base / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise StorageError("a thousand runs began in one second", base)
 
 
 class Console:
-    """Standard output, the product. A reader that went away ends the run with one line."""
+    """Standard output. Raises StorageError where it cannot be written, or was closed by its reader."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdout.isatty()
@@ -116,7 +140,7 @@ class Console:
         self.write(text + "\n")
 
     def document(self, summary: dict[str, Any], is_json: bool) -> None:
-        """Ends a task. A person at a terminal reads where the run folder is; else it is one JSON document."""
+        """Ends a task: on a terminal with the run folder's path, else with the JSON document."""
         if is_json or not self.is_terminal:
             self.line(json.dumps(summary))
         elif summary.get("run_folder"):
@@ -124,14 +148,14 @@ class Console:
 
 
 class NoConsole(Console):
-    """Says nothing: the console of every rank but the leader."""
+    """Prints nothing: the console of every rank but the leader."""
 
     def write(self, text: str) -> None:
         pass
 
 
 class Progress:
-    """How far a long work is: a line that is rewritten on a terminal, now and then a line in a log."""
+    """Shows how much is done: a line that is rewritten on a terminal, lines now and then in a log."""
 
     LOG_EVERY_S = 15.0
 
@@ -151,7 +175,7 @@ class Progress:
             log.info("%s", self._line())
 
     def start(self, done: int) -> None:
-        """Some of it was done before."""
+        """Counts what an earlier process has done."""
         self._done = self._before = done
 
     def advance(self, count: int) -> None:
@@ -170,21 +194,3 @@ class Progress:
         left = self._total - self._done
         rest = f"{left / rate:.0f} s left" if left and rate else f"{spent:.1f} s"
         return f"{self._what}: {self._done} of {self._total} {self._units}, {rate:.1f}/s, {rest}"
-
-
-def _new_folder(base: Path, name: str) -> Path:
-    for number in range(1, 1000):
-        path = base / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
-    raise StorageError("a thousand runs began in one second", where=str(base))
-
-
-def _storage(error: OSError, where: str) -> StorageError:
-    return StorageError(
-        f"cannot write the run folder: {error.strerror}", where=where,
-        fix="choose another place with out=FOLDER, or out=null for none",
-    )  # fmt: skip

@@ -2,8 +2,8 @@
 
 Bandwidth is streamed. What passes attain of it, what more tokens in a pass cost, and what a token costs
 beside bytes are found by least squares over rounds of small synthetic models of two depths and two
-vocabularies and of a wide one, regular and speculative: each constant's part in a round is what the plan's
-own formula (planner/search.py) makes of that constant alone.
+vocabularies and of a wide one, regular and speculative. A constant's share of a round is what the plan's
+formula (planner/search.py) gives for that constant alone.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class CalibrateTask(Task[CalibrateConf]):
 def measured(
     run: RunConf, ranks: Ranks, name: str, repeats: int, beside: Sequence[Callable[[], float]] = ()
 ) -> tuple[ClusterConf, list[float]]:
-    """The machine's constants, and the figures of works that are to be timed in turn with them.
+    """The machine's constants, and the times of the functions `beside`, which take turns with them.
 
-    All ranks take part at once, so that what they share is shared.
+    All ranks measure at once, so that they share what they share in a run.
     """
     device = device_of(run.placement.target_device, "placement.target_device")
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
@@ -142,16 +142,18 @@ def measured(
 
 
 def _taken(device: torch.device, held: int) -> dict[str, Any]:
-    """What libraries take beside models: the context measured, the rest as such a GPU's preset has it."""
+    """What libraries take besides tensors: the context measured, the rest from the preset of such a GPU.
+
+    On a CPU the context is the program itself; `held` are the bytes of its tensors.
+    """
     found = dict.fromkeys(("cublas_mib", "nccl_mib", "graph_mib"), 0.0)
-    context = _short(_context_bytes(device, held) / MIB)
     if device.type == "cpu":
-        return {**found, "context_mib": context}
-    name = torch.cuda.get_device_name(device)
+        return {**found, "context_mib": _short(max(0, process_bytes() - held) / MIB)}
+    free, whole = torch.cuda.mem_get_info(device)
+    context, name = whole - free - torch.cuda.memory_reserved(device), torch.cuda.get_device_name(device)
     alike = [preset for preset in known().values() if matching(name, [str(preset["gpu"])])]
     found.update({key: float(alike[0][key]) for key in found} if alike else {})
-    total = _short(torch.cuda.mem_get_info(device)[1] / GIB)
-    return {**found, "context_mib": context, "gib": total}
+    return {**found, "context_mib": _short(context / MIB), "gib": _short(whole / GIB)}
 
 
 def cases() -> list[Case]:
@@ -204,7 +206,7 @@ def non_negative(matrix: Any, wanted: Any) -> list[float]:
 
 
 def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTimes:
-    """What the plan says of a case: the draft on the leader, the target over all ranks."""
+    """The plan of a case: the draft on the leader, the target over all ranks."""
     draft = Role(DRAFT, case.draft, dtype) if case.draft else None
     work = Workload(1, len(PROMPT), NEW, case.k)
     request = PlanRequest(machine, Role(TARGET, case.target, dtype), draft, work, 0.0)
@@ -212,24 +214,13 @@ def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTi
     return round_times(request, placement)
 
 
-def _context_bytes(device: torch.device, held: int) -> int:
-    """What a process takes beside its tensors: on a GPU the context, on a CPU the program itself."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free - torch.cuda.memory_reserved(device)
-    return max(0, process_bytes() - held)
-
-
 def _source(device: torch.device) -> str:
-    found = versions()
-    where = describe(device)
-    if device.type == "cpu":
-        where = f"{processor()}, {where}"
-    return f"task=calibrate, {where}, torch {found['torch']}, {time.strftime('%Y-%m-%d')}"
+    where = f"{processor()}, " * (device.type == "cpu") + describe(device)
+    return f"task=calibrate, {where}, torch {versions()['torch']}, {time.strftime('%Y-%m-%d')}"
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name, or its architecture where /proc/cpuinfo has none."""
     try:
         lines = CPU_TABLE.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -244,7 +235,7 @@ def _short(value: float) -> float:
 
 
 def plain(cluster: ClusterConf) -> dict[str, Any]:
-    """The machines as their yaml has them, without what is open, and without who is to start jobs on them."""
+    """The cluster as its yaml has it, without unknown values and without how jobs are started."""
     known = asdict(cluster).items()
     found = {key: value for key, value in known if value is not None and key not in STARTING}
     found["times"] = {key: value for key, value in found["times"].items() if value not in (None, {})}
@@ -257,6 +248,5 @@ def _write(file: Path, cluster: ClusterConf) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
     except OSError as error:
-        raise StorageError(
-            f"cannot write the cluster: {error.strerror}", where=str(file), fix="choose another task.folder"
-        ) from None
+        what = f"cannot write the cluster: {error.strerror}"
+        raise StorageError(what, file, fix="choose another task.folder") from None

@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What a case took: seconds of a round, milliseconds of a token, and the counters."""
+    """Seconds of a round, milliseconds of a token, and the counters."""
 
     seconds: float
     ms_per_token: float
@@ -64,17 +64,9 @@ def shape(
 
 
 def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """The least of each work's figures, taken in turn: what disturbs a machine only ever adds.
-
-    The first figure of each does not count.
-    """
-    taken: list[list[float]] = [[] for _ in works]
-    for repeat in range(repeats + 1):
-        for work, figures in zip(works, taken, strict=True):
-            figure = work()
-            if repeat:
-                figures.append(figure)
-    return [min(figures) for figures in taken]
+    """The least of each work's figures, taken in turn, as disturbances only add; the first does not count."""
+    taken = [[work() for work in works] for _ in range(repeats + 1)]
+    return [min(figures) for figures in zip(*taken[1:], strict=True)]
 
 
 def streaming_s(rows: int, weights: list[torch.Tensor]) -> float:
@@ -112,7 +104,7 @@ def sum_s(ranks: Ranks, device: torch.device, dtype: Dtype, calls: int = 50) -> 
 
 
 def message_s(ranks: Ranks, calls: int = 50) -> float:
-    """Seconds until every rank has heard the leader: as many messages, one after the other."""
+    """Seconds of one broadcast to all ranks: the mean of several, one after the other."""
     ranks.barrier()
     began = now()
     for number in range(calls):
@@ -122,14 +114,14 @@ def message_s(ranks: Ranks, calls: int = 50) -> float:
 
 
 class Player:
-    """Runs cases on an engine of their own; models that were loaded stay loaded."""
+    """Runs cases; models that were loaded stay loaded."""
 
     def __init__(self, run: RunConf, ranks: Ranks, new: int) -> None:
         self._run, self._ranks, self._new = run, ranks, new
         self._pairs: dict[str, PairSession] = {}
 
     def play(self, case: Case, seed: int = 0) -> Rounds:
-        """One text, by the token rule, whose acceptance is the one that plans are asked with."""
+        """One text by the token rule, the rule of the acceptance rate in plans."""
         spec = replace(
             self._run.speculation, k=case.k, adaptive=False, verification=Verification.token,
             drafter=Drafting.model if case.draft else Drafting.none,

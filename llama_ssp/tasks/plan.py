@@ -23,7 +23,7 @@ from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.search import require_planned_splitting
 from llama_ssp.planner.table import rendered
 from llama_ssp.planner.workload import DRAFT, TARGET
-from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, config_sha256, versions
+from llama_ssp.report.run_folder import Console, NoConsole, RunFolder
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.pairing import Pairing, pair
 from llama_ssp.text.vocabulary import read_vocabularies
@@ -66,50 +66,41 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
 
 
 def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
-    """Plans; the exit code, which asks for more than an answer only with task.require_fit."""
+    """Prints and keeps the plan; exit code 1 if task.require_fit is set and the pair does not fit."""
     task = run.task
     assert isinstance(task, PlanConf)
     run, plan = planned(run, ranks)
     vocabulary, words = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed)
-    summary = {
-        "task": task.name,
-        "status": "done",
-        "config_sha256": config_sha256(run),
-        "seed": run.seed,
-        "versions": versions(),
-        **plan.document(),
-        "vocabulary": vocabulary,
-        "run_folder": str(folder.path) if folder.path else None,
-    }
-    console = Console() if is_leader else NoConsole()
+    summary = folder.summary("done", {**plan.document(), "vocabulary": vocabulary})
+    console, is_json = Console() if is_leader else NoConsole(), run.output is Output.json
     try:
         folder.close(summary)
     finally:  # a full disk must not cost the plan
-        if run.output is not Output.json:
+        if not is_json:
             if words:
                 console.line(words)
             console.write(rendered(plan, console.is_terminal))
-        console.document(summary, run.output is Output.json)
+        console.document(summary, is_json)
     failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
 
 
 def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
-    """How the pair's tokenizers go together, if both are at hand; a run would be refused for some."""
+    """How the pair's tokenizers match, for JSON and in words, if both are on this machine."""
     if run.draft is None:
         return None, ""
     folders = folder_at_hand(run.model), folder_at_hand(run.draft)
-    if folders[0] is None or folders[1] is None:
-        return None, NOT_AT_HAND
-    target, draft = read_vocabularies(folders[0], folders[1])
+    target = draft = None
+    if folders[0] is not None and folders[1] is not None:
+        target, draft = read_vocabularies(folders[0], folders[1])
     if target is None or draft is None:
         return None, NOT_AT_HAND
     widths = run.model.vocab, run.draft.vocab
     try:
         found = pair(target, draft, widths, Pairing.of(run))
     except ModelError as refusal:
-        found_anyway = diagnose(target, draft, widths)
-        record = {**found_anyway.record(), "bridge": None, "refused": str(refusal)}
-        return record, f"vocabularies: {found_anyway.in_words()}; a run is refused: {refusal}"
+        match = diagnose(target, draft, widths)
+        record = {**match.record(), "bridge": None, "refused": str(refusal)}
+        return record, f"vocabularies: {match.in_words()}; a run is refused: {refusal}"
     return {**found.record(), "refused": None}, found.in_words()

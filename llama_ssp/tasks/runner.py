@@ -26,7 +26,7 @@ from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.planner.run_plan import MeasuredMemory, compare_with_plan, in_words
-from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, config_sha256, deciding, versions
+from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
@@ -56,7 +56,7 @@ TASKS: dict[type[TaskConf], type[Task[Any]]] = {
 
 
 def execute(inputs: RunInputs) -> int:
-    """Runs the task on every rank there is; the exit code. A rank that fails ends all, by its cause."""
+    """Runs the task on this rank; the exit code. If several ranks fail, each raises what failed first."""
     placement = inputs.run.placement
     ranks = open_ranks(device_of(placement.target_device, "placement.target_device"), placement.timeout_s)
     try:
@@ -71,25 +71,25 @@ def execute(inputs: RunInputs) -> int:
 
 
 def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
-    """The leader's seed, prompts and placements, on every rank; their configs have to be the same already."""
+    """The inputs with the leader's seed, prompts and placements. Raises if configs or versions differ."""
     if ranks.world == 1:
         return inputs
     compared = {**deciding(inputs.run), "versions": versions()}
     ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
     placements = [pair.placement.as_plain() for pair in inputs.pairs]
     own = {"seed": inputs.seed, "reading": asdict(inputs.reading), "placements": placements}
-    heard = broadcast_json(own, ranks)
-    prompts = [TextPrompt(**prompt) for prompt in heard["reading"]["prompts"]]
+    sent = broadcast_json(own, ranks)
+    prompts = [TextPrompt(**prompt) for prompt in sent["reading"]["prompts"]]
     pairs = tuple(
         replace(pair, placement=Placement.of_plain(plain))
-        for pair, plain in zip(inputs.pairs, heard["placements"], strict=True)
+        for pair, plain in zip(inputs.pairs, sent["placements"], strict=True)
     )
-    reading = Reading(prompts, heard["reading"]["skipped"])
-    return replace(inputs, seed=heard["seed"], pairs=pairs, reading=reading)
+    reading = Reading(prompts, sent["reading"]["skipped"])
+    return replace(inputs, seed=sent["seed"], pairs=pairs, reading=reading)
 
 
 def _run(inputs: RunInputs, ranks: Ranks) -> int:
-    """The task, of which only the leader prints and writes. Whatever stops it, what is done is reported."""
+    """Runs the task; only the leader prints and writes. What was done is reported whatever stops it."""
     run = inputs.run
     console = Console() if ranks.is_leader else NoConsole()
     folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed)
@@ -107,28 +107,15 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         raise
     finally:
         plan = compare_with_plan(task.measurements(), memory)
-        summary: dict[str, Any] = {
-            "task": run.task.name,
-            "status": status,
-            "config_sha256": config_sha256(run),
-            "seed": inputs.seed,
-            "versions": versions(),
-            **task.figures(),
-            "plan": plan,
-            "wall_s": time.perf_counter() - began,
-            "run_folder": str(folder.path) if folder.path else None,
-        }
+        wall_s = time.perf_counter() - began
+        summary = folder.summary(status, {**task.figures(), "plan": plan, "wall_s": wall_s})
         try:
             folder.close(summary)
         finally:  # a full disk must not cost what was done
-            for words in in_words(plan) if plan and ranks.is_leader else ():
-                log.info("%s", words)
+            for line in in_words(plan) if plan and ranks.is_leader else ():
+                log.info("%s", line)
             if status in ("done", "failed", "partial") or task.has_output():
-                _show(console, run.output, summary)
+                is_json = run.output is Output.json
+                if is_json or console.is_terminal or run.task.name != "generate":  # piped: the text alone
+                    console.document(summary, is_json)
     return FAILED_CHECK if status == "failed" else OK
-
-
-def _show(console: Console, output: Output, summary: dict[str, Any]) -> None:
-    """What ends the task, which a piped text run leaves out: there the text alone is the product."""
-    if output is Output.json or console.is_terminal or summary["task"] != "generate":
-        console.document(summary, output is Output.json)
