@@ -1,8 +1,4 @@
-"""What a user is told when something is wrong: one line, one exit code.
-
-Every error says what is wrong, where, what was found, what is allowed and what to do. The exit
-codes are an interface (docs/reference.md).
-"""
+"""Errors: one line and one exit code each. The exit codes are an interface (docs/reference.md)."""
 
 from __future__ import annotations
 
@@ -13,24 +9,18 @@ OK, FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT = 0, 1, 2, 3, 4,
 
 
 class RunError(Exception):
-    """The base of all errors that are the user's to mend; `code` is the exit code."""
+    """An error that the user can fix, as "what; where; found, allowed; fix". `code` is the exit code."""
 
     code = FAILED_CHECK
-    speaks: bool | None = None  # whether this rank says it; None is: the leader does
+    speaks: bool | None = None  # whether this rank prints it; None: the leader does
 
     def __init__(
         self, what: str, where: object = "", found: object = None, allowed: object = "", fix: str = ""
     ) -> None:
-        facts = ", ".join(
-            part
-            for part in (
-                f"found {shortened(str(found), MAX_FOUND)}" if found is not None else "",
-                f"allowed {allowed}" if allowed else "",
-            )
-            if part
-        )
-        line = "; ".join(part for part in (what, str(where), facts, fix) if part)
-        super().__init__(one_line(line))
+        facts = [f"found {shortened(str(found), MAX_FOUND)}"] if found is not None else []
+        facts += [f"allowed {allowed}"] if allowed else []
+        parts = (what, str(where), ", ".join(facts), fix)
+        super().__init__(one_line("; ".join(part for part in parts if part)))
 
 
 class UsageError(RunError):
@@ -58,7 +48,7 @@ class DistributedError(RunError):
 
 
 class JointError(RunError):
-    """What ends all ranks of a run: one line, one code, said by one of them."""
+    """Ends all ranks of a run, with one line that one of them prints, and one code."""
 
     def __init__(self, line: str, code: int, speaks: bool) -> None:
         super().__init__(line)
@@ -72,7 +62,7 @@ class StorageError(RunError):
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether Python, the system, or one of torch's allocators found too little memory."""
+    """Whether Python, the system, or one of torch's allocators ran out of memory."""
     said = isinstance(error, RuntimeError | OSError) and "allocate memory" in str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said
 
@@ -84,5 +74,5 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, cut to `most` characters: a message repeats a user's text only to point at it."""
+    """The text, cut to `most` characters."""
     return text if len(text) <= most else text[:most] + f"... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""Pictures. matplotlib is optional: whether it is there is looked for here and nowhere else."""
+"""Plots. matplotlib is optional: only this module looks whether it is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_pictures(asked: dict[str, str]) -> None:
 
 
 def plot_place(asked: str | None, folder: Path | None) -> Path | None:
-    """Where the picture goes: where it was asked for, else into the run folder, if there is one."""
+    """The path of the plot: the one that is asked for, or in the run folder, if there is one."""
     if asked is not None:
         return home_expanded(asked)
     if folder is not None and find_spec("matplotlib") is None:
@@ -36,35 +36,27 @@ def plot_place(asked: str | None, folder: Path | None) -> Path | None:
 
 
 def plot_agreements(found: list[dict[str, Any]], most: int, path: Path) -> None:
-    """How many prompts the models still agree on, token by token; a mark where one's text parts or ends."""
-    from matplotlib.figure import Figure
-
+    """Over how many tokens the models agree, as a share of the prompts; a mark where they part."""
     lengths = sorted(one["agreed_tokens"] for one in found)
     parted = sorted(one["agreed_tokens"] for one in found if one["fork"] is not None)
     steps = range(max(lengths) + 2)
     agreeing = [100 * sum(length >= n for length in lengths) / len(found) for n in steps]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(7)
     axes.step(steps, agreeing, where="post", color=COLOURS["speculative"], label="agree on so many tokens")
     heights = [100 * sum(other > n for other in lengths) / len(found) for n in parted]
     axes.plot([n + 1 for n in parted], heights, "o", ms=4, color=COLOURS["regular"], label="parts here")
     axes.set_xlim(0, min(most, max(lengths) + 1))
-    axes.set_ylim(0, 105)
     axes.set_xlabel("tokens")
     axes.set_ylabel(f"of {len(found)} prompts, %")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 
 
 def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
     """Bars with their intervals, regular beside speculative, one group for each pair and size."""
-    from matplotlib.figure import Figure
-
     groups = list(dict.fromkeys((row["pair"], row["prompts_per_seed"]) for row in rows))
     sizes = {size for _, size in groups}
-    figure = Figure(figsize=(2.5 + 1.3 * len(groups), 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(2.5 + 1.3 * len(groups))
     for side, (mode, colour) in enumerate(COLOURS.items()):
         shown = [row for row in rows if row["mode"] == mode]
         if not shown:
@@ -77,15 +69,25 @@ def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
     labels = [pair if len(sizes) == 1 else f"{pair}\n{size} a seed" for pair, size in groups]
     axes.set_xticks(range(len(groups)), labels)
     axes.set_xlim(-0.6, len(groups) - 0.4)
-    axes.set_ylim(0, 105)
     axes.set_ylabel("right products, % (95 % interval)")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 
 
+def _axes(width: float) -> tuple[Any, Any]:
+    """A figure of this width, and its axes, for shares in percent."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.set_ylim(0, 105)
+    return figure, axes
+
+
 def save(figure: Any, path: Path) -> None:
-    """Writes the picture, in the format that its name's ending says."""
+    """Writes the picture without frames, in the format of its name's ending. Raises StorageError."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

@@ -18,7 +18,7 @@ PARTS = {
 
 
 def plot_speeds(found: dict[str, Any], path: Path) -> None:
-    """Three panels, of what there is."""
+    """Draws three panels of what has been measured."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(13, 4), layout="constrained")
@@ -26,8 +26,6 @@ def plot_speeds(found: dict[str, Any], path: Path) -> None:
     _speedups(speed, found)
     _acceptance(acceptance, found)
     _time(time, found)
-    for axes in (speed, acceptance, time):
-        axes.spines[["top", "right"]].set_visible(False)
     save(picture, path)
 
 

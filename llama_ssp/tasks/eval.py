@@ -172,7 +172,7 @@ class EvalTask(Task[EvalConf]):
 
     def _rows(self) -> list[dict[str, Any]]:
         return [
-            self._row(one, mode, index, answers, names)
+            self._row(one, mode, index, names)
             for one in self._scored
             for mode, answers in one.answers.items()
             for index, names in self._reached(answers)
@@ -188,9 +188,8 @@ class EvalTask(Task[EvalConf]):
                 yield index, names
             smaller = len(asked)
 
-    def _row(
-        self, one: ScoredPair, mode: str, index: int, answers: Answers, names: list[str]
-    ) -> dict[str, Any]:
+    def _row(self, one: ScoredPair, mode: str, index: int, names: list[str]) -> dict[str, Any]:
+        answers = one.answers[mode]
         return {
             "pair": one.name,
             "target": one.pair.spec.target,
@@ -232,13 +231,8 @@ def _prompt(question: Question, pair: PairSession) -> Prompt:
 
 def _score(right: list[bool]) -> dict[str, Any]:
     share = wilson(sum(right), len(right))
-    return {
-        "prompts": len(right),
-        "correct": sum(right),
-        "score": share.value,
-        "score_low": share.low,
-        "score_high": share.high,
-    }
+    counts = {"prompts": len(right), "correct": sum(right)}
+    return {**counts, "score": share.value, "score_low": share.low, "score_high": share.high}
 
 
 def _difference(before: dict[str, bool], after: dict[str, bool], names: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""How far two models agree greedily on a batch of prompts, and what each wants where they part.
+"""How far two models agree greedily on a batch of prompts, and which tokens they take where they part.
 
-The draft writes a chunk, the target reads it in one pass; what stands of it goes on being the text of both.
-The target's own next token is never taken, so that every token was chosen by both.
+The draft writes a chunk, and the target reads it in one pass; both go on with the tokens that both choose.
+The target's correction is never taken.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from llama_ssp.speculative.model_runner import Model, ModelRunner
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Prompt
 
-Chances = tuple[float, float]  # of the target's token, and of the draft's
+Chances = tuple[float, float]  # probabilities of the target's token and of the draft's
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Where two models part: what each takes, and how likely each holds the two tokens."""
+    """Where two models part: the token that each takes, and the probabilities of both in each."""
 
     target_token: int
     draft_token: int
@@ -37,7 +37,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class GreedyMatch:
-    """One prompt: the tokens that both choose, an end token among them, and why there are no more.
+    """One prompt: the tokens that both choose, with an end token, and why there are no more.
 
     `finish` is "fork", or, where they never part, "eos", "length" or "context".
     """
@@ -105,9 +105,9 @@ def agreements(
 def fork_chances(
     model: Model | None, found: Sequence[GreedyMatch], transform: SamplingTransform, chunk: int
 ) -> tuple[list[Chances | None], int]:
-    """How likely the model holds the target's and the draft's token at each fork, and its forwards for it.
+    """The model's probabilities of the two tokens at each fork, and the forward passes that took.
 
-    None for texts that never part, and for all where this rank has no part of the model.
+    None for texts without a fork, and for all texts where this rank has no part of the model.
     """
     parted = [one for one in found if one.fork is not None]
     if not parted or model is None:
@@ -130,7 +130,7 @@ def fork_chances(
 
 
 def from_any(ranks: Ranks, own: list[Chances | None]) -> list[Chances | None]:
-    """What the rank that knows it says, on every rank; numbers travel as their bits."""
+    """The chances of whichever rank has them, on every rank; floats are sent as their bits."""
     unknown = (math.nan, math.nan)
     packed = [bits for pair in own for bits in struct.unpack("2q", struct.pack("2d", *(pair or unknown)))]
     every = [

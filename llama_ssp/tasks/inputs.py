@@ -1,4 +1,4 @@
-"""What a run has been given, once everything that needs no model has been checked. No torch."""
+"""The inputs of a run, after all checks that need no model. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llama_ssp.text.prompts import Reading
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked config, the pairs it is about, and the prompts as text; the leader has a batch's `job`."""
+    """The config, its pairs, and the prompts as text; only the leader has a batch's `job`."""
 
     run: RunConf
     seed: int

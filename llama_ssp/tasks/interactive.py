@@ -1,4 +1,4 @@
-"""Prompts that a person types, and the patience of the ranks that have nothing to do meanwhile."""
+"""Prompts typed on a terminal, and how the other ranks wait for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from llama_ssp.errors import RunError
 ASK = "prompt> "
 STILL_BUSY, DONE = 0, 1
 WAKE_S = 0.1
-EVERY_S = 10.0  # well within the time that ranks give each other for a message
+EVERY_S = 10.0  # well below the time that ranks wait for a message
 
 
 def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:
-    """What the leader's work gave, on every rank. It may take as long as a person does.
+    """What `work` returns on the leader, on every rank. It may take any time.
 
-    Ranks end when they hear nothing for minutes, so meanwhile they are told that all is well.
+    Ranks that get no message for minutes end the run, so the leader sends one every few seconds.
     """
     if ranks.world == 1:
         return work()
@@ -32,38 +32,41 @@ def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:
         with _kept_awake(ranks):
             found = work()
         return ranks.broadcast_ints([DONE, *found])[1:]
-    while (told := ranks.broadcast_ints([]))[0] == STILL_BUSY:
+    while (message := ranks.broadcast_ints([]))[0] == STILL_BUSY:
         pass
-    return told[1:]
+    return message[1:]
 
 
 @contextmanager
 def _kept_awake(ranks: Ranks) -> Iterator[None]:
     done, lost = threading.Event(), list[RunError]()
 
-    def tell() -> None:
+    def send() -> None:
         try:
             while not done.wait(EVERY_S):
                 ranks.broadcast_ints([STILL_BUSY])
         except RunError as error:
             lost.append(error)
-            _thread.interrupt_main()  # the work is of no use any more
+            _thread.interrupt_main()
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
     try:
         yield
     finally:
         done.set()
-        teller.join()
+        sender.join()
         if lost:
             raise lost[0]
 
 
 @contextmanager
 def _awake() -> Iterator[None]:
-    """For a main thread that waits for keys. Ctrl-C in the instant before readline listens would only be
-    seen at the next key; so from the first signal on, another one that does nothing ends its wait."""
+    """Lets signals end the main thread's wait for keys.
+
+    readline acts on a Ctrl-C just before it listens only at the next key. So after a first signal this sends
+    SIGURG, which does nothing else, until the wait ends.
+    """
     main, done = threading.get_ident(), threading.Event()
 
     def wake() -> None:
@@ -84,10 +87,10 @@ def _awake() -> Iterator[None]:
 
 
 class Terminal:
-    """Asks a person for one prompt after the other, with line editing and a history."""
+    """Asks for one prompt after the other, with line editing and a history."""
 
     def __init__(self) -> None:
-        # Python's input() edits lines once this is loaded, where both streams are a terminal.
+        # input() edits lines once readline is imported, where both streams are a terminal.
         if sys.stdout.isatty() and find_spec("readline"):
             import readline  # noqa: F401
         if isinstance(sys.stdin, io.TextIOWrapper):

@@ -1,6 +1,6 @@
-"""Where an engine's time goes: the parts of its rounds, and what ranks say, on one stopwatch.
+"""Where an engine's time goes: the parts of its rounds, and messages between ranks, on one stopwatch.
 
-Every moment belongs to one part, the innermost that is being done, so the parts add up to the whole.
+Every moment belongs to one part, the innermost, so the parts add up to the whole.
 """
 
 from __future__ import annotations
