@@ -48,7 +48,7 @@ class Watch(threading.Thread):
         self.folder: Path | None = None  # for records of errors
         self.spare: frozenset[int] = frozenset()  # the others do not end with these ranks
         self._store, self._thread_store, self._peers = store, store.clone(), peers
-        self._hosted, self._patience_s, self._beat_s = hosted, patience_s, min(BEAT_S, patience_s / 4)
+        self._hosted, self.patience_s, self._beat_s = hosted, patience_s, min(BEAT_S, patience_s / 4)
         self._cause: Cause | None = None
         self._found, self._stopped = threading.Event(), threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
@@ -97,7 +97,7 @@ class Watch(threading.Thread):
         """The first rank of a machine leaves last: it ends a rank that is stopped on its way out."""
         others = self._peers.here
         if self.rank < min(others, default=0):
-            self._outlive(others, max(self._patience_s, 2 * LEAVE_S))
+            self._outlive(others, max(self.patience_s, 2 * LEAVE_S))
         GUARD.end(parted=True)
 
     def cause_of(self, error: BaseException) -> JointError:
@@ -199,7 +199,7 @@ class Watch(threading.Thread):
             before = now
             line = self._keeper("does not answer (stopped, or cut off)")
             speaks = self.rank == (LEADER + 1 if self._hosted else LEADER)
-            GUARD.arm("store", self._patience_s, DISTRIBUTED, line if speaks else "", self._kill_keeper)
+            GUARD.arm("store", self.patience_s, DISTRIBUTED, line if speaks else "", self._kill_keeper)
             try:
                 cause = self._look(beat, gone)
                 if cause is None and number:
@@ -234,10 +234,10 @@ class Watch(threading.Thread):
             return view.cause
         late_s = {rank: now - changed for rank, changed in self._changed.items() if rank != self.rank}
         staying = {rank for rank in range(self.world) if view.places[rank].phase != END}
-        limit = QUIET_S if self._broken.is_set() else self._patience_s
+        limit = QUIET_S if self._broken.is_set() else self.patience_s
         late = {rank for rank in late_s.keys() & staying if late_s[rank] > limit}
         # This rank waits also for those that leave; one may be stopped.
-        late |= {rank for rank in late_s.keys() - staying - gone if late_s[rank] > self._patience_s}
+        late |= {rank for rank in late_s.keys() - staying - gone if late_s[rank] > self.patience_s}
         missing = sorted(((gone & staying) | late) - self.spare)
         if not missing:
             return None

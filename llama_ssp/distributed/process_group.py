@@ -12,7 +12,6 @@ import json
 import os
 import zlib
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,43 +37,34 @@ MAX_NAMED = 3  # differences that a message names
 LATER_S = 10.0  # NCCL ends the process when it gives up: it does so this much later than the watch
 
 
-@dataclass(frozen=True)
-class Run:
-    """What all groups of a run share."""
-
-    rank: int
-    device: torch.device
-    patience: timedelta
-    watch: Watch
-
-
 class Group(Ranks):
     """Some of the ranks: tensors over one process group, messages over another on the CPU."""
 
-    def __init__(self, members: tuple[int, ...], run: Run) -> None:
+    def __init__(self, members: tuple[int, ...], device: torch.device, watch: Watch) -> None:
         """`members` are torchrun's numbers. All ranks make the group, members or not."""
-        self._run, self.patience_s = run, run.patience.total_seconds()
+        self._device, self._watch, self.patience_s = device, watch, watch.patience_s
         self._join(members)
         self._staying: dict[tuple[int, ...], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
         # Messages and barriers use gloo also where tensors use NCCL: a stuck kernel is still reported.
-        ranks, backend = list(members), _backend(run.device)
+        ranks, backend = list(members), _backend(device)
+        patience = timedelta(seconds=self.patience_s)
         later = timedelta(seconds=LATER_S if backend == "nccl" else 0)
         with self._during("making groups"):
-            self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=run.patience)
+            self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=patience)
             self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
-            self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=run.patience + later)
+            self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=patience + later)
 
     def _join(self, members: tuple[int, ...]) -> None:
         self._members, self.world, self._sent = members, len(members), 0
-        self.rank = members.index(self._run.rank) if self._run.rank in members else -1
+        self.rank = members.index(self._watch.rank) if self._watch.rank in members else -1
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
         chosen = tuple(self._members[member] for member in members)
         if chosen == self._members:
             return self
-        group = Group(chosen, self._run) if len(chosen) > 1 else ALONE
-        return group if self._run.rank in chosen else None
+        group = Group(chosen, self._device, self._watch) if len(chosen) > 1 else ALONE
+        return group if self._watch.rank in chosen else None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         with self._during("summing"):
@@ -96,18 +86,18 @@ class Group(Ranks):
     def may_lose(self, members: tuple[int, ...]) -> None:
         if members and members not in self._staying:
             staying = tuple(rank for rank in self._members if rank not in members)
-            self._staying[members] = Group(staying, self._run)
-        self._run.watch.spare = frozenset(members)
+            self._staying[members] = Group(staying, self._device, self._watch)
+        self._watch.spare = frozenset(members)
 
     def drop_lost(self) -> None:
-        lost = tuple(sorted(self._run.watch.spare))
+        lost = tuple(sorted(self._watch.spare))
         staying = self._staying.get(lost)
         if staying is not None and not self._lost:
             self._lost = lost
             self._join(staying._members)
             self._messages, self._waiting = staying._messages, staying._waiting
             self._tensors = staying._tensors
-            self._run.watch.excuse(lost)
+            self._watch.excuse(lost)
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self._sent += 1
@@ -149,25 +139,24 @@ class Group(Ranks):
             dist.barrier(group=self._waiting)
 
     def enter(self, phase: str, number: int = 0) -> None:
-        self._run.watch.enter(phase, number)
+        self._watch.enter(phase, number)
 
     def keep_errors_in(self, folder: Path | None) -> None:
         name = os.fsencode(folder.resolve()) if folder else b""
         leaders = bytes(self.broadcast_ints(list(name)))
-        self._run.watch.folder = Path(os.fsdecode(leaders)) if leaders else None
+        self._watch.folder = Path(os.fsdecode(leaders)) if leaders else None
 
     def cause_of(self, error: BaseException) -> BaseException:
-        return self._run.watch.cause_of(error)
+        return self._watch.cause_of(error)
 
     def close(self) -> None:
-        watch = self._run.watch
-        watch.enter(END)  # from here on, ranks that go are no fault
+        self._watch.enter(END)  # from here on, ranks that go are no fault
         self.barrier()
-        watch.stop()
+        self._watch.stop()
         if self.is_leader:
-            watch.dismiss(self._lost)
+            self._watch.dismiss(self._lost)
         dist.destroy_process_group()
-        watch.see_off()
+        self._watch.see_off()
 
     def _gather_texts(self, text: str) -> list[str]:
         """Every rank's text."""
@@ -190,12 +179,12 @@ class Group(Ranks):
             dist.broadcast(tensor, src=self._members[LEADER], group=self._messages)
 
     def _out_of_step(self, what: str, found: str, allowed: str) -> DistributedError:
-        where = f"rank {self._run.rank}, {self._run.watch.place}"
+        where = f"rank {self._watch.rank}, {self._watch.place}"
         fix = "report it: ranks derive all they do from the leader's messages"
         return DistributedError(f"the ranks are out of step: {what}", where, found, allowed, fix)
 
     def _during(self, what: str) -> AbstractContextManager[None]:
-        return self._run.watch.during(what)
+        return self._watch.during(what)
 
 
 def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
@@ -232,8 +221,7 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
     store, watch = meet(patience_s)
     try:
         dist.init_process_group("gloo", store=store, timeout=LOADING, rank=watch.rank, world_size=watch.world)
-        run = Run(watch.rank, device, timedelta(seconds=patience_s), watch)
-        return Group(tuple(range(watch.world)), run)
+        return Group(tuple(range(watch.world)), device, watch)
     except BaseException as error:
         raise watch.cause_of(error) from error
 

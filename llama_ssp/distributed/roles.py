@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.placement import LEADER
 
-
-class LeaderChannel(Protocol):
-    """Carries the leader's messages to some ranks; each side has one end."""
-
-    def broadcast_ints(self, values: list[int]) -> list[int]:
-        """The leader's integers; what the other ranks pass is ignored."""
+LeaderChannel = Ranks | DraftClient | DraftServer  # brings the leader's messages to some ranks
 
 
 @dataclass(frozen=True)
@@ -46,13 +40,12 @@ SOLE = Roles(ALONE, ALONE, ALONE)
 
 
 def roles_of(
-    target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks: Ranks, essential: bool = False,
-    patience_s: float = 0.0,
-) -> Roles:  # fmt: skip
+    target: tuple[int, ...], draft: tuple[int, ...], copies: bool, ranks: Ranks, required: bool, wait_s: float
+) -> Roles:
     """The rank's groups, for the ranks of each role. Every rank makes all groups, in one order.
 
-    Of a draft apart: whether the run ends when the draft is lost (`essential`), and how long the leader waits
-    for its reply (`patience_s`; 0: as long as ranks wait for one another).
+    Of a draft apart: whether the run ends when the draft is lost (`required`), and how long the leader waits
+    for its reply (`wait_s`; 0: as long as ranks wait for one another).
     """
     holding = ranks.among(target)
     if copies:
@@ -69,5 +62,5 @@ def roles_of(
     if drafting is not None:
         end: DraftClient | DraftServer = DraftServer(link, drafting)
     else:
-        end = DraftClient(link, patience_s or ranks.patience_s, essential)
+        end = DraftClient(link, wait_s or ranks.patience_s, required)
     return replace(roles, draft_channel=end, draft_link=end)

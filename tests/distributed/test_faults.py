@@ -72,7 +72,7 @@ def skip_a_message(rank: int) -> None:
     hear, heard = Group.broadcast_ints, []
 
     def hearing(self: Group, values: list[int]) -> list[int]:
-        if self._run.watch.place.round == 3:
+        if self._watch.place.round == 3:
             return list(heard[-1])
         heard.append(hear(self, values))
         return heard[-1]
@@ -88,7 +88,7 @@ def skip_a_sum(rank: int) -> None:
     add, skipped = Group.all_reduce, []
 
     def adding(self: Group, tensor: Any) -> Any:
-        if self._run.watch.place.round == 3 and not skipped:
+        if self._watch.place.round == 3 and not skipped:
             skipped.append(tensor)
             return tensor
         return add(self, tensor)
