@@ -69,31 +69,25 @@ class Forward:
         return self.own.part
 
     @property
-    def dtype(self) -> Dtype:
-        return self.own.dtype
-
-    @property
     def w(self) -> int:
-        return width(self.dtype)
+        return width(self.own.dtype)
 
     @property
     def tokens(self) -> int:
         return self.rows * self.columns
 
-    @property
-    def eager(self) -> bool:
-        return self.part.family.eager
-
     def masks(self) -> int:
         """A mask for each kind of layer, bool or to be added, and positions: kept until the next pass."""
-        cells = len(self.own.windowed) * self.tokens * self.span * (self.w if self.eager else 1)
+        cells = len(self.own.windowed) * self.tokens * self.span * (self.w if self.part.family.eager else 1)
         return cells + INT * (INTEGERS * (self.tokens + self.rows) + self.span)
 
     def moments(self, before: int = 0) -> Iterator[Parts]:
         """The tensors at each moment; `before` is the masks of the last pass, which the cache still holds."""
         part, w, state = self.part, self.w, self.tokens * self.part.dim * self.w
         masks = self.masks()
-        yield {MASKS: before + masks + self._masked()}
+        # While a mask is made: causal, windowed, both, inverted (bool), and zeros to add.
+        cells = self.tokens * self.span * (3 + (w if part.family.eager else 0))
+        yield {MASKS: before + masks + cells}
         # States that live while a layer computes: embedded tokens, its input, the norm's output or the sum
         # after attention; positions and their sum, or another norm. And the cosines and sines.
         states = 3 + 2 * (part.family.position_rows is not None) + (part.family.norms > 2)
@@ -103,10 +97,6 @@ class Forward:
         yield {MASKS: masks, HIDDEN: stream + worst + scratch}
         last = (self.tokens + self.logits) * part.dim * w  # the last norm's output, and the selected columns
         yield {MASKS: masks, HIDDEN: last + scratch, LOGITS: self._head()}
-
-    def _masked(self) -> int:
-        """Bool masks while one is made (causal, windowed, both, inverted), and zeros to add."""
-        return self.tokens * self.span * (3 + (self.w if self.eager else 0))
 
     def _normed(self) -> int:
         """A norm in fp32: the input and its square or product; then the converted input and the output."""
@@ -120,7 +110,7 @@ class Forward:
         turned = 4 * w * max(part.query_width, part.key_width)
         if part.family.qk_norm:
             turned = max(turned, part.query_width * (2 * FP32 + w))  # queries have a norm of their own
-        if self.dtype is Dtype.int8:
+        if self.own.dtype is Dtype.int8:
             turned = max(turned, _int8(part.dim, part.query_width))
         copies = 2 if part.family.fused_qkv else 1  # the product of all three stays
         # A CPU writes 16 bit into a cache through a copy of the layer's keys in fp32.
@@ -138,7 +128,7 @@ class Forward:
             wide = self.tokens * part.query_width * FP32 + repeated * FP32 * (w < FP32)
             return max(out, made + wide + self._scores(2 * FP32 + w))
         shared = 0 if part.queries == part.kvs else 1 if part.kvs == 1 else 2
-        if self.eager:  # a step and the next; then a softmax in fp32, for which a CPU converts
+        if self.part.family.eager:  # a step and the next; then a softmax in fp32, for which a CPU converts
             step = 2 * w if w >= FP32 else w + 2 * FP32 if self.kernels.cpu else 2 * w + FP32
             return max(out, made + shared * repeated * w + self._scores(step))
         packed = self.columns == 1 and self.kernels.packs
@@ -158,14 +148,16 @@ class Forward:
 
     def _scores(self, step: int) -> int:
         """Scores where they are tensors: one for each query and key, of `step` bytes."""
-        return step * self.rows * self.part.queries * self.columns * self.span if self.eager else 0
+        return (
+            step * self.rows * self.part.queries * self.columns * self.span if self.part.family.eager else 0
+        )
 
     def _fed(self) -> int:
         """The feed-forward layer, and its output."""
         part, w = self.part, self.w
         halves = 2 if part.family.fused_mlp else 1  # gate and up are one product
         inside = part.ffn * w * part.family.mlp_states
-        if self.dtype is Dtype.int8:
+        if self.own.dtype is Dtype.int8:
             up = part.ffn * w + _int8(part.dim, halves * part.ffn)
             inside = max(inside, up, part.ffn * w * halves + _int8(part.ffn, part.dim))
         out = part.ffn * w * halves + self._sums * part.dim * w
@@ -173,7 +165,7 @@ class Forward:
 
     def _dequantised(self) -> int:
         """4 bit: a layer's largest matrix, in 16 bit."""
-        if self.dtype is not Dtype.nf4:
+        if self.own.dtype is not Dtype.nf4:
             return 0
         return self.w * max(weight.count for weight in weights(self.part) if weight.linear)
 
@@ -235,7 +227,10 @@ class RankWork:
             own = max(prefill.masks(), self._step(draft, LAG).masks()) if draft is not None else 0
             phases[VERIFY] = [_sum(moment, {MASKS: own}) for moment in self._verifying(target, kept)]
         tokens = {TOKENS: INT * self.work.rows * (self.room + 1) + ROUNDING}
-        return {name: _sum(tokens, _largest(moments)) for name, moments in phases.items()}
+        largest = {
+            phase: max(found, key=lambda parts: sum(parts.values())) for phase, found in phases.items()
+        }
+        return {phase: _sum(tokens, parts) for phase, parts in largest.items()}
 
     def _prefill(self, own: RolePart, end: int) -> Forward:
         """The widest chunk with the longest span; logits of the last column only."""
@@ -297,7 +292,3 @@ class RankWork:
 def _sum(*parts: Parts) -> Parts:
     names = dict.fromkeys(name for one in parts for name in one)
     return {name: sum(one.get(name, 0) for one in parts) for name in names}
-
-
-def _largest(moments: list[Parts]) -> Parts:
-    return max(moments, key=lambda parts: sum(parts.values()), default={})

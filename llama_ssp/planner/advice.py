@@ -110,7 +110,9 @@ def _in_narrower_formats(request: PlanRequest, worlds: list[int]) -> Iterator[st
     """One model in the widest format that makes it fit; if neither alone does, both in the narrowest."""
     found = False
     for role in request.roles:
-        for dtype in _narrower(request, role):
+        for dtype in (Dtype.bf16 if request.machine.bf16 else Dtype.fp16, Dtype.int8, Dtype.nf4):
+            if BYTES[dtype] >= BYTES[role.dtype]:
+                continue
             held = _best(_with_dtype(request, role, dtype), worlds)
             if held is not None:
                 found = True
@@ -121,12 +123,6 @@ def _in_narrower_formats(request: PlanRequest, worlds: list[int]) -> Iterator[st
         held = _best(both, worlds)
         if held is not None:
             yield f"model.dtype=nf4 draft.dtype=nf4 ({held.placement.in_words()})"
-
-
-def _narrower(request: PlanRequest, role: Role) -> list[Dtype]:
-    """Number formats of fewer bytes, the widest first."""
-    formats = Dtype.bf16 if request.machine.bf16 else Dtype.fp16, Dtype.int8, Dtype.nf4
-    return [dtype for dtype in formats if BYTES[dtype] < BYTES[role.dtype]]
 
 
 def _with_dtype(request: PlanRequest, role: Role, dtype: Dtype) -> PlanRequest:

@@ -91,24 +91,21 @@ def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
     """
     _require_own_gpu(cluster)
     if cluster.gpu is None and cluster.scheduler is not Scheduler.none:  # it will run on other machines
-        allowed, fix = ", ".join(sorted(_gpus_known())), "name it with cluster.gpu="
+        allowed, fix = (
+            ", ".join(sorted({str(preset["gpu"]) for preset in known().values()})),
+            "name it with cluster.gpu=",
+        )
         raise UsageError("the nodes' GPU is not known here", "cluster.gpu", allowed=allowed, fix=fix)
     whole = _completed(_this_machine(cluster) if cluster.gpu is None else cluster)
     if cluster.gib is not None or capacity is None:
         capacity = memory_here() if whole.gib is None else int(whole.gib * GIB)
-    taken = (whole.context_mib, whole.cublas_mib, whole.nccl_mib, whole.graph_mib)
+    capacity = int(capacity * (1 - whole.reserve))
+    mib = (whole.context_mib, whole.cublas_mib, whole.nccl_mib, whole.graph_mib)
+    taken = Taken(*(int((one or 0) * MIB) for one in mib))
     borrowed = whole.gpu == CPU and cluster.times.layer_us is None
-    return Machine(
-        name=whole.name,
-        gpu=str(whole.gpu),
-        nodes=whole.nodes,
-        gpus=whole.gpus or 1,
-        capacity=int(capacity * (1 - whole.reserve)),
-        bf16=bool(whole.bf16),
-        link=whole.link,
-        taken=Taken(*(int((mib or 0) * MIB) for mib in taken)),
-        times=times_of(whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed),
-    )
+    times = times_of(whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed)
+    shape = whole.name, str(whole.gpu), whole.nodes, whole.gpus or 1
+    return Machine(*shape, capacity, bool(whole.bf16), whole.link, taken, times)
 
 
 def known() -> dict[str, dict[str, Any]]:
@@ -119,10 +116,6 @@ def known() -> dict[str, dict[str, Any]]:
         if isinstance(content, dict) and content.get("gpu"):
             found[file.stem] = content
     return found
-
-
-def _gpus_known() -> set[str]:
-    return {str(preset["gpu"]) for preset in known().values()}
 
 
 def _require_own_gpu(cluster: ClusterConf) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.planner.activations import GPU, Kernels, RankWork
-from llama_ssp.planner.weights import BYTES, CACHE, Part, RolePart, Weight, held, tensors, weights
+from llama_ssp.planner.weights import BYTES, CACHE, Part, RolePart, held, tensors, weights
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
 LOADING = "load"
@@ -83,9 +83,9 @@ def peaks(own: RankWork) -> tuple[Peak, ...]:
         Peak(phase, tuple((name, size) for name, size in parts.items() if size))
         for phase, parts in own.peaks().items()
     ]
-    linear = [weight for role in own.roles for weight in weights(role.part) if _is_quantised(weight, role)]
-    caches = sum(role.caches_bytes(own.work.rows) for role in own.roles)
-    largest = max((2 * weight.count for weight in linear), default=0)
+    quantised = [role for role in own.roles if BYTES[role.dtype] < BYTES[Dtype.bf16]]
+    linear = [weight.count for role in quantised for weight in weights(role.part) if weight.linear]
+    largest, caches = 2 * max(linear, default=0), sum(role.caches_bytes(own.work.rows) for role in own.roles)
     return (*found, Peak(LOADING, (("a layer in 16 bit", max(0, largest - caches)),)))
 
 
@@ -130,7 +130,3 @@ def reserved(tensors: list[tuple[int, int]]) -> int:
                 if count > 0 and rest > (0 if small else SMALL):  # a smaller rest stays with the block
                     holes[rest] += count
     return total
-
-
-def _is_quantised(weight: Weight, role: RolePart) -> bool:
-    return weight.linear and BYTES[role.dtype] < BYTES[Dtype.bf16]

@@ -155,17 +155,10 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     drafts = len(chosen.times.verify) > 1
     cost = pass_cost(request.target, len(chosen.placement.target))
     prefill = prefill_s(cost, request.machine.times, work.rows, work.prompt_tokens, work.prefill_chunk)
-    return Plan(
-        request=request,
-        chosen=chosen,
-        options=options,
-        regular_ms=regular,
-        prefill_ms=1000 * prefill,
-        acceptances=[at_acceptance(chosen.times, a, regular) for a in ACCEPTANCES] if drafts else [],
-        pays_from=break_even(chosen.times, regular) if drafts else None,
-        largest=largest(request, chosen),
-        advice=advice(request, chosen, worlds),
-    )
+    points = [at_acceptance(chosen.times, a, regular) for a in ACCEPTANCES] if drafts else []
+    pays_from = break_even(chosen.times, regular) if drafts else None
+    most, changes = largest(request, chosen), advice(request, chosen, worlds)
+    return Plan(request, chosen, options, regular, 1000 * prefill, points, pays_from, most, changes)
 
 
 def worlds_of(most: int) -> list[int]:

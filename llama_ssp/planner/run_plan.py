@@ -80,16 +80,10 @@ def request_of(
     prompt = getattr(task, "prompt_tokens", min(USUAL_TOKENS, most - new)) if slots is None else slots - new
     rows = getattr(task, "batch_size", 1) if rows is None else rows
     work = Workload(rows, prompt, new, spec.k, getattr(task, "prefill_chunk", USUAL_TOKENS), *caches)
-    return PlanRequest(
-        machine,
-        Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype)),
-        Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None,
-        work,
-        getattr(task, "acceptance", run.plan.acceptance),
-        k_max=max(spec.k_max, spec.k),
-        text_drafts=run.drafts_from_text,
-        overlap=spec.overlap,
-    )
+    target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
+    drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
+    acceptance, k_max = getattr(task, "acceptance", run.plan.acceptance), max(spec.k_max, spec.k)
+    return PlanRequest(machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap)
 
 
 def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | None:
@@ -174,7 +168,8 @@ def in_words(plan: dict[str, Any]) -> Iterator[str]:
             yield f"plan against actual: {way['name']}, ms/token {_compared(both, 1)}"
     for memory in plan["memory"]:
         known = [name for name in COUNTED if memory[name]["measured"]]
-        words = [f"{WORDS[name]} {_compared(memory[name], *_unit(memory[name]))}" for name in known]
+        units = [(GIB, " GiB") if memory[name]["measured"] >= GIB else (MIB, " MiB") for name in known]
+        words = [f"{WORDS[k]} {_compared(memory[k], *unit)}" for k, unit in zip(known, units, strict=True)]
         if words:
             yield f"plan against actual: rank {memory['rank']}, {'; '.join(words)}"
 
@@ -218,7 +213,3 @@ def _compared(both: dict[str, Any], unit: float, name: str = "") -> str:
     predicted, measured = both["predicted"] / unit, both["measured"] / unit
     ratio = both["predicted_over_measured"]
     return f"{predicted:.4g} predicted, {measured:.4g}{name} measured ({ratio:.2f}x)"
-
-
-def _unit(both: dict[str, Any]) -> tuple[int, str]:
-    return (GIB, " GiB") if both["measured"] >= GIB else (MIB, " MiB")

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from llama_ssp.config import DraftSeat, Overlap, PlacementConf, Splitting
+from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
-from llama_ssp.planner.speed import RoundTimes, band_of, forward_s, pass_cost
+from llama_ssp.planner.speed import WIDE_BAND, RoundTimes, forward_s, pass_cost
+from llama_ssp.planner.weights import BYTES
 from llama_ssp.planner.workload import Role, Workload
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
@@ -43,7 +44,9 @@ class PlanRequest:
 
     @property
     def band(self) -> float:
-        return band_of(self.machine.times, self.roles)
+        """How far off the predicted times may be."""
+        quantised = any(BYTES[role.dtype] < BYTES[Dtype.bf16] for role in self.roles)
+        return WIDE_BAND if quantised else self.machine.times.band
 
 
 @dataclass(frozen=True)

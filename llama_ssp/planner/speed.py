@@ -12,8 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from llama_ssp.config import Dtype, Overlap, TimesConf
-from llama_ssp.planner.weights import BUFFERS, BYTES, EMBEDDING, POSITIONS, Part, held, weights, width
+from llama_ssp.config import Overlap, TimesConf
+from llama_ssp.planner.weights import BUFFERS, EMBEDDING, POSITIONS, Part, held, weights, width
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
 
@@ -115,17 +115,11 @@ def pass_cost(role: Role, ranks: int, whole_tables: bool = False) -> PassCost:
     read = sum(size for group, size in held(part, role.dtype).items() if group not in not_read)
     numbers = sum(weight.count * weight.times for weight in weights(part) if weight.group not in not_read)
     elsewhere = (part.whole_vocab - part.vocab) * part.dim if whole_tables else 0
-    w = width(role.dtype)
-    return PassCost(
-        ranks=ranks,
-        layers=part.layers,
-        weights=read + elsewhere * w,
-        slot=2.0 * part.layers * part.key_width * w,
-        flops=2.0 * (numbers + elsewhere),
-        sums=2 * part.layers + (0 if whole_tables else PASS_SUMS) if ranks > 1 else 0,
-        width=part.dim * w,
-        vocab=part.whole_vocab,
-    )
+    w, flops = width(role.dtype), 2.0 * (numbers + elsewhere)
+    slot = 2.0 * part.layers * part.key_width * w
+    sums = 2 * part.layers + (0 if whole_tables else PASS_SUMS) if ranks > 1 else 0
+    own = read + elsewhere * w, slot, flops, sums
+    return PassCost(ranks, part.layers, *own, part.dim * w, part.whole_vocab)
 
 
 def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) -> float:
@@ -168,12 +162,14 @@ class RoundTimes:
 
     def round_s(self, k: int, acceptance: float) -> float:
         """Seconds of a round with K drafts."""
-        return self._ahead_s(k, acceptance) if self.goes_ahead(k, acceptance) else self._waiting_s(k)
+        if self.goes_ahead(k, acceptance):
+            return self._ahead_s(k, acceptance)
+        return k * self.draft + self.verify[k]
 
     def goes_ahead(self, k: int, acceptance: float) -> bool:
         """Whether the draft runs while the target verifies; with `auto` it does where that is faster."""
         if self.overlap is Overlap.auto:
-            return self._ahead_s(k, acceptance) < self._waiting_s(k)
+            return k > 0 and self._ahead_s(k, acceptance) < k * self.draft + self.verify[k]
         return self.overlap is not Overlap.off and k > 0
 
     def guessed(self, k: int, acceptance: float) -> float:
@@ -191,19 +187,14 @@ class RoundTimes:
     def best_k(self, acceptance: float) -> int:
         return min(range(len(self.verify)), key=lambda k: self.ms_per_token(acceptance, k))
 
-    def _waiting_s(self, k: int) -> float:
-        return k * self.draft + self.verify[k]
-
     def _ahead_s(self, k: int, acceptance: float) -> float:
         """The guess and K drafts while the target verifies; K drafts more where the guess was wrong.
 
         A request that arrives before they are done waits for the end of a pass, half a pass on average.
         """
-        if k == 0:
-            return self._waiting_s(k)
         ahead, verify, right = (k + 1) * self.draft, self.verify[k], self.guessed(k, acceptance)
         interrupted = self.draft / 2 if ahead > verify else 0.0
-        return right * max(verify, ahead) + (1 - right) * (self._waiting_s(k) + interrupted)
+        return right * max(verify, ahead) + (1 - right) * (k * self.draft + verify + interrupted)
 
 
 @dataclass(frozen=True)
@@ -220,11 +211,8 @@ class AcceptancePoint:
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
-def at_acceptance(
-    times: RoundTimes, acceptance: float, regular_ms: float, k: int | None = None
-) -> AcceptancePoint:
-    """At the best K, or at a given one."""
-    k = times.best_k(acceptance) if k is None else k
+def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> AcceptancePoint:
+    k = times.best_k(acceptance)
     ms = times.ms_per_token(acceptance, k)
     return AcceptancePoint(acceptance, k, ms, regular_ms / ms, tokens_per_round(acceptance, k))
 
@@ -243,9 +231,3 @@ def break_even(times: RoundTimes, regular_ms: float) -> float | None:
         middle = (low + high) / 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high
-
-
-def band_of(times: Times, roles: list[Role]) -> float:
-    """How far off a prediction for these models may be."""
-    quantised = any(BYTES[role.dtype] < BYTES[Dtype.bf16] for role in roles)
-    return WIDE_BAND if quantised else times.band

@@ -151,22 +151,15 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
         only_wide = () if differing else tuple(beyond)
         return Diagnosis(verdict, counts, widths, Match(same, same), 0, (), cut, only_wide, notes)
     known, sample = match(target, draft), target.encode(SAMPLE)
-    misleading = counts[0] == counts[1] or widths[0] == widths[1]
     # Tokens of both come first: they show best that ids stand for other tokens.
-    examples = sorted(differing, key=lambda t: (t not in target.ids or t not in draft.ids, t))[:3]
-    return Diagnosis(
-        VocabularyMatch.misleading if misleading else VocabularyMatch.different,
-        counts,
-        widths,
-        known,
-        len(differing),
-        tuple(f"{_shown([t])}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in examples),
-        None,
-        (),
-        notes,
-        sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1),
-        len(draft.encode(SAMPLE)) / max(len(sample), 1),
-    )
+    first = sorted(differing, key=lambda t: (t not in target.ids or t not in draft.ids, t))[:3]
+    examples = tuple(f"{_shown([t])}: {target.ids.get(t)} and {draft.ids.get(t)}" for t in first)
+    misleading = counts[0] == counts[1] or widths[0] == widths[1]
+    verdict = VocabularyMatch.misleading if misleading else VocabularyMatch.different
+    ceiling = sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1)
+    expansion = len(draft.encode(SAMPLE)) / max(len(sample), 1)
+    found = verdict, counts, widths, known, len(differing), examples
+    return Diagnosis(*found, None, (), notes, ceiling, expansion)
 
 
 def _other_settings(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:

@@ -171,17 +171,11 @@ def vocabulary_of(
     """From the content of a tokenizer.json; `begin` tokenizes a text with what comes before it."""
     tokens = content.get("added_tokens") or []
     added = frozenset(token["id"] for token in tokens)
-    return Vocabulary(
-        ids=ids,
-        special=frozenset(token["id"] for token in tokens if token["special"]) | (added & ends),
-        added=added,
-        ends=ends,
-        start=before(begin, encode),
-        notation=notation or notation_of(content.get("decoder")),
-        encode=encode,
-        normaliser=json.dumps(content.get("normalizer"), sort_keys=True),
-        template=template if isinstance(template, str) else "",
-    )
+    special = frozenset(token["id"] for token in tokens if token["special"]) | (added & ends)
+    notation = notation or notation_of(content.get("decoder"))
+    normaliser = json.dumps(content.get("normalizer"), sort_keys=True)
+    own = special, added, ends, before(begin, encode), notation, encode, normaliser
+    return Vocabulary(ids, *own, template if isinstance(template, str) else "")
 
 
 def before(begin: Encode, encode: Encode) -> tuple[int, ...]:
