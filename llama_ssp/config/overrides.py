@@ -21,15 +21,11 @@ from llama_ssp.errors import UsageError, shortened
 _packaged = Path(__file__).parents[1] / "conf"  # in an installed wheel
 CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
 GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
-TYPICAL, ENSEMBLE = (
-    "typical acceptance changes the law",
-    "an ensemble of the two laws is not the target's law",
-)
 LOSSY = {  # settings of other programs that change the output distribution
     **dict.fromkeys(("lenience", "lenient"), "lenience accepts more than the exact rule"),
-    **dict.fromkeys(("typical_acceptance", "typical", "posterior_threshold"), TYPICAL),
-    "accept_threshold": "an acceptance threshold changes the law",
-    **dict.fromkeys(("ensemble_weight", "assistant_ensemble_weight"), ENSEMBLE),
+    **dict.fromkeys(("typical_acceptance", "typical", "posterior_threshold"), "typical acceptance is lossy"),
+    "accept_threshold": "an acceptance threshold changes the distribution",
+    **dict.fromkeys(("ensemble_weight", "assistant_ensemble_weight"), "an ensemble is not the target alone"),
 }
 REPLACES = "it would replace the project's configuration"
 REFUSED_FLAGS = {
@@ -185,7 +181,7 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
     if bare in known or bare in GROUPS:
         return
     if leaf in LOSSY:
-        fix = "the output law here is exactly the target's; there is no option to change that"
+        fix = "the output distribution is exactly the target's; there is no option to change that"
         raise UsageError(f"{bare} is refused: not lossless", found=LOSSY[leaf], fix=fix)
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     close = difflib.get_close_matches(bare, [*known, *GROUPS], n=1, cutoff=0.6)

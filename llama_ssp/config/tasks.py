@@ -1,4 +1,4 @@
-"""What each task can be asked: its keys, their ranges, and what they rule out together. No torch."""
+"""The settings of each task: keys, ranges, and combinations that are refused. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 PLOTS = (".png", ".svg", ".pdf")
 RECORDS = (".svg", ".html")
 MOST_ROWS = 4096
-MOST_CERTIFIED = 16  # drafts a round: what becomes of so many has 2^16 ways
+MOST_CERTIFIED = 16  # drafts a round, which may be decided in 2^16 ways
 
 
 def picture(*endings: str) -> Any:
@@ -40,7 +40,7 @@ class TaskConf:
 
     @property
     def pictures(self) -> dict[str, str]:
-        """The pictures that are asked for by name, by key."""
+        """The names of pictures, by key."""
         keys = [entry.name for entry in fields(self) if "endings" in entry.metadata]
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
@@ -224,11 +224,10 @@ class CertifyConf(PromptedConf):
         super().check(spec, has_draft)
         key = "k_max" if spec.adaptive else "k"
         if getattr(spec, key) > MOST_CERTIFIED:
-            raise UsageError(
-                "task=certify looks at every way in which a round may be decided", "speculation",
-                f"up to {getattr(spec, key)} drafts a round", f"up to {MOST_CERTIFIED}",
-                f"certify with speculation.{key}={MOST_CERTIFIED}: the rule is the same for any number",
-            )  # fmt: skip
+            what = "task=certify looks at every way in which a round may be decided"
+            found, allowed = f"up to {getattr(spec, key)} drafts a round", f"up to {MOST_CERTIFIED}"
+            fix = f"certify with speculation.{key}={MOST_CERTIFIED}: the rule is the same for any number"
+            raise UsageError(what, "speculation", found, allowed, fix)
 
 
 @dataclass

@@ -60,7 +60,7 @@ class Machine:
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels whose scratch and rounding a memory estimate includes."""
+        """The kernels, for the scratch and rounding in a memory estimate."""
         return Kernels(cpu=True, threads=threads_here()) if self.is_cpu else GPU
 
     @property

@@ -85,11 +85,9 @@ def _completed(run: RunConf, world: int) -> PairSpec:
 def require_own_ranks(run: RunConf, placement: Placement) -> None:
     """Refuses a draft that shall run ahead on the target's ranks, where it would delay the target."""
     if run.speculation.overlap is Overlap.ahead and run.has_draft_model and not placement.draft_apart:
-        raise UsageError(
-            "a draft runs ahead on ranks of its own only", "speculation.overlap",
-            f"ahead, with {placement.in_words()}", "auto, off",
-            "use placement=own on two ranks or more, or speculation.overlap=auto",
-        )  # fmt: skip
+        what, found = "a draft runs ahead on ranks of its own only", f"ahead, with {placement.in_words()}"
+        fix = "use placement=own on two ranks or more, or speculation.overlap=auto"
+        raise UsageError(what, "speculation.overlap", found, "auto, off", fix)
 
 
 def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:

@@ -26,7 +26,7 @@ CALIBRATED_GB_S = 2039.0  # the data sheet's bandwidth of that GPU
 ROWS_COST = {1: 1.0, 16: 1.03}
 FLOPS_SHARE = 0.5  # of peak: what the GEMMs of a long prompt attain
 # How far off a prediction may be: with constants of this machine, or of one like the published one; with
-# constants of another machine, and for int8 and nf4, whose kernels the published runs do not have.
+# constants of another machine, and for int8 and nf4, which the published runs do not use.
 BAND, WIDE_BAND = 0.2, 0.5
 PASS_SUMS = 2  # collectives of a pass outside of layers: the embedding's sum, the head's logits
 
@@ -175,7 +175,7 @@ class RoundTimes:
     def guessed(self, k: int, acceptance: float) -> float:
         """The share of rounds in which the guessed continuation of every row is right.
 
-        All drafts are accepted, and the next token is the guess: two distributions whose common part is `a`
+        All drafts are accepted, and the next token is the guess: two distributions with the common part `a`
         race to the same token with probability a / (2 - a) at least (rng.race).
         """
         return float((acceptance**k * acceptance / (2 - acceptance)) ** self.rows)

@@ -62,7 +62,7 @@ def _placements(plan: Plan) -> Table:
     fullest = "memory" if plan.request.machine.is_cpu else "fullest GPU"
     for name in ("", "placement", fullest, "verdict", "K", "ms/token", "speed-up"):
         table.add_column(name, justify="left" if name in ("", "placement", "verdict") else "right")
-    shown = notable(plan.options)
+    shown = notable(plan)
     for number, one in shown:
         worst = one.worst
         table.add_row(
@@ -79,17 +79,15 @@ def _placements(plan: Plan) -> Table:
     return table
 
 
-def notable(options: list[Option]) -> list[tuple[int, Option]]:
-    """The best of each kind of placement, and the fewest ranks that fit, each with its rank in the list."""
-    kinds: dict[object, tuple[int, Option]] = {}
-    for number, one in enumerate(options, start=1):
+def notable(plan: Plan) -> list[tuple[int, Option]]:
+    """The best of each kind of placement, and the fewest ranks that fit, each with its number in the list."""
+    kinds: dict[object, int] = {}
+    for number, one in enumerate(plan.options):
         place = one.placement
-        kinds.setdefault((place.draft_apart, place.copies, min(place.draft_degree, 2)), (number, one))
-    fitting = [entry for entry in enumerate(options, start=1) if entry[1].verdict is FitVerdict.fits]
-    if fitting:
-        fewest = min(fitting, key=lambda entry: entry[1].placement.world)
-        kinds.setdefault(fewest[1].placement.world, fewest)
-    return sorted({number: one for number, one in kinds.values()}.items())
+        kinds.setdefault((place.draft_apart, place.copies, min(place.draft_degree, 2)), number)
+    if plan.fewest is not None:
+        kinds["fewest"] = next(number for number, one in enumerate(plan.options) if one is plan.fewest)
+    return [(number + 1, plan.options[number]) for number in sorted(set(kinds.values()))]
 
 
 def _bars(ranks: tuple[RankMemory, ...], device: str) -> Iterator[Text]:

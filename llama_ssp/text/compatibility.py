@@ -23,7 +23,7 @@ class Match:
     """Tokens of two vocabularies that stand for the same text; NONE: no counterpart.
 
     Every draft token has at most one target token, so no probability is counted twice. Several draft tokens
-    may have the same one, whose probability is their sum; the draft model reads `draft_of` it.
+    may have the same one, and their probabilities add up; the draft model reads `draft_of` it.
     """
 
     target_of: tuple[int, ...]
