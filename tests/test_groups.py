@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from llama_ssp.batch.workers import Next, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import UsageError
-from tests.slurm.jobs import COMMAND, RECORDS, ROOT, Batches
+from tests.slurm.jobs import COMMAND, RECORDS, Batches
 from tests.slurm.lab import kill, wait_for
+from tests.warm import ROOT, start
 
 
 def run_of(**cluster: Any) -> RunConf:
@@ -92,12 +92,12 @@ def test_what_groups_counted_is_summed_up(tmp_path: Path):
     assert killed.look(1, retries=2) is Next.again and killed.code == 137 and not killed.figures
 
 
-def start(home: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "launch" / "run.py"), *COMMAND, *overrides]
-    return subprocess.Popen(
-        command, cwd=home, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def started(home: Path, *overrides: str) -> Any:
+    """The command; what it says goes to two files."""
+    words = [ROOT / "launch" / "run.py", *COMMAND, *overrides]
+    return start(
+        words, home, [os.devnull, home / "out", home / "err"], {**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def ranks_of(parent: int) -> list[int]:
@@ -111,11 +111,12 @@ def test_two_groups_one_of_which_is_killed(tmp_path: Path):
         (tmp_path / name).mkdir()
     expected = Batches(tmp_path / "calm").alone()
     batches = Batches(tmp_path / "shared")
-    process = start(batches.home, "cluster.groups=2", "cluster.gpu=cpu")
+    process = started(batches.home, "cluster.groups=2", "cluster.gpu=cpu")
     batches.wait_for_records(2)
     kill(ranks_of(process.pid)[0])
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    process.join(300)
+    out, err = ((batches.home / name).read_text() for name in ("out", "err"))
+    assert process.exitcode == 0, err
     assert batches.output.read_bytes() == expected
     document = Batches.document(subprocess.CompletedProcess([], 0, out))
     assert document["status"] == "done" and document["failures"] == 1
@@ -128,12 +129,12 @@ def test_two_groups_one_of_which_is_killed(tmp_path: Path):
 def test_groups_end_with_the_command_and_go_on_with_the_next(number: int, tmp_path: Path):
     """A killed command takes its groups with it; they have stopped in good order."""
     batches = Batches(tmp_path)
-    process = start(tmp_path, "cluster.groups=2", "cluster.gpu=cpu")
+    process = started(tmp_path, "cluster.groups=2", "cluster.gpu=cpu")
     batches.wait_for_records(2)
     ranks = ranks_of(process.pid)
-    process.send_signal(number)
-    process.communicate(timeout=120)
-    assert process.returncode == (143 if number == signal.SIGTERM else -number)
+    os.kill(process.pid, number)
+    process.join(120)
+    assert process.exitcode == (143 if number == signal.SIGTERM else -number)
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
     computed = batches.finished
     done = batches.run()

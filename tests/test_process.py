@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.slurm.lab import wait_for
+from tests.warm import ROOT, start
+
 RUN = [sys.executable, str(ROOT / "launch" / "run.py")]
 PROMPT = 'task.prompts=["hello"]'
 LONG = [PROMPT, "task.max_new_tokens=1000", "seed=1", "task.trace=true"]
@@ -70,15 +72,13 @@ def test_answers_without_torch(arguments: list[str], code: int, said: str, tmp_p
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_with_its_code(number: int, code: int, tmp_path: Path) -> None:
     """Row 48: what was finished is in the run folder."""
-    with subprocess.Popen(
-        [*RUN, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(), cwd=tmp_path,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert "round 0" in process.stdout.readline()
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == code
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = start([*RUN[1:], *LONG], tmp_path, [os.devnull, out, err], environment())
+    wait_for(lambda: out.exists() and "round 0" in out.read_text())
+    os.kill(process.pid, number)
+    process.join(60)
+    said = err.read_text()
+    assert process.exitcode == code
     assert len(errors(said)) == 1 and "stopped by a signal" in said
     assert "Traceback" not in said
     (summary,) = (tmp_path / "outputs").rglob("summary.json")

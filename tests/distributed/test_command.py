@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,9 @@ import pytest
 
 from tests.conftest import Command
 from tests.distributed.faults import Started
-from tests.distributed.test_faults import free_port
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 60
-ROOT = Path(__file__).resolve().parents[2]
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32", "output=json", "out=null")
 PROMPTS = ("hello", "def f", "a quick brown fox")
 
@@ -124,21 +119,12 @@ def test_a_rank_that_fails_ends_all(
 def test_what_cannot_be_split_is_refused_by_one_voice(saved: Any, tmp_path: Path):
     """Every rank finds it by itself, before it looks for the others."""
     run = (*pair(saved), 'task.prompts=["hello"]', "task.max_new_tokens=16")
-    port = free_port()
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "launch" / "run.py"), *run],
-            text=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "WORLD_SIZE": "3", "RANK": str(rank), "LOCAL_RANK": str(rank),
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        )
-        for rank in range(3)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=PATIENCE_S) for process in started]
-    assert [process.returncode for process in started] == [5, 5, 5]
-    assert said[1:] == [("", ""), ("", "")]
-    assert len(said[0][1].splitlines()) == 1
-    assert "4 heads, 2 KV heads, 3 ranks" in said[0][1] and "allowed 1, 2, 4 ranks" in said[0][1]
+    started = Started(tmp_path / "run", 3, *run)
+    leader, *others = started.finish()
+    assert (leader.code, leader.out, len(leader.err.splitlines())) == (5, "", 1)
+    assert [(other.code, other.out, other.err) for other in others] == [(5, "", "")] * 2
+    assert not any(started.has_come(rank) for rank in range(3))
+    assert "4 heads, 2 KV heads, 3 ranks" in leader.err and "allowed 1, 2, 4 ranks" in leader.err
 
 
 def test_compared_on_two_ranks_as_in_one_process(command: Command, saved: Any, tmp_path: Path):
