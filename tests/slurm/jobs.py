@@ -99,7 +99,7 @@ class Batches:
         return f"{self.finished} records; {'|'.join(texts)}"
 
     def processes(self, job: str, kind: str) -> list[int]:
-        """A job's processes of one kind: rank, torchrun, warden."""
+        """A job's processes of one kind: rank, torchrun, supervisor."""
         assert self.lab is not None
         found = self.lab.processes(job)
         return sorted(pid for pid, command in found.items() if kind_of(command) == kind)
@@ -123,7 +123,7 @@ class Batches:
 def kind_of(command: str) -> str:
     """What a command line of ours is."""
     if "llama_ssp.batch.slurm.supervisor" in command:
-        return "warden"
+        return "supervisor"
     if "torch.distributed.run" in command:
         return "srun" if "srun" in command.split()[0] else "torchrun"
     if "-m llama_ssp" in command:

@@ -126,7 +126,7 @@ def test_slurm_itself_is_lost(batches: Batches, lab: Lab, expected: bytes):
         lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=False)
         wait_for(lambda: set(batches.processes(job, "rank")) - set(ranks), batches.logs)
     assert batches.whole() == expected
-    wait_for(lambda: not batches.processes(job, "warden"), batches.logs)
+    wait_for(lambda: not batches.processes(job, "supervisor"), batches.logs)
     assert batches.output.read_bytes() == expected
     restarts = [end.restart for end in batches.ends]
     assert restarts[0] == 0 and batches.ends[0].failed and not any(end.failed for end in batches.ends[1:])

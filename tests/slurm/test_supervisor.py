@@ -1,4 +1,4 @@
-"""The warden by itself: commands of Slurm's that write down what they are asked."""
+"""The supervisor by itself: commands of Slurm's that write down what they are asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.batch.slurm import supervisor as warden
+from llama_ssp.batch.slurm import supervisor
 from llama_ssp.batch.slurm.history import BY_SLURM, BY_TIME, End, ends, fruitless, keep_end
 from llama_ssp.distributed.signals import CODE_FILE
 from tests.slurm.jobs import ROOT
@@ -40,7 +40,7 @@ def end(**changes: object) -> End:
 
 
 class Node:
-    """A folder with a job's work in it, and a warden to start."""
+    """A folder with a job's work in it, and a supervisor to start."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.work = home, home / "work"
@@ -156,8 +156,8 @@ def test_a_controller_that_is_being_restarted_is_waited_for(
     monkeypatch.chdir(node.home)
     monkeypatch.setenv("PATH", f"{node.home}:{os.environ['PATH']}")
     for name, value in (("TRIES", 5), ("PAUSE_S", 0.0), ("KILLED_WITHIN_S", 0.0)):
-        monkeypatch.setattr(warden, name, value)
-    assert warden.Supervisor(node.work, 3, 120, ["false"], "7", 0)._again(1) == 1
+        monkeypatch.setattr(supervisor, name, value)
+    assert supervisor.Supervisor(node.work, 3, 120, ["false"], "7", 0)._again(1) == 1
     assert (node.asked[-1] == "scontrol requeue 7") is requeued
     assert len(node.asked) == (failures + 2 if requeued else 5)
 
@@ -168,7 +168,7 @@ def test_a_full_disk_is_said(node: Node):
     assert code == 6 and said.splitlines()[-1].startswith("error: ")
 
 
-def test_goes_in_vain_are_counted_from_the_last_that_was_not():
+def test_fruitless_runs_are_counted_from_the_last_that_was_not():
     assert fruitless([]) == 0
     assert fruitless([end(), end()]) == 2
     assert fruitless([end(), end(finished=3), end(began=3, finished=3)]) == 1
