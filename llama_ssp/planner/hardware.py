@@ -91,11 +91,9 @@ def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
     """
     _require_own_gpu(cluster)
     if cluster.gpu is None and cluster.scheduler is not Scheduler.none:  # it will run on other machines
-        allowed, fix = (
-            ", ".join(sorted({str(preset["gpu"]) for preset in known().values()})),
-            "name it with cluster.gpu=",
-        )
-        raise UsageError("the nodes' GPU is not known here", "cluster.gpu", allowed=allowed, fix=fix)
+        allowed = ", ".join(sorted({str(preset["gpu"]) for preset in known().values()}))
+        what, fix = "the nodes' GPU is not known here", "name it with cluster.gpu="
+        raise UsageError(what, "cluster.gpu", allowed=allowed, fix=fix)
     whole = _completed(_this_machine(cluster) if cluster.gpu is None else cluster)
     if cluster.gib is not None or capacity is None:
         capacity = memory_here() if whole.gib is None else int(whole.gib * GIB)
@@ -202,11 +200,7 @@ def cpu_has_bf16() -> bool:
 def require_world(machine: Machine, ranks: int) -> None:
     """Refuses another number of ranks of torchrun than the cluster has."""
     if ranks not in (1, machine.world):
-        where, allowed = (
-            f"cluster {machine.name}",
-            f"{machine.nodes} nodes x {machine.gpus} = {machine.world}",
-        )
+        what, allowed = "the number of ranks is not the cluster's", f"{machine.nodes} nodes x {machine.gpus}"
         fix = f"plan without torchrun, or give cluster.nodes and cluster.gpus so that they make {ranks}"
-        raise DistributedError(
-            "the number of ranks is not the cluster's", where, f"{ranks} ranks", allowed, fix
-        )
+        where, found = f"cluster {machine.name}", f"{ranks} ranks"
+        raise DistributedError(what, where, found, f"{allowed} = {machine.world}", fix)
