@@ -143,7 +143,7 @@ def _claim(path: Path) -> AbstractContextManager[None] | None:
 
     A claim only saves double work. What is published stays right without: the first to publish wins.
     """
-    own = json.dumps(_own()).encode()
+    own = json.dumps(_this_process()).encode()
     if not write_once(path, own):
         if not _is_abandoned(path):
             return None
@@ -172,7 +172,7 @@ def _held(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _own() -> dict[str, object]:
+def _this_process() -> dict[str, object]:
     job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     return {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "restart": restart}
 
@@ -184,7 +184,7 @@ def _is_abandoned(path: Path) -> bool:
         holder = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return True  # it was released meanwhile, or is no claim
-    own = _own()
+    own = _this_process()
     if own["job"] is not None and holder.get("job") == own["job"] and holder["restart"] < own["restart"]:
         return True
     return bool(age > STALE_S or (holder.get("host") == own["host"] and not _lives(holder["pid"])))
