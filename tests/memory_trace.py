@@ -174,7 +174,7 @@ class BlankSource:
     def read(self, name: str, cut: Cut | None) -> Tensor:
         shape = list(self.shapes[name])
         if cut is not None:
-            shape[cut.dim] = cut.size
+            shape[cut.dim] = sum(last - first for first, last in cut.spans)
         return torch.empty(shape)
 
 

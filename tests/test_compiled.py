@@ -12,11 +12,9 @@ from torch import nn
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.models import compile as compiling
-from llama_ssp.models import compile_cache as keeping
 from llama_ssp.models import cuda_graphs as graphs
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.compile import CompiledModel, traced
-from llama_ssp.models.compile_cache import StepFile
+from llama_ssp.models.compile import CompiledModel, StepFile, traced
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.build import is_ours
@@ -162,7 +160,7 @@ def test_in_bf16_logits_differ_by_rounding():
 @needs_compiler
 def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     """Found by all that they are made of; another's weights are read, not those they were made with."""
-    monkeypatch.setattr(keeping, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(compiling, "cache_dir", lambda: str(tmp_path))
     first = CompiledModel(CausalModel(build("llama-gqa"), "first"))
     texts = speculate(first, prompts(1), "ngram", k=3).texts
     assert len(list(tmp_path.rglob("step-*.bin"))) == 1

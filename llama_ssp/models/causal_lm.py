@@ -91,23 +91,17 @@ class CausalModel:
         # As an index: a slice of several rows' last columns is no plain matrix, and the head's product would
         # be batched, with a copy of its weights for every row (bf16 on a CPU).
         last = sent([feed.width - 1], self.device) if last_only else 0
-        return self._forward(token_BW, feed.positions(), masks, cache, beyond_BW, logits_to_keep=last)
+        return self._forward(token_BW, feed.positions(), cache, beyond_BW, logits_to_keep=last)
 
     def _forward(
-        self, token_BW: Tensor, position_BW: Tensor, masks: dict[str, Tensor], cache: RaggedCache,
-        beyond_BW: Tensor | None, **how: Any,
-    ) -> Tensor:  # fmt: skip
+        self, token_BW: Tensor, position_BW: Tensor, cache: RaggedCache, beyond_BW: Tensor | None, **how: Any
+    ) -> Tensor:
         """One pass of the module; `beyond_BW` says which columns have the second scale of positions."""
         if self.scale:
             self.scale.beyond_BW = beyond_BW
-        logits: Tensor = self.module(
-            input_ids=token_BW,
-            position_ids=position_BW,
-            attention_mask=masks if self.mask_by_kind else next(iter(masks.values())),
-            past_key_values=cache,
-            use_cache=True,
-            **how,
-        ).logits
+        mask = cache.masks if self.mask_by_kind else next(iter(cache.masks.values()))
+        inputs = {"position_ids": position_BW, "attention_mask": mask, "past_key_values": cache, **how}
+        logits: Tensor = self.module(input_ids=token_BW, use_cache=True, **inputs).logits
         if self.scale:
             self.scale.beyond_BW = None
         return logits

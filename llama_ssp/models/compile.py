@@ -7,19 +7,23 @@ column, are compiled apart, because torch makes a size of one a constant.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import subprocess
 import time
 import types
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.compile_cache import StepFile
-from llama_ssp.models.kernels.build import complaint
+from llama_ssp.models.kernels.build import complaint, is_ours, processor
 from llama_ssp.models.kernels.linear import pack
 from llama_ssp.models.kv_cache import Feed, RaggedCache, StepCache, positions, visible
 from llama_ssp.models.quantization import quicken
@@ -30,6 +34,10 @@ Kind = tuple[bool, bool]  # of a step: has it several rows, has it several colum
 Step = Callable[..., Tensor]
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]  # of a step
 
+FOLDER = Path(__file__).parent
+# The code that a step is made from.
+TRACED = [FOLDER / f"{name}.py" for name in ("causal_lm", "compile", "families", "kv_cache", "quantization")]
+TRACED += [FOLDER / "kernels" / f"{name}.{kind}" for name in ("int8", "linear") for kind in ("cpp", "py")]
 WIDEST = 72  # columns of a step: the longest draft, what a draft lags, and the next token
 
 
@@ -125,7 +133,7 @@ class CompiledModel(CausalModel):
         if step is not None:
             log.info("engine: loaded %s for %s", self.name, words)
             self._steps[kind] = step
-            return self._steps[kind](*arguments)
+            return step(*arguments)  # type: ignore[no-any-return]
         log.info("engine: compiling %s for %s", self.name, words)
         try:
             step = self._made(kind, _sizes_that_vary(arguments, kind), kept)
@@ -142,16 +150,14 @@ class CompiledModel(CausalModel):
     def _made(self, kind: Kind, arguments: Arguments, kept: StepFile | None) -> Step:
         """The step's program; one that is kept is compiled for such arguments before it is called."""
         step: Any = self._compiled(kind)
-        if kept is None or not hasattr(step, "aot_compile"):
-            return cast(Step, step)
-        try:
-            made = step.aot_compile((arguments, {}))
-        except Exception as error:  # such as a restart of the analysis, which an ordinary call makes
-            log.debug("engine: a step of %s is not kept: %s", self.name, type(error).__name__)
-            return cast(Step, step)
-        made.disable_guard_check()
-        kept.save(made)
-        return cast(Step, made)
+        if kept is not None and hasattr(step, "aot_compile"):
+            try:
+                step = step.aot_compile((arguments, {}))
+                step.disable_guard_check()
+                kept.save(step)
+            except Exception as error:  # such as a restart of the analysis, which an ordinary call makes
+                log.debug("engine: a step of %s is not kept: %s", self.name, type(error).__name__)
+        return step  # type: ignore[no-any-return]
 
     def _compiled(self, kind: Kind) -> Step:
         """The step's program, from a copy of the code: torch keeps programs by the code they are made from.
@@ -178,7 +184,7 @@ def traced(model: CompiledModel) -> Step:
         masks = {kind: model._mask(visible(position_BW, slot_S, window)) for kind, window in windows}
         cache = StepCache(list(zip(keys, values, strict=True)), slots_BW, slot_S.shape[0], masks)
         beyond_BW = position_BW >= model.scale.limit if model.scale else None
-        return model._forward(token_BW, position_BW, masks, cache, beyond_BW)
+        return model._forward(token_BW, position_BW, cache, beyond_BW)
 
     return step
 
@@ -193,3 +199,47 @@ def _sizes_that_vary(arguments: Arguments, kind: Kind) -> Arguments:
     for tensor, size in rows * several_rows + columns * several_columns + always:
         torch._dynamo.mark_dynamic(tensor, size)
     return arguments
+
+
+class StepFile:
+    """A compiled step on disk, in inductor's cache folder: the next start loads it and traces nothing.
+
+    Its name is a hash of all that it was made from; weights are not in it. It may not exist yet.
+    """
+
+    def __init__(self, model: Any, kind: tuple[bool, bool]) -> None:
+        self._model = model
+        config = model.module.config.to_json_string(use_diff=False)
+        versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
+        parts = *versions, model.module, config, model.dtype, model.device, kind
+        code = [file.read_text(encoding="utf-8") for file in TRACED]
+        name = hashlib.sha256("\0".join([*map(str, parts), *code]).encode()).hexdigest()[:16]
+        self.path = Path(cache_dir()) / "llama_ssp" / f"step-{name}.bin"
+
+    def load(self) -> Any | None:
+        """The step, ready to be called; None if there is none that works.
+
+        What is in the file is run: only this user may be able to write it and its folder.
+        """
+        try:
+            if not is_ours(self.path):
+                return None
+            with self.path.open("rb") as file:
+                step: Any = torch.compiler.load_compiled_function(file, external_data={"model": self._model})
+            step.disable_guard_check()
+        except Exception as error:  # whatever torch raises for a file that is not whole
+            log.debug("engine: %s: %s: %s", self.path, type(error).__name__, error)
+            return None
+        return step
+
+    def save(self, step: Any) -> None:
+        """Writes the step; if that fails, the next start compiles again."""
+        part = self.path.with_suffix(f".{os.getpid()}.part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            step.save_compiled_function(str(part), external_data={"model": self._model})
+            part.chmod(0o600)
+            part.replace(self.path)
+        except Exception as error:  # whatever torch finds in a module that it cannot write
+            part.unlink(missing_ok=True)
+            log.debug("engine: a step of %s is not kept: %s", self._model.name, error)

@@ -179,10 +179,10 @@ def _require_no_code(path: Path) -> None:
     for kind in CODE_KINDS:
         file = path / f"{kind}config.json"
         content = read_json(file) if file.exists() else {}
-        wants = [key for key in CODE_KEYS if content.get(key)] + _kernels_of_others(content)
-        if wants:
-            fix = f"use a model of a built-in architecture, or a copy with no {wants[0]} in its {file.name}"
-            raise ModelError("the model wants to run code of its own", file, ", ".join(wants), fix=fix)
+        needs = [key for key in CODE_KEYS if content.get(key)] + _kernels_of_others(content)
+        if needs:
+            fix = f"use a model of a built-in architecture, or a copy with no {needs[0]} in its {file.name}"
+            raise ModelError("the model needs to run code of its own", file, ", ".join(needs), fix=fix)
         listed = content.get("fast_tokenizer_files")
         outside = [str(n) for n in listed if str(n) != Path(str(n)).name] if isinstance(listed, list) else []
         if outside:  # libraries open one of them
@@ -190,7 +190,7 @@ def _require_no_code(path: Path) -> None:
             raise ModelError(what, file, ", ".join(outside), fix=fix)
     if (path / ADAPTER).exists():  # libraries apply it if peft is installed
         fix = "merge it into the weights where you trust it, or use a copy of the model without it"
-        raise ModelError("an adapter lies beside the weights", path / ADAPTER, fix=fix)
+        raise ModelError("there is an adapter next to the weights", path / ADAPTER, fix=fix)
 
 
 def _kernels_of_others(content: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def load_part(
         source = SyntheticSource(module, model, _made_on(device, dtype), drafts)
         vocab = cut_module(module, source, ranks, dtype, device, drafts)
     else:
-        with _refusing(path), FileSource(path, module) as files:
+        with _refusing(path), closing(FileSource(path, module)) as files:
             _require_complete(path, differences(module, files))
             vocab = cut_module(module, files, ranks, dtype, device, drafts)
     require_filled(module)

@@ -44,10 +44,7 @@ class FileSource:
                 self._places[name] = (handle, key)
                 self.shapes[name] = tuple(handle.get_slice(key).get_shape())
 
-    def __enter__(self) -> FileSource:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._places.clear()
         self._opened.close()
 

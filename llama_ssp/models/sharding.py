@@ -100,10 +100,6 @@ class Cut:
     dim: int
     spans: tuple[Span, ...]
 
-    @property
-    def size(self) -> int:
-        return sum(map(length, self.spans))
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -123,19 +119,18 @@ class Sizes:
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
         return Sizes(head_ranges(n_heads, n_kv, world, rank), head_dim, n_heads, n_kv, world, rank)
 
-    def queries(self, unit: int = 1, after: int = 0) -> Span:
-        """The rank's numbers of all queries, which begin behind `after` others."""
-        return _numbers(self.heads.query, self.head_dim * unit, after)
+    def queries(self, fused: int = 1) -> Span:
+        first, last = self.heads.query
+        return first * self.head_dim * fused, last * self.head_dim * fused
 
     def kvs(self, after: int = 0) -> Span:
-        return _numbers(self.heads.kv, self.head_dim, after)
+        """Of keys or values that stand behind `after` other numbers."""
+        first, last = self.heads.kv
+        return after + first * self.head_dim, after + last * self.head_dim
 
     def mlp(self, width: int, after: int = 0) -> Span:
-        return _numbers(mlp_share(width, self.world, self.rank), 1, after)
-
-
-def _numbers(span: Span, each: int, after: int) -> Span:
-    return after + span[0] * each, after + span[1] * each
+        first, last = mlp_share(width, self.world, self.rank)
+        return after + first, after + last
 
 
 def _qkv(sizes: Sizes, _width: int) -> tuple[Span, ...]:
@@ -169,7 +164,7 @@ def require_planned(model: ModelConf, role: str) -> None:
 
 
 def require_split(model: ModelConf, world: int, role: str = "model") -> None:
-    """Refuses a model that cannot be split over so many ranks: on every rank, before a file is opened."""
+    """Refuses a model that cannot be split over `world` ranks: on every rank, before a file is opened."""
     where = f"{role} {model.name}"
     if model.family not in SPLIT_FAMILIES:
         raise unsplit(where, model.family, "run it in one process, a draft with placement=leader")

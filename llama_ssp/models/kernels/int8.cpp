@@ -1,8 +1,7 @@
 // y = x (C s)^T + b for a few rows of x on a CPU, from a weight as bitsandbytes holds it: a row of 8-bit codes C
-// for each output, and its scale s. Codes are all that is read of memory; x keeps its 16 bits.
+// for each output, and its scale s. Only codes are read from memory; x stays in 16 bit.
 //
-// A row's sum is taken in the same order however many rows there are, so what comes of a row does not depend on
-// the rows beside it.
+// A row is summed in the same order whatever the number of rows, so its result does not depend on other rows.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -22,9 +21,9 @@ using Number = c10::BFloat16;
 
 constexpr int64_t STEP = 64;     // inputs at a time: as many codes fill a register
 constexpr int64_t OUTPUTS = 4;   // a portion
-constexpr int64_t ROWS = 10;     // of x at a time: so often is a piece of the weight used, once it is read
-constexpr int64_t FEW = 5;       // rows, with which codes are read from end to end; with more, two outputs' at a time
-constexpr int64_t AHEAD = 2048;  // codes: those are asked for while these are multiplied
+constexpr int64_t ROWS = 10;     // of x at a time: each piece of the weight that was read is used this many times
+constexpr int64_t FEW = 5;       // rows: up to these, codes are read from end to end; with more, of two outputs at a time
+constexpr int64_t AHEAD = 2048;  // codes: prefetched this far ahead of the multiplication
 
 typedef float Sums __attribute__((vector_size(64)));
 typedef float Totals __attribute__((vector_size(4 * OUTPUTS)));
@@ -66,7 +65,7 @@ Piece piece_of(const Input* x) {
   return {(__m512bh)_mm512_load_si512(x), (__m512bh)_mm512_load_si512(x + STEP / 2)};
 }
 
-// Where inputs stand that follow each other in a step, so that they meet their codes, which were taken apart.
+// The order of a step's inputs that matches the order of its unpacked codes.
 constexpr int64_t TOGETHER = 8;
 constexpr int64_t place(int64_t i) { return i / 8 % 2 * 32 + i / 16 * 8; }
 
@@ -129,7 +128,7 @@ struct Weight {
 
 constexpr int64_t padded(int64_t inputs) { return (inputs + STEP - 1) / STEP * STEP; }
 
-// Rows of x, one after the other, as steps read them: zeros where inputs run out.
+// Rows of x in the order in which steps read them, with zeros behind the last input.
 at::Tensor arranged(const Number* x, int64_t rows, int64_t inputs) {
   const int64_t length = padded(inputs);
   at::Tensor found = at::zeros({rows, length}, c10::CppTypeToScalarType<Input>::value);
@@ -142,7 +141,7 @@ at::Tensor arranged(const Number* x, int64_t rows, int64_t inputs) {
   return found;
 }
 
-// The sums of `count` rows of x with `width` outputs side by side.
+// The sums of `count` rows of x with `width` outputs at once.
 template <int count, int width>
 void add_up(const Input* x, const int8_t* codes, int64_t inputs, Sums (&kept)[count][OUTPUTS], int64_t first) {
   const int64_t length = padded(inputs);
@@ -163,7 +162,7 @@ void add_up(const Input* x, const int8_t* codes, int64_t inputs, Sums (&kept)[co
     for (int out = 0; out < width; out++) kept[row][first + out] = sums[row][out];
 }
 
-// Up to ROWS rows of x with a portion of the outputs, of which the first is number `first`.
+// Up to ROWS rows of x with a portion of the outputs, from number `first` on.
 template <int count>
 void multiply(const Input* x, const Weight& weight, int64_t first, Number* y) {
   constexpr int width = count <= FEW ? 1 : 2;
@@ -220,5 +219,5 @@ at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& codes, const at::T
 
 }  // namespace
 
-// Its schema is int8.py's: a GPU has a kernel of its own.
+// int8.py has the schema: GPUs have another kernel.
 TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("linear_int8", &linear_int8); }

@@ -1,8 +1,8 @@
 // y = x W^T + b for a few rows of x, on a CPU, at the speed at which W can be read.
 //
-// W is packed in blocks of BLOCK outputs, which are read from end to end: in each, word after word of the inputs
-// (one number of 32 bits, or two of 16), the outputs' words side by side. A row's sum is taken in the same order
-// however many rows there are, so what comes of a row does not depend on the rows beside it.
+// W is packed in blocks of BLOCK outputs, which are read from end to end: for each word of the inputs (one number of
+// 32 bits, or two of 16), the words of all outputs of the block. A row is summed in the same order whatever the
+// number of rows, so its result does not depend on other rows.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -41,7 +41,7 @@ struct Brain {
   }
 };
 
-// Up to ROWS rows with one block of W: `width` outputs a row, of which the block's first is number `first`.
+// Up to ROWS rows with one block of W, which has `width` outputs and begins at number `first`.
 template <class Kind, int count>
 void multiply(const int32_t* x, int64_t words, const int32_t* w, const typename Kind::Number* bias,
               typename Kind::Number* y, int64_t width, int64_t first) {
