@@ -81,25 +81,25 @@ class ModelCache:
     def open(self, found: list[ModelPlacement]) -> RankModels:
         """Loads this rank's part of the pair, after freeing the models that the pair does not need."""
         if self._held:
-            self._held = [(seat, model) for seat, model in self._held if seat in found]
+            self._held = [(placed, model) for placed, model in self._held if placed in found]
             gc.collect()
             torch.cuda.empty_cache()
         self._ranks.enter("load")
         self._ranks.require_same(
-            "number formats", json.dumps({seat.role: seat.dtype.value for seat in found})
+            "number formats", json.dumps({placed.role: placed.dtype.value for placed in found})
         )
         if self._ranks.world > 1:
-            prints = {seat.role: fingerprint(seat.path) if seat.path else "" for seat in found}
+            prints = {placed.role: fingerprint(placed.path) if placed.path else "" for placed in found}
             self._ranks.require_same("the models' files", json.dumps(prints))
         self._ranks.barrier()  # every rank has checked that the pair fits
         roles = self._roles_of(found)
-        models = {seat.role: self._model(seat, roles) for seat in found}
+        models = {placed.role: self._model(placed, roles) for placed in found}
         target, draft = models["model"], models.get(DRAFT)
         sizes = [
             size for model in (target, draft) for size in ((model.vocab, model.context) if model else (0, 0))
         ]
         vocab, context, _, draft_context = map(max, *self._ranks.gather_ints(sizes), [0, 0, 0, 0])
-        devices = {seat.role: seat.in_words() for seat in found}
+        devices = {placed.role: placed.in_words() for placed in found}
         draft_dtype = TORCH_DTYPES[found[-1].dtype]
         return RankModels(target, draft, devices, roles, vocab, context, draft_context, draft_dtype)
 
@@ -112,16 +112,16 @@ class ModelCache:
         self._ranks.may_lose(() if self._essential else self._roles[key].apart)
         return self._roles[key]
 
-    def _model(self, seat: ModelPlacement, roles: Roles) -> CausalModel | None:
+    def _model(self, placed: ModelPlacement, roles: Roles) -> CausalModel | None:
         """This rank's part of the model; None where it has none."""
-        group = roles.draft if seat.role == DRAFT else roles.target
+        group = roles.draft if placed.role == DRAFT else roles.target
         if group is None:
             return None
         for known, model in self._held:
-            if known == seat:
+            if known == placed:
                 return model
-        model = _loaded(seat, group)
-        self._held.append((seat, model))
+        model = _loaded(placed, group)
+        self._held.append((placed, model))
         return model
 
 
@@ -141,22 +141,22 @@ def prepare(pair: RankModels, run: RunConf, rows: int) -> None:
                 progress.advance(1)
 
 
-def _loaded(seat: ModelPlacement, group: Ranks) -> CausalModel:
+def _loaded(placed: ModelPlacement, group: Ranks) -> CausalModel:
     """By the engine that the placement names."""
-    what = seat.model, seat.path, seat.dtype
-    if seat.splitting is Splitting.layers:
+    what = placed.model, placed.path, placed.dtype
+    if placed.splitting is Splitting.layers:
         return load_layers(
-            *what, seat.max_memory, home_expanded(seat.offload) if seat.offload else None, seat.role
+            *what, placed.max_memory, home_expanded(placed.offload) if placed.offload else None, placed.role
         )
     if group.world == 1:
-        causal = load(*what, seat.device, seat.role)
-        if not seat.compiled:
+        causal = load(*what, placed.device, placed.role)
+        if not placed.compiled:
             return causal
-        return GraphedModel(causal) if seat.device.type == "cuda" else compiled(causal)
-    if seat.splitting is Splitting.deepspeed:
-        return load_deepspeed(*what, seat.device, seat.role, group)
-    part = load_part(*what, seat.device, seat.role, group)
-    return quickened(part) if seat.quickened else part
+        return GraphedModel(causal) if placed.device.type == "cuda" else compiled(causal)
+    if placed.splitting is Splitting.deepspeed:
+        return load_deepspeed(*what, placed.device, placed.role, group)
+    part = load_part(*what, placed.device, placed.role, group)
+    return quickened(part) if placed.quickened else part
 
 
 def engine_for(

@@ -18,7 +18,7 @@ from llama_ssp.text.detokenizer import Decode, Writing
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens, conversation
 
-CHARACTERS_A_TOKEN = 16  # more than texts have on average: a beginning of so many tells a text's length
+CHARACTERS_A_TOKEN = 16  # more than texts have on average: a text's beginning shows that it is too long
 NOT_NUMBERS = "a model gave logits that are not numbers (NaN or infinite)"
 
 
@@ -91,7 +91,7 @@ class Batches:
         self, engine: RankEngine, decode: Decode, lookahead: Callable[[int], DraftLength],
         max_new_tokens: int, ends: frozenset[int], stops: list[str],
     ) -> None:  # fmt: skip
-        """`lookahead` chooses how K is chosen for a batch of this many rows."""
+        """`lookahead` makes the choice of K for a batch of this many rows."""
         self._engine, self._decode, self._lookahead = engine, decode, lookahead
         self._max_new_tokens, self._ends, self._stops = max_new_tokens, ends, stops
         self._counts = Counts()

@@ -92,18 +92,19 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
 
 def tokens_of(found: list[ModelPlacement]) -> Tokens:
     """The target's tokenizer, with how the draft's tokenizer matches it. Raises ModelError or UsageError."""
-    for seat in found:
-        if seat.path is not None:  # first: config.json chooses the tokenizer, too
-            require_supported(seat.path)
-    target, *drafts = [read_tokens(seat.path, seat.model.vocab) for seat in found]
-    for tokens, seat in zip(drafts, found[1:], strict=True):
-        target.paired = match = paired(target, tokens, (found[0].model.vocab, seat.model.vocab), seat.pairing)
+    for placed in found:
+        if placed.path is not None:  # first: config.json chooses the tokenizer, too
+            require_supported(placed.path)
+    target, *drafts = [read_tokens(placed.path, placed.model.vocab) for placed in found]
+    for tokens, placed in zip(drafts, found[1:], strict=True):
+        widths = found[0].model.vocab, placed.model.vocab
+        target.paired = match = paired(target, tokens, widths, placed.pairing)
         if match is None:
             continue
         is_odd = match.diagnosis.notes or match.bridge
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", match.in_words())
-        if match.bridge is not None and seat.ranks != (LEADER,):  # the leader decides, and translates
-            what, ranks = "a draft of another tokenizer sits with the leader, whole", map(str, seat.ranks)
+        if match.bridge is not None and placed.ranks != (LEADER,):  # the leader decides, and translates
+            what, ranks = "a draft of another tokenizer sits with the leader, whole", map(str, placed.ranks)
             found_ranks, fix = f"ranks {', '.join(ranks)}", "use placement=leader"
             raise UsageError(what, "placement.draft", found_ranks, f"rank {LEADER}", fix)
     return target
@@ -124,7 +125,7 @@ def require_loadable(
         drafting = (draft.ranks, draft.copies) if draft is not None else ((), False)
         placement = Placement(target.splitting, target.world, target.ranks, *drafting)
         prediction = predict(
-            run, placement, rows=rows, slots=slots, dtypes=[seat.dtype for seat in found], caches=caches,
+            run, placement, rows=rows, slots=slots, dtypes=[placed.dtype for placed in found], caches=caches,
             capacity=memory_of(target.device), on_cpu=target.device.type == "cpu",
         )  # fmt: skip
     if prediction is not None:
@@ -137,14 +138,14 @@ def require_loadable(
 def _require_capacity(found: list[ModelPlacement], run: RunConf, rows: int, slots: int) -> None:
     """Checks weights and caches alone on each device; of a model that accelerate spreads, on all together."""
     by_device: dict[torch.device | None, list[Role]] = {}
-    for seat in found:
-        if not is_planned(seat.model):
-            log.info("%s: what %s takes is not known beforehand", seat.role, seat.model.family)
+    for placed in found:
+        if not is_planned(placed.model):
+            log.info("%s: what %s takes is not known beforehand", placed.role, placed.model.family)
             continue
-        spread = seat.splitting is Splitting.layers
-        if not (spread and seat.offload):  # offloaded weights have the disk's room
-            place = None if spread else seat.device
-            by_device.setdefault(place, []).append(Role(seat.role, seat.model, seat.dtype))
+        spread = placed.splitting is Splitting.layers
+        if not (spread and placed.offload):  # offloaded weights have the disk's room
+            place = None if spread else placed.device
+            by_device.setdefault(place, []).append(Role(placed.role, placed.model, placed.dtype))
     for device, roles in by_device.items():
         if device is None:
             name, capacity = "all devices together", sum(map(memory_of, every_device()))
@@ -162,9 +163,9 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
     if target.dtype in (Dtype.int8, Dtype.nf4) and run.sampling.temperature == 0:
         name = target.dtype.value
         log.warning("%s logits depend on the other rows of a batch: greedy equality is not promised", name)
-    for seat in found:
-        if seat.device.type == "cpu" and TORCH_DTYPES[seat.dtype] is torch.float16:
-            log.warning("%s.dtype=fp16 is several times slower than bf16 on a CPU", seat.role)
+    for placed in found:
+        if placed.device.type == "cpu" and TORCH_DTYPES[placed.dtype] is torch.float16:
+            log.warning("%s.dtype=fp16 is several times slower than bf16 on a CPU", placed.role)
     if draft is None:
         if run.draft is None and run.speculation.drafter is Drafting.model and run.speculation.may_draft:
             log.info("no draft model: plain decoding")

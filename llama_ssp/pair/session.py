@@ -132,9 +132,9 @@ class PairSession:
         spec = (run or self.run).speculation
         idle = spec.drafter is Drafting.none or not spec.may_draft
         k = 0 if idle else None if spec.adaptive else spec.k
-        took, stood = figures["ms_per_token"], figures["acceptance_rate_decided"]
+        took, accepted = figures["ms_per_token"], figures["acceptance_rate_decided"]
         held = self.models.held_bytes
-        return RunMeasurement(name, self._prediction, rows or self.rows, k, took, stood, held)
+        return RunMeasurement(name, self._prediction, rows or self.rows, k, took, accepted, held)
 
 
 def regular(run: RunConf) -> RunConf:

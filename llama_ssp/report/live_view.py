@@ -21,7 +21,7 @@ from llama_ssp.report.timeline import Track, speedup
 from llama_ssp.text.detokenizer import visible
 
 FRAMES_PER_S = 20
-BESIDE = 60  # columns from which two panes stand side by side; below, one above the other
+SIDE_BY_SIDE = 60  # columns from which two panes stand side by side; below, one above the other
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
 FIGURE_LINES = 3
@@ -42,16 +42,16 @@ class Picture:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, tracks = options.max_width, (self.regular, self.speculative)
-        beside = width >= BESIDE
-        widths = (width // 2, width - width // 2) if beside else (width, width)
+        side_by_side = width >= SIDE_BY_SIDE
+        widths = (width // 2, width - width // 2) if side_by_side else (width, width)
         bodies = [
             _body(track).wrap(console, max(own - FRAME, 2), overflow="fold")
             for track, own in zip(tracks, widths, strict=True)
         ]
         prompt = list(Text(visible(self.prompt), style="dim").wrap(console, max(width, 2), overflow="fold"))
-        rows = [max(map(len, bodies))] * 2 if beside else list(map(len, bodies))
+        rows = [max(map(len, bodies))] * 2 if side_by_side else list(map(len, bodies))
         if not self.whole:
-            prompt, rows = self._fitted(prompt, options.height or console.height, 1 if beside else 2)
+            prompt, rows = self._fitted(prompt, options.height or console.height, 1 if side_by_side else 2)
         panes = [
             _pane(track, Text("\n").join(body[-room:]), room, own)
             for track, body, room, own in zip(tracks, bodies, rows, widths, strict=True)
@@ -59,7 +59,7 @@ class Picture:
         yield Group(_legend(), *prompt)
         grid = Table.grid(*(Column(width=own) for own in widths), padding=0)
         grid.add_row(*panes)
-        yield grid if beside else Group(*panes)
+        yield grid if side_by_side else Group(*panes)
         yield Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
 
     @staticmethod

@@ -15,20 +15,20 @@ log = logging.getLogger(__name__)
 COLOURS = {"regular": "#8a8f98", "speculative": "#1f77b4"}
 
 
-def check_pictures(asked: dict[str, str]) -> None:
+def check_pictures(names: dict[str, str]) -> None:
     """Raises UsageError where a picture that is asked for, by key of the task, cannot be made."""
-    if "plot" in asked and find_spec("matplotlib") is None:
+    if "plot" in names and find_spec("matplotlib") is None:
         raise UsageError("task.plot needs matplotlib", fix="pip install matplotlib, or leave out task.plot")
-    for key, name in asked.items():
+    for key, name in names.items():
         if not home_expanded(name).parent.is_dir():
             fix = "make the folder, or correct the path"
             raise UsageError(f"task.{key} is in no folder", found=name, fix=fix)
 
 
-def plot_place(asked: str | None, folder: Path | None) -> Path | None:
+def plot_place(name: str | None, folder: Path | None) -> Path | None:
     """The path of the plot: the one that is asked for, or in the run folder, if there is one."""
-    if asked is not None:
-        return home_expanded(asked)
+    if name is not None:
+        return home_expanded(name)
     if folder is not None and find_spec("matplotlib") is None:
         log.info("no plot: matplotlib is not installed (pip install matplotlib)")
         return None
@@ -42,7 +42,7 @@ def plot_agreements(found: list[dict[str, Any]], most: int, path: Path) -> None:
     steps = range(max(lengths) + 2)
     agreeing = [100 * sum(length >= n for length in lengths) / len(found) for n in steps]
     figure, axes = _axes(7)
-    axes.step(steps, agreeing, where="post", color=COLOURS["speculative"], label="agree on so many tokens")
+    axes.step(steps, agreeing, where="post", color=COLOURS["speculative"], label="still agree")
     heights = [100 * sum(other > n for other in lengths) / len(found) for n in parted]
     axes.plot([n + 1 for n in parted], heights, "o", ms=4, color=COLOURS["regular"], label="parts here")
     axes.set_xlim(0, min(most, max(lengths) + 1))
@@ -53,7 +53,7 @@ def plot_agreements(found: list[dict[str, Any]], most: int, path: Path) -> None:
 
 
 def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars with their intervals, regular beside speculative, one group for each pair and size."""
+    """Bars with their intervals, regular next to speculative, one group for each pair and size."""
     groups = list(dict.fromkeys((row["pair"], row["prompts_per_seed"]) for row in rows))
     sizes = {size for _, size in groups}
     figure, axes = _axes(2.5 + 1.3 * len(groups))

@@ -1,7 +1,7 @@
-"""What task=measure makes of its clocks: medians with intervals, ratios, and what theory says of them.
+"""The figures of task=measure: medians with intervals, ratios, and what theory predicts. No torch.
 
-A ratio is taken within one repeat, in which all contenders had their turn on the same prompts; then its
-median is taken. So a machine whose speed drifts favours nobody. No torch.
+A ratio is taken within one repeat, in which every contender has a turn on the same prompts; then its median
+is taken. So a drift of the machine's speed favours no contender.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class Sample:
     delivery_ms: list[float] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     by_length: dict[int, tuple[float, int]] = field(default_factory=dict)
-    overlaps: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # of a draft on ranks of its own, a batch each
+    overlaps: list[dict[str, Any]] = field(default_factory=list)  # of each batch, with a draft apart
 
     @property
     def tokens(self) -> int:
@@ -59,7 +57,7 @@ class Sample:
     def take(
         self, prompt_tokens: int, prefill_s: float, decode_s: float, first_token_s: float, counts: Counts
     ) -> None:
-        """Adds a batch, whose longest prompt has so many tokens."""
+        """Adds a batch; `prompt_tokens` is the length of its longest prompt."""
         self.prefill_s += prefill_s
         self.decode_s += decode_s
         self.first_token_ms.append(1000 * first_token_s)
@@ -70,8 +68,8 @@ class Sample:
     def row(self) -> dict[str, Any]:
         """The sample as a line of a table."""
         counted = self.counts.summary()
-        kept = ("tokens_committed", "tokens_drafted", "tokens_accepted", "row_rounds", "acceptance_rate",
-                "tokens_per_target_forward")  # fmt: skip
+        counters = ("tokens_committed", "tokens_drafted", "tokens_accepted", "row_rounds")
+        kept = (*counters, "acceptance_rate", "tokens_per_target_forward")
         return {
             "ms_per_token": self.ms_per_token,
             "time_to_first_token_ms": median(self.first_token_ms),
@@ -117,17 +115,12 @@ class Record:
 
     def _by_length(self) -> list[dict[str, Any]]:
         """Median over repeats, for each length that a batch's longest prompt had."""
-        lengths = sorted({length for sample in self.samples for length in sample.by_length})
-        return [
-            {
-                "prompt_tokens": length,
-                "ms_per_token": median(
-                    1000 * sample.by_length[length][0] / sample.by_length[length][1]
-                    for sample in self.samples
-                ),
-            }
-            for length in lengths
-        ]
+        found = []
+        for length in sorted({length for sample in self.samples for length in sample.by_length}):
+            parts = [sample.by_length[length] for sample in self.samples]
+            ms = median(1000 * spent / made for spent, made in parts)
+            found.append({"prompt_tokens": length, "ms_per_token": ms})
+        return found
 
 
 @dataclass

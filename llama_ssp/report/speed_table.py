@@ -16,9 +16,7 @@ MIB = 2**20
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Speeds, then where the time goes, acceptance by position, what came of a draft on ranks of its own, and
-    what it all rests on.
-    """
+    """Speeds, where the time goes, acceptance by position, drafts on ranks of their own, and notes."""
     rows = [("target alone", found["target_alone"]), ("draft alone", found["draft_alone"] or {})]
     rows += [(f"pair, K = {'adaptive' if one['k'] is None else one['k']}", one) for one in found["pair"]]
     rows = [(name, row) for name, row in rows if row.get("ms_per_token") is not None]
@@ -32,7 +30,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def csv_text(records: list[Record]) -> str:
-    """A line for each contender and repeat, for other statistics than ours."""
+    """A line for each contender and repeat, for other statistics."""
     rows = [
         {"contender": record.name, "k": record.k, "repeat": repeat, **sample.row()}
         for record in records
@@ -46,19 +44,13 @@ def csv_text(records: list[Record]) -> str:
 
 
 def _speed(row: dict[str, Any]) -> list[str]:
-    percentiles = [figure(row[f"inter_token_ms_p{one}"]) for one in (50, 90, 99)]
+    milliseconds = ("time_to_first_token_ms", *(f"inter_token_ms_p{one}" for one in (50, 90, 99)))
+    ratios = ("predicted_speedup", "acceptance_rate", "tokens_per_target_forward")
     return [
-        figure(row["ms_per_token"]),
-        _interval(row, "ms_per_token"),
-        figure(row["tokens_per_s"], 1),
-        figure(row["time_to_first_token_ms"]),
-        *percentiles,
-        figure(row.get("speedup")),
-        _interval(row, "speedup"),
-        figure(row.get("predicted_speedup")),
-        figure(row["acceptance_rate"]),
-        figure(row["tokens_per_target_forward"]),
-    ]
+        figure(row["ms_per_token"]), _interval(row, "ms_per_token"), figure(row["tokens_per_s"], 1),
+        *(figure(row[name]) for name in milliseconds),
+        figure(row.get("speedup")), _interval(row, "speedup"), *(figure(row.get(name)) for name in ratios),
+    ]  # fmt: skip
 
 
 def _interval(row: dict[str, Any], name: str) -> str:

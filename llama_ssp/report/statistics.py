@@ -12,7 +12,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and the interval that holds the true one, at the level asked for."""
+    """A figure and the interval that holds the true one, at the level LEVEL."""
 
     value: float
     low: float
@@ -68,12 +68,12 @@ def median_coverage(n: int, level: float = LEVEL) -> float:
     return 1 - 2 * _tail(n, _outer_rank(n, level))
 
 
-def percentiles(values: list[float], asked: tuple[int, ...]) -> list[float | None]:
+def percentiles(values: list[float], levels: tuple[int, ...]) -> list[float | None]:
     """Percentiles with linear interpolation; None of nothing."""
     if not values:
-        return [None] * len(asked)
+        return [None] * len(levels)
     cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
-    return [cuts[one - 1] for one in asked]
+    return [cuts[one - 1] for one in levels]
 
 
 def _outer_rank(n: int, level: float) -> int:

@@ -42,13 +42,13 @@ def worked(a: int, b: int) -> str:
 
 
 def _question(rng: random.Random, seed: int, number: int, shots: int) -> Question:
-    asked = _pair(rng)
+    question = _pair(rng)
     lines: list[str] = []
     while len(lines) < shots:
         shown = _pair(rng)
-        if set(shown) != set(asked):  # in either order it would give the answer away
+        if set(shown) != set(question):  # in either order it would give the answer away
             lines.append(worked(*shown))
-    a, b = asked
+    a, b = question
     return Question(seed, number, "\n".join([*lines, f"{a} * {b} = "]), str(a * b))
 
 

@@ -1,7 +1,7 @@
 """task=calibrate: this machine's constants, measured, as a cluster that plans and runs can use.
 
 Bandwidth is streamed. What passes attain of it, what more tokens in a pass cost, and what a token costs
-beside bytes are found by least squares over rounds of small synthetic models of two depths and two
+besides bytes are found by least squares over rounds of small synthetic models of two depths and two
 vocabularies and of a wide one, regular and speculative. A constant's share of a round is what the plan's
 formula (planner/search.py) gives for that constant alone.
 """
@@ -63,7 +63,7 @@ DEPTHS, VOCABULARIES, LOOKAHEADS = (2, 8), (512, 16384), (0, 2, 6)
 WIDTH, HEAD = 320, 40  # a layer costs less where it is narrower still; heads enough for several ranks
 WIDE, WIDE_LAYERS, WIDE_VOCABULARY = 960, 3, 2048  # so wide that bytes count most
 FAR = 17  # tokens of a pass at which the cost of more of them is noted
-LONG_PART = 8  # one matrix in so many is multiplied with a long prompt's rows
+LONG_PART = 8  # one matrix in LONG_PART is multiplied with a long prompt's rows
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 UNITS = {"us": 1e-6, "ns": 1e-9}
 FITTED = ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns")
@@ -96,9 +96,9 @@ class CalibrateTask(Task[CalibrateConf]):
 
 
 def measured(
-    run: RunConf, ranks: Ranks, name: str, repeats: int, beside: Sequence[Callable[[], float]] = ()
+    run: RunConf, ranks: Ranks, name: str, repeats: int, others: Sequence[Callable[[], float]] = ()
 ) -> tuple[ClusterConf, list[float]]:
-    """The machine's constants, and the times of the functions `beside`, which take turns with them.
+    """The machine's constants, and the times of the functions `others`, which take turns with them.
 
     All ranks measure at once, so that they share what they share in a run.
     """
@@ -114,7 +114,7 @@ def measured(
         "sum": [partial(sum_s, ranks, device, dtype)],
         "message": [partial(message_s, ranks)],
         "cases": [partial(player.round_s, case) for case in cases()],
-        "beside": list(beside),
+        "others": list(others),
     }
     taken = iter(in_turn([work for group in works.values() for work in group], repeats))
     found = {name: [next(taken) for _ in group] for name, group in works.items()}
@@ -138,7 +138,7 @@ def measured(
         "streams %.1f GB/s, multiplies %.2f TFLOP/s; a layer costs %.0f us, a pass %.0f us more",
         cluster.gb_s, cluster.tflops, cluster.times.layer_us, cluster.times.step_us,
     )  # fmt: skip
-    return cluster, found["beside"]
+    return cluster, found["others"]
 
 
 def _taken(device: torch.device, held: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Task(Generic[Conf]):
         raise NotImplementedError
 
     def measurements(self) -> list[RunMeasurement]:
-        """How fast each way of writing texts was, for comparison with the plan."""
+        """How fast each way of generating was, for comparison with the plan."""
         return []
 
     def _open(self, spec: PairSpec | None = None) -> PairSession:
@@ -63,14 +63,14 @@ class Task(Generic[Conf]):
         return {"rows_skipped": len(self._skipped), **pair}
 
     def _print(self, lines: Iterable[str]) -> None:
-        """Prints lines for people, unless JSON is asked for."""
+        """Prints lines for people, but not with output=json."""
         if self._run.output is Output.text:
             for line in lines:
                 self._console.line(line)
 
-    def _draw(self, asked: str | None, plot: Callable[[Path], None]) -> None:
+    def _draw(self, name: str | None, plot: Callable[[Path], None]) -> None:
         """Has the leader draw a plot where `task.plot` asks for it, or into the run folder."""
-        place = plot_place(asked, self._folder.path)
+        place = plot_place(name, self._folder.path)
         if place is not None and self._ranks.is_leader:
             plot(place)
             self._plot = str(place)

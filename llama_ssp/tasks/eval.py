@@ -77,8 +77,8 @@ class EvalTask(Task[EvalConf]):
         self._devices: dict[str, dict[str, str]] = {}
 
     def run(self) -> str:
-        asked = self._questions()
-        checked = [self._checked(spec, asked) for spec in self._inputs.pairs]
+        blocks = self._questions()
+        checked = [self._checked(spec, blocks) for spec in self._inputs.pairs]
         cache = ModelCache(self._ranks, self._run.placement)
         try:
             for one in checked:
@@ -108,15 +108,15 @@ class EvalTask(Task[EvalConf]):
     def _questions(self) -> list[list[Question]]:
         """The questions, in one block for each size: those that the size before it lacks.
 
-        Within a block the seeds take turns, so that a run that was stopped has asked each the same.
+        Within a block the seeds take turns, so that a run that was stopped has answered each equally far.
         """
         by_seed = [questions(seed, self._sizes[-1], self._task.shots) for seed in self._seeds]
         bounds = zip([0, *self._sizes], self._sizes, strict=False)
         return [[own[n] for n in range(first, last) for own in by_seed] for first, last in bounds]
 
-    def _checked(self, spec: PairSpec, asked: list[list[Question]]) -> ScoredPair:
+    def _checked(self, spec: PairSpec, questions: list[list[Question]]) -> ScoredPair:
         pair = PairSession(spec, self._ranks)
-        blocks = [[(question, _prompt(question, pair)) for question in block] for block in asked]
+        blocks = [[(question, _prompt(question, pair)) for question in block] for block in questions]
         most = max(longest(prompt for _, prompt in block) for block in blocks)
         rows = min(self._task.batch_size, max(map(len, blocks)))
         pair.check(rows, most + self._task.max_new_tokens)
@@ -182,11 +182,11 @@ class EvalTask(Task[EvalConf]):
         """Each size that all these have worked on, by its index, and the prompts that all have answered."""
         smaller = 0
         for index, size in enumerate(self._sizes):
-            asked = [f"{seed}-{number}" for seed in self._seeds for number in range(size)]
-            names = [name for name in asked if all(name in answers.right for answers in modes)]
+            every = [f"{seed}-{number}" for seed in self._seeds for number in range(size)]
+            names = [name for name in every if all(name in answers.right for answers in modes)]
             if len(names) > smaller:
                 yield index, names
-            smaller = len(asked)
+            smaller = len(every)
 
     def _row(self, one: ScoredPair, mode: str, index: int, names: list[str]) -> dict[str, Any]:
         answers = one.answers[mode]

@@ -76,19 +76,19 @@ def agreements(
         for row, count in enumerate(proposal.count):
             if not count and state.finished[row] is None:
                 state.finished[row] = "context"  # the draft's own, which may be shorter
-        verdict = engine.verify(state, proposal)
+        result = engine.verify(state, proposal)
         for row, count in enumerate(proposal.count):
             if not count:
                 continue
-            if verdict.damaged[row]:
+            if result.damaged[row]:
                 state.finished[row] = "error"
                 continue
-            stood = verdict.drafted[row][: verdict.accepted[row]]
-            kept, reason = limits.trim(state, row, stood, engine.context)
-            state.append(row, stood[:kept])
-            if reason is None and len(stood) < count:
+            accepted = result.drafted[row][: result.accepted[row]]
+            kept, reason = limits.trim(state, row, accepted, engine.context)
+            state.append(row, accepted[:kept])
+            if reason is None and len(accepted) < count:
                 reason = "fork"
-                forks[row] = Fork(verdict.token[row], verdict.drafted[row][len(stood)])
+                forks[row] = Fork(result.token[row], result.drafted[row][len(accepted)])
             state.finished[row] = reason
         engine.roll_back(state)
         rounds.count += 1
