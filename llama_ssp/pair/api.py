@@ -15,7 +15,6 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,9 @@ from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.overrides import check_arguments
-from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.process_group import open_ranks
-from llama_ssp.models.devices import device_of
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import Batch, Batches, require_numbers, texts_of
-from llama_ssp.pair.session import PairSession
+from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.text.prompts import TextPrompt
 
@@ -84,12 +80,11 @@ def load_pair(
     sizes = [f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens // 16)}"]
     run = composed([*names, *sizes, *overrides])
     spec = pair_specs(run, [], rank_environment().world)[0]
-    placement = run.placement
-    ranks = open_ranks(device_of(placement.target_device, "placement.target_device"), placement.timeout_s)
-    with _cause_of(ranks):
+    ranks = ranks_of(run)
+    with first_cause(ranks):
         ranks.require_same("arguments of load_pair", "\n".join([*names, *overrides]))
-        rows = getattr(spec.run.task, "batch_size", batch_size)
-        return Pair(PairSession(spec, ranks).load(rows, max_tokens))
+        assert isinstance(spec.run.task, GenerateConf)
+        return Pair(PairSession(spec, ranks).load(spec.run.task.batch_size, max_tokens))
 
 
 class Pair:
@@ -114,7 +109,7 @@ class Pair:
         Raises UsageError for settings, DataError for prompts, ModelError for logits that are not numbers.
         """
         done: list[Completion] = []
-        with _cause_of(self._ranks):
+        with first_cause(self._ranks):
             run = self._with(max_new_tokens, sampling, speculation, stop, chat, system)
             for batch, first in self._batches(run, prompts, seed):
                 drafted, accepted = Counter[int](), Counter[int]()
@@ -142,7 +137,7 @@ class Pair:
 
         On ranks other than the leader every list is empty.
         """
-        with _cause_of(self._ranks):
+        with first_cause(self._ranks):
             run = self._with(max_new_tokens, sampling, speculation, stop, chat, system)
             for batch, first in self._batches(run, prompts, seed):
                 for step in batch.steps:
@@ -195,17 +190,3 @@ class Pair:
         batches = Batches(engine, decode, lookahead, task.max_new_tokens, pair.end_ids, task.stop)
         for first in range(0, len(read), task.batch_size):
             yield batches.begin(read[first : first + task.batch_size]), first
-
-
-@contextmanager
-def _cause_of(ranks: Ranks) -> Iterator[None]:
-    """Where several ranks fail, all raise what failed first."""
-    try:
-        yield
-    except GeneratorExit:
-        raise
-    except BaseException as error:
-        cause = ranks.cause_of(error)
-        if cause is error:
-            raise
-        raise cause from error

@@ -9,13 +9,16 @@ engine = session.engine(seed=0)             # as many as needed, each with KV ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from llama_ssp.config import Drafting, OnBadRow, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError
+from llama_ssp.models.devices import device_of
 from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, prepare
 from llama_ssp.pair.batches import prompt_of
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
@@ -141,3 +144,23 @@ def regular(run: RunConf) -> RunConf:
     """The same run by regular sampling: speculation without a drafter."""
     spec = replace(run.speculation, drafter=Drafting.none, k=0, adaptive=False)
     return replace(run, speculation=spec)
+
+
+def ranks_of(run: RunConf) -> Ranks:
+    """The ranks that torchrun started, or this process alone."""
+    device = device_of(run.placement.target_device, "placement.target_device")
+    return open_ranks(device, run.placement.timeout_s)
+
+
+@contextmanager
+def first_cause(ranks: Ranks) -> Iterator[None]:
+    """Where several ranks fail, all raise what failed first."""
+    try:
+        yield
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        cause = ranks.cause_of(error)
+        if cause is error:
+            raise
+        raise cause from error

@@ -22,9 +22,9 @@ from llama_ssp.config import (
 )
 from llama_ssp.distributed.comm import Ranks, broadcast_json
 from llama_ssp.distributed.placement import Placement
-from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
+from llama_ssp.pair.session import first_cause, ranks_of
 from llama_ssp.planner.run_plan import MeasuredMemory, compare_with_plan, in_words
 from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
@@ -57,17 +57,11 @@ TASKS: dict[type[TaskConf], type[Task[Any]]] = {
 
 def execute(inputs: RunInputs) -> int:
     """Runs the task on this rank; the exit code. If several ranks fail, each raises what failed first."""
-    placement = inputs.run.placement
-    ranks = open_ranks(device_of(placement.target_device, "placement.target_device"), placement.timeout_s)
-    try:
+    ranks = ranks_of(inputs.run)
+    with first_cause(ranks):
         code = _run(shared(inputs, ranks), ranks)
         ranks.close()
-        return code
-    except BaseException as error:
-        cause = ranks.cause_of(error)
-        if cause is error:
-            raise
-        raise cause from error
+    return code
 
 
 def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
