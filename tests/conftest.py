@@ -13,6 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command has it before torch is imported
 
 import pytest
 import torch

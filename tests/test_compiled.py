@@ -87,9 +87,9 @@ def test_what_is_packed():
 @needs_compiler
 def test_texts_are_those_of_eager_steps():
     """In fp32 every token: one row and several, K = 0 and not, greedy and drawn, rows that are refilled."""
-    target, draft = (CausalModel(build("llama-gqa"), "target"), CausalModel(_noisy("llama-gqa"), "draft"))
+    target, draft = (CausalModel(small("llama-gqa"), "target"), CausalModel(_noisy("llama-gqa"), "draft"))
     fast, quick = (
-        CompiledModel(CausalModel(build("llama-gqa"), "target")),
+        CompiledModel(CausalModel(small("llama-gqa"), "target")),
         CompiledModel(CausalModel(_noisy("llama-gqa"), "draft")),
     )
     for sampling in (GREEDY, SAMPLED):
@@ -121,8 +121,8 @@ def test_texts_are_those_of_eager_steps():
 @pytest.mark.parametrize("family", ["gemma2", "gpt_neox"])
 def test_other_families(family):
     """Windows, softcaps, biases and parallel layers, past the window's length."""
-    plain = speculate(CausalModel(build(family), "eager"), prompts(1), None, k=0, max_new=40)
-    fast = CompiledModel(CausalModel(build(family), "compiled"))
+    plain = speculate(CausalModel(small(family), "eager"), prompts(1), None, k=0, max_new=40)
+    fast = CompiledModel(CausalModel(small(family), "compiled"))
     assert speculate(fast, prompts(1), "ngram", k=3, max_new=40).texts == plain.texts
     assert not fast._failed
 
@@ -142,9 +142,9 @@ def test_a_compiled_model_adapts_the_module_once():
 def test_in_bf16_logits_differ_by_rounding():
     """Compiled steps are as near to the wide model as eager ones are."""
     torch.manual_seed(0)
-    wide = CausalModel(build("llama-gqa", mild=True), "wide")
-    narrow = CausalModel(build("llama-gqa", dtype=torch.bfloat16, mild=True), "narrow")
-    fast = CompiledModel(CausalModel(build("llama-gqa", dtype=torch.bfloat16, mild=True), "compiled"))
+    wide = CausalModel(small("llama-gqa", mild=True), "wide")
+    narrow = CausalModel(small("llama-gqa", dtype=torch.bfloat16, mild=True), "narrow")
+    fast = CompiledModel(CausalModel(small("llama-gqa", dtype=torch.bfloat16, mild=True), "compiled"))
     token_BS = torch.randint(3, VOCAB, (1, 60))
     found = []
     for model in (wide, narrow, fast):
@@ -161,17 +161,17 @@ def test_in_bf16_logits_differ_by_rounding():
 def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     """Found by all that they are made of; another's weights are read, not those they were made with."""
     monkeypatch.setattr(compiling, "cache_dir", lambda: str(tmp_path))
-    first = CompiledModel(CausalModel(build("llama-gqa"), "first"))
+    first = CompiledModel(CausalModel(small("llama-gqa"), "first"))
     texts = speculate(first, prompts(1), "ngram", k=3).texts
     assert len(list(tmp_path.rglob("step-*.bin"))) == 1
     monkeypatch.setattr(CompiledModel, "_compiled", lambda self, kind: pytest.fail("it was compiled again"))
-    again = CompiledModel(CausalModel(build("llama-gqa"), "again"))
+    again = CompiledModel(CausalModel(small("llama-gqa"), "again"))
     assert speculate(again, prompts(1), "ngram", k=3).texts == texts
     other, plain = CompiledModel(CausalModel(_noisy("llama-gqa"), "other")), _noisy("llama-gqa")
     found = speculate(other, prompts(1), "ngram", k=3).texts
     assert found == speculate(CausalModel(plain, "plain"), prompts(1), "ngram", k=3).texts != texts
     assert StepFile(again, (True, True)).load() is None
-    assert StepFile(CompiledModel(CausalModel(build("gpt_neox"), "alien")), (False, True)).load() is None
+    assert StepFile(CompiledModel(CausalModel(small("gpt_neox"), "alien")), (False, True)).load() is None
     kept = StepFile(again, (False, True))
     kept.path.write_bytes(kept.path.read_bytes()[:1000])
     assert kept.load() is None
@@ -326,5 +326,10 @@ def _model(layers: int) -> ModelConf:
     return ModelConf(name="m", family="llama", n_layers=layers, context=4096, **sizes)
 
 
+def small(family: str, **changes):
+    """Two layers: each takes its seconds to compile."""
+    return build(family, num_hidden_layers=2, **changes)
+
+
 def _noisy(family: str):
-    return perturbed(build(family), 0.05)
+    return perturbed(small(family), 0.05)

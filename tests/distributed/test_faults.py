@@ -20,6 +20,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.distributed.faults import RUN, Cell, Started, outcome, strike_at
+from tests.warm import start
 
 pytestmark = pytest.mark.slow
 
@@ -202,70 +203,60 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def rank_by_hand(rank: int, port: object, folder: Path, world: int = 2) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, LAUNCH, *RUN, "out=null", "placement.timeout_s=3"], text=True, cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment(
-            WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        ),
+def rank_by_hand(rank: int, port: object, folder: Path, *words: str, world: int = 2) -> tuple[Any, Path]:
+    """The process of a rank, and the file of what it says on standard error."""
+    streams = [os.devnull, folder / f"{rank}.out", folder / f"{rank}.err"]
+    env = environment(
+        WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
+    words = words or (*RUN, "out=null", "placement.timeout_s=3")
+    return start([LAUNCH, *words], folder, streams, env), folder / f"{rank}.err"
 
 
-def refusal(process: subprocess.Popen[str]) -> str:
+def refusal(process: Any, err: Path) -> str:
     """The one line that a rank ends with."""
-    _, said = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 5 and said.count("\n") == 1, said
+    process.join(PATIENCE_S)
+    said = err.read_text()
+    assert process.exitcode == 5 and said.count("\n") == 1, said
     return said
 
 
 def test_a_port_in_use(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refusal(rank_by_hand(0, port, tmp_path))
+        said = refusal(*rank_by_hand(0, port, tmp_path))
     assert "port at which the ranks meet is in use" in said and f"127.0.0.1:{port}" in said
 
 
 @pytest.mark.parametrize("port", ["0", "70000", "many"])
 def test_a_bad_port(port: str, tmp_path: Path):
-    assert "MASTER_PORT is no usable number" in refusal(rank_by_hand(0, port, tmp_path))
+    assert "MASTER_PORT is no usable number" in refusal(*rank_by_hand(0, port, tmp_path))
 
 
 def test_ranks_that_never_come(tmp_path: Path):
     """With a leader the others are missing, without one nobody is there."""
     port = free_port()
-    leader, other = rank_by_hand(0, port, tmp_path, 3), rank_by_hand(2, free_port(), tmp_path, 3)
-    said = refusal(leader)
+    leader, other = (rank_by_hand(rank, at, tmp_path, world=3) for rank, at in ((0, port), (2, free_port())))
+    said = refusal(*leader)
     assert "not all ranks have come" in said and "ranks 0 of 3 after 3 s" in said and "start 1, 2 too" in said
-    assert "nobody is where the ranks meet; rank 2 of 3" in refusal(other)
+    assert "nobody is where the ranks meet; rank 2 of 3" in refusal(*other)
 
 
 def test_started_by_hand_the_leader_keeps_the_store(tmp_path: Path):
     """On the loopback device alone; when the leader goes, the store goes, and the other still ends."""
     port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, LAUNCH, *ENDLESS, "task.trace=true", "output=text"], text=True, cwd=tmp_path,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment(
-                WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-            ),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert ranks[0].stdout is not None
-    assert "round 0" in ranks[0].stdout.readline()
+    words = (*ENDLESS, "task.trace=true", "output=text")
+    (leader, _), (other, err) = (rank_by_hand(rank, port, tmp_path, *words) for rank in range(2))
+    out = tmp_path / "0.out"
+    wait_for(lambda: out.exists() and "round 0" in out.read_text())
     listening = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert [local for local, _, state in listening if state == "0A" and local.endswith(f":{port:04X}")] == [
         f"0100007F:{port:04X}"
     ]
-    ranks[0].kill()
-    _, said = ranks[1].communicate(timeout=PATIENCE_S)
-    ranks[0].communicate()
-    assert ranks[1].returncode == 5
-    assert said.count("\n") == 1 and said.startswith("error: rank 0 is gone")
+    leader.kill()
+    said = refusal(other, err)
+    assert said.startswith("error: rank 0 is gone")
 
 
 def wait_for(condition: Any) -> None:
