@@ -149,9 +149,8 @@ class Stale(CausalModel):
 class Leaking(CausalModel):
     """Every token sees the one behind it, if that is fed along: a mask off by one."""
 
-    def _mask(self, feed: Feed, window: int | None) -> Tensor:
-        mask = super()._mask(feed, window)
-        return mask | mask.roll(1, -1)
+    def _mask(self, visible_BWS: Tensor) -> Tensor:
+        return super()._mask(visible_BWS | visible_BWS.roll(1, -1))
 
 
 @pytest.mark.few(1)
