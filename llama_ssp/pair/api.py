@@ -16,7 +16,6 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from llama_ssp.config import GenerateConf, RunConf, SamplingConfig, SpeculationConfig
@@ -24,8 +23,7 @@ from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.overrides import check_arguments
-from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.pair.batches import Batch, Batches, require_numbers, texts_of
+from llama_ssp.pair.batches import Batch, require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.text.prompts import TextPrompt
@@ -185,8 +183,6 @@ class Pair:
         if seed is None:
             seed = self._ranks.broadcast_ints([secrets.randbelow(2**31)] if self._ranks.is_leader else [])[0]
         read = [pair.prompt(TextPrompt(str(n), text, f"prompt {n}"), run) for n, text in enumerate(prompts)]
-        engine, decode = pair.engine(seed, run), pair.tokens.decode
-        lookahead = partial(lookahead_for, run, costs=pair.costs)
-        batches = Batches(engine, decode, lookahead, task.max_new_tokens, pair.end_ids, task.stop)
+        batches = pair.batches(seed, run, task.stop, pair.costs)
         for first in range(0, len(read), task.batch_size):
             yield batches.begin(read[first : first + task.batch_size]), first

@@ -9,9 +9,10 @@ engine = session.engine(seed=0)             # as many as needed, each with KV ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from llama_ssp.config import Drafting, OnBadRow, RunConf
@@ -19,8 +20,8 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError
 from llama_ssp.models.devices import device_of
-from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, prepare
-from llama_ssp.pair.batches import prompt_of
+from llama_ssp.pair.assembly import ModelCache, RankModels, engine_for, lookahead_for, prepare
+from llama_ssp.pair.batches import Batches, prompt_of
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
@@ -127,6 +128,15 @@ class PairSession:
         run = run or self.run
         ends, chunk = self.end_ids if end_ids is None else end_ids, getattr(run.task, "prefill_chunk", 512)
         return engine_for(self.models, run, self.tokens, ends, seed, chunk, rule)
+
+    def batches(
+        self, seed: int, run: RunConf | None = None, stops: Sequence[str] = (), costs: Costs | None = None
+    ) -> Batches:
+        """Batches on an engine of their own; an adaptive K goes by `costs`, if they are measured."""
+        run = run or self.run
+        engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=costs)
+        new_tokens: int = getattr(run.task, "max_new_tokens", 0)
+        return Batches(engine, self.tokens.decode, lookahead, new_tokens, self.end_ids, list(stops))
 
     def measurement(
         self, name: str, figures: Mapping[str, Any], run: RunConf | None = None, rows: int | None = None

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from llama_ssp.config import EvalConf
-from llama_ssp.pair.assembly import ModelCache, lookahead_for
+from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.batches import Batches, begun, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
@@ -145,10 +144,7 @@ class EvalTask(Task[EvalConf]):
     def _answer(self, one: ScoredPair, mode: str, answers: Answers) -> None:
         task, pair = self._task, one.pair
         run = regular(pair.run) if mode == REGULAR else pair.run
-        answers.running = batches = Batches(
-            pair.engine(self._inputs.seed, run), pair.tokens.decode, partial(lookahead_for, run),
-            task.max_new_tokens, pair.end_ids, [STOP],
-        )  # fmt: skip
+        answers.running = batches = pair.batches(self._inputs.seed, run, [STOP])
         name = f"{one.name}, {mode}"
         with Progress(name, sum(map(len, one.blocks)), "prompts") as progress:
             for block in one.blocks:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from llama_ssp.config import GenerateConf, Output
-from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import Batch, Batches, nothing_run, require_numbers
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Console
@@ -36,9 +34,7 @@ class GenerateTask(Task[GenerateConf]):
         prompts = self._prompts(pair)
         most = longest(prompt for _, prompt in prompts) + task.max_new_tokens
         pair.load(min(task.batch_size, len(prompts)), most)
-        lookahead = partial(lookahead_for, self._run, costs=pair.costs)
-        engine, decode = pair.engine(self._inputs.seed), pair.tokens.decode
-        self._batches = Batches(engine, decode, lookahead, task.max_new_tokens, pair.end_ids, task.stop)
+        self._batches = pair.batches(self._inputs.seed, stops=task.stop, costs=pair.costs)
         starts = range(0, len(prompts), task.batch_size)
         for number, first in enumerate(starts, start=1):
             self._write(self._batches, prompts[first : first + task.batch_size], pair.tokens)
