@@ -53,7 +53,7 @@ def test_the_shared_law_is_the_draft_s_own(name: str, temperature: float) -> Non
     drafter.start(1, 16)
     drafter.prefill(state)
     declared = drafter.propose(state, (1,)).draft_BKV[0, 0]
-    ids = torch.tensor([how.begun(PROMPTS[0].token_ids)])
+    ids = torch.tensor([how.prompt_ids(PROMPTS[0].token_ids)])
     whole = model.module(input_ids=ids, use_cache=False).logits[0, -1].softmax(-1).tolist()
     sums = [
         sum(p for p, t in zip(whole, how.match.target_of, strict=True) if t == i) for i in range(target.size)

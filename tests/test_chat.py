@@ -192,7 +192,7 @@ def test_a_draft_without_the_template_s_tokens_reads_them_as_text(tmp_path: Path
     for how in (Bridging.intersection, Bridging.text):
         bridge = pair(target, draft, (302, 280), Pairing(how)).bridge
         assert bridge is not None
-        read = bridge.begun(known.chat(conversation("hello", None)))
+        read = bridge.prompt_ids(known.chat(conversation("hello", None)))
         assert draft.text_of(read).decode() == f"{BEGIN}user\nhello{END}\n{BEGIN}assistant\n"
 
 

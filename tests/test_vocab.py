@@ -229,8 +229,8 @@ def test_the_draft_reads_the_same_text(
     for target, draft in ((words, bytes_), (bytes_, words)):
         made = bridge_of(pair(target, draft, (target.size, draft.size), Pairing(how)))
         ids = target.encode(text)
-        assert made.begun([*target.start, *ids]) == [*draft.start, *draft.encode(text)]
-        assert draft.text_of(made.continued(ids)) == text.encode()
+        assert made.prompt_ids([*target.start, *ids]) == [*draft.start, *draft.encode(text)]
+        assert draft.text_of(made.later_ids(ids)) == text.encode()
 
 
 @pytest.mark.parametrize("how", [Bridging.intersection, Bridging.text])
@@ -240,17 +240,17 @@ def test_long_texts_are_translated_in_parts(how: Bridging, words: Vocabulary, by
     ids = words.encode(text)
     made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(how)))
     ends, parts = [0], list[int]()
-    while (at := made.parting(ids, ends[-1])) is not None:
-        assert made.parting(ids[: at + 1], ends[-1]) == at, "what comes later changes nothing"
-        parts += made.continued(ids[ends[-1] : at])
+    while (at := made.split_after(ids, ends[-1])) is not None:
+        assert made.split_after(ids[: at + 1], ends[-1]) == at, "what comes later changes nothing"
+        parts += made.later_ids(ids[ends[-1] : at])
         ends.append(at)
     assert len(ends) > 3
-    assert parts + made.continued(ids[ends[-1] :]) == bytes_.encode(text)
+    assert parts + made.later_ids(ids[ends[-1] :]) == bytes_.encode(text)
 
 
 def test_special_tokens_are_read_by_their_counterparts(words: Vocabulary, bytes_: Vocabulary) -> None:
     made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
-    assert made.begun([0, 1, *words.encode("a"), 0]) == [0, 1, *bytes_.encode("a"), 0]
+    assert made.prompt_ids([0, 1, *words.encode("a"), 0]) == [0, 1, *bytes_.encode("a"), 0]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -263,8 +263,8 @@ def test_what_the_draft_writes_is_cut_as_the_target_would(
     ids = words.encode(text)
     for at in range(len(ids)):
         drafted = bytes_.cut(words.text_of(ids[at:]))
-        assert made.back(ids[:at], drafted) == ids[at:]
-    assert made.back(ids, [1]) == [1], "an end of the draft's text is one of the target's"
+        assert made.target_ids(ids[:at], drafted) == ids[at:]
+    assert made.target_ids(ids, [1]) == [1], "an end of the draft's text is one of the target's"
 
 
 @exhaustive
@@ -275,7 +275,7 @@ def test_what_is_proposed_is_what_the_draft_wrote(before: str, text: str, half: 
     made = bridge_of(pair(words, bytes_, (4096, 258), Pairing(Bridging.text)))
     assert isinstance(made, Text)
     written = text.encode()[half:]
-    proposed = made.back(words.encode(before), bytes_.cut(written))
+    proposed = made.target_ids(words.encode(before), bytes_.cut(written))
     assert words.text_of(proposed) == written
 
 

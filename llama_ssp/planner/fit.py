@@ -12,7 +12,7 @@ from llama_ssp.errors import DistributedError
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
 from llama_ssp.planner.memory import rank_work, segments, tensor_lines
-from llama_ssp.planner.weights import Part, held, width
+from llama_ssp.planner.weights import Part, RolePart, held
 from llama_ssp.planner.workload import CONSTANT, GIB, MIB, MemoryLine, Role, Workload
 
 LIBRARIES = "libraries"  # the role of lines that belong to no model
@@ -118,20 +118,15 @@ def require_capacity(
     """
     needed, words = 0, []
     for role in roles:
-        part = Part.of(role.model)
-        weights = sum(held(part, role.dtype).values())
-        cache = 2 * part.layers * part.key_width * width(role.dtype) * rows * (slots + 1)
+        own = RolePart.of(role, Part.of(role.model), slots)
+        weights, cache = sum(held(own.part, role.dtype).values()), own.caches_bytes(rows)
         needed += weights + cache
-        words.append(
-            f"{role.role} {role.model.name}: weights {weights / GIB:.1f} GiB, cache {cache / GIB:.1f} GiB"
-        )
+        sizes = f"weights {weights / GIB:.1f} GiB, cache {cache / GIB:.1f} GiB"
+        words.append(f"{role.role} {role.model.name}: {sizes}")
     usable = int(capacity * (1 - reserve))
     if needed > usable:
-        raise DistributedError(
-            f"the models do not fit on {device}",
-            where="; ".join(words),
-            found=f"{needed / GIB:.1f} GiB needed",
-            allowed=f"{usable / GIB:.1f} GiB ({capacity / GIB:.1f} GiB less {reserve:.0%} reserve)",
-            fix="take a smaller model, a smaller dtype (model.dtype=int8), fewer rows (task.batch_size) "
-            "or shorter texts (task.max_new_tokens)",
-        )
+        what, found = f"the models do not fit on {device}", f"{needed / GIB:.1f} GiB needed"
+        allowed = f"{usable / GIB:.1f} GiB ({capacity / GIB:.1f} GiB less {reserve:.0%} reserve)"
+        smaller = "take a smaller model, a smaller dtype (model.dtype=int8), fewer rows (task.batch_size)"
+        fix = f"{smaller} or shorter texts (task.max_new_tokens)"
+        raise DistributedError(what, "; ".join(words), found, allowed, fix)

@@ -30,19 +30,16 @@ class _ToDraft:
     match: Match
     expansion: float
 
-    def begun(self, prompt: Sequence[int]) -> list[int]:
+    def prompt_ids(self, prompt: Sequence[int]) -> list[int]:
         """The draft ids of a prompt."""
         start = self.target.start
         parts = _parts(prompt[len(start) :] if tuple(prompt[: len(start)]) == start else prompt, self.target)
         if parts and isinstance(parts[0], bytes) and self.target.begins_with_space:
             parts[0] = parts[0].removeprefix(b" ")  # the target's tokenizer put it there
-        return [*self.draft.start, *self._read(parts)]
-
-    def _read(self, parts: list[bytes | int]) -> list[int]:
-        """Texts as the draft's tokenizer reads them, special tokens by their counterparts."""
-        return [i for part in parts for i in self._part(part)]
+        return [*self.draft.start, *(i for part in parts for i in self._part(part))]
 
     def _part(self, part: bytes | int) -> list[int]:
+        """A text as the draft's tokenizer reads it, a special token by its counterpart or its name."""
         if isinstance(part, bytes):
             return self.draft.encoded(part)
         own = self._counterpart(part)
@@ -58,16 +55,15 @@ class _ToDraft:
 class Intersection(_ToDraft):
     """Token for token. The draft reads the pieces of a token that only the target has."""
 
-    def continued(self, written: Sequence[int]) -> list[int]:
+    def later_ids(self, written: Sequence[int]) -> list[int]:
         """The draft ids of the text after the prompt."""
-        return [i for token in written for i in self.piece(token)]
+        return [i for token in written for i in self._token(token)]
 
-    def parting(self, written: Sequence[int], begun: int) -> int | None:
-        """The next index where `written` may be parted: the translations of both parts add up."""
-        return begun + STRIDE if begun + STRIDE < len(written) else None
+    def split_after(self, written: Sequence[int], start: int) -> int | None:
+        """The next index after `start` where `written` may be split: the ids of both parts add up."""
+        return start + STRIDE if start + STRIDE < len(written) else None
 
-    def piece(self, token: int) -> list[int]:
-        """The draft ids of one target token."""
+    def _token(self, token: int) -> list[int]:
         own = self._counterpart(token)
         if own != NONE:
             return [own]
@@ -79,22 +75,21 @@ class Intersection(_ToDraft):
 class Text(_ToDraft):
     """Through the text itself."""
 
-    def continued(self, written: Sequence[int]) -> list[int]:
+    def later_ids(self, written: Sequence[int]) -> list[int]:
         """The draft ids of the text after the prompt."""
-        return self._read(_parts(written, self.target))
+        return [i for part in _parts(written, self.target) for i in self._part(part)]
 
-    def parting(self, written: Sequence[int], begun: int) -> int | None:
-        """The next index where `written` may be parted: before a space, where words begin."""
-        later = range(begun + STRIDE, len(written))
+    def split_after(self, written: Sequence[int], start: int) -> int | None:
+        """The next index after `start` where `written` may be split: before a space, where words begin."""
+        later = range(start + STRIDE, len(written))
         return next((at for at in later if self.target.text_of([written[at]])[:1].isspace()), None)
 
-    def back(self, before: Sequence[int], drafted: Sequence[int]) -> list[int]:
+    def target_ids(self, before: Sequence[int], drafted: Sequence[int]) -> list[int]:
         """The target ids of drafted ids, as the target tokenizes them after `before`.
 
         An end of text becomes one of the target's, and nothing follows it.
         """
-        text = self.draft.text_of(i for i in drafted if i not in self.draft.special)
-        ids = self._cut(before, text)
+        ids = self._cut(before, self.draft.text_of(i for i in drafted if i not in self.draft.special))
         ended = bool(drafted) and drafted[-1] in self.draft.special
         end = self.match.target_of[drafted[-1]] if ended else NONE
         return [*ids, end] if end != NONE else ids

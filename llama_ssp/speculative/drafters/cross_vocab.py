@@ -86,7 +86,7 @@ class _BridgedDrafter(DraftModel):
         """The row's prompt, translated once."""
         found = self._settled[row]
         if found is None:
-            prompt = self._bridge.begun(state.texts[row][: state.prompt_lengths[row]])
+            prompt = self._bridge.prompt_ids(state.texts[row][: state.prompt_lengths[row]])
             found = self._settled[row] = _Settled(prompt)
             self._write(row, prompt)
         return found
@@ -109,10 +109,10 @@ class _BridgedDrafter(DraftModel):
     def _translated(self, state: State, row: int) -> list[int]:
         """The row's text; only what follows the last place where it may be split is translated anew."""
         known, written = self._prompt(state, row), state.generated(row)
-        while (at := self._bridge.parting(written, known.read)) is not None:
-            known.written += self._bridge.continued(written[known.read : at])
+        while (at := self._bridge.split_after(written, known.read)) is not None:
+            known.written += self._bridge.later_ids(written[known.read : at])
             known.read = at
-        return known.prompt + known.written + self._bridge.continued(written[known.read :])
+        return known.prompt + known.written + self._bridge.later_ids(written[known.read :])
 
     def _write(self, row: int, text: list[int]) -> None:
         """Writes the part of a text that fits; a text that does not fit gets no drafts."""
@@ -248,7 +248,7 @@ class TextDrafter(_BridgedDrafter):
                 if not drafting[row]:
                     continue
                 texts[row].append(token)
-                ids = self._text.back(state.texts[row], texts[row])
+                ids = self._text.target_ids(state.texts[row], texts[row])
                 found[row] = list(takewhile(lambda i: i < self._vocab, ids))
                 ended = token in self._text.draft.special
                 settled = len(ids) > count[row]
