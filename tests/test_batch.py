@@ -41,7 +41,7 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 
 def finished(output: str) -> int:
-    return Journal.find(Path(output + ".work")).standing().finished
+    return Journal.find(Path(output + ".work")).standing().records_finished
 
 
 def summary(answer: Answer) -> dict[str, Any]:
