@@ -60,4 +60,4 @@ def test_every_task_keeps_predicted_beside_measured(command, name, caplog):
 def test_calibrating_has_no_plan():
     from llama_ssp.tasks.calibrate import CalibrateTask
 
-    assert CalibrateTask.ways(object.__new__(CalibrateTask)) == []
+    assert CalibrateTask.measurements(object.__new__(CalibrateTask)) == []
