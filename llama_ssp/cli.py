@@ -124,9 +124,9 @@ def _memory_in_words() -> Iterator[None]:
 
 
 def _compose() -> list[tuple[DictConfig, list[Path]]]:
-    """The merged config and the private folders it may name presets of, one for each job of a sweep.
+    """For each job of a sweep, the merged config and the private folders with presets for it.
 
-    None when Hydra only printed something.
+    Empty if Hydra only printed something.
     """
     check_arguments(sys.argv[1:])
     sys.argv[1:] = arranged(sys.argv[1:])
@@ -212,9 +212,9 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
 
         return submit.execute(run, folders, words)
     if run.cluster.groups > 1:
-        from llama_ssp.batch import local_workers as groups
+        from llama_ssp.batch import local_workers
 
-        return groups.execute(run, folders, words)
+        return local_workers.execute(run, folders, words)
     return None
 
 
