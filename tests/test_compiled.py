@@ -118,11 +118,11 @@ def test_texts_are_those_of_eager_steps():
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", ["gemma2", "gpt_neox"])
-def test_other_families(family):
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 2), ("gpt_neox", 1)])
+def test_other_families(family, layers):
     """Windows, softcaps, biases and parallel layers, past the window's length."""
-    plain = speculate(CausalModel(small(family), "eager"), prompts(1), None, k=0, max_new=40)
-    fast = CompiledModel(CausalModel(small(family), "compiled"))
+    plain = speculate(CausalModel(small(family, layers), "eager"), prompts(1), None, k=0, max_new=40)
+    fast = CompiledModel(CausalModel(small(family, layers), "compiled"))
     assert speculate(fast, prompts(1), "ngram", k=3, max_new=40).texts == plain.texts
     assert not fast._failed
 
@@ -142,9 +142,9 @@ def test_a_compiled_model_adapts_the_module_once():
 def test_in_bf16_logits_differ_by_rounding():
     """Compiled steps are as near to the wide model as eager ones are."""
     torch.manual_seed(0)
-    wide = CausalModel(small("llama-gqa", mild=True), "wide")
-    narrow = CausalModel(small("llama-gqa", dtype=torch.bfloat16, mild=True), "narrow")
-    fast = CompiledModel(CausalModel(small("llama-gqa", dtype=torch.bfloat16, mild=True), "compiled"))
+    wide = CausalModel(small("llama-gqa", 1, mild=True), "wide")
+    narrow = CausalModel(small("llama-gqa", 1, dtype=torch.bfloat16, mild=True), "narrow")
+    fast = CompiledModel(CausalModel(small("llama-gqa", 1, dtype=torch.bfloat16, mild=True), "compiled"))
     token_BS = torch.randint(3, VOCAB, (1, 60))
     found = []
     for model in (wide, narrow, fast):
@@ -326,9 +326,9 @@ def _model(layers: int) -> ModelConf:
     return ModelConf(name="m", family="llama", n_layers=layers, context=4096, **sizes)
 
 
-def small(family: str, **changes):
-    """Two layers: each takes its seconds to compile."""
-    return build(family, num_hidden_layers=2, **changes)
+def small(family: str, layers: int = 2, **changes):
+    """Few layers: each takes its seconds to compile."""
+    return build(family, num_hidden_layers=layers, **changes)
 
 
 def _noisy(family: str):

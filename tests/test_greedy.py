@@ -49,8 +49,11 @@ class Case:
 
 @cache
 def pairwise() -> list[Case]:
-    """Few cases that hold every pair of choices: greedily, the case with the most new pairs."""
-    axes: tuple[tuple[Any, ...], ...] = (KS, ROWS, DRAFTS, RULES, CHUNKS, ENDS)
+    """Few cases that hold every pair of choices: greedily, the case with the most new pairs.
+
+    Of up to three rows: more of them are tried with one family.
+    """
+    axes: tuple[tuple[Any, ...], ...] = (KS, ROWS[:2], DRAFTS, RULES, CHUNKS, ENDS)
     product = list(itertools.product(*axes))
     pairs = {c: set(itertools.combinations(enumerate(c), 2)) for c in product}
     open_pairs = set().union(*pairs.values())
