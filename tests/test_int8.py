@@ -122,7 +122,7 @@ def test_a_compiled_model_is_nearer_to_the_wide_one_than_llm_int8(tmp_path: Path
         "num_attention_heads": 8,
         "intermediate_size": 704,
         "num_key_value_heads": 4,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
     }
     build("llama-gqa", mild=True, **changes).save_pretrained(tmp_path)
     wide, narrow, eager, fast = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 IMPORTED = [
     "pytest", "llama_ssp.cli", "llama_ssp.tasks.runner", "transformers.models.llama.modeling_llama",
     "tests.distributed.pairs",
