@@ -28,11 +28,11 @@ TWO, OTHER_TWO = ((1,), (0, 1, 1)), ((1, 1, 0), (0,))
 
 # A scenario, and for how many rounds all schedules are tried.
 WALKS: dict[str, tuple[Scenario, int]] = {
-    "one row, K = 1": (Scenario(vocab=2, k=1, new=4), 3),
+    "one row, K = 1": (Scenario(vocab=2, k=1, new=4), 2),
     "one row, K = 2": (Scenario(vocab=2, k=2, new=6, sampling=CUT_LESS), 2),
     "one row, token rule": (Scenario(vocab=2, k=2, new=6, sampling=CUT_LESS, rule="token"), 2),
     "every guess is right": (Scenario(vocab=2, k=2, new=6, draft="same"), 2),
-    "two rows, K = 2": (Scenario(prompts=TWO, vocab=2, k=2, new=5, draft="same", sampling=CUT), 2),
+    "two rows, K = 2": (Scenario(prompts=TWO, vocab=2, k=2, new=5, draft="same", sampling=CUT), 3),
     "two rows, EOS": (
         Scenario(prompts=OTHER_TWO, vocab=2, k=1, new=4, ends=frozenset({1}), sampling=CUT), 2,
     ),
