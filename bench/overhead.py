@@ -121,7 +121,7 @@ def compiled(rule: Rule, draws: HostDraws) -> Any:
         damaged = target[..., 0].isnan().any(1) | draft[..., 0].isnan().any(1)
         accepted = rule.accepted(coin < rule.accept_chances(block))
         token = race(rule.correction_probs(block, accepted), clock)
-        overlap = verification.overlap(block)
+        overlap = verification.acceptance_prob(block)
         columns = accepted[:, None], token[:, None], damaged[:, None], drafted
         return torch.cat([*columns, overlap, *rule.standing(block, overlap)], 1)
 

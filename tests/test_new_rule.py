@@ -28,7 +28,7 @@ class HalfRule(TokenRule):
         return _probs_of(target_BV - smaller(target_BV, draft_BV) / 2, target_BV, block, accepted_B)
 
     def expected(self, block: Block) -> Array:
-        return overlap(block) / 2
+        return acceptance_prob(block) / 2
 
 
 RULES: dict'''

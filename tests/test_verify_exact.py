@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp.speculative.verification import RULES, Block, overlap
+from llama_ssp.speculative.verification import RULES, Block, acceptance_prob
 from tests.rational import Case, as_block, cases, drafts, total_variation
 
 PAIRS = 120
@@ -78,7 +78,7 @@ def test_what_is_said_of_drafts_that_stand_is_how_many_do(rule):
     for case in cases(40, 9):
         paths = drafts(case)
         block = as_block(case, paths)
-        before_BK, standing_BK = RULES[rule].standing(block, overlap(block))
+        before_BK, standing_BK = RULES[rule].standing(block, acceptance_prob(block))
         weight_B = np.array([weight for _, weight in paths])
         stand_K = (weight_B[:, None] * standing_BK).sum(0)
         assert ((weight_B[:, None] * before_BK).sum(0) == [1, *stand_K[:-1]]).all()
@@ -98,7 +98,7 @@ def test_torch_runs_the_same_functions(rule):
         )
         mine, chances = RULES[rule].accept_chances(block), RULES[rule].accept_chances(exact)
         assert np.allclose(mine.numpy(), chances.astype(float), atol=1e-15)
-        said = zip(*(RULES[rule].standing(one, overlap(one)) for one in (block, exact)), strict=True)
+        said = zip(*(RULES[rule].standing(one, acceptance_prob(one)) for one in (block, exact)), strict=True)
         assert all(np.allclose(one.numpy(), other.astype(float), atol=1e-15) for one, other in said)
         for accepted in range(case.k + 1):
             reached = np.minimum(exact.count_B, accepted)
@@ -130,7 +130,7 @@ def test_the_price_of_coupling_is_bounded():
     shares = []
     for case in cases(60, 8):
         block = as_block(case, drafts(case))
-        best, met = overlap(block)[0, 0], RULES["coupled"].expected(block)[0, 0]
+        best, met = acceptance_prob(block)[0, 0], RULES["coupled"].expected(block)[0, 0]
         assert best / (2 - best) <= met <= best
         shares.append(met / best if best else 1)
     assert min(shares) < Fraction(9, 10) < max(shares)

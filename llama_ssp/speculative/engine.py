@@ -21,7 +21,7 @@ from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol, RoundResult
 from llama_ssp.speculative.sampling import SamplingTransform, has_nan
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.verification import Block, Rule, overlap
+from llama_ssp.speculative.verification import Block, Rule, acceptance_prob
 
 DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round that a stopwatch tells apart
 # Called with each decided round: the state before the commit, the proposal, the result, and on the leader
@@ -190,8 +190,8 @@ def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV
     if proposal.k:
         block = block_of(proposal, probs_BWV)
         accepted_B, token_B = rule.decide(block, round_draws)
-        overlap_BK = overlap(block)
-        seen_BN = torch.cat([overlap_BK, *rule.standing(block, overlap_BK)], 1)
+        prob_BK = acceptance_prob(block)
+        seen_BN = torch.cat([prob_BK, *rule.standing(block, prob_BK)], 1)
     else:
         accepted_B, token_B = (
             torch.zeros_like(damaged_B, dtype=torch.int64),

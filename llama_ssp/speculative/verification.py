@@ -117,9 +117,9 @@ class Rule(ABC):
         share code with `accept_chances`."""
 
     @abstractmethod
-    def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
+    def standing(self, block: Block, prob_BK: Array) -> tuple[Array, Array]:
         """For the adaptive draft length, two chances of each draft before it is drawn, (B, K) each: that all
-        drafts before it stand, and that it stands as well. `overlap_BK` is `overlap(block)`."""
+        drafts before it stand, and that it stands as well. `prob_BK` is `acceptance_prob(block)`."""
 
 
 class TokenRule(Rule):
@@ -139,12 +139,12 @@ class TokenRule(Rule):
         return _residual_probs(block, accepted_B, accepted_B * 0 + 1)
 
     def expected(self, block: Block) -> Array:
-        return overlap(block)
+        return acceptance_prob(block)
 
-    def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
+    def standing(self, block: Block, prob_BK: Array) -> tuple[Array, Array]:
         ratio_BK = _ratios(block)
         before_BK = shifted(where(ratio_BK < 1, ratio_BK, 1).cumprod(-1), 1)
-        return before_BK, before_BK * overlap_BK
+        return before_BK, before_BK * prob_BK
 
 
 class BlockRule(Rule):
@@ -179,9 +179,9 @@ class BlockRule(Rule):
             weight_B = where(drawn_B > 0, smaller(kept_B, drawn_B) / where(drawn_B > 0, drawn_B, 1), 0)
         return stack_last(chances)
 
-    def standing(self, block: Block, overlap_BK: Array) -> tuple[Array, Array]:
+    def standing(self, block: Block, prob_BK: Array) -> tuple[Array, Array]:
         before_BK = block.carried_BW[:, :-1]
-        return before_BK, joined(overlap_BK[:, :1], before_BK[:, 1:] - block.spare_BJ)
+        return before_BK, joined(prob_BK[:, :1], before_BK[:, 1:] - block.spare_BJ)
 
 
 class CoupledRule(TokenRule):
@@ -230,7 +230,7 @@ class CoupledRule(TokenRule):
 RULES: dict[str, Rule] = {rule.name: rule for rule in (TokenRule(), BlockRule(), CoupledRule())}
 
 
-def overlap(block: Block) -> Array:
+def acceptance_prob(block: Block) -> Array:
     """sum(min(target, draft)) at each drafted position: the most that a rule for single positions accepts."""
     return smaller(block.target_BWV[:, : block.k], block.draft_BKV).sum(-1)
 
