@@ -7,6 +7,7 @@ its own, and its tensors have the shapes that config.json says.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,6 +120,8 @@ def folder_at_hand(model: ModelConf) -> Path | None:
         return None
     if model.path is not None or model.repo is None:
         return find(model, "model") if _is_here(model) else None
+    if not (_hub_cache() / f"models--{model.repo.replace('/', '--')}").is_dir():
+        return None  # without the import of the library, which is slow
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model.repo, "tokenizer.json", revision=model.revision)
@@ -127,6 +130,13 @@ def folder_at_hand(model: ModelConf) -> Path | None:
 
 def _is_here(model: ModelConf) -> bool:
     return model.path is not None and (model.path.startswith(SHIPPED) or home_expanded(model.path).is_dir())
+
+
+def _hub_cache() -> Path:
+    """The folder where the hub's library keeps what it has downloaded."""
+    own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return home_expanded(own or f"{home}/hub")
 
 
 def inspect(path: Path) -> Checkpoint:
