@@ -114,7 +114,10 @@ def test_torch_runs_the_same_functions(rule):
             assert np.allclose(mine.numpy()[open_B], theirs[open_B].astype(float), atol=1e-14)
 
 
-@pytest.mark.parametrize(("rule", "theory"), [("token", overlap), ("coupled", RULES["coupled"].expected)])
+SINGLE = [("token", acceptance_prob), ("coupled", RULES["coupled"].expected)]
+
+
+@pytest.mark.parametrize(("rule", "theory"), SINGLE)
 def test_how_often_a_rule_accepts_a_single_draft(rule, theory):
     for case in cases(20, 7):
         one = Case(case.target, case.draft, 1)
