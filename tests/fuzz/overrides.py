@@ -123,6 +123,8 @@ Made = tuple[list[str], str, str]  # words, the key that they are about, why the
 
 def _good(random: Random, task: str) -> Made:
     sure = [(k, h) for k, h in leaves(task).items() if _is_sure(k, h)]
+    if task == "certify":  # which takes fewer drafts a round than other tasks
+        sure = [(k, h) for k, h in sure if k not in ("speculation.k", "speculation.k_max")]
     key, hint = random.choice(sure)
     return [f"{key}={_good_value(random, key, hint)}"], key, ""
 
