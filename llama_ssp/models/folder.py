@@ -210,7 +210,8 @@ def require_inside(file: Path, folder: Path | None = None) -> None:
     real, home = file.resolve(), (folder or file.parent).resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
-        raise ModelError("a file leaves the folder", file, real, fix=COPY)
+        target = file.readlink() if file.is_symlink() else real  # the same on every rank: /proc/self is not
+        raise ModelError("a file leaves the folder", file, target, fix=COPY)
 
 
 def _shard(path: Path, name: object, source: Path) -> Path:
