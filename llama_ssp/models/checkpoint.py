@@ -28,7 +28,9 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
-SCALES = (".SCB", ".absmax")  # endings of the tensors that bitsandbytes adds to quantised weights
+QUANTISERS = ("bitsandbytes", "gptq", "awq", "fp8", "compressed-tensors", "mxfp4")
+# Endings of the tensors that these add to quantised weights, or put in their place.
+SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
 HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding is the head, too
@@ -167,11 +169,13 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _require_scales(path: Path, claim: object, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuses plain weights that config.json calls quantised by bitsandbytes: they would be read as codes."""
+    """Refuses plain weights that config.json calls quantised: some libraries would read them as codes."""
     if not isinstance(claim, dict) or any(name.endswith(SCALES) for name in shapes):
         return
-    if claim.get("quant_method") == "bitsandbytes" or claim.get("load_in_8bit") or claim.get("load_in_4bit"):
-        what = "config.json says that bitsandbytes quantised the weights, but they are plain"
+    short = "bitsandbytes" if claim.get("load_in_8bit") or claim.get("load_in_4bit") else None
+    method = claim.get("quant_method") or short
+    if method in QUANTISERS:
+        what = f"config.json says that {method} quantised the weights, but they are plain"
         where = f"{path / 'config.json'}: quantization_config"
         fix = "remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights"
         raise ModelError(what, where, "no scales among the tensors", fix=fix)
