@@ -103,6 +103,17 @@ def reference(
     return tuple(text[0, len(ids) :].tolist())
 
 
+def test_transformers_itself_ends_where_the_reference_is_cut() -> None:
+    family, ids = "llama-gqa", (3, 1, 4)
+    free, prompt = reference(family, ids), torch.tensor([ids])
+    end = free[len(free) // 2]
+    text = plain(family, None).generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW,
+        eos_token_id=end, pad_token_id=0,
+    )  # fmt: skip
+    assert tuple(text[0, len(ids) :].tolist()) == reference(family, ids, end=end) != free
+
+
 def clear(family: str, ids: tuple[int, ...], new: int, context: int | None) -> bool:
     """Whether no choice along the reference is a near tie."""
     text = torch.tensor([ids + reference(family, ids, new, None, context)])
