@@ -19,8 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from surroundings import surroundings, write  # noqa: E402
 
-from llama_ssp.report.speed_table import table  # noqa: E402
-from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.report.tables import aligned, speeds_table  # noqa: E402
 
 Figure = tuple[float, float, float]
 
@@ -40,8 +39,8 @@ def main() -> None:
         [
             "# task=measure, run twice", "", *surroundings(runs[0]["devices"]),
             f"Seed {runs[0]['seed']}; {runs[0]['prompts']} prompts; {said}.", "", *fenced(lines),
-            "", "The first run:", "", *fenced(table(runs[0])), "", "The second run:", "",
-            *fenced(table(runs[1])), "",
+            "", "The first run:", "", *fenced(speeds_table(runs[0])), "", "The second run:", "",
+            *fenced(speeds_table(runs[1])), "",
         ]
     )  # fmt: skip
     print(text)

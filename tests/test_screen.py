@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from llama_ssp.errors import StorageError, UsageError
-from llama_ssp.report.live_view import STYLES, Picture, Scene, bars, save, verdict
+from llama_ssp.report.live_view import STYLES, Scene, bars, save, verdict
 from llama_ssp.report.plots import check_pictures
 from llama_ssp.report.timeline import Arrival, Track
 
@@ -35,7 +36,7 @@ def scene(prompt: str = "def hello", texts: tuple[str, str] = (WRITTEN, WRITTEN 
     return Scene(prompt, tracks[0], tracks[1])
 
 
-def drawn(picture: Picture, width: int, height: int, colours: bool = False) -> str:
+def drawn(picture: Scene, width: int, height: int, colours: bool = False) -> str:
     console = Console(
         file=io.StringIO(), width=width, height=height, force_terminal=colours, highlight=False,
         color_system="256" if colours else None, _environ={},
@@ -89,7 +90,7 @@ def test_a_low_terminal_shows_the_end_of_the_text() -> None:
 def test_tokens_are_coloured_by_origin() -> None:
     pieces = tuple((origin, origin) for origin in STYLES)
     coloured = Scene("p", Track("a", 0, [Arrival(1, pieces, 4, 4, 1)]), Track("b", 0, []))
-    output = drawn(coloured.now(whole=True), 100, 30, colours=True)
+    output = drawn(replace(coloured, whole=True), 100, 30, colours=True)
     body = next(line for line in output.splitlines() if "bonus" in line and "│" in line)
     for code, origin in ((32, "drafted"), (33, "corrected"), (36, "bonus")):
         assert f"\x1b[{code}m{origin}\x1b[0m" in body

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, predicted
-from llama_ssp.report.speed_table import csv_text, table
+from llama_ssp.report.tables import csv_text, speeds_table
 from llama_ssp.speculative.stats import Counts
 
 
@@ -84,7 +84,7 @@ def test_what_was_stopped_is_reported_as_far_as_it_went() -> None:
     assert found["pair"][0]["speedup"] == pytest.approx(1.25) and found["pair"][1]["speedup"] is None
     assert Speeds(Record("target alone", 0), None, []).figures()["target_alone"] == {}
     found |= {"peak_memory": []}
-    assert [line.split("  ")[0] for line in table(found)[1:4]] == [
+    assert [line.split("  ")[0] for line in speeds_table(found)[1:4]] == [
         "target alone",
         "draft alone",
         "pair, K = 1",
@@ -94,7 +94,7 @@ def test_what_was_stopped_is_reported_as_far_as_it_went() -> None:
 def test_the_table_says_what_it_shows() -> None:
     found = speeds(6).figures() | {"peak_memory": [{"rank": 0, "process_bytes": 2**30, "device_bytes": 0}]}
     found["pair"][1]["time_split_ms_per_token"] = {"draft": 1.0, "verify": 3.5}
-    lines = table(found)
+    lines = speeds_table(found)
     assert lines[0].split()[:3] == ["ms/token", "interval", "tokens/s"]
     assert "2.00" in lines[4] and "2.00..2.00" in lines[4]
     assert "pair, K = 4 1.00 3.50 4.50" in [" ".join(line.split()) for line in lines]
@@ -116,7 +116,9 @@ def test_what_came_of_a_draft_apart_is_summed_and_told() -> None:
     told = found.figures()["pair"]
     assert told[0]["overlap"] is None and told[1]["overlap"]["ready_share"] == 0.5
     assert (told[1]["overlap"]["rows_asked"], told[1]["overlap"]["draft_lost"]) == (40, "gone")
-    said = next(x for x in table(found.figures() | {"peak_memory": []}) if x.startswith("pair, K = 4: "))
+    said = next(
+        x for x in speeds_table(found.figures() | {"peak_memory": []}) if x.startswith("pair, K = 4: ")
+    )
     assert "ready in 50% of rounds; of 80 drafted ahead 50 in vain" in said
     assert "the target waited 0.50 ms/token, the draft 0.20" in said
 
@@ -124,7 +126,7 @@ def test_what_came_of_a_draft_apart_is_summed_and_told() -> None:
 def test_speculation_that_does_not_pay_is_called_so() -> None:
     found = speeds(1)
     found.pair[:] = [Record("pair, K = 1", 1, [sample(12.5, 10, 90)])]
-    lines = table(found.figures() | {"peak_memory": []})
+    lines = speeds_table(found.figures() | {"peak_memory": []})
     assert any("0.80 times as fast as the target alone; speculation does not pay here" in x for x in lines)
 
 

@@ -6,7 +6,7 @@ import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,21 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class Picture:
-    """What is shown of two tracks: with `whole` all of their texts, else the ends that fit the height."""
+class Scene:
+    """A prompt and its two tracks, as they are drawn, with a line below.
+
+    With `whole` all of their texts are drawn, else the ends that fit the height.
+    """
 
     prompt: str
     regular: Track
     speculative: Track
-    note: str
-    whole: bool
+    note: str = ""
+    whole: bool = False
+
+    def end(self, whole: bool) -> Scene:
+        """The last picture, with the verdict below."""
+        return replace(self, note=verdict(self), whole=whole)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, tracks = options.max_width, (self.regular, self.speculative)
@@ -70,22 +77,6 @@ class Picture:
         return shown, [max((left - len(shown)) // stacked, 1)] * 2
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A prompt and its two tracks."""
-
-    prompt: str
-    regular: Track
-    speculative: Track
-
-    def now(self, note: str = "", whole: bool = False) -> Picture:
-        return Picture(self.prompt, self.regular, self.speculative, note, whole)
-
-    def end(self, whole: bool) -> Picture:
-        """The picture at the end, with the verdict below."""
-        return self.now(verdict(self.now()), whole)
-
-
 class Screen:
     """Draws pictures on a terminal: whole screens while something moves, the last one to stay."""
 
@@ -109,7 +100,7 @@ class Screen:
         """Draws the tracks as they are, at most FRAMES_PER_S times a second."""
         if self._live is None or time.monotonic() - self._drawn < 1 / FRAMES_PER_S:
             return
-        self._live.update(scene.now(note), refresh=True)
+        self._live.update(replace(scene, note=note), refresh=True)
         self._drawn = time.monotonic()
 
     def keep(self, scene: Scene) -> None:
@@ -132,12 +123,12 @@ def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
         raise StorageError(f"cannot write the picture: {error.strerror}", where=str(path)) from None
 
 
-def verdict(picture: Picture) -> str:
-    """What a finished picture says in a line."""
-    faster = speedup(picture.regular, picture.speculative)
+def verdict(scene: Scene) -> str:
+    """How the comparison ended, in a line."""
+    faster = speedup(scene.regular, scene.speculative)
     if faster is None:
         return ""
-    before, after = picture.regular.ms_per_token, picture.speculative.ms_per_token
+    before, after = scene.regular.ms_per_token, scene.speculative.ms_per_token
     return f"{faster:.2f} times as fast: {before:.2f} ms a token, then {after:.2f}; prefill left out"
 
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config import home_expanded
 from llama_ssp.errors import StorageError, UsageError
+from llama_ssp.report.speed_stats import predicted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 
-COLOURS = {"regular": "#8a8f98", "speculative": "#1f77b4"}
+GREY, BLUE = "#8a8f98", "#1f77b4"
+COLOURS = {"regular": GREY, "speculative": BLUE}
+PARTS = {"draft": "#2ca02c", "verify": BLUE, "decide": "#9467bd", "communicate": "#d62728", "host": GREY}
 
 
 def check_pictures(names: dict[str, str]) -> None:
@@ -41,10 +48,10 @@ def plot_agreements(found: list[dict[str, Any]], most: int, path: Path) -> None:
     parted = sorted(one["agreed_tokens"] for one in found if one["fork"] is not None)
     steps = range(max(lengths) + 2)
     agreeing = [100 * sum(length >= n for length in lengths) / len(found) for n in steps]
-    figure, axes = _axes(7)
-    axes.step(steps, agreeing, where="post", color=COLOURS["speculative"], label="still agree")
+    figure, axes = _percentages(7)
+    axes.step(steps, agreeing, where="post", color=BLUE, label="still agree")
     heights = [100 * sum(other > n for other in lengths) / len(found) for n in parted]
-    axes.plot([n + 1 for n in parted], heights, "o", ms=4, color=COLOURS["regular"], label="parts here")
+    axes.plot([n + 1 for n in parted], heights, "o", ms=4, color=GREY, label="parts here")
     axes.set_xlim(0, min(most, max(lengths) + 1))
     axes.set_xlabel("tokens")
     axes.set_ylabel(f"of {len(found)} prompts, %")
@@ -56,16 +63,13 @@ def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
     """Bars with their intervals, regular next to speculative, one group for each pair and size."""
     groups = list(dict.fromkeys((row["pair"], row["prompts_per_seed"]) for row in rows))
     sizes = {size for _, size in groups}
-    figure, axes = _axes(2.5 + 1.3 * len(groups))
+    figure, axes = _percentages(2.5 + 1.3 * len(groups))
     for side, (mode, colour) in enumerate(COLOURS.items()):
         shown = [row for row in rows if row["mode"] == mode]
-        if not shown:
-            continue
         places = [groups.index((row["pair"], row["prompts_per_seed"])) + 0.4 * side - 0.2 for row in shown]
-        heights = [100 * row["score"] for row in shown]
-        below = [100 * (row["score"] - row["score_low"]) for row in shown]
-        above = [100 * (row["score_high"] - row["score"]) for row in shown]
-        axes.bar(places, heights, 0.36, yerr=[below, above], capsize=4, color=colour, label=mode)
+        heights, reach = _with_intervals(shown, "score", 100)
+        if shown:
+            axes.bar(places, heights, 0.36, yerr=reach, capsize=4, color=colour, label=mode)
     labels = [pair if len(sizes) == 1 else f"{pair}\n{size} a seed" for pair, size in groups]
     axes.set_xticks(range(len(groups)), labels)
     axes.set_xlim(-0.6, len(groups) - 0.4)
@@ -74,12 +78,84 @@ def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
     save(figure, path)
 
 
-def _axes(width: float) -> tuple[Any, Any]:
-    """A figure of this width, and its axes, for shares in percent."""
+def plot_speeds(found: dict[str, Any], path: Path) -> None:
+    """Three panels of what task=measure has measured: speed-up over K, acceptance by position, time."""
+    picture = _figure(13)
+    speed, acceptance, time = picture.subplots(1, 3, width_ratios=[1.2, 1, 1.2])
+    _speedups(speed, found)
+    _acceptance(acceptance, found)
+    _time(time, found)
+    save(picture, path)
+
+
+def _speedups(axes: Axes, found: dict[str, Any]) -> None:
+    pair = [row for row in found["pair"] if row["k"] and row["speedup"] is not None]
+    axes.set_title("times as fast as the target alone", fontsize=10)
+    axes.set_xlabel("K, drafts a round")
+    axes.axhline(1, color="black", linewidth=0.8)
+    if not pair:
+        return
+    ks = [row["k"] for row in pair]
+    values, reach = _with_intervals(pair, "speedup")
+    axes.errorbar(ks, values, reach, marker="o", capsize=4, color=BLUE, label="measured")
+    alpha, cost = found["alpha"], found["cost_ratio"]
+    if cost is not None and alpha is not None:
+        curve = [predicted(alpha, cost, k) or 0.0 for k in range(max(ks) + 1)]
+        label = f"predicted: acceptance {alpha:.2f}, cost {cost:.2f}"
+        axes.plot(range(len(curve)), curve, linestyle="--", color=GREY, label=label)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _acceptance(axes: Axes, found: dict[str, Any]) -> None:
+    axes.set_title("share of drafts accepted", fontsize=10)
+    axes.set_xlabel("position in the block")
+    axes.set_ylim(0, 1.02)
+    for row in found["pair"]:
+        if rates := row.get("acceptance_by_position"):
+            axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=_drafts(row))
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _time(axes: Axes, found: dict[str, Any]) -> None:
+    rows = [("target", found["target_alone"]), ("draft", found["draft_alone"] or {})]
+    rows += [(_drafts(row), row) for row in found["pair"]]
+    split = [(name, part) for name, row in rows if (part := row.get("time_split_ms_per_token"))]
+    axes.set_title("where the time goes, ms/token", fontsize=10)
+    bottom = [0.0] * len(split)
+    for part, colour in PARTS.items():
+        heights = [own[part] for _, own in split]
+        if any(heights):
+            axes.bar(range(len(split)), heights, 0.6, bottom=bottom, color=colour, label=part)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.set_xticks(range(len(split)), [name for name, _ in split], fontsize=8)
+    if any(bottom):
+        axes.set_ylim(0, 1.25 * max(bottom))
+        axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper left")
+
+
+def _drafts(row: dict[str, Any]) -> str:
+    return "adaptive" if row["k"] is None else f"K = {row['k']}"
+
+
+def _with_intervals(
+    rows: list[dict[str, Any]], name: str, unit: float = 1
+) -> tuple[list[float], list[list[float]]]:
+    """A figure of each row, and how far its interval reaches below and above it."""
+    below = [unit * (row[name] - row[f"{name}_low"]) for row in rows]
+    above = [unit * (row[f"{name}_high"] - row[name]) for row in rows]
+    return [unit * row[name] for row in rows], [below, above]
+
+
+def _figure(width: float) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 4), layout="constrained")
-    axes = figure.subplots()
+    return Figure(figsize=(width, 4), layout="constrained")
+
+
+def _percentages(width: float) -> tuple[Figure, Axes]:
+    """A figure of this width, and its axes, for shares in percent."""
+    axes = (figure := _figure(width)).subplots()
     axes.set_ylim(0, 105)
     return figure, axes
 

@@ -37,12 +37,10 @@ def deciding(run: RunConf) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"llama_ssp": __version__, "python": platform.python_version()}
+    found = {"llama_ssp": __version__, "python": platform.python_version(), **dict.fromkeys(PACKAGES, "none")}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
     return found
 
 
@@ -122,12 +120,17 @@ def _new_folder(base: Path, name: str) -> Path:
 
 
 class Console:
-    """Standard output. Raises StorageError where it cannot be written, or was closed by its reader."""
+    """Standard output; `silent` on every rank but the leader.
 
-    def __init__(self) -> None:
-        self.is_terminal = sys.stdout.isatty()
+    Raises StorageError where it cannot be written, or was closed by its reader.
+    """
+
+    def __init__(self, silent: bool = False) -> None:
+        self._silent, self.is_terminal = silent, sys.stdout.isatty()
 
     def write(self, text: str) -> None:
+        if self._silent:
+            return
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -145,13 +148,6 @@ class Console:
             self.line(json.dumps(summary))
         elif summary.get("run_folder"):
             self.line(f"run folder: {summary['run_folder']}")
-
-
-class NoConsole(Console):
-    """Prints nothing: the console of every rank but the leader."""
-
-    def write(self, text: str) -> None:
-        pass
 
 
 class Progress:

@@ -6,12 +6,11 @@ is taken. So a drift of the machine's speed favours no contender.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from llama_ssp.report.statistics import Estimate, median_coverage, median_of, percentiles
+from llama_ssp.report.statistics import median_coverage, median_of, percentiles
 from llama_ssp.speculative.draft_length import tokens_per_round
 from llama_ssp.speculative.stats import Counts, ratio
 
@@ -100,8 +99,8 @@ class Record:
             **interval("ms_per_token", [sample.ms_per_token for sample in self.samples]),
             **interval("tokens_per_s", [1000 / sample.ms_per_token for sample in self.samples]),
             **interval("time_to_first_token_ms", firsts),
-            **self._percentiles("inter_token_ms", lambda sample: sample.inter_token_ms),
-            **self._percentiles("delivery_ms", lambda sample: sample.delivery_ms),
+            **self._percentiles("inter_token_ms"),
+            **self._percentiles("delivery_ms"),
             "by_prompt_length": self._by_length(),
             "time_split_ms_per_token": self.split,
             "overlap": overlap_of([one for sample in self.samples for one in sample.overlaps]),
@@ -109,8 +108,8 @@ class Record:
             **counts.summary(),
         }
 
-    def _percentiles(self, name: str, taken: Callable[[Sample], list[float]]) -> dict[str, float | None]:
-        found = percentiles([ms for sample in self.samples for ms in taken(sample)], PERCENTILES)
+    def _percentiles(self, name: str) -> dict[str, float | None]:
+        found = percentiles([ms for sample in self.samples for ms in getattr(sample, name)], PERCENTILES)
         return {f"{name}_p{one}": value for one, value in zip(PERCENTILES, found, strict=True)}
 
     def _by_length(self) -> list[dict[str, Any]]:
@@ -140,8 +139,7 @@ class Speeds:
         cost = self._within(self.draft, self.target) if self.draft else []
         cost_ratio, alpha = (median(cost) if cost else None), self._alpha()
         pair = [self._of_pair(record, alpha, cost_ratio) for record in self.pair]
-        done = [row for row in pair if row.get("speedup")]
-        best = max(done, key=lambda row: float(row["speedup"]), default=None)
+        best = max(pair, key=lambda row: row["speedup"] or 0.0, default=None)
         repeats = len(self.target.samples)
         return {
             "target_alone": self.target.figures(),
@@ -149,7 +147,7 @@ class Speeds:
             "pair": pair,
             **interval("cost_ratio", cost),
             "alpha": alpha,
-            "best": {"k": best["k"], "speedup": best["speedup"]} if best else None,
+            "best": {name: best[name] for name in ("k", "speedup")} if best and best["speedup"] else None,
             "interval": f"medians of {repeats} interleaved repeats, intervals by order statistics",
             "interval_coverage": median_coverage(repeats) if repeats else None,
             "definitions": DEFINITIONS,
@@ -177,12 +175,11 @@ class Speeds:
 
 def interval(name: str, values: list[float]) -> dict[str, float | None]:
     """A median and its interval, as three figures."""
-    found: Estimate | None = median_of(values) if values else None
-    return {
-        name: found.value if found else None,
-        f"{name}_low": found.low if found else None,
-        f"{name}_high": found.high if found else None,
-    }
+    names = (name, f"{name}_low", f"{name}_high")
+    found = median_of(values) if values else None
+    return (
+        dict(zip(names, (found.value, found.low, found.high), strict=True)) if found else dict.fromkeys(names)
+    )
 
 
 def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:

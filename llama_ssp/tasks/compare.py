@@ -172,4 +172,4 @@ def in_words(scene: Scene) -> list[str]:
     for track in (scene.regular, scene.speculative):
         lines += [f"--- {track.title}", visible(track.text)]
         lines += [f"({line})" for line in figures(track) if line]
-    return [*lines, f"--- {verdict(scene.now())}", ""]
+    return [*lines, f"--- {verdict(scene)}", ""]

@@ -23,7 +23,7 @@ from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.search import require_planned_splitting
 from llama_ssp.planner.table import rendered
 from llama_ssp.planner.workload import DRAFT, TARGET
-from llama_ssp.report.run_folder import Console, NoConsole, RunFolder
+from llama_ssp.report.run_folder import Console, RunFolder
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.pairing import Pairing, pair
 from llama_ssp.text.vocabulary import read_vocabularies
@@ -73,7 +73,7 @@ def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
     vocabulary, words = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed)
     summary = folder.summary("done", {**plan.document(), "vocabulary": vocabulary})
-    console, is_json = Console() if is_leader else NoConsole(), run.output is Output.json
+    console, is_json = Console(silent=not is_leader), run.output is Output.json
     try:
         folder.close(summary)
     finally:  # a full disk must not cost the plan

@@ -26,7 +26,7 @@ from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.session import first_cause, ranks_of
 from llama_ssp.planner.run_plan import MeasuredMemory, compare_with_plan, in_words
-from llama_ssp.report.run_folder import Console, NoConsole, RunFolder, deciding, versions
+from llama_ssp.report.run_folder import Console, RunFolder, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
@@ -85,7 +85,7 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
 def _run(inputs: RunInputs, ranks: Ranks) -> int:
     """Runs the task; only the leader prints and writes. What was done is reported whatever stops it."""
     run = inputs.run
-    console = Console() if ranks.is_leader else NoConsole()
+    console = Console(silent=not ranks.is_leader)
     folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed)
     ranks.keep_errors_in(folder.path)
     began = time.perf_counter()
