@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
-from llama_ssp.batch.job import held_seed, job_of
+from llama_ssp.batch.job import chosen_seed, job_of
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.environment import RankEnvironment, rank_environment
@@ -184,10 +183,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     # The leader reads prompts and draws the seed, and broadcasts both.
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
     is_job = isinstance(task, BatchConf) and leads
-    held = held_seed(checked) if is_job else None
-    seed = next((known for known in (checked.seed, held) if known is not None), secrets.randbelow(2**31))
-    if checked.seed is None and held is None:
-        logging.getLogger(__name__).info("seed=%d (drawn; give it again to repeat this run)", seed)
+    seed = chosen_seed(checked, is_job)
     job = job_of(recorded, pairs[0].files, seed) if is_job else None
     inputs = RunInputs(recorded, seed, pairs, reading, job)
     with GUARD.held("stopped by a signal before the run began"):

@@ -13,7 +13,7 @@ import pytest
 
 from llama_ssp.batch import local_workers as groups
 from llama_ssp.batch.local_workers import Group, _dealt
-from llama_ssp.batch.workers import Next, words_of_one
+from llama_ssp.batch.workers import is_given_up, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import UsageError
@@ -63,33 +63,38 @@ def test_the_command_of_one_group_keeps_flags_apart():
     )  # fmt: skip
 
 
-def ended(tmp_path: Path, script: str, finished: tuple[int, int], fruitless: int = 0) -> Group:
-    """A group that has run a shell script, while the job's records went from one number to another."""
+def ended(tmp_path: Path, script: str, fruitless: int = 0) -> Group:
+    """A group that has run a shell script, begun when no record was finished."""
     (tmp_path / "logs").mkdir(exist_ok=True)
     group = Group(0, ["sh", "-c", script], ["3"], tmp_path, fruitless=fruitless)
-    group.start(finished[0])
+    group.start(0)
     assert group.process is not None
     group.process.wait(30)
     return group
 
 
 def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
-    assert ended(tmp_path, "exit 1", (0, 0)).look(0, retries=2) is Next.again
-    assert ended(tmp_path, "exit 1", (0, 0), fruitless=3).look(0, retries=2) is Next.give_up
-    assert ended(tmp_path, "exit 1", (0, 1), fruitless=3).look(1, retries=2) is Next.again
-    assert ended(tmp_path, f"echo 4 > ${CODE_FILE}; exit 1", (0, 0)).look(0, retries=2) is Next.give_up
-    assert ended(tmp_path, "echo $CUDA_VISIBLE_DEVICES", (0, 0)).look(0, retries=2) is Next.done
+    def given_up(script: str, finished: int, fruitless: int = 0) -> bool:
+        group = ended(tmp_path, script, fruitless)
+        assert group.has_ended(finished) and not group.has_ended(finished) and group.failures == 1
+        return is_given_up(group.code, group.fruitless, retries=2)
+
+    assert not given_up("exit 1", 0)
+    assert given_up("exit 1", 0, fruitless=3)
+    assert not given_up("exit 1", 1, fruitless=3)
+    assert given_up(f"echo 4 > ${CODE_FILE}; exit 1", 0)
+    group = ended(tmp_path, "echo $CUDA_VISIBLE_DEVICES")
+    assert group.has_ended(0) and group.code == group.failures == 0
     assert (tmp_path / "logs" / "group-0.out").read_text() == "3\n"
 
 
 def test_what_groups_counted_is_summed_up(tmp_path: Path):
     counts = {"tokens_committed": 5, "tokens_drafted": 4, "tokens_accepted": 3, "wall_s": 2.5}
     document = json.dumps({"task": "batch", **counts})
-    group = ended(tmp_path, f"echo 'a note'; echo '{document}'", (0, 1))
-    group.look(1, retries=2)
-    assert group.figures == counts
-    killed = ended(tmp_path, f"printf '{document[:-9]}'; kill -9 $$", (0, 1))
-    assert killed.look(1, retries=2) is Next.again and killed.code == 137 and not killed.figures
+    group = ended(tmp_path, f"echo 'a note'; echo '{document}'")
+    assert group.has_ended(1) and group.figures == counts
+    killed = ended(tmp_path, f"printf '{document[:-9]}'; kill -9 $$")
+    assert killed.has_ended(1) and killed.code == 137 and not killed.figures
 
 
 def started(home: Path, *overrides: str) -> Any:

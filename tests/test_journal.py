@@ -18,12 +18,11 @@ from llama_ssp.errors import DataError, StorageError
 
 RECORDS, SHARD = 14, 5
 KILLED = 9
-PLACES = [(10 * record, record + 1) for record in range(RECORDS)]
 
 
 def manifest(**changes: Any) -> Manifest:
     settings = {"seed": 1, "model": "demo", **changes}
-    return Manifest("ab" * 32, RECORDS, settings, shards_of(PLACES, 10 * RECORDS, SHARD))
+    return Manifest("ab" * 32, RECORDS, settings, shards_of(RECORDS, SHARD))
 
 
 def answer(index: int) -> dict[str, Any]:
@@ -210,10 +209,10 @@ def test_another_job_is_refused_by_its_differences(tmp_path: Path):
     Journal.begin(tmp_path, manifest())
     with pytest.raises(DataError, match=r"found seed=1 now 2, .*another task.output"):
         Journal.begin(tmp_path, manifest(seed=2))
-    other = Manifest("cd" * 32, RECORDS, manifest().settings, shards_of(PLACES, 10 * RECORDS, SHARD))
+    other = Manifest("cd" * 32, RECORDS, manifest().settings, shards_of(RECORDS, SHARD))
     with pytest.raises(DataError, match="input_sha256"):
         Journal.begin(tmp_path, other)
-    regrouped = Manifest("ab" * 32, RECORDS, manifest().settings, shards_of(PLACES, 10 * RECORDS, 3))
+    regrouped = Manifest("ab" * 32, RECORDS, manifest().settings, shards_of(RECORDS, 3))
     assert Journal.begin(tmp_path, regrouped).manifest == manifest()  # dealt out as it was begun
 
 
@@ -269,11 +268,6 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest
 
 
 def test_shards_are_even():
-    assert [shard.count for shard in shards_of(PLACES, 140, 5)] == [5, 5, 4]
-    assert [shard.indices for shard in shards_of(PLACES[:3], 30, 1)] == [range(n, n + 1) for n in range(3)]
-    assert shards_of([], 0, 5) == ()
-
-
-def test_shards_know_their_bytes_and_lines():
-    shards = shards_of([(3, 1), (20, 4), (31, 5)], 44, 2)  # a mark of three bytes first, blank lines between
-    assert [(s.start, s.end, s.line) for s in shards] == [(3, 31, 1), (31, 44, 5)]
+    assert [shard.count for shard in shards_of(14, 5)] == [5, 5, 4]
+    assert [shard.indices for shard in shards_of(3, 1)] == [range(n, n + 1) for n in range(3)]
+    assert shards_of(0, 5) == ()

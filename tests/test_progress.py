@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.batch.journal import FinishedCount, Journal
+from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.batch.manifest import Manifest, shards_of
 
 RECORDS = 7
@@ -15,40 +15,36 @@ RECORDS = 7
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
-    places = [(10 * index, index + 1) for index in range(RECORDS)]
-    return Journal.begin(tmp_path, Manifest("ab" * 32, RECORDS, {"seed": 1}, shards_of(places, 70, 4)))
+    return Journal.begin(tmp_path, Manifest("ab" * 32, RECORDS, {"seed": 1}, shards_of(RECORDS, 4)))
 
 
 def test_nothing_is_there_yet(tmp_path: Path):
-    progress = FinishedCount(tmp_path / "none")
-    assert progress.finished() == 0
+    assert count_finished(tmp_path / "none") == 0
 
 
 def test_it_grows_with_the_files(journal: Journal):
-    progress = FinishedCount(journal.folder)
     shard = journal.manifest.shards[0]
     attempt = journal.attempt(shard)
     for count, index in enumerate(shard.indices, start=1):
         attempt.begin([index])
         attempt.finish(index, {"id": str(index), "text": '\n{"finished":6'})
-        assert progress.finished() == count
+        assert count_finished(journal.folder) == count
     attempt.publish()
-    assert progress.finished() == shard.count
-    assert progress.finished() == journal.standing().records_finished
+    assert count_finished(journal.folder) == shard.count
+    assert count_finished(journal.folder) == journal.standing().records_finished
 
 
 def test_a_record_counts_once_and_a_torn_line_when_it_is_whole(journal: Journal):
-    progress = FinishedCount(journal.folder)
     for name in ("a", "b"):
         attempt = journal.attempt(journal.manifest.shards[0], name)
         attempt.finish(0, {"id": "0"})
-    assert progress.finished() == 1
+    assert count_finished(journal.folder) == 1
     with next((journal.folder / "parts").glob("*a.jsonl")).open("ab") as file:
         file.write(b'00000000 {"finished":1,')
         file.flush()
-        assert progress.finished() == 1
+        assert count_finished(journal.folder) == 1
         file.write(b'"record":{}}\n')
-    assert progress.finished() == 2
+    assert count_finished(journal.folder) == 2
 
 
 def test_what_jobs_held_is_released_and_nothing_else(journal: Journal):

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch.attempt_log import sealed
-from llama_ssp.batch.job import read_shard, read_source
-from llama_ssp.batch.manifest import shards_of
+from llama_ssp.batch.job import job_of, records_of
 from llama_ssp.batch.requests import Form, Refused, Request
 from llama_ssp.batch.responses import Reply, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
@@ -30,7 +29,7 @@ def run_of(path: Path, **changes: Any) -> RunConf:
 def read(folder: Path, content: bytes | str, name: str = "in.jsonl", **changes: Any) -> list[Any]:
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return read_source(run_of(path, **changes)).records
+    return records_of(run_of(path, **changes), path.read_bytes())
 
 
 def openai(body: dict[str, Any], **more: Any) -> str:
@@ -153,12 +152,15 @@ def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
     lines[3] = b"{"
     content = mark + b"\r\n\n".join(lines)
     whole = read(tmp_path, content, on_bad_row=OnBadRow.skip)
-    run = run_of(tmp_path / "in.jsonl", on_bad_row=OnBadRow.skip)
-    source = read_source(run)
-    refused = {r.index: r for r in whole if isinstance(r, Refused)}
-    shards = shards_of(source.places, source.size, 4)
-    assert [r for shard in shards for r in read_shard(run, shard, refused)] == whole
-    assert source.sha256 == hashlib.sha256(content).hexdigest()
+    path, output = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")
+    run = run_of(path, on_bad_row=OnBadRow.skip, output=output, shard_size=4)
+    job = job_of(run, {}, seed=1)
+    journal = job.begin(9, [r for r in whole if isinstance(r, Refused)])
+    again = job_of(run, {}, seed=1)
+    assert [job.is_new, again.is_new] == [True, False]
+    for known in (job, again):
+        assert [r for shard in journal.manifest.shards for r in known.read(journal, shard)] == whole
+    assert job.manifest.input_sha256 == hashlib.sha256(content).hexdigest()
 
 
 REPLY = Reply(0, "text", [5, 6], "eos", 3)

@@ -6,20 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.batch.workers import Next, after, code_of
+from llama_ssp.batch.workers import code_of, is_given_up
 from llama_ssp.distributed.signals import CODE_FILE, leave_code
 
 
 @pytest.mark.parametrize(
-    ("code", "fruitless", "step"),
+    ("code", "fruitless", "given_up"),
     [
-        (0, 0, Next.done), (0, 9, Next.done), (2, 0, Next.give_up), (3, 0, Next.give_up),
-        (4, 0, Next.give_up), (1, 0, Next.again), (5, 4, Next.again), (5, 5, Next.give_up),
-        (6, 1, Next.again), (137, 2, Next.again), (143, 0, Next.again),
+        (2, 0, True), (3, 0, True), (4, 0, True), (1, 0, False), (5, 4, False), (5, 5, True), (6, 1, False),
+        (137, 2, False), (143, 0, False),
     ],
 )  # fmt: skip
-def test_what_follows_an_end(code: int, fruitless: int, step: Next):
-    assert after(code, fruitless, retries=3) is step
+def test_what_follows_a_failure(code: int, fruitless: int, given_up: bool):
+    assert is_given_up(code, fruitless, retries=3) is given_up
 
 
 def test_the_first_rank_that_fails_says_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

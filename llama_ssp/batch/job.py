@@ -7,6 +7,8 @@ journal = job.begin(longest, bad)    # run.json is written, once
 from __future__ import annotations
 
 import hashlib
+import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +22,8 @@ from llama_ssp.errors import DataError, RunError, UsageError
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.text.prompts import file_bytes, has_objects, lines_of
 
+log = logging.getLogger(__name__)
+
 OF_MODEL = ("name", "repo", "revision", "weights", "dtype", "seed", "agreement")
 OF_TASK = ("chat", "system", "max_new_tokens", "stop", "ignore_eos", "on_bad_row")
 LONGEST, REFUSED = "longest", "refused"
@@ -27,28 +31,23 @@ SHOWN = 5  # bad lines that a message quotes
 
 
 @dataclass(frozen=True)
-class Source:
-    """The whole input. A record's place is its first byte and the number of its line."""
-
-    sha256: str
-    size: int
-    places: list[tuple[int, int]]
-    records: list[Request | Refused]
-
-
-@dataclass(frozen=True)
 class Job:
-    """One job. `source` is the input, unless the job was begun before: then it is read by shards."""
+    """One job, and every record of its input."""
 
     run: RunConf
     work: Path
     output: Path
     manifest: Manifest
-    source: Source | None
+    records: list[Request | Refused]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no process had begun it when the input was read."""
+        return not self.manifest.facts
 
     def begin(self, longest: int, refused: list[Refused]) -> Journal:
         """The job's journal; a new one keeps how long a text may get, and which lines are bad."""
-        if self.source is None:
+        if not self.is_new:
             return Journal.begin(self.work, self.manifest)
         facts = {LONGEST: longest, REFUSED: [{**asdict(r), "form": r.form.value} for r in refused]}
         return Journal.begin(self.work, replace(self.manifest, facts=facts))
@@ -57,9 +56,7 @@ class Job:
         """The records of a shard, with the lines that were found bad when the job began."""
         plain = journal.manifest.facts[REFUSED]
         refused = {one["index"]: Refused(**{**one, "form": Form(one["form"])}) for one in plain}
-        if self.source is not None:
-            return [refused.get(index, self.source.records[index]) for index in shard.indices]
-        return read_shard(self.run, shard, refused)
+        return [refused.get(index, self.records[index]) for index in shard.indices]
 
 
 def longest_in(journal: Journal) -> int:
@@ -77,10 +74,15 @@ def folders_of(run: RunConf) -> tuple[Path, Path]:
     return home_expanded(task.work) if task.work else output.with_name(output.name + ".work"), output
 
 
-def held_seed(run: RunConf) -> int | None:
-    """The seed of a job that has begun."""
-    held = Journal.held(folders_of(run)[0])
-    return None if held is None else int(held.settings["seed"])
+def chosen_seed(run: RunConf, is_job: bool) -> int:
+    """The run's seed, else that of the job that it continues, else a new one."""
+    if run.seed is not None:
+        return run.seed
+    if is_job and (held := Journal.held(folders_of(run)[0])):
+        return int(held.settings["seed"])
+    seed = secrets.randbelow(2**31)
+    log.info("seed=%d (drawn; give it again to repeat this run)", seed)
+    return seed
 
 
 def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
@@ -93,30 +95,31 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
         raise UsageError("task.input is missing", fix="write task.input=prompts.jsonl")
     work, output = folders_of(run)
     settings, held = _settings(run, files, seed), Journal.held(work)
+    data = file_bytes("task.input", run.task.input)
+    sha = hashlib.sha256(data).hexdigest()
     if held is not None:
-        sha = hashlib.sha256(_opened(run)[1]).hexdigest()
         Manifest(sha, held.records, settings, held.shards).require_same(held, str(work))
-        return Job(run, work, output, held, None)
+        return Job(run, work, output, held, records_of(run, data))
     if output.exists():
         what, fix = "the output file exists and is not this job's", "choose another name, or move it away"
         raise DataError(what, output, allowed=f"a new name, or the job's own folder {work.name}", fix=fix)
-    source = read_source(run)
-    shards = shards_of(source.places, source.size, run.task.shard_size)
-    return Job(run, work, output, Manifest(source.sha256, len(source.records), settings, shards), source)
+    records = records_of(run, data)
+    shards = shards_of(len(records), run.task.shard_size)
+    return Job(run, work, output, Manifest(sha, len(records), settings, shards), records)
 
 
-def read_source(run: RunConf) -> Source:
+def records_of(run: RunConf, data: bytes) -> list[Request | Refused]:
     """Every line of the input, checked before anything is loaded. Raises DataError for bad lines."""
-    name, data, reader = _opened(run)
-    places, records = list[tuple[int, int]](), list[Request | Refused]()
+    assert isinstance(run.task, BatchConf) and run.task.input is not None
+    name, records = run.task.input, list[Request | Refused]()
+    reader = Reader(run, not has_objects(name))
     for line in lines_of(data, name):
-        places.append((line.start, line.number))
         try:
             records.append(reader.read(line, len(records)))
         except RunError as error:
             records.append(reader.refused(line, len(records), error))
     require_good(run, records)
-    return Source(hashlib.sha256(data).hexdigest(), len(data), places, records)
+    return records
 
 
 def require_good(run: RunConf, records: Sequence[Request | Refused]) -> None:
@@ -130,23 +133,6 @@ def require_good(run: RunConf, records: Sequence[Request | Refused]) -> None:
     more = f" (the first {SHOWN})" if len(bad) > SHOWN else ""
     fix = "correct them, or write task.on_bad_row=skip to have them answered with their errors"
     raise DataError(f"{len(bad)} lines are bad: {' | '.join(bad[:SHOWN])}{more}", fix=fix)
-
-
-def read_shard(run: RunConf, shard: Shard, refused: dict[int, Refused]) -> list[Request | Refused]:
-    """The records of a shard; `refused` are those known to be bad."""
-    name, data, reader = _opened(run)
-    lines = lines_of(data[shard.start : shard.end], name, shard.start, shard.line)
-    return [
-        refused[index] if index in refused else reader.read(line, index)
-        for index, line in enumerate(lines, shard.first)
-    ]
-
-
-def _opened(run: RunConf) -> tuple[str, bytes, Reader]:
-    """The input's name, its bytes, and a reader of its lines."""
-    assert isinstance(run.task, BatchConf) and run.task.input is not None
-    name = run.task.input
-    return name, file_bytes("task.input", name), Reader(run, not has_objects(name))
 
 
 def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[str, Any]:

@@ -16,19 +16,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llama_ssp.batch import workers
 from llama_ssp.batch.atomic_files import storing
-from llama_ssp.batch.journal import FinishedCount
-from llama_ssp.batch.workers import LOGS, Next, SharedJob
+from llama_ssp.batch.journal import NOTHING, count_finished
+from llama_ssp.batch.workers import LOGS, SharedJob
 from llama_ssp.config import BatchConf, Output, RunConf
 from llama_ssp.distributed.signals import CODE_FILE, PR_SET_PDEATHSIG
 from llama_ssp.errors import OK, UsageError
 from llama_ssp.planner.hardware import CPU, gpus_here
 from llama_ssp.report.run_folder import Console, Progress
-from llama_ssp.report.tables import aligned, figure
+from llama_ssp.report.tables import figure
 from llama_ssp.speculative.stats import ratio
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,6 @@ class Group:
     fruitless: int = 0
     failures: int = 0
     code: int = OK
-    given_up: bool = False
     figures: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -78,18 +78,16 @@ class Group:
                 preexec_fn=_stop_with_parent if LIBC else None,
             )
 
-    def look(self, finished: int, retries: int) -> Next | None:
-        """What follows, if it has ended."""
+    def has_ended(self, finished: int) -> bool:
+        """Whether it has just ended, with so many of the job's records finished."""
         if self.process is None or (returned := self.process.poll()) is None:
-            return None
+            return False
         self.process, self.code = None, workers.code_of(returned, self._code_file)
         self._code_file.unlink(missing_ok=True)
         self.figures.update(workers.counted([self._output]))
         self.fruitless = 0 if finished > self.began else self.fruitless + 1
         self.failures += self.code != OK
-        step = workers.after(self.code, self.fruitless, retries)
-        self.given_up = step is Next.give_up
-        return step
+        return True
 
 
 def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
@@ -112,14 +110,13 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     log.info("%d groups of %d rank%s; logs in %s", count, ranks, "s" * (ranks > 1), work / LOGS)
     with _stopped_together(groups):
         _run(groups, shared, task.retries)
-    code = next((group.code for group in groups if group.given_up), OK)
+    code = next((group.code for group in groups if group.code != OK), OK)
     _report(shared, groups, time.perf_counter() - began, code, run.output is Output.json)
     return code
 
 
 def _run(groups: list[Group], shared: SharedJob, retries: int) -> None:
-    count = FinishedCount(shared.job.work)
-    finished, counted_at = count.finished(), time.monotonic()
+    finished, counted_at = count_finished(shared.job.work), time.monotonic()
     for group in groups:
         group.start(finished)
     with Progress("batch", shared.job.manifest.records, "records") as bar:
@@ -128,38 +125,36 @@ def _run(groups: list[Group], shared: SharedJob, retries: int) -> None:
             time.sleep(LOOK_S)
             ended = any(group.process and group.process.poll() is not None for group in groups)
             if ended or time.monotonic() - counted_at >= COUNT_S:
-                before, finished, counted_at = finished, count.finished(), time.monotonic()
+                before, finished, counted_at = finished, count_finished(shared.job.work), time.monotonic()
                 bar.advance(finished - before)
             for group in groups:
-                step, about = group.look(finished, retries), (group.number, group.code, group.log)
-                if step is Next.again:
+                if not group.has_ended(finished) or group.code == OK:
+                    continue
+                if workers.is_given_up(group.code, group.fruitless, retries):
+                    log.error("group %d gave up with %d; see %s", group.number, group.code, group.log)
+                else:
+                    about = group.number, group.code, group.log
                     log.warning("group %d ended with %d, started again; %s", *about)
                     group.start(finished)
-                elif step is Next.give_up:
-                    log.error("group %d gave up with %d; see %s", *about)
 
 
 def _report(shared: SharedJob, groups: list[Group], wall_s: float, code: int, is_json: bool) -> None:
     """One table and one document for all groups; what a killed run of a group had counted is not known."""
     journal, figures = shared.journal, sum((group.figures for group in groups), Counter[str]())
-    standing, job = journal.standing() if journal else None, shared.job
-    finished, attempts = (standing.records_finished, standing.attempts) if standing else (0, 0)
-    accepted = ratio(figures["tokens_accepted"], figures["tokens_drafted"])
-    speed, failures = ratio(figures["tokens_committed"], wall_s), sum(group.failures for group in groups)
-    console = Console()
+    speed, console = ratio(figures["tokens_committed"], wall_s), Console()
+    summary: dict[str, Any] = {
+        **asdict(journal.standing() if journal else NOTHING),
+        **shared.summary(),
+        "status": "done" if shared.job.output.is_file() and code == OK else "error",
+        "groups": len(groups),
+        "failures": sum(group.failures for group in groups),
+        **{name: figures[name] for name in workers.COUNTED},
+        "acceptance_rate": ratio(figures["tokens_accepted"], figures["tokens_drafted"]),
+        "tokens_per_s": speed,
+        "wall_s": wall_s,
+    }
     if not is_json:
-        shown = [
-            ["records", f"{finished} of {job.manifest.records}"],
-            ["tokens", f"{figures['tokens_committed']}, {figure(speed, 1)} a second"],
-            ["acceptance", figure(accepted)],
-            ["groups", f"{len(groups)}, {failures} failures, {attempts} attempts"],
-            ["output", str(job.output)],
-        ]
-        console.write("\n".join([*aligned(shown, words=2), ""]))
-    summary = {**shared.summary(), "status": "done" if job.output.is_file() and code == OK else "error"}
-    summary |= {"records_finished": finished, "groups": len(groups), "attempts": attempts}
-    summary |= {"failures": failures, **{name: figures[name] for name in workers.COUNTED[:3]}}
-    summary |= {"acceptance_rate": accepted, "tokens_per_s": speed, "wall_s": wall_s}
+        console.write("\n".join([*workers.table(summary, f"{figure(speed, 1)} a second"), ""]))
     console.document(summary, is_json)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from llama_ssp.errors import DataError
@@ -13,14 +13,11 @@ from llama_ssp.errors import DataError
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive records of the input: its bytes `start` to `end`, which begin at line `line`."""
+    """Consecutive records of the input."""
 
     number: int
     first: int
     count: int
-    start: int
-    end: int
-    line: int
 
     @property
     def indices(self) -> range:
@@ -55,13 +52,11 @@ class Manifest:
     def read(data: bytes, where: str) -> Manifest:
         try:
             body = json.loads(data)
-            shards = tuple(Shard(**shard) for shard in body["shards"])
+            shards = tuple(Shard(one["number"], one["first"], one["count"]) for one in body["shards"])
             return Manifest(body["input_sha256"], body["records"], body["settings"], shards, body["facts"])
         except (ValueError, KeyError, TypeError) as error:
-            found, fix = (
-                f"{type(error).__name__}: {error}",
-                "it is not ours, or damaged: choose another folder",
-            )
+            found = f"{type(error).__name__}: {error}"
+            fix = "it is not ours, or damaged: choose another folder"
             raise DataError("run.json cannot be read", where, found, fix=fix) from None
 
     def require_same(self, held: Manifest, where: str) -> None:
@@ -77,17 +72,8 @@ class Manifest:
         raise DataError(what, where, "; ".join(changed[:8]), allowed, fix)
 
 
-def shards_of(places: Sequence[tuple[int, int]], size: int, most: int) -> tuple[Shard, ...]:
-    """Shards of at most `most` records, as even as can be, of a file of `size` bytes.
-
-    A record's place is its first byte and the number of its line.
-    """
-    records, shards, first = len(places), list[Shard](), 0
+def shards_of(records: int, most: int) -> tuple[Shard, ...]:
+    """Shards of at most `most` records, as even as can be."""
     number = -(-records // most)
-    for shard in range(number):
-        count = records // number + (shard < records % number)
-        start, line = places[first]
-        end = places[first + count][0] if first + count < records else size
-        shards.append(Shard(shard, first, count, start, end, line))
-        first += count
-    return tuple(shards)
+    bounds = [*(-(-records * n // number) for n in range(number)), records]
+    return tuple(Shard(n, start, end - start) for n, (start, end) in enumerate(pairwise(bounds)))

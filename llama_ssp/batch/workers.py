@@ -6,17 +6,15 @@ Each group runs the same command, on shards that no other group works on; they s
 from __future__ import annotations
 
 import json
-import logging
-import secrets
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from llama_ssp.batch.job import Job, held_seed, job_of, longest_in
+from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.requests import Request
 from llama_ssp.config import RunConf
@@ -25,8 +23,7 @@ from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit
 from llama_ssp.report.run_folder import config_sha256, versions
-
-log = logging.getLogger(__name__)
+from llama_ssp.report.tables import aligned, figure
 
 SOURCES = Path(__file__).resolve().parents[2]  # groups import this very package from there
 LOGS = "logs"  # in the job's folder
@@ -58,7 +55,7 @@ class SharedJob:
         journal, shards = self.journal, self.job.manifest.shards
         return sum(journal is None or not journal.is_done(shard) for shard in shards)
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         """How every summary of such a job begins."""
         manifest, prediction = self.job.manifest, self.prediction
         return {
@@ -81,10 +78,7 @@ def share(run: RunConf, folders: list[Path], world: int) -> SharedJob:
         what, where = "groups are started by the command itself", f"cluster.groups={run.cluster.groups}"
         raise UsageError(what, where, f"{ranks()} ranks of torchrun", fix="start it without torchrun")
     pair = pair_specs(run, folders, world)[0]
-    held = held_seed(run)
-    seed = next((known for known in (run.seed, held) if known is not None), secrets.randbelow(2**31))
-    if run.seed is None and held is None:
-        log.info("seed=%d (drawn; the job keeps it)", seed)
+    seed = chosen_seed(run, is_job=True)
     job = job_of(pair.run, pair.files, seed)
     # By the figures of the cluster that is named; None where it says too little.
     prediction = predict(pair.run, pair.placement, slots=min(_slots(job), pair.run.model.context))
@@ -114,34 +108,38 @@ def counted(logs: Iterable[Path]) -> Counter[str]:
     return found
 
 
+def table(summary: dict[str, Any], speed: str) -> list[str]:
+    """How far a job is, for people."""
+    share = f" ({100 * summary['records_finished'] // summary['records']} %)" if summary["records"] else ""
+    rows = [
+        ["status", summary["status"]],
+        ["records", f"{summary['records_finished']} of {summary['records']}{share}"],
+        ["tokens", f"{summary['tokens_committed']}, {speed}"],
+        ["acceptance", figure(summary["acceptance_rate"])],
+        ["shards", f"{summary['shards_done']} of {summary['shards']}"],
+        ["attempts", f"{summary['attempts']}, {summary['attempts_unended']} not ended"],
+        ["failures", str(summary["failures"])],
+        ["output", summary["output"]],
+    ]
+    return aligned(rows, words=2)
+
+
 def _slots(job: Job) -> int:
     """Tokens of the longest text: as counted when the job began, else by its bytes."""
-    if job.source is None:
+    if not job.is_new:
         return longest_in(Journal.find(job.work))
-    requests = [record for record in job.source.records if isinstance(record, Request)]
+    requests = [record for record in job.records if isinstance(record, Request)]
     sizes = [len(r.said.encode()) // BYTES_PER_TOKEN + 1 + r.max_new_tokens for r in requests]
     return max(sizes, default=2)
 
 
-class Next(Enum):
-    """What follows the end of a group."""
+def is_given_up(code: int, fruitless: int, retries: int) -> bool:
+    """Whether a group that failed is not started again; `fruitless` runs in a row have finished no record.
 
-    done = "done"
-    again = "again"
-    give_up = "give up"
-
-
-def after(code: int, fruitless: int, retries: int) -> Next:
-    """`fruitless` is how many runs in a row, this one included, finished no record."""
-    if code == OK:
-        return Next.done
-    return Next.give_up if code in LASTING or fruitless > most_fruitless(retries) else Next.again
-
-
-def most_fruitless(retries: int) -> int:
-    """A record that kills its ranks does so once among others and `retries` times alone; then it is set
-    aside, which counts as finished. So more fruitless runs in a row have another cause."""
-    return retries + 1
+    A record that kills its ranks does so once among others and `retries` times alone; then it is set aside,
+    which counts as finished. So more fruitless runs in a row have another cause.
+    """
+    return code in LASTING or fruitless > retries + 1
 
 
 def code_of(returned: int, file: Path) -> int:

@@ -217,7 +217,7 @@ class BatchTask(Task[BatchConf]):
 def begin(job: Job, pair: PairSession) -> Journal:
     """The job's journal. Of a new job every prompt is tokenised once, so that bad ones are refused first."""
     longest, refused = 2, list[Refused]()
-    records = job.source.records if job.source is not None else []
+    records = job.records if job.is_new else []
     with Progress("reading prompts", len(records), "prompts") as progress:
         for record in records:
             found = record if isinstance(record, Refused) else _length(record, pair)

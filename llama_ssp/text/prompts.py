@@ -158,17 +158,15 @@ def file_bytes(key: str, name: str) -> bytes:
         raise StorageError(f"cannot read {key}: {error.strerror}", path) from None
 
 
-def lines_of(data: bytes, file: str, start: int = 0, number: int = 1) -> Iterator[Line]:
-    """The lines that are not blank; `data` begins at byte `start` of the file, with line `number`."""
-    if start == 0:
-        if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            fix = "convert them: iconv -f utf-16 -t utf-8"
-            raise DataError("the prompts are UTF-16", file, allowed="UTF-8", fix=fix)
-        if data.startswith(BOM):
-            data, start = data[len(BOM) :], len(BOM)
-    for count, raw in enumerate(data.split(b"\n")):
+def lines_of(data: bytes, file: str) -> Iterator[Line]:
+    """The lines of the file that are not blank. Raises DataError for UTF-16."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        fix = "convert them: iconv -f utf-16 -t utf-8"
+        raise DataError("the prompts are UTF-16", file, allowed="UTF-8", fix=fix)
+    start = len(data) - len(data := data.removeprefix(BOM))
+    for number, raw in enumerate(data.split(b"\n"), start=1):
         if raw.strip():
-            yield Line(number + count, start, raw, file)
+            yield Line(number, start, raw, file)
         start += len(raw) + 1
 
 

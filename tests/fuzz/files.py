@@ -15,11 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-from llama_ssp.batch.job import read_source
+from llama_ssp.batch.job import records_of
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.config import BatchConf, GenerateConf, ModelConf, OnBadRow, RunConf
 from llama_ssp.errors import RunError
-from llama_ssp.text.prompts import Reading, read_prompts
+from llama_ssp.text.prompts import Reading, file_bytes, read_prompts
 from tests.fuzz.nasty import LETTERS, NASTY, noise
 from tests.fuzz.overrides import misdeeds
 from tests.fuzz.trial import LONGEST_LINE, Trial
@@ -215,19 +215,19 @@ def _as_batch(name: str, made: Text) -> tuple[str, list[str]]:
     task = BatchConf(name="batch", input=name, output=name + ".out", on_bad_row=made.policy)
     model = ModelConf(name="m", vocab=VOCAB, context=1024)
     run = RunConf(model=model, task=task)
-    source = _or_error(lambda: read_source(run))
-    if isinstance(source, RunError):
-        wrong = _one_line(source)
+    records = _or_error(lambda: records_of(run, file_bytes("task.input", name)))
+    if isinstance(records, RunError):
+        wrong = _one_line(records)
         if made.good is not None and (len(made.good) == made.lines or made.policy is SKIP):
-            wrong.append(f"refused: {source}")
-        return f"refused, {source.code}", wrong
-    taken = [record for record in source.records if isinstance(record, Request)]
-    bad = [record for record in source.records if isinstance(record, Refused)]
+            wrong.append(f"refused: {records}")
+        return f"refused, {records.code}", wrong
+    taken = [record for record in records if isinstance(record, Request)]
+    bad = [record for record in records if isinstance(record, Refused)]
     wrong = [] if made.policy is SKIP or not bad else ["taken with bad lines"]
     if made.good is not None and tuple(record.id for record in taken) != made.good:
         wrong.append(f"requests {[record.id for record in taken]}, not {made.good}: {[r.error for r in bad]}")
-    if made.good is not None and len(source.records) != made.lines:
-        wrong.append(f"{made.lines} lines, {len(source.records)} records")
+    if made.good is not None and len(records) != made.lines:
+        wrong.append(f"{made.lines} lines, {len(records)} records")
     wrong += _unusable([(record.id, record.said) for record in taken])
     for record in taken:
         asked = RunConf(model=model, sampling=record.sampling, task=task)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.batch.journal import FinishedCount, Journal
+from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.batch.slurm.history import End, ends
 from tests.slurm.lab import Lab, wait_for
 from tests.warm import ROOT, python
@@ -39,7 +39,6 @@ class Batches:
         lines = [f"question {number}: how much is {number} times 7?" for number in range(RECORDS)]
         (self.home / "prompts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         self.output, self.work = self.home / "answers.jsonl", self.home / "answers.jsonl.work"
-        self._progress = FinishedCount(self.work)
 
     def run(self, *overrides: str) -> subprocess.CompletedProcess[str]:
         """The command, in the job's folder."""
@@ -65,7 +64,7 @@ class Batches:
     @property
     def finished(self) -> int:
         """How many records are finished; 0 while there is no job."""
-        return self._progress.finished()
+        return count_finished(self.work)
 
     def wait_for_records(self, count: int) -> None:
         wait_for(lambda: self.finished >= count, self.logs)

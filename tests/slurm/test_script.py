@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.batch.slurm.script import GroupSize, Order
+from llama_ssp.batch.slurm.script import Order
 from llama_ssp.config import BatchConf, ClusterConf, GenerateConf, RunConf, Scheduler, SlurmConf
 from llama_ssp.config.validation.cluster import check_cluster, check_sharing, seconds_of
 from llama_ssp.config.validation.values import check_values
@@ -26,12 +26,14 @@ HOSTILE = (
 )  # fmt: skip
 
 
+ON_CPU = ClusterConf(gpu="cpu", gpus=1)
+
+
 def order(**changes: Any) -> Order:
     plain = Order(
-        name="llama-ssp-answers", size=GroupSize(1, 2, gpus=True), elements=4,
-        work=Path("/data/answers.work"), folder=Path("/home/me"), python="/venv/bin/python",
+        name="llama-ssp-answers", cluster=ClusterConf(gpus=2), elements=4,
+        work=Path("/data/answers.work"), folder=Path("/home/me"),
         words=("task=batch", "seed=1"), retries=3,
-        slurm=SlurmConf(),
     )  # fmt: skip
     return replace(plain, **changes)
 
@@ -49,7 +51,7 @@ def test_what_is_asked_of_slurm():
         partition="gpu", account="lab", qos="low", time="4:00:00", mem="200G", cpus_per_rank=8,
         gpu_type="a100", signal_s=90, options=["--exclusive", "--comment=for the paper"],
     )  # fmt: skip
-    assert options(order(slurm=slurm).rendered()) == [
+    assert options(order(cluster=ClusterConf(gpus=2, slurm=slurm)).rendered()) == [
         "job-name=llama-ssp-answers", "partition=gpu", "account=lab", "qos=low", "array=0-3", "nodes=1",
         "ntasks-per-node=1", "cpus-per-task=16", "gpus-per-node=a100:2", "mem=200G", "time=4:00:00",
         "output=/data/answers.work/logs/%x-%A_%a.out", "open-mode=append", "signal=B:USR1@90", "requeue",
@@ -58,18 +60,18 @@ def test_what_is_asked_of_slurm():
 
 
 def test_groups_meet_as_their_size_wants():
-    many = order(size=GroupSize(2, 4, gpus=True)).rendered()
+    many = order(cluster=ClusterConf(nodes=2, gpus=4)).rendered()
     assert "--nnodes=2 --rdzv-backend=c10d" in many and "--nproc-per-node=4 --max-restarts=0" in many
     assert "meeting=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM" in many
     assert "--standalone --nproc-per-node=2" in order().rendered()
-    alone = order(size=GroupSize(1, 1, gpus=False)).rendered()
+    alone = order(cluster=ON_CPU).rendered()
     assert "torch.distributed" not in alone and "gpus-per-node" not in alone
     for script in (many, alone):
         assert "--kill-on-bad-exit=1" in script
 
 
-@pytest.mark.parametrize("size", [GroupSize(1, 1, False), GroupSize(2, 2, True)])
-def test_words_reach_the_command_as_they_were_given(size: GroupSize, tmp_path: Path):
+@pytest.mark.parametrize("cluster", [ON_CPU, ClusterConf(nodes=2, gpus=2)])
+def test_words_reach_the_command_as_they_were_given(cluster: ClusterConf, tmp_path: Path):
     """The script is run, with commands of Slurm's that only start what they are given."""
     teller = tmp_path / "teller"
     teller.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import json, sys; '
@@ -80,14 +82,15 @@ def test_words_reach_the_command_as_they_were_given(size: GroupSize, tmp_path: P
     )
     for path in tmp_path.iterdir():
         path.chmod(0o755)
-    script = order(words=HOSTILE, size=size, folder=tmp_path, python=str(teller)).rendered()
+    cluster = replace(cluster, slurm=SlurmConf(python=str(teller)))
+    script = order(words=HOSTILE, cluster=cluster, folder=tmp_path).rendered()
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n1"}
     done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
     assert tuple(told[-len(HOSTILE) :]) == HOSTILE
     assert told[:5] == ["-m", "llama_ssp.batch.slurm.supervisor", "/data/answers.work", "3", "120"]
-    assert ("--rdzv-endpoint=10.0.0.1:20539" in told) == (size.nodes > 1)
-    assert any(re.fullmatch(r"--rdzv-id=77\.0\.\d+", word) for word in told) == (size.nodes > 1)
+    assert ("--rdzv-endpoint=10.0.0.1:20539" in told) == (cluster.nodes > 1)
+    assert any(re.fullmatch(r"--rdzv-id=77\.0\.\d+", word) for word in told) == (cluster.nodes > 1)
     assert not (tmp_path / "broken").exists()
 
 

@@ -1,7 +1,6 @@
 """What a job's work folder keeps about Slurm: submissions, and how their elements ended. No torch.
 
-slurm/1234.json          a submission: number, when, how many elements
-slurm/1234.sbatch        its script
+slurm/1234.sbatch        the script of a submission
 slurm/1236.ends.jsonl    how the runs of one element ended, a line each, appended by its supervisor
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llama_ssp.batch.atomic_files import replace_whole, storing
@@ -18,16 +17,6 @@ from llama_ssp.batch.atomic_files import replace_whole, storing
 FOLDER = "slurm"
 ENDS = ".ends.jsonl"
 BY_TIME, BY_SLURM, BY_NOBODY = "time", "slurm", ""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """An array that was submitted to Slurm; `job` is the number that sbatch printed."""
-
-    job: str
-    name: str
-    elements: int
-    submitted_at: float
 
 
 @dataclass(frozen=True)
@@ -42,28 +31,24 @@ class End:
     began: int
     finished: int
     seconds: float
+    at: float = field(default_factory=time.time, compare=False)
 
     @property
     def failed(self) -> bool:
         return self.code != 0 and not self.stopped_by
 
 
-def keep_submission(work: Path, submission: Submission, script: str) -> None:
+def keep_submission(work: Path, job: str, script: str) -> None:
     folder = work / FOLDER
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    replace_whole(folder / f"{submission.job}.sbatch", script.encode())
-    kept = json.dumps(asdict(submission), indent=1) + "\n"
-    replace_whole(folder / f"{submission.job}.json", kept.encode())
+    replace_whole(folder / f"{job}.sbatch", script.encode())
 
 
-def submissions(work: Path) -> list[Submission]:
-    """Oldest first."""
-    found = []
-    for path in (work / FOLDER).glob("*.json"):
-        with suppress(OSError, ValueError, TypeError):  # half a record, or another program's file
-            found.append(Submission(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted(found, key=lambda one: one.submitted_at)
+def submissions(work: Path) -> list[str]:
+    """The numbers of the jobs that were submitted, as sbatch printed them, oldest first."""
+    jobs = [path.stem for path in (work / FOLDER).glob("*.sbatch")]
+    return sorted(jobs, key=lambda job: (len(job), job))
 
 
 def keep_end(work: Path, end: End) -> None:
@@ -71,7 +56,7 @@ def keep_end(work: Path, end: End) -> None:
     folder = work / FOLDER
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({**asdict(end), "at": time.time()}) + "\n"
+        line = json.dumps(asdict(end)) + "\n"
         with (folder / f"{end.job}{ENDS}").open("ab", buffering=0) as file:
             file.write(line.encode())
 
@@ -83,9 +68,7 @@ def ends(work: Path, job: str = "*") -> list[End]:
         with suppress(OSError):
             for line in path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError, TypeError):
-                    body = json.loads(line)
-                    body.pop("at", None)
-                    found.append(End(**body))
+                    found.append(End(**json.loads(line)))
     return found
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ssp import __version__
 from llama_ssp.batch.workers import LOGS, SOURCES
-from llama_ssp.config import SlurmConf
+from llama_ssp.config import ClusterConf
 from llama_ssp.errors import UsageError
+from llama_ssp.planner.hardware import CPU
 
 LOG_NAME = "%x-%A_%a.out"  # job's name, number, element: restarts append to it
 PLAIN = re.compile(r"[\w./=:,@%+-]+")
@@ -26,33 +28,24 @@ MEETING = ("--rdzv-backend=c10d", '--rdzv-id="$meeting"', '--rdzv-endpoint="$add
 
 
 @dataclass(frozen=True)
-class GroupSize:
-    """One group of ranks: how many, and what they share."""
-
-    nodes: int
-    ranks: int  # of each node
-    gpus: bool
-
-    @property
-    def world(self) -> int:
-        return self.nodes * self.ranks
-
-
-@dataclass(frozen=True)
 class Order:
-    """All that a script is made of. `words` is the command for one process of the group."""
+    """All that a script is made of. `words` is the command for one process of a group."""
 
     name: str
-    size: GroupSize
+    cluster: ClusterConf
     elements: int
     work: Path
     folder: Path  # the current one
-    python: str
     words: tuple[str, ...]
     retries: int
-    slurm: SlurmConf
+
+    @property
+    def _ranks(self) -> int:
+        """A group's on each of its nodes."""
+        return self.cluster.gpus or 1
 
     def rendered(self) -> str:
+        slurm = self.cluster.slurm
         supervisor = f'"$python" -m llama_ssp.batch.slurm.supervisor {shlex.quote(str(self.work))}'
         lines = [
             "#!/bin/bash",
@@ -60,11 +53,11 @@ class Order:
             *(f"#SBATCH --{option}" for option in self._options()),
             "",
             f"cd -- {shlex.quote(str(self.folder))} || exit 6",
-            *self.slurm.setup,
-            f"python={shlex.quote(self.python)}",
+            *slurm.setup,
+            f"python={shlex.quote(slurm.python or sys.executable)}",
             f"export PYTHONPATH={shlex.quote(str(SOURCES))}${{PYTHONPATH:+:$PYTHONPATH}}",
             "export PYTHONSAFEPATH=1  # modules come from there, never from the folder of the data",
-            *([HEAD.rstrip()] if self.size.nodes > 1 else []),
+            *([HEAD.rstrip()] if self.cluster.nodes > 1 else []),
             "launch=(",
             *(f"    {word}" for word in self._launch()),
             ")",
@@ -72,22 +65,22 @@ class Order:
             *(f"    {shlex.quote(word)}" for word in self.words),
             ")",
             "# Stops the ranks before the time limit, and requeues the job when they did not finish.",
-            f'exec {supervisor} {self.retries} {self.slurm.signal_s} "${{launch[@]}}" "${{words[@]}}"',
+            f'exec {supervisor} {self.retries} {slurm.signal_s} "${{launch[@]}}" "${{words[@]}}"',
             "",
         ]
         return "\n".join(lines)
 
     def _options(self) -> list[str]:
         """sbatch's options, in the order of people's own scripts."""
-        slurm, size = self.slurm, self.size
-        cpus = slurm.cpus_per_rank and slurm.cpus_per_rank * size.ranks
-        gpus = f"{slurm.gpu_type}:{size.ranks}" if slurm.gpu_type else size.ranks
+        cluster, slurm = self.cluster, self.cluster.slurm
+        cpus = slurm.cpus_per_rank and slurm.cpus_per_rank * self._ranks
+        gpus = f"{slurm.gpu_type}:{self._ranks}" if slurm.gpu_type else self._ranks
         wanted: dict[str, object] = {"job-name": self.name, "partition": slurm.partition}
         wanted |= {"account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
-        wanted |= {"array": f"0-{self.elements - 1}", "nodes": size.nodes, "ntasks-per-node": 1}
-        wanted |= {"cpus-per-task": cpus, "gpus-per-node": gpus if size.gpus else None, "mem": slurm.mem}
+        wanted |= {"array": f"0-{self.elements - 1}", "nodes": cluster.nodes, "ntasks-per-node": 1}
+        wanted |= {"cpus-per-task": cpus, "gpus-per-node": None if cluster.gpu == CPU else gpus}
         logs = str(self.work / LOGS).replace("%", "%%")  # for Slurm, a percent sign begins a pattern
-        wanted |= {"time": slurm.time, "output": f"{logs}/{LOG_NAME}"}
+        wanted |= {"mem": slurm.mem, "time": slurm.time, "output": f"{logs}/{LOG_NAME}"}
         wanted |= {"open-mode": "append", "signal": f"B:USR1@{slurm.signal_s}"}
         given = [f"{name}={_quoted(str(value))}" for name, value in wanted.items() if value is not None]
         extra = (option.removeprefix("--").partition("=") for option in slurm.options)
@@ -95,13 +88,13 @@ class Order:
 
     def _launch(self) -> list[str]:
         """What starts the ranks. A single one needs no torchrun."""
-        size, slurm = self.size, self.slurm
-        cpus = f" --cpus-per-task={slurm.cpus_per_rank * size.ranks}" if slurm.cpus_per_rank else ""
-        lines = [f"srun --nodes={size.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1{cpus}", '"$python"']
-        if size.world > 1:
-            meeting = ["--standalone"] if size.nodes == 1 else [f"--nnodes={size.nodes}", *MEETING]
+        nodes, slurm = self.cluster.nodes, self.cluster.slurm
+        cpus = f" --cpus-per-task={slurm.cpus_per_rank * self._ranks}" if slurm.cpus_per_rank else ""
+        lines = [f"srun --nodes={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1{cpus}", '"$python"']
+        if nodes * self._ranks > 1:
+            meeting = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", *MEETING]
             own = (shlex.quote(word) for word in slurm.torchrun)
-            ranks = f"--nproc-per-node={size.ranks}"
+            ranks = f"--nproc-per-node={self._ranks}"
             lines.append(" ".join(["-m torch.distributed.run", *meeting, ranks, "--max-restarts=0", *own]))
         return [*lines, "-m llama_ssp"]
 

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from llama_ssp.batch.job import folders_of
-from llama_ssp.batch.journal import Journal, Standing
+from llama_ssp.batch.journal import NOTHING, Journal
 from llama_ssp.batch.slurm import client
 from llama_ssp.batch.slurm.history import ends, submissions
-from llama_ssp.batch.workers import LOGS, counted
+from llama_ssp.batch.workers import LOGS, counted, table
 from llama_ssp.config import Output, RunConf
 from llama_ssp.errors import OK, DistributedError
 from llama_ssp.report.run_folder import Console
@@ -19,13 +19,11 @@ from llama_ssp.speculative.stats import ratio
 
 log = logging.getLogger(__name__)
 
-NOTHING = Standing(0, 0, 0, 0, 0, 0)
-
 
 def execute(run: RunConf) -> int:
     """Prints the job's state; the exit code."""
     work, output = folders_of(run)
-    jobs = [submission.job for submission in submissions(work)]
+    jobs = submissions(work)
     begun = Journal.held(work) is not None
     standing = Journal.find(work).standing() if begun or not jobs else NOTHING
     try:
@@ -50,7 +48,7 @@ def execute(run: RunConf) -> int:
     }
     console = Console()
     if run.output is not Output.json:
-        lines = _table(summary)
+        lines = table(summary, f"{figure(summary['tokens_per_s_per_group'], 1)} a second and group")
         if queued:
             rows = [[one.job, one.state, one.spent, one.nodes or one.reason] for one in queued]
             lines += ["", *aligned([["job", "state", "time", "nodes or reason"], *rows], words=4)]
@@ -60,19 +58,3 @@ def execute(run: RunConf) -> int:
         console.write("\n".join([*lines, ""]))
     console.document(summary, run.output is Output.json)
     return OK
-
-
-def _table(summary: dict[str, Any]) -> list[str]:
-    share = f" ({100 * summary['records_finished'] // summary['records']} %)" if summary["records"] else ""
-    speed = summary["tokens_per_s_per_group"]
-    rows = [
-        ["status", summary["status"]],
-        ["records", f"{summary['records_finished']} of {summary['records']}{share}"],
-        ["tokens", f"{summary['tokens_committed']}, {figure(speed, 1)} a second and group"],
-        ["acceptance", figure(summary["acceptance_rate"])],
-        ["shards", f"{summary['shards_done']} of {summary['shards']}"],
-        ["attempts", f"{summary['attempts']}, {summary['attempts_unended']} not ended"],
-        ["failures", str(summary["failures"])],
-        ["output", summary["output"]],
-    ]
-    return aligned(rows, words=2)

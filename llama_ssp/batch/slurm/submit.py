@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-import time
 from pathlib import Path
 
 from llama_ssp.batch.atomic_files import storing
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.slurm import client
-from llama_ssp.batch.slurm.history import Submission, keep_submission, submissions
-from llama_ssp.batch.slurm.script import GroupSize, Order
+from llama_ssp.batch.slurm.history import keep_submission, submissions
+from llama_ssp.batch.slurm.script import Order
 from llama_ssp.batch.workers import LOGS, SharedJob, share, words_of_one
-from llama_ssp.config import BatchConf, Output, RunConf, SlurmConf
+from llama_ssp.config import BatchConf, ClusterConf, Output, RunConf, SlurmConf
 from llama_ssp.config.validation.cluster import seconds_of
 from llama_ssp.errors import OK, DistributedError, UsageError
-from llama_ssp.planner.hardware import CPU
 from llama_ssp.report.run_folder import Console
 
 log = logging.getLogger(__name__)
@@ -29,51 +26,44 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     """Prints the script or submits it; `words` are the command's own. Returns the exit code."""
     cluster, task = run.cluster, run.task
     assert isinstance(task, BatchConf) and cluster.gpus is not None
-    size = GroupSize(cluster.nodes, cluster.gpus, cluster.gpu != CPU)
-    shared = share(run, folders, size.world)
+    shared = share(run, folders, cluster.nodes * cluster.gpus)
     console, summary, is_json = Console(), shared.summary(), run.output is Output.json
     if not shared.missing:
         Journal.find(shared.job.work).merge(shared.job.output)
         log.info("nothing is missing: %s is whole", shared.job.output)
         console.document({**summary, "status": "done", "job": None}, is_json)
         return OK
-    order = _order(shared, size, words)
-    script = order.rendered()
-    if not task.submit:
-        said = None
-        try:
-            client.require_slurm()
-        except DistributedError as absent:  # a script can be made anywhere
-            log.warning("not checked against a cluster: %s", absent)
-        else:
-            said = _checked(cluster.slurm, script)
-        if is_json:
-            document = {**summary, "status": "printed", "script": script, "test_only": said}
-            console.document(document, is_json)
-        else:
-            console.write(script)
+    order = _order(shared, cluster, words)
+    script, said = order.rendered(), None
+    try:
+        client.require_slurm()
+        said = _checked(cluster.slurm, script)
+    except DistributedError as absent:
+        if task.submit:
+            raise
+        log.warning("not checked against a cluster: %s", absent)  # a script can be made anywhere
+    found: dict[str, object] = {"status": "printed", "script": script, "test_only": said}
+    if task.submit:
+        job = _submitted(order, script)
+        log.info("submitted: job %s, array of %d, logs in %s", job, order.elements, order.work / LOGS)
+        log.info("see task.status=true, or squeue --jobs=%s", job)
+        found = {"test_only": said, "status": "submitted", "job": job, "elements": order.elements}
+    elif not is_json:
+        console.write(script)
         return OK
-    client.require_slurm()
-    said = _checked(cluster.slurm, script)
-    job, elements = _submitted(order, script), order.elements
-    logs, s = order.work / LOGS, "s" * (elements > 1)
-    log.info("submitted: job %s, %d element%s, logs in %s", job, elements, s, logs)
-    log.info("see task.status=true, or squeue --jobs=%s", job)
-    submitted = {"test_only": said, "status": "submitted", "job": job, "elements": elements}
-    console.document({**summary, **submitted}, is_json)
+    console.document({**summary, **found}, is_json)
     return OK
 
 
-def _order(shared: SharedJob, size: GroupSize, words: list[str]) -> Order:
-    run, work = shared.run, shared.job.work
-    assert isinstance(run.task, BatchConf)
-    slurm, elements = run.cluster.slurm, min(run.cluster.groups, shared.missing)
-    if elements < run.cluster.groups:
+def _order(shared: SharedJob, cluster: ClusterConf, words: list[str]) -> Order:
+    work, task, elements = shared.job.work.absolute(), shared.run.task, min(cluster.groups, shared.missing)
+    assert isinstance(task, BatchConf)
+    if elements < cluster.groups:
         log.info("the array has %d elements: no more shards are missing", elements)
-    name = slurm.job_name or re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{shared.job.output.stem}")[:100]
-    one = words_of_one(words, shared.seed, f"cluster.nodes={size.nodes}", f"cluster.gpus={size.ranks}")
-    python = slurm.python or sys.executable
-    return Order(name, size, elements, work.absolute(), Path.cwd(), python, one, run.task.retries, slurm)
+    usual = re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{shared.job.output.stem}")[:100]
+    one = words_of_one(words, shared.seed, f"cluster.nodes={cluster.nodes}", f"cluster.gpus={cluster.gpus}")
+    name = cluster.slurm.job_name or usual
+    return Order(name, cluster, elements, work, Path.cwd(), one, task.retries)
 
 
 def _checked(conf: SlurmConf, script: str) -> str:
@@ -105,7 +95,7 @@ def require_time(asked: str, names: str | None, partitions: list[dict[str, str]]
 
 def _submitted(order: Order, script: str) -> str:
     """Submits the job; its number. Raises UsageError while an earlier submission is still in the queue."""
-    alive = client.queued([earlier.job for earlier in submissions(order.work)])
+    alive = client.queued(submissions(order.work))
     if alive:
         found = f"job {alive[0].job}, {alive[0].state}"
         fix = "follow it with task.status=true, or cancel it with scancel first"
@@ -115,5 +105,5 @@ def _submitted(order: Order, script: str) -> str:
     with storing(order.work):
         (order.work / LOGS).mkdir(parents=True, exist_ok=True)  # Slurm fails a job that cannot write its log
     job = client.submit(script)
-    keep_submission(order.work, Submission(job, order.name, order.elements, time.time()), script)
+    keep_submission(order.work, job, script)
     return job

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from llama_ssp.batch.journal import FinishedCount
+from llama_ssp.batch.journal import count_finished
 from llama_ssp.batch.slurm.history import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, ends, fruitless, keep_end
-from llama_ssp.batch.workers import Next, after, code_of, most_fruitless
+from llama_ssp.batch.workers import code_of, is_given_up
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import INPUT_OUTPUT, OK, RunError
 
@@ -59,28 +59,23 @@ class Supervisor:
         if self.stopped_by == BY_SLURM:
             return code  # Slurm decides whether the job runs again
         idle = fruitless(ends(self.work, self.job))
-        step = after(code, idle, self.retries)
-        if step is Next.again:
+        if code != OK and not is_given_up(code, idle, self.retries):
             return self._again(code)
-        if step is Next.give_up and idle > most_fruitless(self.retries):
-            why = f"{idle} runs in a row finished no record; see above for their errors, then submit again"
-            log.error("error: not started again; %s", why)
-        elif step is Next.give_up:
-            why = f"another run would end with {code} again; see above for the error, then submit again"
-            log.error("error: not started again; %s", why)
+        if code != OK:
+            why = f"it ended with {code}, and {idle} runs in a row finished no record"
+            log.error("error: not started again; %s; see above for the error, then submit again", why)
         return code
 
     def _run_ranks(self) -> int:
         """Runs the command to its end, and records that; the ranks' exit code."""
-        count = FinishedCount(self.work)
-        began, finished = time.monotonic(), count.finished()
+        began, finished = time.monotonic(), count_finished(self.work)
         file = self.work / FOLDER / f"{self.job}.{self.restart}.code"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         ranks = subprocess.Popen(self.command, env={**os.environ, CODE_FILE: str(file)})
         code = code_of(self._wait(ranks), file)
         file.unlink(missing_ok=True)
-        records, seconds = (finished, count.finished()), time.monotonic() - began
+        records, seconds = (finished, count_finished(self.work)), time.monotonic() - began
         end = End(self.job, self.restart, socket.gethostname(), code, self.stopped_by, *records, seconds)
         keep_end(self.work, end)
         return code
