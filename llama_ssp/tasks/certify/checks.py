@@ -183,7 +183,7 @@ def check_greedy_texts(
 
     def greedy(sampler: Sampler) -> GreedyReport:
         texts = sampler.texts(prompts, plan.greedy_tokens)
-        return check_greedy(target, prompts, plain, texts, k, positions=1, rows=rows, chunk=plan.chunk)
+        return check_greedy(target, prompts, plain, texts, k, rows=rows, chunk=plan.chunk)
 
     report = greedy(subject)
     counts = {finding: report.count(finding) for finding in Finding}

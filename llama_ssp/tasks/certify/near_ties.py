@@ -4,22 +4,15 @@ A model that is fed K+1 tokens at once rounds differently from one that is fed t
 fp16 two tokens of nearly equal logits may trade places. Exact speculation can show no other difference, and
 this module tells that one from every other:
 
-1. The band: |logit fed singly - logit fed K+1 at a time| over many positions, prompts prefilled as in a run,
-rows
-   in a batch and alone; epsilon is twice the largest. If plain decoding prefers a, verification prefers b,
-   and no logit differs by more than d between the two, then a and b are at most 2d apart in either.
-2. The fork: where two texts part, both tokens must be within epsilon of the best, fed singly. If there is a
-wide
-   (fp32) copy of the model, it judges too: within twice the largest difference between its logits and the
-   narrow model's, by the same argument.
-3. The replay: every token of the speculative text must be within epsilon of the best when that text is fed
-singly.
-   This covers what follows the first fork.
+1. The band: |logit fed singly - logit fed K+1 at a time| over the texts' positions, prompts prefilled as in
+   a run, rows in a batch and alone; epsilon is twice the largest. If plain decoding prefers a, verification
+   prefers b, and no logit differs by more than d between the two, then a and b are at most 2d apart in
+   either.
+2. The replay: every token of the speculative text must be within epsilon of the best when that text is fed
+   singly; where the two texts part, so must plain decoding's token.
 
-It judges a text from outside, so it sees faults of any kind: of the cache, the masks, the rule. A fault that
-makes a block's logits wrong would widen the band and so excuse itself; the wide copy, for which rounding is
-no excuse, must therefore give blocks and single tokens the same logits. Faults that move no token out of the
-band are not seen, nor faults of this module.
+It judges a text from outside, so it sees faults of any kind: of the cache, the masks, the rule. Faults that
+move no token out of the band are not seen, nor those that widen the band: blocks with wrong logits.
 
 It uses bare logits: of texts written with penalties, biases, bans or a minimum length, which move the argmax,
 it can only say that they are unexplained.
@@ -27,9 +20,8 @@ it can only say that they are unexplained.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,7 +31,6 @@ from torch import Tensor
 from llama_ssp.speculative.model_runner import Model, ModelRunner
 from llama_ssp.speculative.state import Prompt
 
-WIDE_TOLERANCE = 1e-3  # of the largest logit: how much rounding may move those of the wide copy
 Texts = Sequence[Sequence[int]]
 
 
@@ -53,66 +44,31 @@ class Finding(Enum):
 
 @dataclass(frozen=True)
 class Band:
-    """How far rounding moves a logit.
-
-    `narrow`: between single tokens and blocks of `width`; `wide`: between the model and its wide copy;
-    `wide_narrow`: between single tokens and blocks in the wide copy; `largest`: the largest logit there.
-    """
+    """How far rounding moves a logit: `narrow`, between single tokens and blocks of `width`."""
 
     width: int
     positions: int
     narrow: float
-    wide: float | None = None
-    wide_narrow: float = 0.0
-    largest: float = 0.0
-
-    @property
-    def sound(self) -> bool:
-        """Whether the measured differences can be rounding."""
-        return math.isfinite(self.narrow) and self.wide_narrow <= WIDE_TOLERANCE * self.largest
 
     @property
     def epsilon(self) -> float:
         """Two tokens this close may trade places between plain decoding and verification."""
         return 2 * self.narrow
 
-    @property
-    def wide_epsilon(self) -> float | None:
-        """Two tokens this close in the wide copy may trade places in the narrow model."""
-        return None if self.wide is None else 2 * self.wide
-
-
-@dataclass(frozen=True)
-class Fork:
-    """Where two texts part, counted from the first generated token; None stands for an end.
-
-    A margin is how far the worse of the two tokens is below the best: infinite where a text just ends.
-    """
-
-    position: int
-    plain: int | None
-    speculative: int | None
-    margin: float
-    wide_margin: float | None
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The token of the speculative text that is furthest below the best one of its position."""
-
-    position: int
-    token: int
-    margin: float
-
 
 @dataclass(frozen=True)
 class TextReport:
-    """One prompt's finding, and its evidence."""
+    """One prompt's finding, and its evidence.
+
+    `fork` is the first position at which the texts differ, counted from the first generated token. `margins`
+    say how far each speculative token is below the best one of its position; at the fork that is of the worse
+    of the two tokens, and it is infinite where a text just ends.
+    """
 
     prompt_id: str
+    fork: int | None
+    margins: list[float]
     finding: Finding
-    fork: Fork | None
-    replay: Replay | None
 
 
 @dataclass(frozen=True)
@@ -133,7 +89,7 @@ class GreedyReport:
 
 def check_greedy(
     model: Model, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
-    wide: Model | None = None, positions: int = 1000, rows: int = 8, chunk: int = 512,
+    rows: int = 8, chunk: int = 512,
 ) -> GreedyReport:  # fmt: skip
     """Compares the tokens that plain and speculative decoding with at most `k` drafts gave each prompt.
 
@@ -144,46 +100,36 @@ def check_greedy(
         [[*prompt.token_ids, *new] for prompt, new in zip(prompts, ours, strict=True)]
         for ours in (plain, speculative)
     )
-    sizes = {"rows": rows, "chunk": chunk}
-    band = noise_band(model, [*shown, *texts], starts * 2, k + 1, wide=wide, positions=positions, **sizes)
+    band = noise_band(model, [*shown, *texts], starts * 2, k + 1, rows=rows, chunk=chunk)
     forks = [first_difference(a, b) for a, b in zip(plain, speculative, strict=True)]
-    judged = _judge(model, texts, starts, plain, forks, **sizes)
-    wide_judged = _judge(wide, texts, starts, plain, forks, **sizes) if wide else None
     reports = []
-    for row, prompt in enumerate(prompts):
-        fork, at, (replay, margin) = None, forks[row], judged[row]
-        if at is not None:
-            wide_margin = wide_judged[row][1] if wide_judged else None
-            fork = Fork(at, _token(plain[row], at), _token(speculative[row], at), margin, wide_margin)
-        reports.append(TextReport(prompt.id, finding_of(fork, replay, band), fork, replay))
+    for row, margins in enumerate(_margins(model, texts, starts, plain, forks, rows, chunk)):
+        if forks[row] == min(len(plain[row]), len(speculative[row])):
+            margins.append(math.inf)
+        finding = finding_of(forks[row], margins, band)
+        reports.append(TextReport(prompts[row].id, forks[row], margins, finding))
     return GreedyReport(band, tuple(reports))
 
 
 def noise_band(
-    model: Model, texts: Texts, starts: Sequence[int], width: int, *,
-    wide: Model | None = None, positions: int = 1000, rows: int = 8, chunk: int = 512,
-) -> Band:  # fmt: skip
-    """Measures the band on the texts, the first `starts` tokens of which are prompts.
-
-    Random texts of the same shape are added until there are enough positions.
-    """
-    texts, starts = _enough(texts, starts, model, positions)
-    narrow, across, wide_narrow, largest = [0.0], [0.0], [0.0], [0.0]
-    seen = 0
+    model: Model, texts: Texts, starts: Sequence[int], width: int, *, rows: int = 8, chunk: int = 512
+) -> Band:
+    """Measures the band on the texts, the first `starts` tokens of which are prompts."""
+    found, positions = [0.0], 0
     for first in range(0, len(texts), rows):
-        batch, prefilled = texts[first : first + rows], starts[first : first + rows]
-        here = _ways(model, batch, prefilled, width, chunk)
-        exact = _ways(wide, batch, prefilled, width, chunk) if wide else itertools.repeat(None)
-        for ways, wide_ways in zip(here, exact, strict=False):
-            narrow += [_distance(ways[0], other_V) for other_V in ways[1:]]
-            seen += 1
-            if wide_ways is not None:
-                across += [_distance(one_V, wide_ways[0]) for one_V in ways]
-                wide_narrow += [_distance(one_V, wide_ways[0]) for one_V in wide_ways[1:]]
-                largest.append(float(wide_ways[0].abs().max()))
-    if wide is None:
-        return Band(width, seen, largest_of(narrow))
-    return Band(width, seen, *map(largest_of, (narrow, across, wide_narrow, largest)))
+        batch, prompts = texts[first : first + rows], starts[first : first + rows]
+        singly, in_blocks = (Feeder(model, batch, prompts, chunk) for _ in range(2))
+        alone = [Feeder(model, [text], [start], chunk) for text, start in zip(batch, prompts, strict=True)]
+        while not in_blocks.done:
+            blocks = in_blocks.feed(width)
+            steps = [singly.feed(1) for _ in range(max(map(len, blocks)))]
+            for row, block_WV in enumerate(blocks):
+                if len(block_WV):
+                    single_WV = torch.cat([step[row] for step in steps])
+                    ways = block_WV, alone[row].feed(width)[0]
+                    found += [float((way_WV - single_WV).abs().max()) for way_WV in ways]
+                    positions += len(block_WV)
+    return Band(width, positions, largest_of(found))
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -221,94 +167,32 @@ class Feeder:
         return [logit_BWV[row, :n].to(wide) for row, n in enumerate(count)]
 
 
-def _ways(
-    model: Model, texts: Texts, starts: Sequence[int], width: int, chunk: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Each position's logits: fed singly, fed in blocks, fed in blocks without the other rows."""
-    singly, in_blocks = Feeder(model, texts, starts, chunk), Feeder(model, texts, starts, chunk)
-    alone = [Feeder(model, [text], [start], chunk) for text, start in zip(texts, starts, strict=True)]
-    while not in_blocks.done:
-        block = in_blocks.feed(width)
-        pairs = zip(alone, block, strict=True)
-        own = [feeder.feed(width)[0] if len(logits) else logits for feeder, logits in pairs]
-        for offset in range(max(map(len, block))):
-            for row, logits in enumerate(singly.feed(1)):
-                if len(logits):
-                    yield logits[0], block[row][offset], own[row][offset]
-
-
-def _judge(
-    model: Model,
-    texts: Texts,
-    starts: list[int],
-    plain: Texts,
-    forks: list[int | None],
-    rows: int,
+def _margins(
+    model: Model, texts: Texts, starts: list[int], plain: Texts, forks: list[int | None], rows: int,
     chunk: int,
-) -> list[tuple[Replay | None, float]]:
-    """Feeds each text singly: its worst token, and the margin at its fork, infinite where it just ends."""
-    replays: list[Replay | None] = [None] * len(texts)
-    margins = [math.inf] * len(texts)
+) -> list[list[float]]:  # fmt: skip
+    """Feeds each text singly: the margins of its tokens, at its fork of the worse of the two tokens."""
+    found: list[list[float]] = [[] for _ in texts]
     for first in range(0, len(texts), rows):
-        batch, prompt = texts[first : first + rows], starts[first : first + rows]
-        feeder = Feeder(model, batch, prompt, chunk)
-        for number in range(max(len(text) - n for text, n in zip(batch, prompt, strict=True))):
-            for row, logits in enumerate(feeder.feed(1), start=first):
-                token = _token(texts[row], starts[row] + number)
-                if token is None:
-                    continue
-                margin, worst = _margin(logits[0], token), replays[row]
-                if worst is None or margin > worst.margin or math.isnan(margin):
-                    replays[row] = Replay(number, token, margin)
-                other = _token(plain[row], number)
-                if number == forks[row] and other is not None:
-                    margins[row] = max(margin, _margin(logits[0], other))
-    return list(zip(replays, margins, strict=True))
+        batch, prompts = texts[first : first + rows], starts[first : first + rows]
+        feeder = Feeder(model, batch, prompts, chunk)
+        for number in range(max(len(text) - n for text, n in zip(batch, prompts, strict=True))):
+            for row, logit_1V in enumerate(feeder.feed(1), start=first):
+                tokens = list(texts[row][starts[row] + number :][:1])
+                if tokens and number == forks[row]:
+                    tokens += plain[row][number : number + 1]
+                if tokens:
+                    found[row].append(float((logit_1V.max() - logit_1V[0, tokens]).max()))
+    return found
 
 
-def finding_of(fork: Fork | None, replay: Replay | None, band: Band) -> Finding:
-    """What a fork and a replay amount to under a band. NaN is within no band."""
-    if not band.sound:
+def finding_of(fork: int | None, margins: list[float], band: Band) -> Finding:
+    """What a fork and margins amount to under a band. NaN is within no band."""
+    if not math.isfinite(band.narrow) or not all(margin <= band.epsilon for margin in margins):
         return Finding.unexplained
-    if replay is not None and not replay.margin <= band.epsilon:
-        return Finding.unexplained
-    if fork is None:
-        return Finding.equal
-    if not fork.margin <= band.epsilon:
-        return Finding.unexplained
-    if fork.wide_margin is not None and band.wide_epsilon is not None:
-        return Finding.near_tie if fork.wide_margin <= band.wide_epsilon else Finding.unexplained
-    return Finding.near_tie
-
-
-def _margin(logit_V: Tensor, token: int) -> float:
-    return float(logit_V.max() - logit_V[token])
-
-
-def _distance(one_V: Tensor, other_V: Tensor) -> float:
-    return float((one_V - other_V.to(one_V.device)).abs().max())
-
-
-def _token(text: Sequence[int], position: int) -> int | None:
-    return text[position] if position < len(text) else None
+    return Finding.equal if fork is None else Finding.near_tie
 
 
 def largest_of(values: list[float]) -> float:
     """The maximum; NaN if there is one (which `max` would pass over)."""
     return math.nan if any(math.isnan(value) for value in values) else max(values)
-
-
-def _enough(
-    texts: Texts, starts: Sequence[int], model: Model, positions: int
-) -> tuple[list[list[int]], list[int]]:
-    found, prompts = [list(text) for text in texts], list(starts)
-    length, start = max(map(len, found)), max(prompts)
-    if length - start < 16:
-        length = min(model.context, start + 16)
-        start = max(1, length - 16)
-    generator = torch.Generator().manual_seed(0)
-    missing = positions - sum(len(text) - n + 1 for text, n in zip(found, prompts, strict=True))
-    for _ in range(-(-missing // (length - start + 1))):
-        found.append(torch.randint(0, model.vocab, (length,), generator=generator).tolist())
-        prompts.append(start)
-    return found, prompts
