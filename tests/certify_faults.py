@@ -165,8 +165,8 @@ def _by_rule() -> str | None:
     target, draft = (torch.from_numpy(random.dirichlet([1.0] * 6, size)) for size in (4, 3))
     seen = Round(1, (0, 1, 2, 3), 3, 0, target, draft)
     with patch.object(verify, "_ratios", lambda block: mutants.verify_ratios(block) * 1.002):
-        nodes = [calculus.node(verify.RULES["token"], seen, at) for at in range(4)]
-    found = examine._probs_finding(NOISE, [NO_DEPARTURE], [one for one in nodes if one])
+        errors = [calculus.rule_error(verify.RULES["token"], seen, at) for at in range(4)]
+    found = examine._probs_finding(NOISE, [NO_DEPARTURE], [error for error in errors if error is not None])
     return None if found.outcome is Outcome.failed else "a rule 0.2 % too lenient passes"
 
 
@@ -177,12 +177,12 @@ def _by_departure(departures: list[Departure]) -> str | None:
 
 def _by_one_position() -> str | None:
     """One position of a hundred is off by half as much again as rounding explains."""
-    return _by_departure([Departure(0.03, 0.03, 0.0, 0.0), *[NO_DEPARTURE] * 99])
+    return _by_departure([Departure(0.03, 0.03, 0.0), *[NO_DEPARTURE] * 99])
 
 
 def _by_typical() -> str | None:
     """All positions are off by twelve times what regular passes typically differ by, and within the band."""
-    return _by_departure([Departure(0.006, 0.006, 0.0, 0.0)] * 99)
+    return _by_departure([Departure(0.006, 0.006, 0.0)] * 99)
 
 
 def _by_monitor(position: int) -> str | None:
@@ -209,7 +209,7 @@ def _first_alone(witness: Witness, level: float) -> Any:
 
 
 def _within_the_cut(self: Departure, noise: Noise) -> bool:
-    return self.outside + self.missing <= 0
+    return self.astray <= 0
 
 
 def _thrice(band: Callable[..., float]) -> Callable[..., float]:
@@ -218,7 +218,7 @@ def _thrice(band: Callable[..., float]) -> Callable[..., float]:
 
 LEVEL = 1e-3 / examine.RANDOM_CHECKS
 NOISE = Noise(0.01, 0.01, (0.0005, 0.0005))
-NO_DEPARTURE = Departure(0.0, 0.0, 0.0, 0.0)
+NO_DEPARTURE = Departure(0.0, 0.0, 0.0)
 acceptance = tallies.check_acceptance
 BLUNTED = [
     mutants.Mutant("tolerance of the rule 1e-2", examine, "RULE_TOLERANCE", 1e-2, _by_rule),

@@ -100,7 +100,7 @@ def numbers(rounds: list[Round], random: np.random.Generator, repeats: int) -> I
     for share in (0.0, 0.1, 0.2, 0.3, 1.0):
         failed = 0
         for repeat in range(repeats):
-            seen = Decisions(repeat)
+            seen = Decisions(RULES["block"], repeat)
             for _ in range(DECISIONS // len(rounds)):
                 uniform_BK = torch.from_numpy(random.random(shape))
                 drafted = [inverse_cdf(like.draft_BKV[:, i], uniform_BK[:, i, None]) for i in range(shape[1])]

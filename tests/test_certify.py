@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import CertifyConf, SamplingConfig
 from llama_ssp.errors import FAILED_CHECK
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.report.statistics import sum_band, uniform_band
@@ -29,13 +29,13 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, Rule, TokenRule
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
-from llama_ssp.tasks.certify.checks import Effort, check_greedy_texts, check_probs, check_samples, spread
+from llama_ssp.tasks.certify.checks import check_greedy_texts, check_probs, check_samples, level_of, spread
 from llama_ssp.tasks.certify.first_tokens import FirstTokens, check_first, first_tokens
 from llama_ssp.tasks.certify.permutation_test import Samples
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Round, Witness
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
-from llama_ssp.tasks.certify.rule_distribution import MOST_TRIED, node
+from llama_ssp.tasks.certify.rule_distribution import MOST_TRIED, rule_error
 from llama_ssp.tasks.certify.samplers import EngineSampler
 from llama_ssp.tasks.certify.target_probs import Noise, Reference
 from llama_ssp.tasks.certify.verdict import Check, Outcome, page, sentence, verdict
@@ -46,9 +46,9 @@ from tests.toy import Toy, toy
 SURE = 1e-7  # false-alarm rate of a check in these tests
 VOCAB = 8
 BY_CHANCE = ["token", "block"]  # the rules that leave something to chance when both distributions are known
-PLAN = Effort(
-    samples=40, new_tokens=6, law_tokens=12, law_rounds=12, law_positions=60, greedy_tokens=12,
-    false_alarm=0.01, shuffles=2000, rows=16, chunk=512, seed=5,
+PLAN = CertifyConf(
+    samples=40, max_new_tokens=6, law_tokens=12, law_rounds=30, greedy_tokens=12, false_alarm=0.01,
+    batch_size=16,
 )  # fmt: skip
 PROMPTS = [Prompt("a", (1, 2, 3)), Prompt("b", (4,)), Prompt("c", (5, 6))]
 
@@ -70,8 +70,8 @@ def random_round(seed: int, vocab: int, k: int, flat: bool = False) -> Round:
 
 def worst(rule: Rule, rounds: Sequence[Round]) -> float:
     """The largest error over all nodes that can be reached."""
-    nodes = [node(rule, seen, at) for seen in rounds for at in range(seen.count + 1)]
-    return max(one.error for one in nodes if one is not None)
+    errors = [rule_error(rule, seen, at) for seen in rounds for at in range(seen.count + 1)]
+    return max(error for error in errors if error is not None)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ SAMPLINGS = {
 }
 
 
-def law_check(rule: str = "block", plan: Effort = PLAN, **settings: Any) -> Check:
+def law_check(rule: str = "block", plan: CertifyConf = PLAN, **settings: Any) -> Check:
     sampling = settings.setdefault("sampling", SamplingConfig())
     subject = watched(rule, **settings)
     found = check_probs(
@@ -251,7 +251,7 @@ def test_the_laws_are_the_targets_own(rule: str, controls: str) -> None:
 )  # fmt: skip
 def test_faults_of_coupled_rounds_show(fault: mutants.Mutant) -> None:
     with patch.object(fault.place, fault.attribute, fault.fault):
-        found = law_check("coupled", replace(PLAN, law_rounds=24, law_positions=120))
+        found = law_check("coupled", replace(PLAN, law_rounds=60))
     assert found.outcome is Outcome.failed
     assert found.figures["positions_rule_wrong"] > 3
 
@@ -347,17 +347,17 @@ def test_first_tokens_have_their_exact_probabilities(rule: str) -> None:
     subject = watched(rule)
     subject.witness.room = 12
     subject.texts(PROMPTS, 12)
-    seen = first_tokens(subject.engine, subject.witness, 4000, 500, 1)
+    seen = first_tokens(subject.engine, subject.witness, 4000, 500)
     found = check_first(seen, SURE)
     assert (found.outcome, seen.rounds) == (Outcome.passed, 4000), found.says
     with patch.object(*MORE[rule]):
-        seen = first_tokens(subject.engine, subject.witness, 4000, 500, 1)
+        seen = first_tokens(subject.engine, subject.witness, 4000, 500)
     assert check_first(seen, SURE).outcome is Outcome.failed
 
 
 def test_first_tokens_that_are_two_hundredths_off_show() -> None:
     """As many as the default run draws; total variation 0.02, towards the draft or another likely token."""
-    level, random = replace(PLAN, false_alarm=1e-3).level, np.random.default_rng(3)
+    level, random = level_of(CertifyConf()), np.random.default_rng(3)
     target, draft = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.3, 0.2, 0.4])
     for moved, outcome in (
         ([0, 0, 0, 0], Outcome.passed),
@@ -438,7 +438,7 @@ def test_what_a_small_batch_rounds_differently_is_rounding() -> None:
 def two_samples(subject: Any, wrong: Any = None) -> dict[str, Check]:
     regular = sampler("regular", TokenRule(), None)
     wrong = wrong or sampler("keeps every draft", KeepsEveryDraft(), draft_model())
-    return {check.name: check for check in check_samples(subject, regular, wrong, PROMPTS, PLAN, True)}
+    return {check.name: check for check in check_samples(subject, regular, wrong, PROMPTS, PLAN, 5, True)}
 
 
 def test_the_same_texts_are_not_told_apart() -> None:
@@ -474,15 +474,15 @@ def test_false_alarms_are_as_frequent_as_stated() -> None:
     alarms = 0
     for seed in range(200):
         samples = Samples([draw(20)], [draw(20)], [draw(20)], 3)
-        found = samples.compare_subject(0.05, 200, seed)
+        found = samples.compare("subject", 0.05, seed, shuffles=200)
         alarms += found.rejects
     assert 1 <= alarms <= 24  # binomial(200, 0.05) exceeds 24 once in 20 000; the seeds are fixed
 
 
 def test_texts_that_end_differ_from_texts_that_go_on() -> None:
     short, long = [[1]] * 40, [[1, 1]] * 40
-    assert Samples([short], [long], [long], 2).compare_subject(0.01, 2000, 0).rejects
-    assert not Samples([short], [short], [long], 2).compare_subject(0.01, 2000, 0).rejects
+    assert Samples([short], [long], [long], 2).compare("subject", 0.01, 0).rejects
+    assert not Samples([short], [short], [long], 2).compare("subject", 0.01, 0).rejects
 
 
 def test_greedy_texts() -> None:

@@ -22,7 +22,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, TokenRule
 from llama_ssp.tasks.certify.acceptance import check_drafts
-from llama_ssp.tasks.certify.checks import Effort, check_probs, check_samples
+from llama_ssp.tasks.certify.checks import check_probs, check_samples, level_of
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Witness
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
@@ -37,12 +37,7 @@ from tests.test_deciding import needs_compiler
 pytestmark = pytest.mark.slow
 
 NUCLEUS = SamplingConfig(temperature=0.8, top_p=0.95)
-DEFAULT = CertifyConf()
-PLAN = Effort(
-    samples=DEFAULT.samples, new_tokens=DEFAULT.max_new_tokens, law_tokens=DEFAULT.law_tokens,
-    law_rounds=DEFAULT.law_rounds, law_positions=30, greedy_tokens=DEFAULT.greedy_tokens,
-    false_alarm=DEFAULT.false_alarm, shuffles=20_000, rows=64, chunk=512, seed=1,
-)  # fmt: skip
+PLAN = CertifyConf()
 Shipped = tuple[CausalModel, CausalModel, Tokens]
 
 
@@ -59,17 +54,14 @@ def prompts_of(tokens: Tokens) -> list[Prompt]:
     return [Prompt(str(n), tuple(tokens.encode(text))) for n, text in enumerate(SHORT)]
 
 
-def laws_checked(
-    shipped: Shipped, sampling: SamplingConfig, rule: str = "block", positions: int = PLAN.law_positions
-) -> Check:
+def laws_checked(shipped: Shipped, sampling: SamplingConfig, rule: str = "block") -> Check:
     target, draft, tokens = shipped
     ours = sampler(
         "ours", RULES[rule], draft, Witness(RULES[rule], 1), sampling, target, 4, tokens.end_ids, 64
     )
     transform = SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab)
-    plan = replace(PLAN, law_positions=positions)
     with torch.inference_mode():
-        found = check_probs(ours, ours.witness, target, transform, prompts_of(tokens), plan, True)
+        found = check_probs(ours, ours.witness, target, transform, prompts_of(tokens), PLAN, True)
     assert found is not None
     return found
 
@@ -85,7 +77,7 @@ def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConfig) -> None:
 def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
     with fault.planted():
         sampling = NUCLEUS if fault.overrides else SamplingConfig()
-        found = laws_checked(shipped, sampling, positions=2 * PLAN.law_rounds)  # as many as by default
+        found = laws_checked(shipped, sampling)
     assert found.outcome is Outcome.failed
     shown = found.figures["median_total_variation"] > 3 * found.figures["rounding_median_total_variation"]
     assert shown or found.figures["positions_rule_wrong"] + found.figures["positions_astray"] > 5
@@ -101,12 +93,12 @@ def test_faults_of_the_drafts(shipped: Shipped, fault: Fault | None) -> None:
     ours = sampler("ours", RULES["block"], draft, witness, None, target, 4, tokens.end_ids, 64)
     asked = [replace(p, id=f"{p.id} {n}") for p in prompts_of(tokens) for n in range(PLAN.samples // 3)]
     if fault is None:
-        ours.texts(asked, PLAN.new_tokens)
+        ours.texts(asked, PLAN.max_new_tokens)
     else:
         with fault.planted():
-            ours.texts(asked, PLAN.new_tokens)
+            ours.texts(asked, PLAN.max_new_tokens)
     expected = Outcome.passed if fault is None else Outcome.failed
-    assert check_drafts(witness, PLAN.level).outcome is expected
+    assert check_drafts(witness, level_of(PLAN)).outcome is expected
 
 
 OWN_CHECKS = ["decisions", "numbers", "filters"]
@@ -138,7 +130,7 @@ def by_rounds(shipped: Shipped, sampling: SamplingConfig, kernel: bool, texts: i
         SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab),
     )
     found = [
-        check_decisions(decisions), check_numbers(decisions, PLAN.level),
+        check_decisions(decisions), check_numbers(decisions, level_of(PLAN)),
         check_filters(ours.witness.rounds, transform),
     ]  # fmt: skip
     return {check.name: check.outcome for check in found}
@@ -167,5 +159,5 @@ def test_transformers_with_another_tokenizer(shipped: Shipped) -> None:
     plan = replace(PLAN, samples=PLAN.samples // 4)
     regular = sampler("regular", TokenRule(), None, None, None, target, 4, tokens.end_ids, 64)
     wrong = sampler("keeps every draft", KeepsEveryDraft(), draft, None, None, target, 4, tokens.end_ids, 64)
-    found = check_samples(TransformersSampler(), regular, wrong, prompts_of(tokens), plan, True)
+    found = check_samples(TransformersSampler(), regular, wrong, prompts_of(tokens), plan, 1, True)
     assert [check.outcome for check in found] == [Outcome.failed, Outcome.passed]

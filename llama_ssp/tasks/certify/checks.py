@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from random import Random
 
+from llama_ssp.config import CertifyConf
 from llama_ssp.speculative.model_runner import Model
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify.near_ties import Finding, GreedyReport, check_greedy
+from llama_ssp.tasks.certify.near_ties import Finding, check_greedy
 from llama_ssp.tasks.certify.permutation_test import POWER, Samples
 from llama_ssp.tasks.certify.recorder import Witness
-from llama_ssp.tasks.certify.rule_distribution import Node, node, raced
+from llama_ssp.tasks.certify.rule_distribution import race_error, rule_error
 from llama_ssp.tasks.certify.samplers import Sampler
 from llama_ssp.tasks.certify.target_probs import (
     Departure,
@@ -29,55 +31,37 @@ MOST_NOISE = 0.2  # total variation between regular passes beyond which a distri
 RANDOM_CHECKS = 5  # drafts, monitor, numbers, first token and two samples share the false-alarm rate
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much is run, and how sure a check must be before it fails."""
-
-    samples: int
-    new_tokens: int
-    law_tokens: int
-    law_rounds: int
-    law_positions: int
-    greedy_tokens: int
-    false_alarm: float
-    shuffles: int
-    rows: int
-    chunk: int
-    seed: int
-
-    @property
-    def level(self) -> float:
-        """One check's share of the false-alarm rate."""
-        return self.false_alarm / RANDOM_CHECKS
+def level_of(task: CertifyConf) -> float:
+    """One check's share of the false-alarm rate."""
+    return task.false_alarm / RANDOM_CHECKS
 
 
 def check_probs(
     sampler: Sampler, witness: Witness, model: Model | None, transform: SamplingTransform,
-    prompts: Sequence[Prompt], plan: Effort, leads: bool,
+    prompts: Sequence[Prompt], task: CertifyConf, leads: bool,
 ) -> Check | None:  # fmt: skip
     """Runs the prompts once, then computes what verification committed against the target's own
     distributions.
 
     `witness` watches the sampler. None on ranks that do not judge.
     """
-    witness.room = plan.law_rounds
-    sampler.texts([replace(prompt, id=f"{prompt.id} law") for prompt in prompts], plan.law_tokens)
+    witness.room = task.law_rounds
+    sampler.texts([replace(prompt, id=f"{prompt.id} law") for prompt in prompts], task.law_tokens)
     witness.room, rounds, rule = 0, witness.rounds, witness.rule
     if not rounds:
         return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
     if model is None:
         return None
-    reference = Reference(model, rounds, max(seen.count for seen in rounds) + 1, plan.rows, plan.chunk)
+    width = max(seen.count for seen in rounds) + 1
+    reference = Reference(model, rounds, width, task.batch_size, task.prefill_chunk)
     if not leads:
         return None
     noise = reference.noise(transform)
     places = [(index, at) for index, seen in enumerate(rounds) for at in range(seen.count + 1)]
     departures = [reference.departure(transform, noise, index, at) for index, at in places]
-    nodes = [
-        raced(rule, witness.seed, rounds[index], at) if rule.shared_noise else node(rule, rounds[index], at)
-        for index, at in spread(places, plan.law_positions)
-    ]
-    return _probs_finding(noise, departures, [one for one in nodes if one is not None])
+    error_of = partial(race_error, rule, witness.seed) if rule.shared_noise else partial(rule_error, rule)
+    errors = [error_of(rounds[index], at) for index, at in spread(places, 2 * task.law_rounds)]
+    return _probs_finding(noise, departures, [error for error in errors if error is not None])
 
 
 def spread(places: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
@@ -86,10 +70,10 @@ def spread(places: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
     return [places[number] for number in sorted(chosen)]
 
 
-def _probs_finding(noise: Noise, departures: list[Departure], nodes: list[Node]) -> Check:
-    wrong = sum(not one.error <= RULE_TOLERANCE for one in nodes)
+def _probs_finding(noise: Noise, departures: list[Departure], errors: list[float]) -> Check:
+    wrong = sum(not error <= RULE_TOLERANCE for error in errors)
     astray = sum(not departure.within(noise) for departure in departures)
-    by_rule = max((one.error for one in nodes), default=0.0)
+    by_rule = max(errors, default=0.0)
     beyond = max(one.beyond for one in departures)
     largest = max(one.total_variation for one in departures)
     typical = quantiles([one.total_variation for one in departures])[0]
@@ -102,14 +86,14 @@ def _probs_finding(noise: Noise, departures: list[Departure], nodes: list[Node])
         "largest_total_variation_uncut": beyond,
         "rounding_band_total_variation": noise.total_variation,
         "rounding_tolerance_total_variation": tolerance(noise),
-        "positions_rule": len(nodes),
+        "positions_rule": len(errors),
         "positions_rule_wrong": wrong,
         "largest_total_variation_rule": by_rule,
     }
     outcome = Outcome.failed
     if wrong:
         says = "the rule commits another distribution than it is given at "
-        says += f"{wrong} of {len(nodes)} positions: total variation {by_rule:.2g} at worst"
+        says += f"{wrong} of {len(errors)} positions: total variation {by_rule:.2g} at worst"
     elif astray:
         says = "verification used distributions other than the target's at "
         says += f"{astray} of {len(departures)} positions: total variation {largest:.2g} at worst, "
@@ -130,23 +114,23 @@ def _probs_finding(noise: Noise, departures: list[Departure], nodes: list[Node])
 
 
 def check_samples(
-    subject: Sampler, regular: Sampler, wrong: Sampler, prompts: Sequence[Prompt], plan: Effort, leads: bool
-) -> list[Check]:
+    subject: Sampler, regular: Sampler, wrong: Sampler, prompts: Sequence[Prompt], task: CertifyConf,
+    seed: int, leads: bool,
+) -> list[Check]:  # fmt: skip
     """The subject's texts against regular ones, and those of a wrong rule, which must differ from them."""
     regular_texts, subject_texts, wrong_texts = (
-        _drawn(sampler, word, prompts, plan)
+        _drawn(sampler, word, prompts, task)
         for sampler, word in ((regular, "regular"), (subject, "subject"), (wrong, "wrong"))
     )
     if not leads:
         return []
-    samples = Samples(regular_texts, subject_texts, wrong_texts, plan.new_tokens)
-    found = samples.compare_subject(plan.level, plan.shuffles, plan.seed)
-    control = samples.compare_wrong(plan.level, plan.shuffles, plan.seed)
-    share = samples.smallest_share(found, plan.seed)
-    texts, least = plan.samples * len(prompts), min(found.p_values.values())
+    samples = Samples(regular_texts, subject_texts, wrong_texts, task.max_new_tokens)
+    found, control = (samples.compare(others, level_of(task), seed) for others in ("subject", "wrong"))
+    share = samples.smallest_share(found, seed)
+    texts, least = task.samples * len(prompts), min(found.p_values.values())
     figures = {
         "texts_each": texts,
-        "tokens_a_text": plan.new_tokens,
+        "tokens_a_text": task.max_new_tokens,
         "p_values": found.p_values,
         "p_value_that_fails": found.level,
         "smallest_share_seen": share,
@@ -170,22 +154,16 @@ def check_samples(
 
 def check_greedy_texts(
     model: Model | None, subject: Sampler, regular: Sampler, wrong: Sampler | None, k: int,
-    prompts: Sequence[Prompt], plan: Effort,
+    prompts: Sequence[Prompt], task: CertifyConf,
 ) -> list[Check]:  # fmt: skip
     """Greedy texts with and without speculation; those of a wrong rule, if given, must not pass."""
-    plain = regular.texts(prompts, plan.greedy_tokens)
-    judged = [sampler for sampler in (subject, wrong) if sampler is not None]
+    samplers = [sampler for sampler in (regular, subject, wrong) if sampler is not None]
+    plain, *others = [sampler.texts(prompts, task.greedy_tokens) for sampler in samplers]
     if model is None:  # a rank that only drafts
-        for sampler in judged:
-            sampler.texts(prompts, plan.greedy_tokens)
         return []
-    target, rows = model, min(plan.rows, len(prompts))
-
-    def greedy(sampler: Sampler) -> GreedyReport:
-        texts = sampler.texts(prompts, plan.greedy_tokens)
-        return check_greedy(target, prompts, plain, texts, k, rows=rows, chunk=plan.chunk)
-
-    report = greedy(subject)
+    rows, chunk = min(task.batch_size, len(prompts)), task.prefill_chunk
+    reports = [check_greedy(model, prompts, plain, texts, k, rows=rows, chunk=chunk) for texts in others]
+    report = reports[0]
     counts = {finding: report.count(finding) for finding in Finding}
     figures = {
         "texts": len(prompts),
@@ -199,9 +177,8 @@ def check_greedy_texts(
     outcome = Outcome.failed if report.verdict is Finding.unexplained else Outcome.passed
     checks = [Check("greedy", outcome, f"of {len(prompts)} greedy texts: {said}", figures)]
     if wrong is not None:
-        checks.append(
-            _control(wrong, greedy(wrong).verdict is Finding.unexplained, "from greedy decoding", {})
-        )
+        differs = reports[1].verdict is Finding.unexplained
+        checks.append(_control(wrong, differs, "from greedy decoding", {}))
     return checks
 
 
@@ -210,9 +187,11 @@ def _control(wrong: Sampler, differs: bool, against: str, figures: dict[str, obj
     return Check("negative control", Outcome.passed if differs else Outcome.blind, says, figures)
 
 
-def _drawn(sampler: Sampler, word: str, prompts: Sequence[Prompt], plan: Effort) -> list[list[list[int]]]:
+def _drawn(
+    sampler: Sampler, word: str, prompts: Sequence[Prompt], task: CertifyConf
+) -> list[list[list[int]]]:
     """Each prompt's texts, with random streams of their own: the two samples must not share one."""
-    numbers = range(plan.samples)
+    numbers = range(task.samples)
     copies = [replace(prompt, id=f"{prompt.id} {word} {number}") for prompt in prompts for number in numbers]
-    texts = sampler.texts(copies, plan.new_tokens)
-    return [texts[first : first + plan.samples] for first in range(0, len(texts), plan.samples)]
+    texts = sampler.texts(copies, task.max_new_tokens)
+    return [texts[first : first + task.samples] for first in range(0, len(texts), task.samples)]

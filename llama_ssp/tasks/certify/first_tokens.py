@@ -53,15 +53,15 @@ class FirstTokens:
             self.spread[number] += share * (1 - share) * len(token_N)
 
 
-def first_tokens(engine: Engine, witness: Witness, count: int, rows: int, seed: int) -> FirstTokens:
+def first_tokens(engine: Engine, witness: Witness, count: int, rows: int) -> FirstTokens:
     """Draws and decides `count` rounds, `rows` at a time, from a few of the recorded ones.
 
     The witness replays these decisions, and counts nothing of them.
     """
-    engine.watch = witness.replay
-    found = FirstTokens(seed)
+    witness.counting = False
+    found = FirstTokens(witness.seed)
     known = [seen for seen in witness.rounds if seen.logit_WV is not None]
-    chosen = Random(seed).sample(known, min(PREFIXES, len(known)))
+    chosen = Random(witness.seed).sample(known, min(PREFIXES, len(known)))
     for number, seen in enumerate(chosen):
         assert seen.target_WV is not None and seen.draft_KV is not None
         each = -(-count // len(chosen))
@@ -70,7 +70,7 @@ def first_tokens(engine: Engine, witness: Witness, count: int, rows: int, seed: 
             names = [f"first {number} {len(tokens) + row}" for row in range(min(rows, each - len(tokens)))]
             tokens += _drawn(engine, seen, names)
         found.see(np.asarray(tokens), seen.target_WV[0].numpy(), seen.draft_KV[0].numpy())
-    engine.watch = witness.see
+    witness.counting = True
     return found
 
 

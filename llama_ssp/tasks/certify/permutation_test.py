@@ -19,6 +19,7 @@ Table = NDArray[np.float32]
 Rows = NDArray[np.int64]
 END = -1  # pads a text that ended before the others
 FEWEST = 5  # tokens or n-grams that are rarer than this in all sets together are pooled
+SHUFFLES = 20_000
 PART = 2048  # shuffles that are weighted at once
 MIXES = 100  # random mixtures that a share of wrong texts is tried with
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
@@ -54,11 +55,21 @@ class Samples:
             for three in zip(regular, subject, wrong, strict=True)
         ]
 
-    def compare_subject(self, false_alarm: float, shuffles: int, seed: int) -> Comparison:
-        return self._compare([one.subject for one in self._prompts], false_alarm, shuffles, seed)
-
-    def compare_wrong(self, false_alarm: float, shuffles: int, seed: int) -> Comparison:
-        return self._compare([one.wrong for one in self._prompts], false_alarm, shuffles, seed)
+    def compare(self, others: str, false_alarm: float, seed: int, shuffles: int = SHUFFLES) -> Comparison:
+        """The regular texts with those of the `others`: "subject" or "wrong"."""
+        level = false_alarm / len(FAMILIES)
+        total = {name: np.zeros(shuffles + 1) for name in FAMILIES}
+        random = np.random.Generator(np.random.Philox(seed))
+        for prompt in self._prompts:
+            other: Rows = getattr(prompt, others)
+            own = prompt.labels(other)
+            shuffled = random.permuted(np.tile(own, (shuffles, 1)), axis=1)
+            for name, statistic in prompt.statistics(other, np.concatenate([own[None], shuffled])).items():
+                total[name] += statistic
+        # The labels are among their own shuffles; rounding must not separate equal statistics.
+        p_values = {name: float(np.mean(t >= t[0] * (1 - 1e-6))) for name, t in total.items()}
+        rank = max(1, int(level * (shuffles + 1)))
+        return Comparison(p_values, {name: float(np.sort(t[1:])[-rank]) for name, t in total.items()}, level)
 
     def smallest_share(self, found: Comparison, seed: int) -> float | None:
         """The least share of wrong texts among the subject's that nearly always shows; None if none does."""
@@ -75,20 +86,6 @@ class Samples:
             for name, statistic in prompt.statistics(mixed, prompt.labels(mixed)[None]).items():
                 total[name] += float(statistic[0])
         return any(total[name] > found.critical[name] for name in FAMILIES)
-
-    def _compare(self, others: list[Rows], false_alarm: float, shuffles: int, seed: int) -> Comparison:
-        level = false_alarm / len(FAMILIES)
-        total = {name: np.zeros(shuffles + 1) for name in FAMILIES}
-        random = np.random.Generator(np.random.Philox(seed))
-        for prompt, other in zip(self._prompts, others, strict=True):
-            own = prompt.labels(other)
-            shuffled = random.permuted(np.tile(own, (shuffles, 1)), axis=1)
-            for name, statistic in prompt.statistics(other, np.concatenate([own[None], shuffled])).items():
-                total[name] += statistic
-        # The labels are among their own shuffles; rounding must not separate equal statistics.
-        p_values = {name: float(np.mean(t >= t[0] * (1 - 1e-6))) for name, t in total.items()}
-        rank = max(1, int(level * (shuffles + 1)))
-        return Comparison(p_values, {name: float(np.sort(t[1:])[-rank]) for name, t in total.items()}, level)
 
 
 class _PromptTexts:

@@ -66,9 +66,9 @@ def distance(
         best = warm >= warm.max() - slack
         return float(kept.sum() != 1 or not best[kept].all())
     uncut = softmax(warm / transform.controls.temperature)
-    if (kept & ~cut(uncut, transform.controls, SLACK)).any():
+    if (kept & ~cut(uncut, transform.controls, SLACK, 1 - SLACK)).any():
         return 1.0
-    if (cut(uncut, transform.controls, -SLACK) & ~kept & (uncut > TINY)).any():
+    if (cut(uncut, transform.controls, -SLACK, 1 + SLACK) & ~kept & (uncut > TINY)).any():
         return 1.0
     same = np.where(kept, uncut, 0)
     return float(np.abs(used - same / same.sum()).sum()) / 2 if same.sum() > 0 else 1.0
@@ -100,17 +100,18 @@ def softmax(warm: Probs) -> Probs:
     return np.asarray(weight / weight.sum())
 
 
-def cut(probs: Probs, controls: SamplingConfig, slack: float) -> NDArray[np.bool_]:
-    """The tokens that top-k, top-p and min-p keep: each of them looser by `slack`, or stricter below 0."""
+def cut(probs: Probs, controls: SamplingConfig, shift: float, factor: float) -> NDArray[np.bool_]:
+    """The tokens that top-k, top-p and min-p keep, with `shift` more of top-p, and edges `factor` times as
+    high."""
     kept = np.ones(len(probs), dtype=bool)
     if 0 < controls.top_k < len(probs):
-        kept &= probs >= np.sort(probs)[-controls.top_k] * (1 - slack)
+        kept &= probs >= np.sort(probs)[-controls.top_k] * factor
     if controls.top_p < 1 and kept.any():
         left = np.where(kept, probs, 0) / probs[kept].sum()
         down = np.sort(left)[::-1]
         before = np.cumsum(down) - down
-        inside = down[before < controls.top_p + slack]
-        kept &= left >= (inside[-1] if len(inside) else down[0]) * (1 - slack)
+        inside = down[before < controls.top_p + shift]
+        kept &= left >= (inside[-1] if len(inside) else down[0]) * factor
     if controls.min_p > 0 and kept.any():
-        kept &= probs >= probs.max() * controls.min_p * (1 - slack)
+        kept &= probs >= probs.max() * controls.min_p * factor
     return kept

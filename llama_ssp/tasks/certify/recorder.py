@@ -51,11 +51,13 @@ class Witness:
 
     By position: `tried` drafts that the rule decided, how many `stood`, and the mean (`expected`) and
     variance (`spread`) of that number. `places` says where each draft lies in its declared distribution.
+    Without `counting` decisions are replayed, but nothing is counted: for rounds without a forward.
     """
 
     rule: Rule
     seed: int
     room: int = 0
+    counting: bool = True
     rounds: list[Round] = field(default_factory=list)
     places: list[float] = field(default_factory=list)
     impossible: int = 0
@@ -78,9 +80,10 @@ class Witness:
         block = None
         if probs_BWV is not None and proposal.k:
             block = block_of(proposal, probs_BWV)
-            self._tally(block, rows, result.accepted)
-            self._place(block, rows, result.accepted)
             self.decisions.see(state, block, result)
+            if self.counting:
+                self._tally(block, rows, result.accepted)
+                self._place(block, rows, result.accepted)
         for row in rows[: max(0, self.room - len(self.rounds))]:
             count = proposal.count[row]
             self.rounds.append(
@@ -96,18 +99,6 @@ class Witness:
                     logit_WV=None if logit_BWV is None else _kept(logit_BWV, row, count + 1),
                 )
             )
-
-    def replay(
-        self,
-        state: State,
-        proposal: Proposal,
-        result: RoundResult,
-        probs_BWV: Tensor | None,
-        *_: object,
-    ) -> None:
-        """The same for a round without a forward: its decision is replayed, and nothing is counted."""
-        if probs_BWV is not None:
-            self.decisions.see(state, block_of(proposal, probs_BWV), result)
 
     def _tally(self, block: Block, rows: list[int], accepted: list[int]) -> None:
         """Counts what stood at each position, and what the rule let expect given the drafts before it."""

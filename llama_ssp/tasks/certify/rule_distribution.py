@@ -15,13 +15,12 @@ whose draws depend on later positions. Only the rule's three functions are calle
 Tokens that the draft hardly ever proposes are not tried one by one. Their part can only lie between nothing
 and their share of the draft's distribution; if some such addition makes the equation true, it counts as true.
 
-With shared noise nothing is random once the noise is known: `raced` replays the races instead.
+With shared noise nothing is random once the noise is known: `race_error` replays the races instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,25 +35,13 @@ MOST_TRIED = 256
 CELLS = 2**18  # of a table of drafts by vocabulary; larger tables are split
 
 
-@dataclass(frozen=True)
-class Node:
-    """What a rule does at one position.
+def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
+    """How far the rule is from exact at this position of the round; None where it cannot get there.
 
-    `total_variation` is between its output and the target's distribution, both weighted with the chance of
-    getting here given the drafts; `reach_error` is how much that chance differs between a block that ends
-    here and a longer one.
+    The larger of two figures: the total variation between its output and the target's distribution, both
+    weighted with the chance of getting here given the drafts; and how much that chance differs between a
+    block that ends here and a longer one.
     """
-
-    total_variation: float
-    reach_error: float
-
-    @property
-    def error(self) -> float:
-        return max(self.total_variation, self.reach_error)
-
-
-def node(rule: Rule, seen: Round, at: int) -> Node | None:
-    """What the rule does at this position of the round; None where it cannot get there."""
     assert seen.target_WV is not None and seen.draft_KV is not None
     target_V = seen.target_WV[at]
     reach = _reach(rule, seen, at)
@@ -63,7 +50,7 @@ def node(rule: Rule, seen: Round, at: int) -> Node | None:
     if at == seen.count:
         block = _block(seen, torch.tensor(seen.drafted)[None], at)
         probs_V = rule.correction_probs(block, torch.tensor([at]))[0]
-        return Node(float((probs_V - target_V).abs().sum()) / 2, 0.0)
+        return float((probs_V - target_V).abs().sum()) / 2
     draft_V = seen.draft_KV[at]
     tried = _likeliest(draft_V)
     kept_V, corrected_V = torch.zeros_like(target_V), torch.zeros_like(target_V)
@@ -76,12 +63,13 @@ def node(rule: Rule, seen: Round, at: int) -> Node | None:
         kept_V[part] = draft_V[part] * chance_EN[:, at + 1]
         corrected_V += (draft_V[part] * chance_EN[:, at]) @ correction_EV
         some_V = correction_EV[0]
-    return _node(kept_V, corrected_V, some_V, reach * target_V, reach, _without(draft_V, tried))
+    rest_V = draft_V.index_fill(0, tried, 0)
+    reached, rest = float((kept_V + corrected_V).sum()), float(rest_V.sum())
+    missed = _missed(kept_V, corrected_V, some_V, reach * target_V, rest_V)
+    return max(missed, reached - reach, reach - reached - rest)
 
 
-def _node(
-    kept_V: Tensor, corrected_V: Tensor, some_V: Tensor, due_V: Tensor, reach: float, rest_V: Tensor
-) -> Node:
+def _missed(kept_V: Tensor, corrected_V: Tensor, some_V: Tensor, due_V: Tensor, rest_V: Tensor) -> float:
     """The equation, with the best addition of the tokens that were not tried.
 
     Of `rest_V` each may add to its own token, and all of it together to the correction.
@@ -93,9 +81,8 @@ def _node(
         left_V = lacking_V - added * correction_V
         return float((left_V - torch.minimum(left_V.clamp(min=0), rest_V)).abs().sum()) / 2
 
-    rest, reached = float(rest_V.sum()), float((kept_V + corrected_V).sum())
-    error = min(missed(0.0), _least(missed, rest)) if rest > 0 else missed(0.0)
-    return Node(error, max(reached - reach, reach - reached - rest, 0.0))
+    rest = float(rest_V.sum())
+    return min(missed(0.0), _least(missed, rest)) if rest > 0 else missed(0.0)
 
 
 def _least(convex: Callable[[float], float], high: float) -> float:
@@ -157,14 +144,8 @@ def _likeliest(draft_V: Tensor) -> Tensor:
     return down.indices[: min(needed, int((draft_V > 0).sum()), MOST_TRIED)]
 
 
-def _without(draft_V: Tensor, tried: Tensor) -> Tensor:
-    rest_V = draft_V.clone()
-    rest_V[tried] = 0
-    return rest_V
-
-
-def raced(rule: Rule, seed: int, seen: Round, at: int) -> Node | None:
-    """Whether the races decide as recorded at this position of a round with shared noise.
+def race_error(rule: Rule, seed: int, seen: Round, at: int) -> float | None:
+    """1 where the races decide otherwise than recorded at this position of a round with shared noise.
 
     The committed token must be the winner of the race of the target's recorded distribution, in the noise of
     that very position, and each draft the winner in its declared distribution. The noise is made anew from
@@ -185,4 +166,4 @@ def raced(rule: Rule, seed: int, seen: Round, at: int) -> Node | None:
     if at < seen.count:
         right = right and winner(seen.draft_KV[at]) == seen.drafted[at]
         right = right and (at < seen.accepted) == (decided == seen.drafted[at])
-    return Node(float(not right), 0.0)
+    return float(not right)

@@ -5,15 +5,14 @@ A black box, such as another library's `generate`, needs `texts` alone; then onl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llama_ssp.pair.batches import require_numbers, texts_of
+from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import RankEngine
-from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.certify.recorder import Witness
@@ -51,23 +50,19 @@ class EngineSampler:
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        if self.witness is not None:
-            self.engine.watch = self.witness.see
+        self.engine.watch = self.witness.see if self.witness else None
 
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
         found: list[list[int]] = []
         for first in range(0, len(prompts), self.batch_size):
-            batch = list(prompts[first : first + self.batch_size])
-            state = self.engine.prefill(batch, max_new_tokens)
-            limits = Limits(max_new_tokens, self.ends)
-            self.engine.synchronize()
-            began = time.perf_counter()
-            for step in generate(self.engine, state, limits, self.lookahead(state.rows)):
-                for one in step.rows:
-                    self.clock.counts.add(one)
-            self.clock.seconds += time.perf_counter() - began
+            run = TimedRun(self.engine, list(prompts[first : first + self.batch_size]), max_new_tokens)
+            state = run.state
+            for _ in run.rounds(Limits(max_new_tokens, self.ends), self.lookahead(state.rows)):
+                pass
+            self.clock.seconds += run.decode_s
+            self.clock.counts.merge(run.counts)
             self.clock.rows = max(self.clock.rows, state.rows)
             require_numbers(*texts_of(state))
             found += [state.generated(row) for row in range(state.rows)]
-            self.advance(len(batch))
+            self.advance(state.rows)
         return found

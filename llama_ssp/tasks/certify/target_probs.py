@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from llama_ssp.speculative.model_runner import Model
-from llama_ssp.speculative.sampling import Prefix, SamplingTransform, filtered
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.tasks.certify.near_ties import Feeder, largest_of
+from llama_ssp.tasks.certify.plain_filters import TINY, cut
 from llama_ssp.tasks.certify.recorder import Round
 
 QUANTILES = (0.5, 0.75)  # of the positions, at which recorded distributions and regular passes are compared
 MULTIPLE = 3.0  # of the regular passes' quantile that is still rounding
 PART_OF_LARGEST = 0.25  # passes may be equal, bit by bit, at most positions: so much is rounding everywhere
-TINY = 1e-30  # below, a probability may vanish in fp32
 SAFETY = 2.0  # how often the largest difference between regular passes a recorded distribution may differ
 
 
@@ -49,18 +49,17 @@ class Noise:
 class Departure:
     """How a recorded distribution differs from the target's own at one position.
 
-    `total_variation` is the plain distance; `beyond` the distance on what the record keeps; `outside` the
-    recorded mass on tokens that no rounding would keep, `missing` the target's mass on tokens that it drops
+    `total_variation` is the plain distance; `beyond` the distance on what the record keeps; `astray` the
+    recorded mass on tokens that no rounding would keep, and the target's mass on tokens that the record drops
     and no rounding would drop.
     """
 
     total_variation: float
     beyond: float
-    outside: float
-    missing: float
+    astray: float
 
     def within(self, noise: Noise) -> bool:
-        return self.outside + self.missing <= 0 and self.beyond <= tolerance(noise)
+        return self.astray <= 0 and self.beyond <= tolerance(noise)
 
 
 def tolerance(noise: Noise) -> float:
@@ -111,12 +110,8 @@ class Reference:
         same_V = torch.where(kept_V, uncut_V, 0)
         mass = float(same_V.sum())
         beyond = 1.0 if mass <= 0 else float((recorded_V - same_V / mass).abs().sum()) / 2
-        return Departure(
-            total_variation=float((recorded_V - plain_V).abs().sum()) / 2,
-            beyond=beyond,
-            outside=float(recorded_V[~possible_V].sum()),
-            missing=float(uncut_V[sure_V & ~kept_V].sum()),
-        )
+        astray = float(recorded_V[~possible_V].sum() + uncut_V[sure_V & ~kept_V].sum())
+        return Departure(float((recorded_V - plain_V).abs().sum()) / 2, beyond, astray)
 
     def _probs(self, transform: SamplingTransform, way: int, index: int, at: int) -> Tensor:
         """As regular sampling has it: one position, over its own prefix."""
@@ -161,18 +156,12 @@ def _logits(
 
 def _cut(uncut_V: Tensor, transform: SamplingTransform, noise: Noise) -> tuple[Tensor, Tensor]:
     """The tokens that the filters keep whatever rounding does, and those that they may keep."""
-    controls, slack = transform.controls, math.exp(2 * SAFETY * noise.log)
+    controls, slack, shift = transform.controls, math.exp(2 * SAFETY * noise.log), tolerance(noise)
     if controls.temperature == 0:
         return torch.zeros_like(uncut_V, dtype=torch.bool), uncut_V >= uncut_V.max() / slack
-    shift = tolerance(noise)
-    least = []
-    for top_p in (max(controls.top_p - shift, 1e-12), controls.top_p + shift):
-        probs_V = filtered(uncut_V, controls.top_k, top_p if controls.top_p < 1 else 1.0, controls.min_p)
-        least.append(float(uncut_V[probs_V > 0].min()))
-    filters = controls.top_p < 1 or controls.min_p > 0 or controls.top_k > 0
-    if not filters:
-        return torch.zeros_like(uncut_V, dtype=torch.bool), uncut_V > 0
-    return uncut_V > least[0] * slack, uncut_V >= least[1] / slack
+    probs = uncut_V.numpy()
+    sure, possible = cut(probs, controls, -shift, slack), cut(probs, controls, shift, 1 / slack)
+    return torch.from_numpy(sure & (probs > TINY * slack)), torch.from_numpy(possible & (probs > 0))
 
 
 def _log_distance(one_V: Tensor, other_V: Tensor) -> float:

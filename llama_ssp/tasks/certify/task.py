@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,20 +19,16 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import counted
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
-from llama_ssp.tasks.certify.checks import Effort, check_greedy_texts, check_probs, check_samples
+from llama_ssp.tasks.certify.checks import check_greedy_texts, check_probs, check_samples, level_of
 from llama_ssp.tasks.certify.first_tokens import ROUNDS, check_first, first_tokens
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Witness
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
 from llama_ssp.tasks.certify.samplers import Clock, EngineSampler
-from llama_ssp.tasks.certify.verdict import INCONCLUSIVE, SAME, Check, page, sentence, verdict
+from llama_ssp.tasks.certify.verdict import DIFFERENT, Check, page, sentence, verdict
 from llama_ssp.tasks.common import Task, longest
 
-log = logging.getLogger(__name__)
-
-SHUFFLES = 20_000
-WRONG = "keeps every draft"  # the negative control
-VERDICTS = ("same", "different", "inconclusive")
+WRONG = KeepsEveryDraft()  # the negative control
 
 
 class CertifyTask(Task[CertifyConf]):
@@ -61,10 +56,10 @@ class CertifyTask(Task[CertifyConf]):
         pair.load(task.batch_size, longest(self._texts) + new, caches=(3, 2))
         self._examine(pair)
         self._finished = True
-        verdicts = [VERDICTS.index(verdict(self._checks))] if self._ranks.is_leader else []
-        told = VERDICTS[self._ranks.broadcast_ints(verdicts)[0]]
+        told = [int(verdict(self._checks) == DIFFERENT)] if self._ranks.is_leader else []
+        failed = self._ranks.broadcast_ints(told)
         self._report()
-        return "done" if told in (SAME, INCONCLUSIVE) else "failed"
+        return "failed" if failed[0] else "done"
 
     def has_output(self) -> bool:
         return bool(self._checks)
@@ -93,40 +88,35 @@ class CertifyTask(Task[CertifyConf]):
     def _examine(self, pair: PairSession) -> None:
         run, task, leads, count = self._run, self._task, self._ranks.is_leader, len(self._texts)
         greedy_only, target = run.sampling.temperature == 0, pair.models.target
-        plan = Effort(
-            samples=task.samples, new_tokens=task.max_new_tokens, law_tokens=task.law_tokens,
-            law_rounds=task.law_rounds, law_positions=2 * task.law_rounds, greedy_tokens=task.greedy_tokens,
-            false_alarm=task.false_alarm, shuffles=SHUFFLES, rows=task.batch_size, chunk=task.prefill_chunk,
-            seed=self._inputs.seed,
-        )  # fmt: skip
+        seed, level = self._inputs.seed, level_of(task)
         total = count * (3 + (0 if greedy_only else 3 * task.samples) + greedy_only)
-        witness, drawn = Witness(rule_of(run), self._inputs.seed), list[Check]()
+        witness, drawn = Witness(rule_of(run), seed), list[Check]()
         with Progress("certify", total, "texts") as progress:
             make = partial(self._sampler, pair, progress.advance)
             subject = make("speculative", run, witness=witness)
             ends, vocab = tuple(sorted(pair.end_ids)), min(pair.models.vocab, pair.tokens.size)
             transform = SamplingTransform(run.sampling, ends, vocab)
-            self._add(check_probs(subject, witness, target, transform, self._texts, plan, leads))
+            self._add(check_probs(subject, witness, target, transform, self._texts, task, leads))
             if leads:
                 self._add(check_filters(witness.rounds, transform))
             if not greedy_only:
-                others = make("regular", regular(run)), make(WRONG, run, rule=KeepsEveryDraft())
-                drawn = check_samples(subject, *others, self._texts, plan, leads)
+                others = make("regular", regular(run)), make(WRONG.name, run, rule=WRONG)
+                drawn = check_samples(subject, *others, self._texts, task, seed, leads)
                 del others
             if isinstance(subject.engine, Engine):
-                rounds = ROUNDS * count * (1 if greedy_only else plan.samples)
-                first = first_tokens(subject.engine, witness, rounds, plan.rows, plan.seed)
-                decisions, level = witness.decisions, plan.level
+                rounds = ROUNDS * count * (1 if greedy_only else task.samples)
+                first = first_tokens(subject.engine, witness, rounds, task.batch_size)
+                decisions = witness.decisions
                 self._add(check_drafts(witness, level), check_acceptance(witness, level))
                 self._add(check_decisions(decisions), check_numbers(decisions, level))
                 self._add(check_first(first, level))
             del subject  # and with it its caches
             self._add(*drawn)
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
-            wrong = make(WRONG, greedy, rule=KeepsEveryDraft()) if greedy_only else None
+            wrong = make(WRONG.name, greedy, rule=WRONG) if greedy_only else None
             samplers = make("speculative", greedy), make("regular", regular(greedy)), wrong
             k = run.speculation.k_max if run.speculation.adaptive else run.speculation.k
-            self._add(*check_greedy_texts(target, *samplers, k, self._texts, plan))
+            self._add(*check_greedy_texts(target, *samplers, k, self._texts, task))
 
     def _sampler(
         self, pair: PairSession, advance: Callable[[int], None], name: str, run: RunConf,
