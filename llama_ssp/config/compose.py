@@ -34,10 +34,8 @@ def quoted(text: object) -> str:
 
 def pair_words(model: str | Path, draft: str | Path | None) -> list[str]:
     """The overrides that choose a pair, or a target without a draft. Raises UsageError as `model_words`."""
-    return [
-        *model_words("model", model),
-        *(model_words("draft", draft) if draft is not None else ["draft=none"]),
-    ]
+    drafted = ["draft=none"] if draft is None else model_words("draft", draft)
+    return [*model_words("model", model), *drafted]
 
 
 def model_words(role: str, name: str | Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -85,19 +86,14 @@ def known_keys(schema: type = RunConf, prefix: str = "") -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-def resolved(run: RunConf) -> dict[str, Any]:
-    """The run as plain data, for hashes and records. "${...}" in a text stays as it is."""
-    plain: dict[str, Any] = _plain(run)
-    return plain
-
-
-def _plain(value: Any) -> Any:
+def resolved(value: Any) -> Any:
+    """A run, or a part of it, as plain data for hashes and records. "${...}" in a text stays as it is."""
     if is_dataclass(value):
-        return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
+        return {entry.name: resolved(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: resolved(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [resolved(item) for item in value]
     return value.name if isinstance(value, Enum) else value
 
 
@@ -115,7 +111,4 @@ def few_resolvers() -> Iterator[None]:
 
 def home_expanded(name: str) -> Path:
     """The path with a leading ~ expanded, except an unknown user's."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        return Path(name)
+    return Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user

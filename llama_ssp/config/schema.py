@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
@@ -29,117 +29,37 @@ def share(default: float | None, fix: str = "") -> Any:
     return number(default, 0.0, 1.0, fix)
 
 
-class Dtype(Enum):
-    """How weights are held; `auto` takes what the device computes fastest without loss of range."""
-
-    auto = "auto"
-    fp64 = "fp64"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    int8 = "int8"
-    nf4 = "nf4"
-
+# How weights are held; `auto` takes what the device computes fastest without loss of range.
+Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "nf4"])
+# Where weights come from: a checkpoint, or a seed (the real shape, no files needed).
+Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
+# What proposes tokens.
+Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
+# The exact rule that accepts tokens; `block` accepts at least as many as `token`, the reference. With
+# `coupled` a seed gives the same text, in fp32, for any draft, any K, any placement, and without a draft; in
+# 16 bit and less, near ties may be decided otherwise.
+Verification = StrEnum("Verification", ["block", "token", "coupled"])
+# What a draft on ranks of its own does while the target verifies; in fp32 the text is the same.
+Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
+# What the target does when a draft on ranks of its own is lost.
+OnDraftLoss = StrEnum("OnDraftLoss", ["continue", "stop"])
+# How a draft of another tokenizer is paired with the target; `off` refuses it (text/translation.py).
+Bridging = StrEnum("Bridging", ["auto", "intersection", "text", "off"])
+# How one model is spread over devices: `tensor` gives each rank a slice of every layer; `layers` gives each
+# device of one process whole layers (accelerate); `deepspeed` lets DeepSpeed slice a model that every rank
+# has loaded whole.
+Splitting = StrEnum("Splitting", ["tensor", "layers", "deepspeed"])
+# The draft's ranks: the target's (leader, replicated, sharded), or its own.
+DraftSeat = StrEnum("DraftSeat", ["auto", "leader", "replicated", "sharded", "own"])
+# Whether steps are compiled; `auto` compiles where that pays. The distribution is the same. In 16 bit eager
+# and compiled steps round differently.
+Steps = StrEnum("Steps", ["auto", "eager", "compiled"])
+Output = StrEnum("Output", ["text", "json"])
+OnBadRow = StrEnum("OnBadRow", ["fail", "skip"])
+# What assigns machines to jobs.
+Scheduler = StrEnum("Scheduler", ["none", "slurm"])
 
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured
-
-
-class Weights(Enum):
-    """Where weights come from: a checkpoint, or a seed (the real shape, no files needed)."""
-
-    checkpoint = "checkpoint"
-    synthetic = "synthetic"
-
-
-class Drafting(Enum):
-    """What proposes tokens."""
-
-    model = "model"
-    ngram = "ngram"
-    none = "none"
-
-
-class Verification(Enum):
-    """The exact rule that accepts tokens; `block` accepts at least as many as `token`, the reference.
-
-    With `coupled` a seed gives the same text, in fp32, for any draft, any K, any placement, and without a
-    draft; in 16 bit and less, near ties may be decided otherwise.
-    """
-
-    block = "block"
-    token = "token"
-    coupled = "coupled"
-
-
-class Overlap(Enum):
-    """What a draft on ranks of its own does while the target verifies; in fp32 the text is the same."""
-
-    auto = "auto"
-    ahead = "ahead"
-    off = "off"
-
-
-# What the target does when a draft on ranks of its own is lost. (`continue` is a keyword of Python.)
-OnDraftLoss = Enum("OnDraftLoss", {"continue": "continue", "stop": "stop"})
-
-
-class Bridging(Enum):
-    """How a draft of another tokenizer is paired with the target; `off` refuses it (text/translation.py)."""
-
-    auto = "auto"
-    intersection = "intersection"
-    text = "text"
-    off = "off"
-
-
-class Splitting(Enum):
-    """How one model is spread over devices.
-
-    `tensor` gives each rank a slice of every layer; `layers` gives each device of one process whole
-    layers (accelerate); `deepspeed` lets DeepSpeed slice a model that every rank has loaded whole.
-    """
-
-    tensor = "tensor"
-    layers = "layers"
-    deepspeed = "deepspeed"
-
-
-class DraftSeat(Enum):
-    """The draft's ranks: the target's (leader, replicated, sharded), or its own."""
-
-    auto = "auto"
-    leader = "leader"
-    replicated = "replicated"
-    sharded = "sharded"
-    own = "own"
-
-
-class Steps(Enum):
-    """Whether steps are compiled; `auto` compiles where that pays.
-
-    The distribution is the same. In 16 bit eager and compiled steps round differently.
-    """
-
-    auto = "auto"
-    eager = "eager"
-    compiled = "compiled"
-
-
-class Output(Enum):
-    text = "text"
-    json = "json"
-
-
-class OnBadRow(Enum):
-    fail = "fail"
-    skip = "skip"
-
-
-class Scheduler(Enum):
-    """What assigns machines to jobs."""
-
-    none = "none"
-    slurm = "slurm"
 
 
 @dataclass

@@ -300,14 +300,11 @@ class BatchConf(TaskConf):
     submit: bool = False
 
 
+# task=NAME is NameConf.
 TASKS: dict[str, type[TaskConf]] = {
-    "generate": GenerateConf,
-    "batch": BatchConf,
-    "eval": EvalConf,
-    "compare": CompareConf,
-    "measure": MeasureConf,
-    "certify": CertifyConf,
-    "agree": AgreeConf,
-    "plan": PlanConf,
-    "calibrate": CalibrateConf,
-}
+    conf.__name__.removesuffix("Conf").lower(): conf
+    for conf in (
+        GenerateConf, BatchConf, EvalConf, CompareConf, MeasureConf, CertifyConf, AgreeConf, PlanConf,
+        CalibrateConf,
+    )
+}  # fmt: skip

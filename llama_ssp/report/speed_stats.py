@@ -175,11 +175,9 @@ class Speeds:
 
 def interval(name: str, values: list[float]) -> dict[str, float | None]:
     """A median and its interval, as three figures."""
-    names = (name, f"{name}_low", f"{name}_high")
     found = median_of(values) if values else None
-    return (
-        dict(zip(names, (found.value, found.low, found.high), strict=True)) if found else dict.fromkeys(names)
-    )
+    figures = (found.value, found.low, found.high) if found else (None, None, None)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), figures, strict=True))
 
 
 def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -125,7 +125,8 @@ class CompareTask(Task[CompareConf]):
     def _compare(self, text: TextPrompt, prompt: Prompt) -> None:
         for side in self._sides:
             side.expect()
-        scene = Scene(text.text, *(side.track for side in self._sides))
+        before, after = (side.track for side in self._sides)
+        scene = Scene(text.text, before, after)
         with self._screen.moving() if self._screen else nullcontext():
             for side, name in zip(self._sides, SIDES, strict=True):  # each is alone on the machine
                 self._draw_scene(scene, f"{name} sampling: reading the prompt")
