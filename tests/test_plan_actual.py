@@ -22,7 +22,7 @@ from llama_ssp.errors import DistributedError
 from llama_ssp.planner.memory import rank_work, tensor_lines
 from llama_ssp.planner.resolve import choose_placement
 from llama_ssp.planner.run_plan import (
-    MeasuredMemory,
+    Bytes,
     Prediction,
     RunMeasurement,
     compare_with_plan,
@@ -134,7 +134,7 @@ def test_predicted_beside_measured():
     _, ms = prediction.ms_per_token(1, 4, 0.7)
     said = counted(prediction.option.ranks[0])
     slow = RunMeasurement("speculative", prediction, 1, 4, 2 * ms, 0.7)
-    half = MeasuredMemory(0, {name: size // 2 for name, size in said.items()})
+    half: Bytes = {name: size // 2 for name, size in said.items()}
     plan = compare_with_plan([slow, replace(slow, name="regular", k=0, ms_per_token=None)], [half])
     assert plan is not None and plan["verdict"] == "fits"
     assert plan["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
@@ -149,9 +149,7 @@ def test_predicted_beside_measured():
 
 def test_a_run_without_a_plan_has_nothing_beside_it():
     assert compare_with_plan([], []) is None
-    assert (
-        compare_with_plan([RunMeasurement("regular", None, 1, 0, 1.0, None)], [MeasuredMemory(0, {})]) is None
-    )
+    assert compare_with_plan([RunMeasurement("regular", None, 1, 0, 1.0, None)], [{}]) is None
 
 
 def test_adaptive_ways_are_predicted_at_their_best_k_and_counted_rounds_as_they_were():
@@ -168,7 +166,7 @@ def test_of_several_pairs_the_one_that_needs_most_counts():
     small, large = predicted(run(), 8), predicted(run(), 4)
     ways = [RunMeasurement(name, one, 1, 0, 1.0, None) for name, one in (("a", small), ("b", large))]
     fullest = large.option.ranks[0]
-    plan = compare_with_plan(ways, [MeasuredMemory(0, dict.fromkeys(counted(fullest)))])
+    plan = compare_with_plan(ways, [dict.fromkeys(counted(fullest))])
     assert plan is not None and plan["placement"] == large.option.placement.in_words()
     assert plan["memory"][0]["device_bytes"]["predicted"] == fullest.total
 

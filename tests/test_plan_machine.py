@@ -45,7 +45,7 @@ def test_every_preset_is_whole(name):
     on = machine(name)
     assert on.capacity > 0 and on.world >= 1 and on.times.bytes_per_s > 0 and on.times.flops_per_s > 0
     assert on.times.source
-    assert on.taken.context > 0
+    assert on.taken["context"] > 0
 
 
 def test_figures_can_be_edited():

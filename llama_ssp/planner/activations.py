@@ -10,12 +10,12 @@ Sizes: `tokens` is rows x columns, `w` the bytes of an activation, `span` the ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 
 from llama_ssp.config import Dtype
-from llama_ssp.planner.weights import Part, RolePart, weights, width
+from llama_ssp.planner.weights import Part, RolePart, width
 from llama_ssp.planner.workload import MIB, Workload
 
 MASKS, HIDDEN, LOGITS, PROBS, TOKENS = "masks", "activations", "logits", "laws", "tokens"
@@ -128,7 +128,7 @@ class Forward:
             wide = self.tokens * part.query_width * FP32 + repeated * FP32 * (w < FP32)
             return max(out, made + wide + self._scores(2 * FP32 + w))
         shared = 0 if part.queries == part.kvs else 1 if part.kvs == 1 else 2
-        if self.part.family.eager:  # a step and the next; then a softmax in fp32, for which a CPU converts
+        if part.family.eager:  # a step and the next; then a softmax in fp32, for which a CPU converts
             step = 2 * w if w >= FP32 else w + 2 * FP32 if self.kernels.cpu else 2 * w + FP32
             return max(out, made + shared * repeated * w + self._scores(step))
         packed = self.columns == 1 and self.kernels.packs
@@ -148,9 +148,9 @@ class Forward:
 
     def _scores(self, step: int) -> int:
         """Scores where they are tensors: one for each query and key, of `step` bytes."""
-        return (
-            step * self.rows * self.part.queries * self.columns * self.span if self.part.family.eager else 0
-        )
+        if not self.part.family.eager:
+            return 0
+        return step * self.part.queries * self.tokens * self.span
 
     def _fed(self) -> int:
         """The feed-forward layer, and its output."""
@@ -167,7 +167,7 @@ class Forward:
         """4 bit: a layer's largest matrix, in 16 bit."""
         if self.own.dtype is not Dtype.nf4:
             return 0
-        return self.w * max(weight.count for weight in weights(self.part) if weight.linear)
+        return self.w * self.part.largest_matrix
 
     def _head(self) -> int:
         """Logits; over several ranks: a part, its padded copy, all gathered parts, the whole."""
@@ -209,33 +209,33 @@ class RankWork:
         return tuple(own for own in (self.target, self.draft) if own is not None)
 
     def peaks(self) -> dict[str, Parts]:
-        """The largest moment of each phase."""
-        target, draft = self.target, self.draft
-        phases: dict[str, list[Parts]] = {PREFILL: [{}]}
-        kept = 0  # masks of the target's last pass, which its cache holds while the draft model runs
-        if target is not None:
-            prefill = self._prefill(target, self.work.prompt_tokens - 1)
-            phases[PREFILL] = list(prefill.moments(before=prefill.masks())) if prefill.span else [{}]
-            kept = max(prefill.masks(), self._step(target, self.work.k + 1).masks())
-        if draft is not None:
-            prefill = self._prefill(draft, min(self.work.prompt_tokens, draft.part.context) - 1)
-            moments = list(prefill.moments(before=prefill.masks())) if prefill.span else [{}]
-            phases[DRAFT_PREFILL] = [_sum(moment, {MASKS: kept}) for moment in moments]
-            steps = self._drafting(draft, prefill.masks())
-            phases[DRAFT_STEPS] = [_sum(moment, {MASKS: kept}) for moment in steps]
-        if target is not None:
-            own = max(prefill.masks(), self._step(draft, LAG).masks()) if draft is not None else 0
-            phases[VERIFY] = [_sum(moment, {MASKS: own}) for moment in self._verifying(target, kept)]
-        tokens = {TOKENS: INT * self.work.rows * (self.room + 1) + ROUNDING}
-        largest = {
-            phase: max(found, key=lambda parts: sum(parts.values())) for phase, found in phases.items()
-        }
-        return {phase: _sum(tokens, parts) for phase, parts in largest.items()}
+        """The largest moment of each phase.
 
-    def _prefill(self, own: RolePart, end: int) -> Forward:
-        """The widest chunk with the longest span; logits of the last column only."""
-        rows = self.work.rows
-        return Forward(own, self.kernels, rows, min(self.work.prefill_chunk, end), end, rows)
+        While one model runs, the other's cache still holds the masks of its last pass.
+        """
+        target, draft = self.target, self.draft
+        phases: dict[str, Parts] = {PREFILL: {}}
+        of_target = of_draft = 0  # bytes of those masks
+        if target is not None:
+            moments, masks = self._prefill(target)
+            of_target = max(masks, self._step(target, self.work.k + 1).masks())
+            phases[PREFILL] = _largest(moments)
+        if draft is not None:
+            moments, masks = self._prefill(draft)
+            of_draft = max(masks, self._step(draft, LAG).masks())
+            phases[DRAFT_PREFILL] = _largest(moments, of_target)
+            phases[DRAFT_STEPS] = _largest(self._drafting(draft, masks), of_target)
+        if target is not None:
+            phases[VERIFY] = _largest(self._verifying(target, of_target), of_draft)
+        tokens = {TOKENS: INT * self.work.rows * (self.room + 1) + ROUNDING}
+        return {phase: _sum(tokens, parts) for phase, parts in phases.items()}
+
+    def _prefill(self, own: RolePart) -> tuple[Iterable[Parts], int]:
+        """The moments and the masks of the widest chunk with the longest span; the last column has logits."""
+        rows, end = self.work.rows, min(self.work.prompt_tokens, own.part.context) - 1
+        widest = Forward(own, self.kernels, rows, min(self.work.prefill_chunk, end), end, rows)
+        masks = widest.masks()
+        return widest.moments(before=masks) if end else [{}], masks
 
     def _step(self, own: RolePart, columns: int) -> Forward:
         """A pass at the end of the text, with the longest span; a compiled step has two columns or more."""
@@ -287,6 +287,15 @@ class RankWork:
     def _small(self) -> int:
         """Numbers a row and a position: tokens, probabilities, uniforms; the clocks of a race."""
         return self.work.rows * ((self.work.k + 1) * 32 * FP64 + 4 * FP64 * (int(self.vocab**0.5) + 2))
+
+
+def total(parts: Parts) -> int:
+    return sum(parts.values())
+
+
+def _largest(moments: Iterable[Parts], masks: int = 0) -> Parts:
+    """The largest moment, with the masks of the other model."""
+    return _sum(max(moments, key=total), {MASKS: masks})
 
 
 def _sum(*parts: Parts) -> Parts:

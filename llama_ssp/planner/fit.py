@@ -88,14 +88,14 @@ def library_lines(machine: Machine, placement: Placement, rank: int) -> tuple[Me
     """Constants of the cluster: the context, and workspaces of what the rank takes part in."""
     taken, source = machine.taken, f"cluster {machine.name}"
     if machine.is_cpu:
-        return (MemoryLine(LIBRARIES, "process", taken.context, CONSTANT, source),)
+        return (MemoryLine(LIBRARIES, "process", taken["context"], CONSTANT, source),)
     groups = communicators(placement, rank)
     shapes = SHAPES["target"] * (rank in placement.target) + SHAPES["draft"] * (rank in placement.draft)
     sizes = {
-        "context and kernels": taken.context,
-        "cuBLAS workspaces": taken.cublas,
-        f"NCCL, {groups} group{'s' * (groups != 1)}": taken.nccl * groups,
-        "graph pools": taken.graph * shapes,
+        "context and kernels": taken["context"],
+        "cuBLAS workspaces": taken["cublas"],
+        f"NCCL, {groups} group{'s' * (groups != 1)}": taken["nccl"] * groups,
+        "graph pools": taken["graph"] * shapes,
     }
     return tuple(MemoryLine(LIBRARIES, name, size, CONSTANT, source) for name, size in sizes.items() if size)
 

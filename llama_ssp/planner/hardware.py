@@ -30,18 +30,11 @@ CPU_TABLE = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Bytes that libraries take on a GPU."""
-
-    context: int
-    cublas: int
-    nccl: int
-    graph: int
-
-
-@dataclass(frozen=True)
 class Machine:
-    """A cluster with every figure. `capacity` is a GPU's bytes, or the CPU's memory, less the reserve."""
+    """A cluster with every figure. `capacity` is a GPU's bytes, or the CPU's memory, less the reserve.
+
+    `taken` are the bytes that libraries take on a GPU: the context, a workspace, a communicator, a graph.
+    """
 
     name: str
     gpu: str
@@ -50,7 +43,7 @@ class Machine:
     capacity: int
     bf16: bool
     link: str
-    taken: Taken
+    taken: dict[str, int]
     times: Times
 
     @property
@@ -98,8 +91,8 @@ def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
     if cluster.gib is not None or capacity is None:
         capacity = memory_here() if whole.gib is None else int(whole.gib * GIB)
     capacity = int(capacity * (1 - whole.reserve))
-    mib = (whole.context_mib, whole.cublas_mib, whole.nccl_mib, whole.graph_mib)
-    taken = Taken(*(int((one or 0) * MIB) for one in mib))
+    names = ("context", "cublas", "nccl", "graph")
+    taken = {name: int((getattr(whole, f"{name}_mib") or 0) * MIB) for name in names}
     borrowed = whole.gpu == CPU and cluster.times.layer_us is None
     times = times_of(whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed)
     shape = whole.name, str(whole.gpu), whole.nodes, whole.gpus or 1
@@ -146,15 +139,13 @@ def _completed(cluster: ClusterConf) -> ClusterConf:
 
 def _this_machine(cluster: ClusterConf) -> ClusterConf:
     """The cluster with this machine's GPUs, or its CPU."""
-    gpus = gpus_here()
-    if not gpus:
-        gib = memory_here() / GIB if cluster.gib is None else cluster.gib
-        bf16 = cpu_has_bf16() if cluster.bf16 is None else cluster.bf16
-        return replace(cluster, gpu=CPU, gpus=cluster.gpus or 1, gib=gib, bf16=bf16)
-    name, free = min(gpus, key=lambda gpu: gpu[1])
-    gpu = matching(name, [str(preset["gpu"]) for preset in known().values()]) or name
-    gib = free / GIB if cluster.gib is None else cluster.gib
-    return replace(cluster, gpu=gpu, gpus=cluster.gpus or len(gpus), gib=gib)
+    if gpus := gpus_here():
+        name, free = min(gpus, key=lambda gpu: gpu[1])
+        gpu = matching(name, [str(preset["gpu"]) for preset in known().values()]) or name
+        here: dict[str, Any] = {"gpus": len(gpus), "gib": free / GIB}
+    else:
+        gpu, here = CPU, {"gpus": 1, "gib": memory_here() / GIB, "bf16": cpu_has_bf16()}
+    return replace(cluster, gpu=gpu, **{key: here[key] for key in here if getattr(cluster, key) is None})
 
 
 def matching(name: str, gpus: list[str]) -> str | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from llama_ssp.config import Dtype, ModelConf, Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
-from llama_ssp.planner.activations import LOGITS, PROBS, Kernels
-from llama_ssp.planner.memory import Peak, peak_lines, peaks, rank_work, segments, tensor_lines
+from llama_ssp.planner.activations import LOGITS, PROBS, Kernels, Parts
+from llama_ssp.planner.memory import peak_lines, peaks, rank_work, segments, tensor_lines
 from llama_ssp.planner.weights import (
     CACHE,
     EMBEDDING,
@@ -71,7 +71,7 @@ def layers_lines(
         own = rank_work(part, other, alone, work, LEADER, kernels)
         lines = [
             *_held(tensor_lines(own), part.model, target.dtype, stage),
-            *peak_lines([_on_stage(peak, at, stage) for peak in peaks(own)]),
+            *peak_lines({phase: _on_stage(parts, at, stage) for phase, parts in peaks(own).items()}),
             *([] if kernels.cpu else [segments(own)]),
         ]
         yield tuple(line for line in lines if line.bytes)
@@ -94,10 +94,10 @@ def _held(
         yield line
 
 
-def _on_stage(peak: Peak, at: int, stage: Stage) -> Peak:
+def _on_stage(parts: Parts, at: int, stage: Stage) -> Parts:
     """Distributions are made on the first GPU; logits on the GPU with the head, then copied to the first."""
     elsewhere = {*((PROBS,) if at else ()), *((LOGITS,) if at and not stage.head else ())}
-    return replace(peak, parts=tuple((name, size) for name, size in peak.parts if name not in elsewhere))
+    return {name: size for name, size in parts.items() if name not in elsewhere}
 
 
 def _module_bytes(model: ModelConf, dtype: Dtype) -> dict[str, int]:

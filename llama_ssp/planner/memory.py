@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.placement import Placement
-from llama_ssp.planner.activations import GPU, Kernels, RankWork
-from llama_ssp.planner.weights import BYTES, CACHE, Part, RolePart, held, tensors, weights
+from llama_ssp.planner.activations import GPU, Kernels, Parts, RankWork, total
+from llama_ssp.planner.weights import BYTES, CACHE, Part, RolePart, held, tensors
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
 LOADING = "load"
@@ -23,18 +21,6 @@ UNIT = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE, LARGE_SEGMENT, LARGE_UNIT = 10 * MIB, 20 * MIB, 2 * MIB
 FRAGMENTS = 0.4  # of a round's activations: blocks that one phase frees and no other phase can use
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The bytes beyond weights and caches at the largest moment of a phase, by name."""
-
-    phase: str
-    parts: tuple[tuple[str, int], ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(size for _, size in self.parts)
 
 
 def rank_work(
@@ -69,24 +55,21 @@ def tensor_lines(own: RankWork) -> tuple[MemoryLine, ...]:
     return tuple(line for line in (*lines, *peak_lines(peaks(own))) if line.bytes)
 
 
-def peak_lines(found: Sequence[Peak]) -> list[MemoryLine]:
+def peak_lines(found: dict[str, Parts]) -> list[MemoryLine]:
     """The tensors beyond weights and caches in the phase that needs most."""
-    worst = max(found, key=lambda peak: peak.bytes)
-    role = DRAFT if worst.phase.startswith(DRAFT) else TARGET
-    return [MemoryLine(role, f"{name} ({worst.phase})", size, BOUND, FORMULA) for name, size in worst.parts]
+    worst = max(found, key=lambda phase: total(found[phase]))
+    role = DRAFT if worst.startswith(DRAFT) else TARGET
+    parts = found[worst].items()
+    return [MemoryLine(role, f"{name} ({worst})", size, BOUND, FORMULA) for name, size in parts]
 
 
 @lru_cache(maxsize=4096)
-def peaks(own: RankWork) -> tuple[Peak, ...]:
+def peaks(own: RankWork) -> dict[str, Parts]:
     """The largest moment of each phase on this rank; last that of loading, before there are caches."""
-    found = [
-        Peak(phase, tuple((name, size) for name, size in parts.items() if size))
-        for phase, parts in own.peaks().items()
-    ]
-    quantised = [role for role in own.roles if BYTES[role.dtype] < BYTES[Dtype.bf16]]
-    linear = [weight.count for role in quantised for weight in weights(role.part) if weight.linear]
-    largest, caches = 2 * max(linear, default=0), sum(role.caches_bytes(own.work.rows) for role in own.roles)
-    return (*found, Peak(LOADING, (("a layer in 16 bit", max(0, largest - caches)),)))
+    quantised = [role.part for role in own.roles if BYTES[role.dtype] < BYTES[Dtype.bf16]]
+    largest = 2 * max((part.largest_matrix for part in quantised), default=0)
+    caches = sum(role.caches_bytes(own.work.rows) for role in own.roles)
+    return {**own.peaks(), LOADING: {"a layer in 16 bit": max(0, largest - caches)}}
 
 
 def segments(own: RankWork) -> MemoryLine:
@@ -94,10 +77,10 @@ def segments(own: RankWork) -> MemoryLine:
 
     Of weights and caches by their sizes; of a round's activations a share.
     """
-    found = peaks(own)
-    passing = max(peak.bytes for peak in found if peak.phase != LOADING)
+    found = {phase: total(parts) for phase, parts in peaks(own).items()}
+    passing = max(size for phase, size in found.items() if phase != LOADING)
     reserved_bytes = _segments(own.roles, own.work.rows) + int((1 + FRAGMENTS) * passing)
-    excess = max(0, reserved_bytes - max(peak.bytes for peak in found))
+    excess = max(0, reserved_bytes - max(found.values()))
     return MemoryLine(own.roles[0].role, SEGMENTS, excess, BOUND, ALLOCATOR)
 
 

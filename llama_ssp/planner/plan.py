@@ -77,7 +77,7 @@ class Plan:
     def document(self) -> dict[str, Any]:
         """The figures under the names of the JSON interface."""
         machine, work, chosen = self.request.machine, self.request.work, self.chosen
-        placement, times, k = chosen.placement, chosen.times, chosen.k
+        times, k = chosen.times, chosen.k
         cluster = {
             "name": machine.name,
             "gpu": machine.gpu,
@@ -89,13 +89,8 @@ class Plan:
         names = "rows", "prompt_tokens", "new_tokens", "prefill_chunk"
         sizes = {name: getattr(work, name) for name in names}
         best = {
-            "placement": placement.in_words(),
-            "overrides": overrides(placement),
-            "ranks": placement.world,
-            "k": k,
-            "ms_per_token": chosen.ms_per_token,
+            **self._in_short(chosen),
             "ms_per_token_regular": self.regular_ms,
-            "speedup": self.speedup,
             "draft_step_ms": 1000 * times.draft,
             "verify_ms": 1000 * times.verify[k],
             "prefill_ms": self.prefill_ms,
@@ -132,13 +127,14 @@ class Plan:
         }
 
     def _ranked(self, one: Option) -> dict[str, Any]:
+        margin = {"worst_gpu_bytes": one.worst.total, "margin_bytes": one.worst.margin}
+        return {**self._in_short(one), "verdict": one.verdict.value, **margin}
+
+    def _in_short(self, one: Option) -> dict[str, Any]:
         return {
             "placement": one.placement.in_words(),
             "overrides": overrides(one.placement),
             "ranks": one.placement.world,
-            "verdict": one.verdict.value,
-            "worst_gpu_bytes": one.worst.total,
-            "margin_bytes": one.worst.margin,
             "k": one.k,
             "ms_per_token": one.ms_per_token,
             "speedup": self.regular_ms / one.ms_per_token,

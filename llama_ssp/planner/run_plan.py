@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
 # What is counted of a rank's memory, each more than the one before.
-COUNTED = "held_bytes", "tensor_bytes", "reserved_bytes", "device_bytes"
-HELD_BYTES, TENSORS, RESERVED, DEVICE = COUNTED
-WORDS = dict(zip(COUNTED, ("weights and caches", "tensors", "reserved", "in all"), strict=True))
+HELD_BYTES, TENSORS, RESERVED, DEVICE = "held_bytes", "tensor_bytes", "reserved_bytes", "device_bytes"
+COUNTED = {HELD_BYTES: "weights and caches", TENSORS: "tensors", RESERVED: "reserved", DEVICE: "in all"}
+Bytes = dict[str, int | None]  # for each of COUNTED; None where it is not known
 
 
 @dataclass(frozen=True)
@@ -135,18 +135,11 @@ class RunMeasurement:
     tokens_per_round: float | None = None
 
 
-@dataclass(frozen=True)
-class MeasuredMemory:
-    """The most that a rank has held, in bytes, for each of COUNTED; None where it is not known."""
+def compare_with_plan(runs: Sequence[RunMeasurement], measured: Sequence[Bytes]) -> dict[str, Any] | None:
+    """Predicted and measured, for `plan` in the summary; None where the run was not planned.
 
-    rank: int
-    bytes: dict[str, int | None]
-
-
-def compare_with_plan(
-    runs: Sequence[RunMeasurement], measured: Sequence[MeasuredMemory]
-) -> dict[str, Any] | None:
-    """Predicted and measured, for `plan` in the summary; None where the run was not planned."""
+    `measured` is the most that each rank has held.
+    """
     predictions = list({id(one.prediction): one.prediction for one in runs if one.prediction}.values())
     if not predictions:
         return None
@@ -157,7 +150,7 @@ def compare_with_plan(
         "placement": fullest.option.placement.in_words(),
         "band": max(one.request.band for one in predictions),
         "ways": [_speed(one, one.prediction) for one in runs if one.prediction],
-        "memory": [_memory(memory, predictions) for memory in measured],
+        "memory": [_memory(rank, held, predictions) for rank, held in enumerate(measured)],
     }
 
 
@@ -167,9 +160,11 @@ def in_words(plan: dict[str, Any]) -> Iterator[str]:
         if (both := way["ms_per_token"])["measured"]:
             yield f"plan against actual: {way['name']}, ms/token {_compared(both, 1)}"
     for memory in plan["memory"]:
-        known = [name for name in COUNTED if memory[name]["measured"]]
-        units = [(GIB, " GiB") if memory[name]["measured"] >= GIB else (MIB, " MiB") for name in known]
-        words = [f"{WORDS[k]} {_compared(memory[k], *unit)}" for k, unit in zip(known, units, strict=True)]
+        words = []
+        for name, meaning in COUNTED.items():
+            if measured := memory[name]["measured"]:
+                unit = (GIB, " GiB") if measured >= GIB else (MIB, " MiB")
+                words.append(f"{meaning} {_compared(memory[name], *unit)}")
         if words:
             yield f"plan against actual: rank {memory['rank']}, {'; '.join(words)}"
 
@@ -186,11 +181,11 @@ def _speed(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _memory(memory: MeasuredMemory, predictions: list[Prediction]) -> dict[str, Any]:
+def _memory(rank: int, held: Bytes, predictions: list[Prediction]) -> dict[str, Any]:
     """Of several pairs, one after the other, the one that needs most on the rank."""
-    counts = [counted(one.option.ranks[memory.rank]) for one in predictions]
-    predicted = {name: max(count[name] for count in counts) for name in COUNTED}
-    return {"rank": memory.rank, **{name: _both(predicted[name], memory.bytes[name]) for name in COUNTED}}
+    counts = [counted(one.option.ranks[rank]) for one in predictions]
+    most = {name: max(count[name] for count in counts) for name in COUNTED}
+    return {"rank": rank, **{name: _both(most[name], held[name]) for name in COUNTED}}
 
 
 def counted(memory: RankMemory) -> dict[str, int]:

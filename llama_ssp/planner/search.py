@@ -104,7 +104,13 @@ def option(request: PlanRequest, placement: Placement, k: int | None = None) -> 
 
 def require_possible(request: PlanRequest, placement: Placement) -> None:
     """Refuses a split that the models do not allow."""
-    require_planned_splitting(placement.splitting)
+    if placement.splitting is Splitting.deepspeed:  # it loads the whole model, and splits it by its own rules
+        what, found = (
+            "what DeepSpeed holds is not planned",
+            f"placement.splitting={placement.splitting.value}",
+        )
+        fix = "plan placement=auto, leader, sharded, replicated, own or layers"
+        raise DistributedError(what, found=found, allowed="tensor, layers", fix=fix)
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):
         if degree > 1:
@@ -121,14 +127,6 @@ def require_splittable(request: PlanRequest, world: int) -> None:
         what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
         fix = "lower cluster.nodes or cluster.gpus"
         raise DistributedError(what, found=f"{world} ranks", allowed=allowed, fix=fix)
-
-
-def require_planned_splitting(splitting: Splitting) -> None:
-    """Refuses DeepSpeed, which loads the whole model on every rank and splits it by its own rules."""
-    if splitting is Splitting.deepspeed:
-        what, found = "what DeepSpeed holds is not planned", f"placement.splitting={splitting.value}"
-        fix = "plan placement=auto, leader, sharded, replicated, own or layers"
-        raise DistributedError(what, found=found, allowed="tensor, layers", fix=fix)
 
 
 def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[Option]:

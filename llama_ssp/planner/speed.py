@@ -105,21 +105,15 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
     )
 
 
-def pass_cost(role: Role, ranks: int, whole_tables: bool = False) -> PassCost:
-    """The cost for the first rank, which holds what does not divide evenly.
-
-    `whole_tables`: every rank holds embedding and head whole, as in gpt-fast.
-    """
+def pass_cost(role: Role, ranks: int) -> PassCost:
+    """The cost for the first rank, which holds what does not divide evenly."""
     part = Part.of(role.model, ranks)
     not_read = (POSITIONS, BUFFERS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS)
     read = sum(size for group, size in held(part, role.dtype).items() if group not in not_read)
     numbers = sum(weight.count * weight.times for weight in weights(part) if weight.group not in not_read)
-    elsewhere = (part.whole_vocab - part.vocab) * part.dim if whole_tables else 0
-    w, flops = width(role.dtype), 2.0 * (numbers + elsewhere)
+    w, sums = width(role.dtype), 2 * part.layers + PASS_SUMS if ranks > 1 else 0
     slot = 2.0 * part.layers * part.key_width * w
-    sums = 2 * part.layers + (0 if whole_tables else PASS_SUMS) if ranks > 1 else 0
-    own = read + elsewhere * w, slot, flops, sums
-    return PassCost(ranks, part.layers, *own, part.dim * w, part.whole_vocab)
+    return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, sums, part.dim * w, part.whole_vocab)
 
 
 def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) -> float:
@@ -226,8 +220,4 @@ def break_even(times: RoundTimes, regular_ms: float) -> float | None:
 
     if not pays(1.0):
         return None
-    low, high = 0.0, 1.0
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    return (1 + bisect_left(range(1, 1024), True, key=lambda n: pays(n / 1024))) / 1024

@@ -62,6 +62,11 @@ class Part:
         return self.kvs * self.head_dim
 
     @property
+    def largest_matrix(self) -> int:
+        """Numbers in the largest of a layer's matrices."""
+        return max(outputs * inputs for outputs, inputs, _ in _matrices(self))
+
+    @property
     def rotary_width(self) -> int:
         """The rotated numbers of a head."""
         return int(self.head_dim * self.family.rotary)

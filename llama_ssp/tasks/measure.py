@@ -208,7 +208,7 @@ def speeds_of(contenders: list[Contender]) -> Speeds:
 
 def peak_memory(device: torch.device, ranks: Ranks) -> list[dict[str, int]]:
     """The most that each rank's process and its device have held."""
-    held = memory_here(0, device, ranks.rank).bytes[TENSORS] or 0
+    held = memory_here(0, device)[TENSORS] or 0
     names = ("process_bytes", "device_bytes")
     return [
         {"rank": rank, **dict(zip(names, part, strict=True))}

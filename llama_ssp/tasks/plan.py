@@ -20,7 +20,6 @@ from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
 from llama_ssp.planner.resolve import is_free
 from llama_ssp.planner.run_plan import request_of
-from llama_ssp.planner.search import require_planned_splitting
 from llama_ssp.planner.table import rendered
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.run_folder import Console, RunFolder
@@ -58,7 +57,6 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
             require_planned(model, role)
     request = request_of(run)
     require_world(request.machine, ranks)
-    require_planned_splitting(run.placement.splitting)
     if is_free(run.placement):
         return run, make_plan(request)
     world = 1 if run.placement.splitting is Splitting.layers else request.machine.world

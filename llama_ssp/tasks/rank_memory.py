@@ -9,31 +9,28 @@ from pathlib import Path
 import torch
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.planner.run_plan import COUNTED, DEVICE, HELD_BYTES, RESERVED, TENSORS, MeasuredMemory
+from llama_ssp.planner.run_plan import COUNTED, DEVICE, HELD_BYTES, RESERVED, TENSORS, Bytes
 
 STATUS = Path("/proc/self/status")
 
 
-def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[MeasuredMemory]:
+def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes]:
     """The most that each rank has held; `held` are this rank's weights and caches. All ranks call it."""
-    own = memory_here(held, device, ranks.rank)
-    every = ranks.gather_ints([own.bytes[name] or 0 for name in COUNTED])
-    return [
-        MeasuredMemory(rank, {name: size or None for name, size in zip(COUNTED, sizes, strict=True)})
-        for rank, sizes in enumerate(every)
-    ]
+    own = memory_here(held, device)
+    every = ranks.gather_ints([own[name] or 0 for name in COUNTED])
+    return [{name: size or None for name, size in zip(COUNTED, sizes, strict=True)} for sizes in every]
 
 
-def memory_here(held: int, device: torch.device, rank: int) -> MeasuredMemory:
+def memory_here(held: int, device: torch.device) -> Bytes:
     """Of this rank. On a CPU torch does not count what tensors take, so only the process is measured."""
-    found: dict[str, int | None] = {HELD_BYTES: held, TENSORS: None, RESERVED: None}
+    found: Bytes = {HELD_BYTES: held, TENSORS: None, RESERVED: None}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)  # other processes' memory, too
         found[TENSORS] = torch.cuda.max_memory_allocated(device)
         found[RESERVED] = torch.cuda.max_memory_reserved(device)
-        return MeasuredMemory(rank, {**found, DEVICE: outside + torch.cuda.max_memory_reserved(device)})
-    return MeasuredMemory(rank, {**found, DEVICE: process_bytes()})
+        return {**found, DEVICE: outside + torch.cuda.max_memory_reserved(device)}
+    return {**found, DEVICE: process_bytes()}
 
 
 def process_bytes() -> int:

@@ -25,7 +25,7 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.session import first_cause, ranks_of
-from llama_ssp.planner.run_plan import MeasuredMemory, compare_with_plan, in_words
+from llama_ssp.planner.run_plan import Bytes, compare_with_plan, in_words
 from llama_ssp.report.run_folder import Console, RunFolder, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
@@ -91,7 +91,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     began = time.perf_counter()
     task = TASKS[type(run.task)](inputs, console, folder, ranks)
     device = device_of(run.placement.target_device, "placement.target_device")
-    status, memory = "error", list[MeasuredMemory]()
+    status, memory = "error", list[Bytes]()
     try:
         status = task.run()
         held = max((one.held_bytes for one in task.measurements()), default=0)
