@@ -9,8 +9,6 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +21,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
+from llama_ssp.batch import local_workers
 from llama_ssp.batch.job import chosen_seed, job_of
+from llama_ssp.batch.slurm import status, submit
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.environment import RankEnvironment, rank_environment
@@ -53,7 +53,7 @@ GRACE_S = 4.0  # for a rank to obey a signal
 
 def main() -> NoReturn:
     """Runs the command and leaves with its exit code."""
-    level = logging.INFO if _is_leader() else logging.ERROR
+    level = logging.INFO if _environment().is_leader else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -83,43 +83,39 @@ def _guarded() -> int:
     try:
         rank_environment()
         _prepare_output()
-        with _memory_in_words():
-            code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
+        code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
         sys.stdout.flush()
         return code
     except JointError:
         raise
-    except RunError as error:
-        return _fail(str(error), error.code, error)
-    except RecursionError as error:
-        return _fail("the configuration is nested too deeply; fix: flatten it", USAGE, error)
-    except BrokenPipeError as error:
-        return _fail("standard output was closed by its reader", INPUT_OUTPUT, error)
-    except OSError as error:
-        return _fail(f"{error.strerror or error}; {error.filename or 'input or output'}", INPUT_OUTPUT, error)
-    except ImportError as error:
-        line = f"a package cannot be imported; {error}; fix: run machine-install.sh again"
-        return _fail(line, DISTRIBUTED, error)
     except KeyboardInterrupt as stop:
         return _stopped(stop)
+    except Exception as error:
+        return _fail(*_in_words(error), error)
+
+
+def _in_words(error: Exception) -> tuple[str, int]:
+    """The error's line and exit code. Raises an error of this program itself again."""
+    if isinstance(error, RunError):
+        return str(error), error.code
+    if lacks_memory(error):  # of any library
+        found = f"{type(error).__name__}: {str(error)[:160]}"
+        fix = "free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt"
+        return str(DistributedError("memory is short", found=found, fix=fix)), DISTRIBUTED
+    if isinstance(error, RecursionError):
+        return "the configuration is nested too deeply; fix: flatten it", USAGE
+    if isinstance(error, BrokenPipeError):
+        return "standard output was closed by its reader", INPUT_OUTPUT
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}; {error.filename or 'input or output'}", INPUT_OUTPUT
+    if isinstance(error, ImportError):
+        return f"a package cannot be imported; {error}; fix: run machine-install.sh again", DISTRIBUTED
+    raise error
 
 
 def _stopped(stop: KeyboardInterrupt) -> int:
     number = stop.args[0] if stop.args else signal.SIGINT
     return _fail("stopped by a signal; what was finished is in the run folder", 128 + number, stop)
-
-
-@contextmanager
-def _memory_in_words() -> Iterator[None]:
-    """Raises DistributedError for errors of any library that say that memory is short."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, RunError) or not lacks_memory(error):
-            raise
-        found = f"{type(error).__name__}: {str(error)[:160]}"
-        fix = "free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt"
-        raise DistributedError("memory is short", found=found, fix=fix) from error
 
 
 def _compose() -> list[tuple[DictConfig, list[Path]]]:
@@ -170,7 +166,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
         raise translated(error) from error
     check_homes(checked, sys.argv[1:])
     check_sharing(checked)
-    task, leads = checked.task, _is_leader()
+    task, leads = checked.task, _environment().is_leader
     if isinstance(task, PlanConf):
         from llama_ssp.tasks import plan as planning
 
@@ -200,18 +196,10 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
     if shared and {"--multirun", "-m"} & set(words):
         raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")
     if task.status:
-        from llama_ssp.batch.slurm import status
-
         return status.execute(run)
     if run.cluster.scheduler is Scheduler.slurm:
-        from llama_ssp.batch.slurm import submit
-
         return submit.execute(run, folders, words)
-    if run.cluster.groups > 1:
-        from llama_ssp.batch import local_workers
-
-        return local_workers.execute(run, folders, words)
-    return None
+    return local_workers.execute(run, folders, words) if run.cluster.groups > 1 else None
 
 
 def _prepare_output() -> None:
@@ -241,7 +229,7 @@ def _fail(message: str, code: int, error: BaseException) -> int:
     speaks = error.speaks if isinstance(error, RunError) else None
     if speaks is None and _environment().world > 1 and not GUARD.parted:
         return _fail_before_rendezvous(one_line(message), code, isinstance(error, KeyboardInterrupt))
-    if _is_leader() if speaks is None else speaks:
+    if _environment().is_leader if speaks is None else speaks:
         _say(one_line(message))
     return code
 
@@ -264,10 +252,6 @@ def _fail_before_rendezvous(line: str, code: int, stopped: bool) -> int:
 def _say(line: str) -> None:
     if sys.stderr is not None:
         print(f"error: {line}", file=sys.stderr)
-
-
-def _is_leader() -> bool:
-    return _environment().is_leader
 
 
 def _environment() -> RankEnvironment:

@@ -6,7 +6,6 @@ that fails is started again, as long as the job still progresses.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from llama_ssp.batch.atomic_files import storing
 from llama_ssp.batch.journal import NOTHING, count_finished
 from llama_ssp.batch.workers import LOGS, SharedJob
 from llama_ssp.config import BatchConf, Output, RunConf
-from llama_ssp.distributed.signals import CODE_FILE, PR_SET_PDEATHSIG
+from llama_ssp.distributed.signals import CODE_FILE, end_with_parent
 from llama_ssp.errors import OK, UsageError
 from llama_ssp.planner.hardware import CPU, gpus_here
 from llama_ssp.report.run_folder import Console, Progress
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 LOOK_S, COUNT_S = 0.1, 1.0
 STOP_S = 60.0  # for groups to stop after SIGTERM
-LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Group:
                 stdout=output,
                 stderr=log_,
                 start_new_session=True,
-                preexec_fn=_stop_with_parent if LIBC else None,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
 
     def has_ended(self, finished: int) -> bool:
@@ -178,12 +177,6 @@ def _command(ranks: int, words: tuple[str, ...]) -> list[str]:
     options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
     torchrun = ["-m", "torch.distributed.run", *options] if ranks > 1 else []
     return [sys.executable, *torchrun, "-m", "llama_ssp", *words]
-
-
-def _stop_with_parent() -> None:
-    """In the child: the system sends it SIGTERM when this process is gone."""
-    assert LIBC is not None
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

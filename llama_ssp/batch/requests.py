@@ -124,18 +124,17 @@ class Reader:
         if not isinstance(body, dict) or "custom_id" not in record:
             missing = "custom_id" if isinstance(body, dict) else "body"
             raise DataError(f"the request has no {missing}", where, ", ".join(record), fix="add it")
+        wrong = "prompt" if url == CHAT else "messages"
+        served = [key for key in SETTINGS if key != wrong]
         asked = {key: value for key, value in body.items() if value is not None}
         for key, only in WITHOUT_EFFECT.items():
             if key in asked and asked.pop(key) != only and only is not None:
                 found = repr(body[key])[:60]
                 raise DataError(f"the request asks for {key}", where, found, repr(only), "leave it out")
         for key in asked:
-            if key not in SETTINGS:
-                what = f"the request asks for {key}, which is not served"
-                raise DataError(what, where, None, ", ".join(SETTINGS), "leave it out")
-        wrong = "prompt" if url == CHAT else "messages"
-        if wrong in asked:
-            raise DataError(f"a request to {url} has {wrong}", where, fix="choose the other url")
+            if key not in served:
+                what = f"the request to {url} asks for {key}, which is not served"
+                raise DataError(what, where, None, ", ".join(served), "leave it out, or choose the other url")
         form = Form.chat if url == CHAT else Form.completions
         return self._with_own(asked, replace(usual, id=name_of(record["custom_id"], where), form=form))
 

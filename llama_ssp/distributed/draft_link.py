@@ -9,18 +9,17 @@ GPUs: a copy of K distributions a round (2 MiB at K = 4 and 128 k entries), smal
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
-import select
 import socket
 import struct
 import time
+from multiprocessing.connection import Connection
 
 from llama_ssp.errors import DistributedError
 
-HEAD = struct.Struct("<4sQ")  # mark, length
-MARK = b"lssp"
-MOST = 2**32  # bytes of a frame
+MOST = 2**31 - 1  # bytes of a frame
 LOOPBACK = "127.0.0.1"
 
 
@@ -32,48 +31,35 @@ class Link:
     """One end of a connection. Frames come in order; none is lost unless the connection is."""
 
     def __init__(self, connection: socket.socket, patience_s: float) -> None:
-        """`patience_s` is how long one frame may take once it has begun to come or go."""
+        """`patience_s` is how long one frame may stand still once it has begun to come or go."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(patience_s)
-        self._connection, self._patience_s = connection, patience_s
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
+        connection.setblocking(True)
+        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(patience_s), 0))
+        self._connection = Connection(connection.detach())
 
     def send(self, frame: bytes) -> None:
         """Raises LinkLost when the connection is gone."""
         try:
-            self._connection.sendall(HEAD.pack(MARK, len(frame)) + frame)
-        except (OSError, ValueError) as error:
+            self._connection.send_bytes(frame)
+        except OSError as error:
             raise LinkLost(_reason(error)) from error
+
+    def has_frame(self) -> bool:
+        """Whether one has begun to come, or the connection is gone; does not wait."""
+        return self._connection.poll()
 
     def receive(self, seconds: float) -> bytes | None:
         """The next frame; None if none comes in time. With 0 it only looks. Raises LinkLost."""
         try:
-            if not self._poll.poll(max(0.0, 1000 * seconds)):
-                return None
-            mark, length = HEAD.unpack(self._exactly(HEAD.size))
-            if mark != MARK or length > MOST:
-                raise LinkLost("what comes is not from a rank of this run")
-            return bytes(self._exactly(length))
-        except (OSError, ValueError) as error:
+            return self._connection.recv_bytes(MOST) if self._connection.poll(seconds) else None
+        except EOFError as error:
+            raise LinkLost("the other rank has closed the connection") from error
+        except OSError as error:
             raise LinkLost(_reason(error)) from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.close()
-
-    def _exactly(self, length: int) -> bytearray:
-        whole = bytearray(length)
-        rest = memoryview(whole)
-        until = time.monotonic() + self._patience_s
-        while rest:
-            came = self._connection.recv_into(rest)
-            if not came:
-                raise LinkLost("the other rank has closed the connection")
-            if time.monotonic() > until:
-                raise LinkLost("a frame does not end")
-            rest = rest[came:]
-        return whole
+        self._connection.close()
 
 
 class Listener:
@@ -128,7 +114,8 @@ def address_towards_leader() -> str:
 
 
 def _reason(error: Exception) -> str:
-    return "it does not answer" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+    late = isinstance(error, TimeoutError | BlockingIOError)
+    return "it does not answer" if late else str(error) or type(error).__name__
 
 
 def _unreachable(host: str, error: Exception) -> DistributedError:

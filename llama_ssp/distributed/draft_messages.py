@@ -135,31 +135,25 @@ class DraftServer:
     link: Link
     group: Ranks
     waited_s: float = 0.0
-    _number: int = 0  # of the last request that was taken up
-    _request: Message | None = None  # has come, and is not yet taken up
+    _number: int = 0  # of the last request
 
     def has_request(self) -> bool:
-        """Whether the next request has come; does not wait."""
-        return self._next(0.0) is not None
+        """Whether the next request has come, or none will; does not wait."""
+        return self.link.has_frame()
 
     def broadcast_ints(self, _values: list[int]) -> list[int]:
         """The next request, as soon as it comes. Raises LinkLost if none will come."""
         began = time.monotonic()
-        while (request := self._next(LOOK_S)) is None:
+        while (frame := self.link.receive(LOOK_S)) is None:
             pass
         self.waited_s += time.monotonic() - began
-        self._number, self._request = request.number, None
+        request = Message.unpack(frame)
+        if request.kind is MessageKind.DISMISS:
+            raise Dismissed("the leader goes on alone")
+        self._number = request.number
         self.link.send(Message(MessageKind.ACK, self._number, []).pack())
         return self.group.broadcast_ints(request.values)
 
     def send_reply(self, values: list[int], payload: bytes) -> None:
         """The reply to the last request."""
         self.link.send(Message(MessageKind.REPLY, self._number, values, payload).pack())
-
-    def _next(self, seconds: float) -> Message | None:
-        if self._request is None and (frame := self.link.receive(seconds)) is not None:
-            message = Message.unpack(frame)
-            if message.kind is MessageKind.DISMISS:
-                raise Dismissed("the leader goes on alone")
-            self._request = message
-        return self._request

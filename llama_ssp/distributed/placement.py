@@ -123,19 +123,15 @@ def _listed(key: str, ranks: list[int] | None, world: int) -> tuple[int, ...] | 
 def _check(placement: Placement, seat: DraftSeat) -> None:
     target, draft = placement.target, placement.draft
     inside = [rank for rank in draft if rank in target]
-    if target[0] != LEADER:
-        what = "placement.target_ranks does not begin with the leader"
-        raise DistributedError(what, "", list(target), "rank 0 first: it decides, and writes what comes out")
-    if inside and len(inside) < len(draft):
-        found = f"target {list(target)}, draft {list(draft)}"
-        what, fix = "the draft is partly on the target's ranks", "change placement.draft_ranks"
-        raise DistributedError(what, "", found, "all of its ranks are the target's, or none is", fix)
-    if inside and seat is DraftSeat.own:
-        what, fix = "placement.draft=own, but its ranks are the target's", "change one of placement.*_ranks"
-        raise DistributedError(what, "", f"ranks {inside}", "ranks that do not hold the target", fix)
-    if inside and draft[0] != LEADER:
-        what, allowed = "the draft's ranks do not begin with the leader", "rank 0 first"
-        raise DistributedError(what, "", list(draft), allowed, "change placement.draft_ranks")
+    own = seat is DraftSeat.own
+    if inside and (own or len(inside) < len(draft)):
+        wrong = "placement.draft=own, but its ranks are" if own else "the draft is partly on"
+        found, allowed = f"target {list(target)}, draft {list(draft)}", f"none{' or all' * (not own)} of them"
+        raise DistributedError(f"{wrong} the target's", "", found, allowed, "change placement.*_ranks")
+    for role, ranks in (("target", target), ("draft", draft if inside else ())):
+        if ranks and ranks[0] != LEADER:
+            what, fix = f"the {role}'s ranks do not begin with the leader", f"change placement.{role}_ranks"
+            raise DistributedError(what, "", list(ranks), "rank 0 first: it decides and writes", fix)
     idle = sorted(set(range(placement.world)) - set(target) - set(draft))
     if idle:
         found = f"ranks {', '.join(map(str, idle))} of {placement.world}"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import zlib
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Group(Ranks):
         ranks, backend = list(members), _backend(device)
         patience = timedelta(seconds=self.patience_s)
         later = timedelta(seconds=LATER_S if backend == "nccl" else 0)
-        with self._during("making groups"):
+        with self._watch.during("making groups"):
             self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=patience)
             self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
             self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=patience + later)
@@ -67,7 +67,7 @@ class Group(Ranks):
         return group if self._watch.rank in chosen else None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        with self._during("summing"):
+        with self._watch.during("summing"):
             dist.all_reduce(tensor, group=self._tensors)
         return tensor
 
@@ -107,16 +107,18 @@ class Group(Ranks):
             packet[HEAD : HEAD + len(values)] = torch.tensor(values[: PACKET - HEAD], dtype=torch.int64)
         self._broadcast(packet)
         number, length, sum_ = packet[:HEAD].tolist()
-        if number != self._sent:
-            raise self._out_of_step("an unexpected message", f"number {number}", f"number {self._sent}")
         received: list[int] = packet[HEAD : HEAD + length].tolist()
         missing = length - len(received)
-        if missing > 0:
+        if missing > 0 and number == self._sent:
             rest = torch.tensor(values[len(received) :] if self.is_leader else [0] * missing)
             self._broadcast(rest)
             received += rest.tolist()
-        if checksum(received) != sum_:
-            raise self._out_of_step("a damaged message", f"checksum {checksum(received):08x}", f"{sum_:08x}")
+        if (number, sum_) != (self._sent, checksum(received)):
+            where = f"rank {self._watch.rank}, {self._watch.place}"
+            found = f"number {number}, checksum {sum_:08x}"
+            allowed = f"number {self._sent}, checksum {checksum(received):08x}"
+            fix = "report it: ranks derive all they do from the leader's messages"
+            raise DistributedError("the ranks are out of step: another message", where, found, allowed, fix)
         return received
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
@@ -135,7 +137,7 @@ class Group(Ranks):
             raise DistributedError(f"the ranks differ in {what}", "", found, "the same on every rank", fix)
 
     def barrier(self) -> None:
-        with self._during("waiting for the others"):
+        with self._watch.during("waiting for the others"):
             dist.barrier(group=self._waiting)
 
     def enter(self, phase: str, number: int = 0) -> None:
@@ -169,22 +171,14 @@ class Group(Ranks):
     def _gather(self, own: Tensor, group: Any, what: str) -> list[Tensor]:
         """Every rank's tensor, in the members' order; torch orders them by their numbers in the run."""
         parts = [torch.empty_like(own) for _ in range(self.world)]
-        with self._during(what):
+        with self._watch.during(what):
             dist.all_gather(parts, own, group=group)
         of = dict(zip(sorted(self._members), parts, strict=True))
         return [of[member] for member in self._members]
 
     def _broadcast(self, tensor: Tensor) -> None:
-        with self._during(f"message {self._sent}"):
+        with self._watch.during(f"message {self._sent}"):
             dist.broadcast(tensor, src=self._members[LEADER], group=self._messages)
-
-    def _out_of_step(self, what: str, found: str, allowed: str) -> DistributedError:
-        where = f"rank {self._watch.rank}, {self._watch.place}"
-        fix = "report it: ranks derive all they do from the leader's messages"
-        return DistributedError(f"the ranks are out of step: {what}", where, found, allowed, fix)
-
-    def _during(self, what: str) -> AbstractContextManager[None]:
-        return self._watch.during(what)
 
 
 def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:

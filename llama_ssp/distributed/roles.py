@@ -16,14 +16,13 @@ class Roles:
     """The groups that this rank is in; None where it is in none.
 
     `target` holds the target, `draft` holds one draft model. `draft_channel` carries requests for drafts:
-    to the ranks that draft with the leader, or, over `draft_link`, to those of a draft apart.
+    to the ranks that draft with the leader, or, over a link, to the first rank of a draft apart.
     """
 
     everyone: Ranks
     target: Ranks | None
     draft: Ranks | None
     draft_channel: LeaderChannel | None = None
-    draft_link: DraftClient | DraftServer | None = None  # the leader and the draft's first rank
     apart: tuple[int, ...] = ()  # the ranks of a draft apart
 
     @property
@@ -60,7 +59,5 @@ def roles_of(
     if link is None:
         return roles
     if drafting is not None:
-        end: DraftClient | DraftServer = DraftServer(link, drafting)
-    else:
-        end = DraftClient(link, wait_s or ranks.patience_s, required)
-    return replace(roles, draft_channel=end, draft_link=end)
+        return replace(roles, draft_channel=DraftServer(link, drafting))
+    return replace(roles, draft_channel=DraftClient(link, wait_s or ranks.patience_s, required))

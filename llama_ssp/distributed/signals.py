@@ -30,6 +30,7 @@ AGAIN_S, REMINDER = 0.01, signal.SIGURG  # how a signal comes again that could n
 # Code in which an exception is lost: Python drops it, or an import that it cuts short cannot be repeated.
 LOSING = {"<frozen importlib._bootstrap>", weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 PAUSED_S = 3.0  # a tick this late: the process itself was stopped, and no alarm is due for that
+LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 PR_SET_PDEATHSIG = 1
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 Call = Callable[[], None]
@@ -202,11 +203,16 @@ def leave(code: int, line: str = "") -> NoReturn:
     os._exit(code)
 
 
+def end_with_parent(number: signal.Signals) -> None:
+    """Linux sends this process the signal when the one that started it is gone."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, number)
+
+
 def end_with_launcher() -> None:
-    """Linux kills this process when torchrun, which started it, is gone: nothing else would."""
-    if BY_TORCHRUN not in os.environ or not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before the kernel was asked
-        leave(128 + signal.SIGKILL)
+    """This process is killed when torchrun, which started it, is gone: nothing else would."""
+    if BY_TORCHRUN in os.environ:
+        parent = os.getppid()
+        end_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:  # it went before the kernel was asked
+            leave(128 + signal.SIGKILL)

@@ -202,16 +202,16 @@ def _drafter(
     if not run.has_draft_model:
         return NoDrafter() if pair.draft and roles.drafts_apart else None
     if pair.draft is None:
-        if not isinstance(roles.draft_link, DraftClient):
+        if not isinstance(roles.draft_channel, DraftClient):
             return None
-        return RemoteDrafter(roles.draft_link, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
+        return RemoteDrafter(roles.draft_channel, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
     runner = ModelRunner(pair.draft, chunk)
     if roles.draft is not None and not roles.draft.is_leader:
         return (
             AheadDraftShard(runner, roles.draft, spec.overlap) if roles.drafts_apart else DraftShard(runner)
         )
-    if isinstance(roles.draft_link, DraftServer) and roles.draft is not None:
-        return SendingDrafter(runner, transform, draws, roles.draft, roles.draft_link, spec.overlap)
+    if isinstance(roles.draft_channel, DraftServer) and roles.draft is not None:
+        return SendingDrafter(runner, transform, draws, roles.draft, roles.draft_channel, spec.overlap)
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, transform, draws, bridge)
     if bridge is not None:

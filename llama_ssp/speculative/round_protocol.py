@@ -121,8 +121,7 @@ class LeaderProtocol(RoundProtocol):
         super().__init__(roles)
         if self._target is not None and self._target.world == 1:
             self._target = None
-        link = roles.draft_link if roles.draft_channel is not None else None
-        self._link = link if isinstance(link, DraftClient) else None
+        self._link = roles.draft_channel if isinstance(roles.draft_channel, DraftClient) else None
         self._unsent: list[int] = []  # the last decision
 
     def ask(self, state: State, count: Count) -> None:

@@ -88,11 +88,11 @@ class Diagnosis:
     tokens: tuple[int, int]
     widths: tuple[int, int]
     match: Match
-    differing: int  # tokens
-    examples: tuple[str, ...]
-    cut: str | None  # a text that both tokenize differently
-    beyond: tuple[str, ...]  # tokens that only the wider model has logits for
     notes: tuple[str, ...]
+    differing: int = 0  # tokens
+    examples: tuple[str, ...] = ()
+    cut: str | None = None  # a text that both tokenize differently
+    beyond: tuple[str, ...] = ()  # tokens that only the wider model has logits for
     ceiling: float = 1.0
     expansion: float = 1.0
 
@@ -146,10 +146,9 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
         unpadded = not differing and widths == (target.size, draft.size)
         verdict = VocabularyMatch.same if unpadded else VocabularyMatch.padded
         cut = next((text for text in PROBES if target.encode(text) != draft.encode(text)), None)
-        beyond = sorted(t for t, i in target.ids.items() if min(widths) <= i < max(widths))
-        same = tuple(range(min(target.size, draft.size)))
-        only_wide = () if differing else tuple(beyond)
-        return Diagnosis(verdict, counts, widths, Match(same, same), 0, (), cut, only_wide, notes)
+        wider = [t for t, i in target.ids.items() if min(widths) <= i < max(widths) and not differing]
+        same = Match(*[tuple(range(min(target.size, draft.size)))] * 2)
+        return Diagnosis(verdict, counts, widths, same, notes, cut=cut, beyond=tuple(sorted(wider)))
     known, sample = match(target, draft), target.encode(SAMPLE)
     # Tokens of both come first: they show best that ids stand for other tokens.
     first = sorted(differing, key=lambda t: (t not in target.ids or t not in draft.ids, t))[:3]
@@ -158,8 +157,8 @@ def diagnose(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int]) -> 
     verdict = VocabularyMatch.misleading if misleading else VocabularyMatch.different
     ceiling = sum(known.draft_of[i] >= 0 for i in sample) / max(len(sample), 1)
     expansion = len(draft.encode(SAMPLE)) / max(len(sample), 1)
-    found = verdict, counts, widths, known, len(differing), examples
-    return Diagnosis(*found, None, (), notes, ceiling, expansion)
+    found = verdict, counts, widths, known, notes, len(differing), examples
+    return Diagnosis(*found, ceiling=ceiling, expansion=expansion)
 
 
 def _other_settings(target: Vocabulary, draft: Vocabulary) -> tuple[str, ...]:

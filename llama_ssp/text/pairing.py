@@ -41,9 +41,7 @@ class Paired:
     @property
     def word(self) -> str | None:
         """The bridge's name."""
-        if self.bridge is None:
-            return None
-        return "intersection" if isinstance(self.bridge, Intersection) else "text"
+        return None if self.bridge is None else type(self.bridge).__name__.lower()
 
     def in_words(self) -> str:
         bridge = f"; bridge: {self.word}" if self.word else ""
@@ -83,14 +81,11 @@ def _require_usable(found: Diagnosis, how: Bridging) -> None:
     family = "choose a draft of the same family"
     misleading = found.verdict is VocabularyMatch.misleading
     if (misleading and how is Bridging.auto) or (found.bridged and how is Bridging.off):
+        what = f"target and draft have different tokenizers{' of the same size' * misleading}"
         counts = f"{found.tokens[0]} and {found.tokens[1]} tokens, {found.differing} differ"
-        raise ModelError(
-            f"target and draft have different tokenizers{' of the same size' * misleading}",
-            found=f"{counts} ({', '.join(found.examples)})",
-            allowed="the same tokens with the same ids",
-            fix=f"{family}; if these are the right tokenizers, speculation.bridge=intersection (or text) "
-            "pairs them by what their tokens stand for",
-        )
+        differ = f"{counts} ({', '.join(found.examples)})"
+        fix = f"{family}, or pair what tokens stand for: speculation.bridge=intersection (or text)"
+        raise ModelError(what, "", differ, "the same tokens with the same ids", fix)
     if found.cut is not None:
         what = "target and draft have the same tokens but cut text differently"
         raise ModelError(what, "", repr(found.cut), "the same merges and special tokens", family)

@@ -96,7 +96,17 @@ class Line:
 
     @property
     def text(self) -> str:
-        return _decoded(self.raw, self.where, self.start).removesuffix("\r")
+        """Raises DataError for what is too long, or not UTF-8."""
+        if len(self.raw) > MAX_LINE_BYTES:
+            found, allowed = f"{len(self.raw)} bytes", f"{MAX_LINE_BYTES} bytes"
+            fix = "split it, or put prompts one a line"
+            raise DataError("a line is too long", self.where, found, allowed, fix)
+        try:
+            return self.raw.decode().removesuffix("\r")
+        except UnicodeDecodeError as error:
+            where = f"{self.where}, byte {self.start + error.start} of the file"
+            found = f"byte 0x{self.raw[error.start]:02x}"
+            raise DataError("the line is not UTF-8", where, found, fix="convert the file to UTF-8") from None
 
 
 def read_prompts(task: PromptedConf) -> Reading:
@@ -176,17 +186,6 @@ def _parse(data: bytes, name: str, jsonl: bool) -> Iterator[TextPrompt | DataErr
             yield _record(line) if jsonl else TextPrompt(f"line-{line.number}", line.text, line.where)
         except DataError as error:
             yield error
-
-
-def _decoded(raw: bytes, where: str, start: int) -> str:
-    if len(raw) > MAX_LINE_BYTES:
-        found, allowed = f"{len(raw)} bytes", f"{MAX_LINE_BYTES} bytes"
-        raise DataError("a line is too long", where, found, allowed, "split it, or put prompts one a line")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        where, found = f"{where}, byte {start + error.start} of the file", f"byte 0x{raw[error.start]:02x}"
-        raise DataError("the line is not UTF-8", where, found, fix="convert the file to UTF-8") from None
 
 
 def _record(line: Line) -> TextPrompt:

@@ -60,17 +60,20 @@ class HubTokens:
 
     def __init__(self, path: Path, end_ids: frozenset[int]) -> None:
         from transformers import AutoTokenizer
+        from transformers.utils import logging as hub_logging
 
         self._path, self._warned = path, False
+        before = hub_logging.get_verbosity()
+        hub_logging.set_verbosity_error()  # `_unreadable` says in a line what transformers warns of
         try:
-            with _quiet():
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                    path, local_files_only=True, trust_remote_code=False, use_fast=True
-                )
+            local = {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **local)
         except MemoryError:
             raise
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
             raise _unreadable(path, str(error)) from None
+        finally:
+            hub_logging.set_verbosity(before)
         if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
         own = self._tokenizer.eos_token_id
@@ -189,19 +192,6 @@ def _bounded() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of transformers about missing packages; `_unreadable` says the same in a line."""
-    from transformers.utils import logging as hub_logging
-
-    before = hub_logging.get_verbosity()
-    hub_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hub_logging.set_verbosity(before)
 
 
 def _unreadable(path: Path, found: str) -> ModelError:
