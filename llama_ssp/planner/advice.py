@@ -58,20 +58,18 @@ def overrides(placement: Placement) -> str:
         return "placement=layers"
     if not placement.draft:
         return "placement=auto"
-    if placement.draft_apart:
-        return f"placement=own placement.draft_degree={len(placement.draft)}"
     if placement.copies:
         return "placement=replicated"
+    if placement.draft_apart:
+        return f"placement=own placement.draft_degree={len(placement.draft)}"
     if len(placement.draft) == 1:
         return "placement=leader"
-    if len(placement.draft) == len(placement.target):
-        return "placement=sharded"
-    return f"placement=sharded placement.draft_degree={len(placement.draft)}"
+    partly = len(placement.draft) < len(placement.target)
+    return "placement=sharded" + f" placement.draft_degree={len(placement.draft)}" * partly
 
 
 def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[str]:
-    better = _best(request, worlds)
-    if better is not None:
+    if better := _best(request, worlds):
         yield _moved(chosen.placement, better.placement)
     yield from _in_narrower_formats(request, worlds)
     room = largest(request, chosen)
@@ -83,7 +81,7 @@ def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[
     smaller = replace(request.work, k=chosen.k, prefill_chunk=SMALL_CHUNK)
     if chunk > SMALL_CHUNK and _fits(request, chosen.placement, smaller):
         yield f"task.prefill_chunk={SMALL_CHUNK} instead of {chunk}"
-    if request.draft is not None and _best(replace(request, draft=None), worlds) is not None:
+    if request.draft is not None and _best(replace(request, draft=None), worlds):
         yield "draft=none: the target alone fits"
     nodes = request.machine.nodes
     for more in (2 * nodes, 4 * nodes):
@@ -111,17 +109,14 @@ def _in_narrower_formats(request: PlanRequest, worlds: list[int]) -> Iterator[st
     found = False
     for role in request.roles:
         for dtype in (Dtype.bf16 if request.machine.bf16 else Dtype.fp16, Dtype.int8, Dtype.nf4):
-            if BYTES[dtype] >= BYTES[role.dtype]:
-                continue
-            held = _best(_with_dtype(request, role, dtype), worlds)
-            if held is not None:
+            narrower = BYTES[dtype] < BYTES[role.dtype]
+            if narrower and (held := _best(_with_dtype(request, role, dtype), worlds)):
                 found = True
                 yield f"{role.role}.dtype={dtype.value} ({held.placement.in_words()})"
                 break
     if not found and request.draft is not None:
         both = _with_dtype(_with_dtype(request, request.target, Dtype.nf4), request.draft, Dtype.nf4)
-        held = _best(both, worlds)
-        if held is not None:
+        if held := _best(both, worlds):
             yield f"model.dtype=nf4 draft.dtype=nf4 ({held.placement.in_words()})"
 
 

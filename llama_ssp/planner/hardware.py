@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from llama_ssp.planner.activations import GPU, Kernels
 from llama_ssp.planner.speed import Times, times_of
 from llama_ssp.planner.workload import GIB, MIB
 
-LOCAL, CPU = "local", "cpu"
+CPU = "cpu"
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
 CPU_TABLE = Path("/proc/cpuinfo")
 
@@ -68,7 +69,7 @@ class Machine:
         """`auto` resolved as by the loader."""
         if conf is not Dtype.auto:
             return conf
-        return Dtype.bf16 if self.bf16 else (Dtype.fp32 if self.is_cpu else Dtype.fp16)
+        return Dtype.bf16 if self.bf16 else Dtype.fp32 if self.is_cpu else Dtype.fp16
 
     def in_words(self) -> str:
         what = f"{self.gpu}, {self.capacity / GIB:.1f} GiB"
@@ -82,11 +83,13 @@ def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
 
     `capacity` is the device's free bytes as measured; cluster.gib takes precedence.
     """
-    _require_own_gpu(cluster)
+    own = known().get(cluster.name, {}).get("gpu")
+    if cluster.gpu is not None and own not in (None, cluster.gpu):  # the preset's figures are its own GPU's
+        found, fix = f"{cluster.gpu}, cluster {cluster.name}", f"cluster=local cluster.gpu={cluster.gpu}"
+        raise UsageError("cluster.gpu is not that cluster's", "", found, own, f"use {fix} cluster.gpus=N")
     if cluster.gpu is None and cluster.scheduler is not Scheduler.none:  # it will run on other machines
-        allowed = ", ".join(sorted({str(preset["gpu"]) for preset in known().values()}))
         what, fix = "the nodes' GPU is not known here", "name it with cluster.gpu="
-        raise UsageError(what, "cluster.gpu", allowed=allowed, fix=fix)
+        raise UsageError(what, "cluster.gpu", allowed=", ".join(sorted(_by_gpu())), fix=fix)
     whole = _completed(_this_machine(cluster) if cluster.gpu is None else cluster)
     if cluster.gib is not None or capacity is None:
         capacity = memory_here() if whole.gib is None else int(whole.gib * GIB)
@@ -101,23 +104,14 @@ def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
 
 def known() -> dict[str, dict[str, Any]]:
     """Every cluster preset that names a GPU, by its file's name."""
-    found = {}
-    for file in sorted((CONF / "cluster").glob("*.yaml")):
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and content.get("gpu"):
-            found[file.stem] = content
-    return found
+    files = sorted((CONF / "cluster").glob("*.yaml"))
+    presets = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+    return {name: preset for name, preset in presets.items() if preset.get("gpu")}
 
 
-def _require_own_gpu(cluster: ClusterConf) -> None:
-    """Refuses a preset with another GPU's name: the preset's figures are its own GPU's."""
-    file = CONF / "cluster" / f"{Path(cluster.name).name}.yaml"
-    if cluster.name == LOCAL or cluster.gpu is None or not file.is_file():
-        return
-    own = yaml.safe_load(file.read_text(encoding="utf-8")).get("gpu")
-    if own not in (None, cluster.gpu):
-        found, fix = f"{cluster.gpu}, cluster {cluster.name}", f"cluster=local cluster.gpu={cluster.gpu}"
-        raise UsageError("cluster.gpu is not that cluster's", "", found, own, f"use {fix} cluster.gpus=N")
+def _by_gpu() -> dict[str, dict[str, Any]]:
+    """The first preset with each GPU."""
+    return {str(preset["gpu"]): preset for preset in reversed(known().values())}
 
 
 def _completed(cluster: ClusterConf) -> ClusterConf:
@@ -125,7 +119,7 @@ def _completed(cluster: ClusterConf) -> ClusterConf:
     needed = ("bf16", "gb_s", "tflops", "context_mib", "cublas_mib", "nccl_mib", "graph_mib")
     if all(getattr(cluster, name) is not None for name in needed):
         return cluster
-    by_gpu = {str(preset["gpu"]): preset for preset in reversed(known().values())}
+    by_gpu = _by_gpu()
     if cluster.gpu not in by_gpu:
         where, allowed = f"cluster {cluster.name}", ", ".join(sorted(by_gpu))
         fix = "measure them with task=calibrate, or give cluster.gib, gb_s, tflops, bf16 and *_mib"
@@ -141,7 +135,7 @@ def _this_machine(cluster: ClusterConf) -> ClusterConf:
     """The cluster with this machine's GPUs, or its CPU."""
     if gpus := gpus_here():
         name, free = min(gpus, key=lambda gpu: gpu[1])
-        gpu = matching(name, [str(preset["gpu"]) for preset in known().values()]) or name
+        gpu = matching(name, list(_by_gpu())) or name
         here: dict[str, Any] = {"gpus": len(gpus), "gib": free / GIB}
     else:
         gpu, here = CPU, {"gpus": 1, "gib": memory_here() / GIB, "bf16": cpu_has_bf16()}
@@ -182,10 +176,9 @@ def threads_here() -> int:
 
 def cpu_has_bf16() -> bool:
     """Whether torch's CPU kernels compute in bf16 here, which needs AVX-512."""
-    try:
+    with suppress(OSError):
         return "avx512bw" in CPU_TABLE.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+    return False
 
 
 def require_world(machine: Machine, ranks: int) -> None:

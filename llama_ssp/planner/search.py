@@ -80,11 +80,9 @@ def placements(world: int, drafts: bool, every: bool = True) -> Iterator[Placeme
         return
     seats = [(DraftSeat.leader, 1)]
     if world > 1:
-        own = [1]
-        if every:
-            own = list(range(1, world))
-            if world > MANY_RANKS:
-                own = [2**n for n in range((world - 1).bit_length())]
+        own = list(range(1, world)) if every else [1]
+        if every and world > MANY_RANKS:
+            own = [2**n for n in range((world - 1).bit_length())]
         seats += [(DraftSeat.sharded, degree) for degree in (*own[1:], world)]
         seats += [(DraftSeat.own, degree) for degree in own]
         seats += [(DraftSeat.replicated, world)] * every
@@ -119,14 +117,12 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
             require_quantised(role.model)
 
 
-def require_splittable(request: PlanRequest, world: int) -> None:
-    """Refuses more ranks than any placement of these models could use."""
+def _refuse(request: PlanRequest, world: int) -> None:
+    """More ranks than any placement of these models could use."""
     if world > sum(role.model.n_heads for role in request.roles):
         require_split(request.target.model, world, request.target.role)
-    if world > MOST_RANKS:
-        what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
-        fix = "lower cluster.nodes or cluster.gpus"
-        raise DistributedError(what, found=f"{world} ranks", allowed=allowed, fix=fix)
+    what, allowed = "a placement over too many ranks is not planned", f"at most {MOST_RANKS} ranks"
+    raise DistributedError(what, "cluster", f"{world} ranks", allowed, "lower cluster.nodes or cluster.gpus")
 
 
 def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[Option]:
@@ -135,18 +131,16 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
     Of those that do not fit, the one that lacks least is first. If none is possible, raises the last reason.
     """
     found: list[Option] = []
-    reason: DistributedError | ModelError | None = None
-    for world in worlds:
-        try:
-            require_splittable(request, world)
-        except (DistributedError, ModelError) as error:
-            reason = error
-            continue
+    reason: Exception | None = None
+    most = min(MOST_RANKS, sum(role.model.n_heads for role in request.roles))  # that a placement could use
+    for world in (one for one in worlds if one <= most):
         for placement in placements(world, request.draft is not None, every):
             try:
                 found.append(option(request, placement))
             except (DistributedError, ModelError) as error:
                 reason = error
+    if not found and worlds[-1] > most:
+        _refuse(request, worlds[-1])
     if not found and reason is not None:
         raise reason
     return sorted(found, key=_order)
