@@ -32,7 +32,6 @@ class AgreeTask(Task[AgreeConf]):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._engine: RankEngine | None = None
-        self._found: list[dict[str, Any]] = []
         self._fork_forwards = 0
         self._rounds = Rounds()
 
@@ -53,9 +52,6 @@ class AgreeTask(Task[AgreeConf]):
             self._show()
         self._draw(task.plot, lambda path: plot_agreements(self._found, task.max_new_tokens, path))
         return "done"
-
-    def has_output(self) -> bool:
-        return bool(self._found)
 
     def figures(self) -> dict[str, Any]:
         agreed = [one["agreed_tokens"] for one in self._found]

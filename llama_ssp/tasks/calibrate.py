@@ -75,24 +75,17 @@ STARTING = ("groups", "scheduler", "slurm")  # of a cluster: how jobs are starte
 class CalibrateTask(Task[CalibrateConf]):
     """Measures on every rank; the leader writes the file. It has no plan: plans are made of its constants."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._found: dict[str, Any] = {}
-
     def run(self) -> str:
         cluster, _ = measured(self._run, self._ranks, NAME, self._task.repeats)
         file = home_expanded(self._task.folder) / "cluster" / f"{cluster.name}.yaml"
         if self._ranks.is_leader:
             _write(file, cluster)
-        self._found = {"cluster_file": str(file), "cluster": plain(cluster)}
+        self._found = [{"cluster_file": str(file), "cluster": plain(cluster)}]
         log.info("wrote %s: use it with --config-dir %s cluster=%s", file, self._task.folder, cluster.name)
         return "done"
 
-    def has_output(self) -> bool:
-        return bool(self._found)
-
     def figures(self) -> dict[str, Any]:
-        return self._found
+        return {**self._found[0]} if self._found else {}
 
 
 def measured(

@@ -13,7 +13,7 @@ from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.plots import plot_place
 from llama_ssp.report.run_folder import Console, RunFolder
-from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import TextPrompt
 
@@ -30,6 +30,7 @@ class Task(Generic[Conf]):
         self._skipped = list(inputs.reading.skipped)
         self._pair: PairSession | None = None
         self._plot: str | None = None
+        self._found: list[Any] = []  # what the run has found so far
 
     def run(self) -> str:
         """Does the work; returns the status of the summary: done, partial, or failed where a check did."""
@@ -37,7 +38,7 @@ class Task(Generic[Conf]):
 
     def has_output(self) -> bool:
         """Whether there is anything to report, should the run be stopped now."""
-        raise NotImplementedError
+        return bool(self._found)
 
     def figures(self) -> dict[str, Any]:
         """The task's part of the summary."""
@@ -74,6 +75,18 @@ class Task(Generic[Conf]):
         if place is not None and self._ranks.is_leader:
             plot(place)
             self._plot = str(place)
+
+
+def output_of(state: State, row: int, text: str) -> dict[str, Any]:
+    """A row's text under the names of the JSON interface."""
+    ids = state.generated(row)
+    return {
+        "text": text,
+        "token_ids": ids,
+        "finish_reason": state.finished[row],
+        "prompt_tokens": state.prompt_lengths[row],
+        "output_tokens": len(ids),
+    }
 
 
 def longest(prompts: Iterable[Prompt]) -> int:

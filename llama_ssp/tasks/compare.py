@@ -20,6 +20,7 @@ from llama_ssp.pair.batches import begun, require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.live_view import Scene, Screen, figures, save, verdict
+from llama_ssp.report.timeline import Track
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import Task
@@ -45,7 +46,6 @@ class CompareTask(Task[CompareConf]):
         self._terminal = Terminal() if is_typed else None
         self._screen = self._on_terminal()
         self._scenes: list[Scene] = []
-        self._comparisons: list[dict[str, Any]] = []
         self._sides: tuple[Contestant, ...] = ()
         self._recorded: str | None = None
 
@@ -71,13 +71,12 @@ class CompareTask(Task[CompareConf]):
             self._record(pair)
         return "done"
 
-    def has_output(self) -> bool:
-        return bool(self._comparisons)
-
     def figures(self) -> dict[str, Any]:
+        """The speed-up is over all prompts, in milliseconds a token, prefill left out."""
+        paces = [side.pace()["ms_per_token"] for side in self._sides]
         return {
-            "comparisons": self._comparisons,
-            "speedup": self._speedup(),
+            "comparisons": self._found,
+            "speedup": ratio(*paces) if paces and None not in paces else None,
             "record": self._recorded,
             **self._pair_figures(),
         }
@@ -89,17 +88,6 @@ class CompareTask(Task[CompareConf]):
             for name, side in zip(SIDES, self._sides, strict=False)
             if self._pair is not None
         ]
-
-    def _speedup(self) -> float | None:
-        """Over all prompts: milliseconds a token, regular over speculative, prefill left out."""
-        before, after = (
-            ratio(
-                sum(one[side]["decode_ms"] for one in self._comparisons),
-                sum(one[side]["tokens_committed"] for one in self._comparisons),
-            )
-            for side in SIDES
-        )
-        return ratio(before, after) if before is not None and after is not None else None
 
     def _typed_prompts(self, pair: PairSession) -> Iterator[tuple[TextPrompt, Prompt]]:
         """Prompts as they are typed, on every rank, until the input ends."""
@@ -123,20 +111,20 @@ class CompareTask(Task[CompareConf]):
         return [] if line is None else list(line.encode("utf-8", "surrogatepass"))
 
     def _compare(self, text: TextPrompt, prompt: Prompt) -> None:
-        for side in self._sides:
-            side.expect()
-        before, after = (side.track for side in self._sides)
+        tracks = before, after = Track(self._sides[0].title), Track(self._sides[1].title)
         scene = Scene(text.text, before, after)
         with self._screen.moving() if self._screen else nullcontext():
-            for side, name in zip(self._sides, SIDES, strict=True):  # each is alone on the machine
+            for side, name, track in zip(
+                self._sides, SIDES, tracks, strict=True
+            ):  # each alone on the machine
                 self._draw_scene(scene, f"{name} sampling: reading the prompt")
-                side.begin(prompt, self._task.max_new_tokens, self._task.stop)
+                side.begin(prompt, track, self._task.max_new_tokens, self._task.stop)
                 while side.advance():
                     self._draw_scene(scene, f"{name} sampling: running")
         for side in self._sides:
             require_numbers(*texts_of(side.state))
         found = {name: side.figures() for name, side in zip(SIDES, self._sides, strict=True)}
-        self._comparisons.append({"id": text.id, "prompt": text.text, **found})
+        self._found.append({"id": text.id, "prompt": text.text, **found})
         if self._task.record is not None:
             self._scenes.append(scene)
         if self._screen is not None:

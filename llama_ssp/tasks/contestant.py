@@ -12,6 +12,7 @@ from llama_ssp.report.timeline import Arrival, Track
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, RowStep, counted
+from llama_ssp.tasks.common import output_of
 from llama_ssp.text.detokenizer import Detokenizer, Writing
 
 
@@ -19,17 +20,13 @@ class Contestant:
     """`begin` prefills a prompt, `advance` runs a round."""
 
     def __init__(self, title: str, pair: PairSession, run: RunConf, seed: int) -> None:
-        self._title, self._pair, self.run = title, pair, run
+        self.title, self._pair, self.run = title, pair, run
         self._engine = pair.engine(seed, run)
-        self.track = Track(title)
         self._runs: list[TimedRun] = []
 
-    def expect(self) -> None:
-        """Empties the track, for a prompt that is still to begin."""
-        self.track = Track(self._title)
-
-    def begin(self, prompt: Prompt, max_new_tokens: int, stops: list[str]) -> None:
-        decode = self._pair.tokens.decode
+    def begin(self, prompt: Prompt, track: Track, max_new_tokens: int, stops: list[str]) -> None:
+        """What arrives is noted on the `track`."""
+        self.track, decode = track, self._pair.tokens.decode
         self._runs.append(timed := TimedRun(self._engine, [prompt], max_new_tokens))
         self.track.prefill_s = timed.prefill_s
         self._writing = Writing(decode, [prompt.token_ids], stops)
@@ -54,7 +51,7 @@ class Contestant:
 
     def warm_up(self, prompt: Prompt, new_tokens: int) -> None:
         """Writes a text that counts for nothing: the first passes of a process are slow."""
-        self.begin(prompt, new_tokens, [])
+        self.begin(prompt, Track(self.title), new_tokens, [])
         while self.advance():
             pass
         self._runs.clear()
@@ -68,15 +65,7 @@ class Contestant:
 
     def figures(self) -> dict[str, Any]:
         """The text, its times and its counters, under the names of the JSON interface."""
-        ids = self.state.generated(0)
-        return {
-            "text": self._writing.text(0),
-            "token_ids": ids,
-            "finish_reason": self.state.finished[0],
-            "prompt_tokens": self.state.prompt_lengths[0],
-            "output_tokens": len(ids),
-            **self._runs[-1].figures(),
-        }
+        return {**output_of(self.state, 0, self._writing.text(0)), **self._runs[-1].figures()}
 
     def _arrival(self, row: RowStep) -> Arrival:
         pieces = tuple(

@@ -32,18 +32,10 @@ Block = list[tuple[Question, Prompt]]
 
 @dataclass
 class Answers:
-    """What one mode of a pair has answered. `figures` holds the counters at each size's end."""
+    """What one mode of a pair has answered. `figures` holds the counters at the latest batch of each size."""
 
     right: dict[str, bool] = field(default_factory=dict)
-    figures: list[dict[str, Any]] = field(default_factory=list)
-    running: Batches | None = None
-    measurement: RunMeasurement | None = None
-
-    def figures_at(self, size: int) -> dict[str, Any]:
-        """The counters when the size of this index was done, or now if it is being worked on."""
-        if size < len(self.figures):
-            return self.figures[size]
-        return self.running.figures() if self.running else {}
+    figures: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,6 +65,7 @@ class EvalTask(Task[EvalConf]):
         self._seeds = task.seeds[:1] if task.quick else task.seeds
         self._sizes = [QUICK] if task.quick else sorted(task.sizes)
         self._scored: list[ScoredPair] = []  # those that have been begun
+        self._measured: list[RunMeasurement] = []
         self._devices: dict[str, dict[str, str]] = {}
 
     def run(self) -> str:
@@ -100,9 +93,8 @@ class EvalTask(Task[EvalConf]):
         }
 
     def measurements(self) -> list[RunMeasurement]:
-        """Every mode of every pair that has ended; several pairs may share a target's regular answers."""
-        found = [answers.measurement for one in self._scored for answers in one.answers.values()]
-        return list({id(one): one for one in found if one is not None}.values())
+        """Every mode of every pair that has ended."""
+        return self._measured
 
     def _questions(self) -> list[list[Question]]:
         """The questions, in one block for each size: those that the size before it lacks.
@@ -122,11 +114,12 @@ class EvalTask(Task[EvalConf]):
         return ScoredPair(pair, blocks)
 
     def _answer_all(self, one: ScoredPair, cache: ModelCache) -> None:
-        """Answers the prompts in every mode that the pair has."""
-        known = self._known_regular(one)
+        """Answers the prompts in every mode that the pair has, but for what an earlier pair has answered: the
+        same target gives the same regular answers, as the seed is the same."""
+        alike = [other for other in self._scored if other.pair.placements[0] == one.pair.placements[0]]
         self._scored.append(one)
-        if known is not None:
-            one.answers[REGULAR] = known
+        if alike:
+            one.answers[REGULAR] = alike[0].answers[REGULAR]
         missing = [mode for mode in one.modes if mode not in one.answers]
         if missing:
             self._devices[one.name] = one.pair.open(cache).models.devices
@@ -135,26 +128,19 @@ class EvalTask(Task[EvalConf]):
             self._answer(one, mode, one.answers[mode])
         one.pair.close()
 
-    def _known_regular(self, one: ScoredPair) -> Answers | None:
-        """The same target's answers from an earlier pair: the same seed would give them again."""
-        target = one.pair.placements[0]
-        earlier = (other for other in self._scored if other.pair.placements[0] == target)
-        return next((other.answers[REGULAR] for other in earlier), None)
-
     def _answer(self, one: ScoredPair, mode: str, answers: Answers) -> None:
         task, pair = self._task, one.pair
         run = regular(pair.run) if mode == REGULAR else pair.run
-        answers.running = batches = pair.batches(self._inputs.seed, run, [STOP])
+        batches = pair.batches(self._inputs.seed, run, [STOP])
         name = f"{one.name}, {mode}"
         with Progress(name, sum(map(len, one.blocks)), "prompts") as progress:
-            for block in one.blocks:
+            for size, block in zip(self._sizes, one.blocks, strict=True):
                 for first in range(0, len(block), task.batch_size):
                     part = block[first : first + task.batch_size]
                     self._batch(answers, batches, part, mode)
+                    answers.figures[size] = batches.figures()
                     progress.advance(len(part))
-                answers.figures.append(batches.figures())
-        answers.measurement = pair.measurement(name, batches.figures(), run)
-        answers.running = None  # it holds the models
+        self._measured.append(pair.measurement(name, batches.figures(), run))
 
     def _batch(self, answers: Answers, batches: Batches, part: Block, mode: str) -> None:
         # The two modes draw from random streams of their own: with shared ones their texts would agree more
@@ -168,33 +154,33 @@ class EvalTask(Task[EvalConf]):
 
     def _rows(self) -> list[dict[str, Any]]:
         return [
-            self._row(one, mode, index, names)
+            self._row(one, mode, size, names)
             for one in self._scored
             for mode, answers in one.answers.items()
-            for index, names in self._reached(answers)
+            for size, names in self._reached(answers)
         ]
 
     def _reached(self, *modes: Answers) -> Iterator[tuple[int, list[str]]]:
-        """Each size that all these have worked on, by its index, and the prompts that all have answered."""
+        """Each size that all these have worked on, and the prompts that all have answered."""
         smaller = 0
-        for index, size in enumerate(self._sizes):
+        for size in self._sizes:
             every = [f"{seed}-{number}" for seed in self._seeds for number in range(size)]
             names = [name for name in every if all(name in answers.right for answers in modes)]
             if len(names) > smaller:
-                yield index, names
+                yield size, names
             smaller = len(every)
 
-    def _row(self, one: ScoredPair, mode: str, index: int, names: list[str]) -> dict[str, Any]:
+    def _row(self, one: ScoredPair, mode: str, size: int, names: list[str]) -> dict[str, Any]:
         answers = one.answers[mode]
         return {
             "pair": one.name,
             "target": one.pair.spec.target,
             "draft": one.pair.spec.drafter if mode == SPECULATIVE else None,
             "mode": mode,
-            "prompts_per_seed": self._sizes[index],
+            "prompts_per_seed": size,
             **_score([answers.right[name] for name in names]),
-            "per_seed": self._per_seed(answers, self._sizes[index]),
-            **answers.figures_at(index),
+            "per_seed": self._per_seed(answers, size),
+            **answers.figures.get(size, {}),
         }
 
     def _per_seed(self, answers: Answers, size: int) -> list[dict[str, Any]]:
@@ -211,12 +197,12 @@ class EvalTask(Task[EvalConf]):
         return [
             {
                 "pair": one.name,
-                "prompts_per_seed": self._sizes[index],
+                "prompts_per_seed": size,
                 **_difference(one.answers[REGULAR].right, one.answers[SPECULATIVE].right, names),
             }
             for one in self._scored
             if len(one.answers) == 2
-            for index, names in self._reached(*one.answers.values())
+            for size, names in self._reached(*one.answers.values())
         ]
 
 

@@ -11,9 +11,9 @@ from llama_ssp.pair.batches import Batch, Batches, nothing_run, require_numbers
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Console
 from llama_ssp.speculative.generate import Step
-from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
-from llama_ssp.tasks.common import Task, longest
+from llama_ssp.tasks.common import Task, longest, output_of
 from llama_ssp.text.detokenizer import Writing
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
@@ -26,7 +26,6 @@ class GenerateTask(Task[GenerateConf]):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._outputs: list[dict[str, Any]] = []
         self._batches: Batches | None = None
 
     def run(self) -> str:
@@ -41,17 +40,14 @@ class GenerateTask(Task[GenerateConf]):
             if len(starts) > 1:
                 log.info("batch %d of %d done", number, len(starts))
         require_numbers(
-            *((o["id"], o["prompt_tokens"] + o["output_tokens"], o["finish_reason"]) for o in self._outputs)
+            *((o["id"], o["prompt_tokens"] + o["output_tokens"], o["finish_reason"]) for o in self._found)
         )
         log.info("%s", in_words(self.figures()))
         return "done"
 
-    def has_output(self) -> bool:
-        return bool(self._outputs)
-
     def figures(self) -> dict[str, Any]:
         counted = self._batches.figures() if self._batches else nothing_run()
-        return {"outputs": self._outputs, **self._pair_figures(), **counted}
+        return {"outputs": self._found, **self._pair_figures(), **counted}
 
     def measurements(self) -> list[RunMeasurement]:
         if self._pair is None or self._batches is None:
@@ -71,9 +67,9 @@ class GenerateTask(Task[GenerateConf]):
                 elif not silent:
                     stream.show(step)
         finally:
-            written = zip(rows, batch.texts(), strict=True)
-            self._outputs += [
-                _output(text, batch.state, n, said) for n, ((text, _), said) in enumerate(written)
+            self._found += [
+                {"id": text.id, "prompt": text.text, **output_of(batch.state, row, batch.writing.text(row))}
+                for row, (text, _) in enumerate(rows)
             ]
             stream.end()
 
@@ -153,16 +149,3 @@ def _trace_line(record: dict[str, Any]) -> str:
         f"accepted {accepted} of {len(record['drafted'])}; "
         f"{record['last_origin']} {record['last_text']!r}; text {record['text']!r}"
     )
-
-
-def _output(text: TextPrompt, state: State, row: int, written: str) -> dict[str, Any]:
-    ids = state.generated(row)
-    return {
-        "id": text.id,
-        "prompt": text.text,
-        "text": written,
-        "token_ids": ids,
-        "finish_reason": state.finished[row],
-        "prompt_tokens": state.prompt_lengths[row],
-        "output_tokens": len(ids),
-    }

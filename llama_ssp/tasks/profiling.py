@@ -15,6 +15,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.speculative.engine import DECIDE, DRAFT, VERIFY
 
 COMMUNICATE, HOST = "communicate", "host"
+MESSAGES = ("all_reduce", "all_gather", "broadcast_ints")
 PARTS = (DRAFT, VERIFY, DECIDE, COMMUNICATE, HOST)
 MEANING = {
     DRAFT: "drawing the draft's tokens: its forward passes, distributions and draws",
@@ -32,7 +33,7 @@ class Stopwatch:
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._doing: list[str] = []
         self._since = 0.0
-        self._wait: Callable[[], None] = _at_once
+        self._wait: Callable[[], None] = lambda: None
 
     @contextmanager
     def running(self, wait: Callable[[], None]) -> Iterator[None]:
@@ -44,7 +45,7 @@ class Stopwatch:
             yield
         finally:
             self._turn()
-            self._doing, self._wait = [], _at_once  # what waits is an engine's, which holds caches
+            self._doing, self._wait = [], lambda: None  # what waits is an engine's, which holds caches
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -67,10 +68,6 @@ class Stopwatch:
         self._since = now
 
 
-def _at_once() -> None:
-    """Nothing to wait for."""
-
-
 def timed_ranks(ranks: Ranks, watch: Stopwatch) -> Ranks:
     """The same ranks, with their messages on the stopwatch, also those within smaller groups."""
     return cast(Ranks, _TimedRanks(ranks, watch))
@@ -82,14 +79,7 @@ class _TimedRanks:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ranks, name)
-        if name not in ("all_reduce", "all_gather", "broadcast_ints"):
-            return found
-
-        def timed(values: Any) -> Any:
-            with self._watch.part(COMMUNICATE):
-                return found(values)
-
-        return timed
+        return self._watch.part(COMMUNICATE)(found) if name in MESSAGES else found
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
         some = self._ranks.among(members)

@@ -36,7 +36,6 @@ class CertifyTask(Task[CertifyConf]):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._checks: list[Check] = []
         self._finished = False
         self._texts: list[Prompt] = []
         self._clocks: list[tuple[str, RunConf, Clock]] = []
@@ -56,20 +55,17 @@ class CertifyTask(Task[CertifyConf]):
         pair.load(task.batch_size, longest(self._texts) + new, caches=(3, 2))
         self._examine(pair)
         self._finished = True
-        told = [int(verdict(self._checks) == DIFFERENT)] if self._ranks.is_leader else []
+        told = [int(verdict(self._found) == DIFFERENT)] if self._ranks.is_leader else []
         failed = self._ranks.broadcast_ints(told)
         self._report()
         return "failed" if failed[0] else "done"
 
-    def has_output(self) -> bool:
-        return bool(self._checks)
-
     def figures(self) -> dict[str, Any]:
         """Without all checks there is no verdict."""
         return {
-            "verdict": verdict(self._checks) if self._finished else None,
+            "verdict": verdict(self._found) if self._finished else None,
             "says": self._sentence() if self._finished else None,
-            "checks": [check.record() for check in self._checks],
+            "checks": [check.record() for check in self._found],
             "false_alarm": self._task.false_alarm,
             "prompts": [prompt.id for prompt in self._texts],
             **self._pair_figures(),
@@ -135,11 +131,11 @@ class CertifyTask(Task[CertifyConf]):
         for check in checks:
             if check is None:
                 continue
-            self._checks.append(check)
+            self._found.append(check)
             self._print([f"{check.name:>16}  {check.outcome.value:7}  {check.says}"])
 
     def _sentence(self) -> str:
-        return sentence(self._subject(), self._checks, self._task.false_alarm)
+        return sentence(self._subject(), self._found, self._task.false_alarm)
 
     def _subject(self) -> str:
         """What is judged, in words."""
@@ -160,4 +156,4 @@ class CertifyTask(Task[CertifyConf]):
             "prompts": str(len(self._texts)),
             "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         }  # fmt: skip
-        self._folder.write("report.md", page("Certificate", self._sentence(), self._checks, facts))
+        self._folder.write("report.md", page("Certificate", self._sentence(), self._found, facts))
