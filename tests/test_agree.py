@@ -20,7 +20,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.tasks.greedy_match import GreedyMatch, agreements, fork_chances
+from llama_ssp.tasks.greedy_match import GreedyMatch, Rounds, agreements, fork_chances
 from tests.conftest import Answer, Command
 from tests.rig import GREEDY, Contrary
 from tests.toy import Toy, toy
@@ -36,7 +36,7 @@ def agreed(
     transform, draws = SamplingTransform(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
     drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     engine = Engine(ModelRunner(target), drafter, transform, RULES["token"], draws)
-    return agreements(engine, prompts, chunk, NEW, ends)
+    return agreements(engine, prompts, chunk, NEW, ends, Rounds())
 
 
 def logits(model: CausalModel, text: list[int]) -> Tensor:
@@ -91,8 +91,7 @@ def test_equals_asking_token_by_token(chunk: int) -> None:
             if fork is None:
                 assert one.fork is None and chances == [None, None]
             else:
-                assert one.fork is not None
-                assert (one.fork.target_token, one.fork.draft_token) == fork
+                assert one.fork == fork
                 for side, probs in zip(chances, expected, strict=True):
                     assert side == pytest.approx([float(p) for p in probs], abs=1e-12)
     assert reasons == {"fork", "eos", "length"}
@@ -109,8 +108,7 @@ def test_a_contrary_draft_parts_at_once() -> None:
     (found,) = agreed(target, Contrary(Toy(VOCAB, 3), "contrary"), [Prompt("a", (1, 2, 3))])
     best = int(logits(target, [1, 2, 3]).argmax())
     assert (found.tokens, found.finish) == ((), "fork")
-    assert found.fork is not None
-    assert (found.fork.target_token, found.fork.draft_token) == (best, (best + 1) % VOCAB)
+    assert found.fork == (best, (best + 1) % VOCAB)
 
 
 def test_an_end_that_both_choose_is_the_last_token() -> None:
@@ -134,7 +132,7 @@ def test_one_forward_a_chunk() -> None:
         RULES["token"],
         draws,
     )
-    agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset())
+    agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset(), Rounds())
     assert engine.target.forwards == 1 + NEW // 5  # the prompt, then ten tokens by fives
 
 
@@ -153,7 +151,7 @@ def test_penalties_hold_for_both() -> None:
         RULES["token"],
         draws,
     )
-    (found,) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset())
+    (found,) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset(), Rounds())
     assert found.finish == "length" and best not in found.tokens
 
 

@@ -19,7 +19,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import Task, longest
-from llama_ssp.tasks.greedy_match import GreedyMatch, Rounds, agreements, fork_chances, from_any
+from llama_ssp.tasks.greedy_match import Chances, GreedyMatch, Rounds, agreements, fork_chances, from_any
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
 
@@ -92,22 +92,17 @@ class AgreeTask(Task[AgreeConf]):
         if models.roles.drafts_apart:
             by_draft = from_any(self._ranks, by_draft)
         for (text, _), one, target, draft in zip(part, found, by_target, by_draft, strict=True):
-            if one.fork is not None:
-                one = replace(one, fork=replace(one.fork, by_target=target, by_draft=draft))
-            self._found.append(_record(text, one, tokens))
+            self._found.append(_record(text, one, target, draft, tokens))
 
     def _show(self) -> None:
-        if not self._found:
-            return
-        self._print(table(self._found))
-        figures = self.figures()
-        self._print(
-            [
+        if self._found:
+            figures = self.figures()
+            words = (
                 f"{figures['tokens_agreed']} tokens agreed on in {len(self._found)} prompts, "
                 f"{figures['tokens_agreed_mean']:.1f} a prompt (median {figures['tokens_agreed_median']:g}); "
                 f"{figures['prompts_parted']} parted; {figures['target_forwards']} target forwards"
-            ]
-        )
+            )
+            self._print([*table(self._found), words])
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
@@ -126,19 +121,18 @@ def _token(token: dict[str, Any]) -> str:
     return f"{token['text']!r} {' | '.join('-' if p is None else f'{p:.3f}' for p in chances)}"
 
 
-def _record(text: TextPrompt, one: GreedyMatch, tokens: Tokens) -> dict[str, Any]:
-    fork = None
-    if one.fork is not None:
-        sides = (("target", one.fork.target_token), ("draft", one.fork.draft_token))
-        fork = {
-            side: {
-                "token_id": token,
-                "text": tokens.decode([token]),
-                "target_probability": one.fork.by_target[index] if one.fork.by_target else None,
-                "draft_probability": one.fork.by_draft[index] if one.fork.by_draft else None,
-            }
-            for index, (side, token) in enumerate(sides)
+def _record(
+    text: TextPrompt, one: GreedyMatch, by_target: Chances | None, by_draft: Chances | None, tokens: Tokens
+) -> dict[str, Any]:
+    fork = one.fork and {
+        side: {
+            "token_id": token,
+            "text": tokens.decode([token]),
+            "target_probability": by_target[index] if by_target else None,
+            "draft_probability": by_draft[index] if by_draft else None,
         }
+        for index, (side, token) in enumerate(zip(("target", "draft"), one.fork, strict=True))
+    }
     return {
         "id": text.id,
         "prompt": text.text,

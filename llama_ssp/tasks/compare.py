@@ -114,9 +114,8 @@ class CompareTask(Task[CompareConf]):
         tracks = before, after = Track(self._sides[0].title), Track(self._sides[1].title)
         scene = Scene(text.text, before, after)
         with self._screen.moving() if self._screen else nullcontext():
-            for side, name, track in zip(
-                self._sides, SIDES, tracks, strict=True
-            ):  # each alone on the machine
+            # One after the other: each is alone on the machine.
+            for side, name, track in zip(self._sides, SIDES, tracks, strict=True):
                 self._draw_scene(scene, f"{name} sampling: reading the prompt")
                 side.begin(prompt, track, self._task.max_new_tokens, self._task.stop)
                 while side.advance():

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.batches import require_numbers, texts_of
@@ -26,26 +27,17 @@ Chances = tuple[float, float]  # probabilities of the target's token and of the 
 
 
 @dataclass(frozen=True)
-class Fork:
-    """Where two models part: the token that each takes, and the probabilities of both in each."""
-
-    target_token: int
-    draft_token: int
-    by_target: Chances | None = None
-    by_draft: Chances | None = None
-
-
-@dataclass(frozen=True)
 class GreedyMatch:
     """One prompt: the tokens that both choose, with an end token, and why there are no more.
 
-    `finish` is "fork", or, where they never part, "eos", "length" or "context".
+    `finish` is "fork", or, where they never part, "eos", "length" or "context". At a `fork` the first token
+    is the target's, the second the draft's.
     """
 
     prompt: Prompt
     tokens: tuple[int, ...]
     finish: str
-    fork: Fork | None
+    fork: tuple[int, int] | None
 
 
 @dataclass
@@ -58,18 +50,17 @@ class Rounds:
 
 def agreements(
     engine: RankEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
-    rounds: Rounds | None = None,
+    rounds: Rounds,
 ) -> list[GreedyMatch]:  # fmt: skip
     """Runs a batch on a greedy engine until every row has parted or ended; adds to `rounds`.
 
     Raises ModelError for logits that are not numbers.
     """
-    rounds = rounds or Rounds()
     state = engine.prefill(list(prompts), max_new_tokens)
     engine.synchronize()
     began = time.perf_counter()
     limits = Limits(max_new_tokens, ends)
-    forks: list[Fork | None] = [None] * state.rows
+    forks: list[tuple[int, int] | None] = [None] * state.rows
     while not limits.reached(state):
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
         proposal = engine.draft(state, [min(chunk, left) for left in room])
@@ -88,7 +79,7 @@ def agreements(
             state.append(row, accepted[:kept])
             if reason is None and len(accepted) < count:
                 reason = "fork"
-                forks[row] = Fork(result.token[row], result.drafted[row][len(accepted)])
+                forks[row] = result.token[row], result.drafted[row][len(accepted)]
             state.finished[row] = reason
         engine.roll_back(state)
         rounds.count += 1
@@ -109,24 +100,21 @@ def fork_chances(
 
     None for texts without a fork, and for all texts where this rank has no part of the model.
     """
-    parted = [one for one in found if one.fork is not None]
-    if not parted or model is None:
-        return [None] * len(found), 0
-    texts = [(*one.prompt.token_ids, *one.tokens) for one in parted]
+    forks = [(row, *one.fork) for row, one in enumerate(found) if one.fork is not None]
+    chances: list[Chances | None] = [None] * len(found)
+    if not forks or model is None:
+        return chances, 0
+    texts = [(*found[row].prompt.token_ids, *found[row].tokens) for row, *_ in forks]
     lengths = [len(text) for text in texts]
-    padded = [[*text, *[0] * (max(lengths) - len(text))] for text in texts]
-    token_BS = torch.tensor(padded, device=model.device)
+    token_BS = pad_sequence([torch.tensor(text) for text in texts], True).to(model.device)
     runner = ModelRunner(model, chunk)
     runner.start(len(texts), max(lengths))
     logit_B1V = runner.logits(token_BS, lengths, [1] * len(texts))
-    prompt_B = token_BS.new_tensor([len(one.prompt.token_ids) for one in parted])
+    prompt_B = token_BS.new_tensor([len(found[row].prompt.token_ids) for row, *_ in forks])
     probs_BV = transform(logit_B1V, Prefix(token_BS, token_BS.new_tensor(lengths)[:, None], prompt_B))[:, 0]
-    chances = {
-        one.prompt.id: (float(probs_V[one.fork.target_token]), float(probs_V[one.fork.draft_token]))
-        for one, probs_V in zip(parted, probs_BV, strict=True)
-        if one.fork is not None
-    }
-    return [chances.get(one.prompt.id) for one in found], runner.forwards
+    for (row, target, draft), probs_V in zip(forks, probs_BV, strict=True):
+        chances[row] = float(probs_V[target]), float(probs_V[draft])
+    return chances, runner.forwards
 
 
 def from_any(ranks: Ranks, own: list[Chances | None]) -> list[Chances | None]:

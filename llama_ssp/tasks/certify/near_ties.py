@@ -27,6 +27,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.speculative.model_runner import Model, ModelRunner
 from llama_ssp.speculative.state import Prompt
@@ -146,11 +147,9 @@ class Feeder:
     def __init__(self, model: Model, texts: Texts, starts: Sequence[int], chunk: int) -> None:
         """Every prompt, the first `starts` tokens, is prefilled as in a run, without its last token."""
         self._lengths = [len(text) for text in texts]
-        longest = max(self._lengths)
-        padded = [[*text, *[0] * (longest - len(text))] for text in texts]
-        self._token_BS = torch.tensor(padded, dtype=torch.int64, device=model.device)
+        self._token_BS = pad_sequence([torch.tensor(text) for text in texts], True).to(model.device)
         self._runner = ModelRunner(model, chunk)
-        self._runner.start(len(texts), longest)
+        self._runner.start(len(texts), max(self._lengths))
         self._runner.prefill(self._token_BS, [start - 1 for start in starts])
 
     @property
