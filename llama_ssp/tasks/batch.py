@@ -29,7 +29,7 @@ from llama_ssp.pair.batches import NOT_NUMBERS, begun, nothing_run, prompt_of, u
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Progress
-from llama_ssp.report.tables import aligned, figure
+from llama_ssp.report.tables import figure
 from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.sampling import RowTransforms
 from llama_ssp.speculative.state import Prompt
@@ -66,17 +66,14 @@ class BatchTask(Task[BatchConf]):
 
     def figures(self) -> dict[str, Any]:
         standing = self._journal.standing() if self._journal else None
+        counts = ("records", "records_finished", "shards", "shards_done", "attempts")
         return {
             "output": self._task.output,
             "work": str(self._journal.folder) if self._journal else None,
-            "records": standing.records if standing else None,
-            "records_finished": standing.records_finished if standing else None,
+            **{name: getattr(standing, name, None) for name in counts},
             "records_answered_here": self._answered,
             "records_refused_here": self._refused,
             "records_set_aside_here": self._set_aside,
-            "shards": standing.shards if standing else None,
-            "shards_done": standing.shards_done if standing else None,
-            "attempts": standing.attempts if standing else None,
             "devices": self._pair_figures()["devices"],
             **(self._rows.figures() if self._rows else {**nothing_run(), "tokens_per_s": None}),
         }
@@ -141,11 +138,10 @@ class BatchTask(Task[BatchConf]):
         GUARD.on_signal.append(attempt.excuse)
         try:
             ready = self._ready(journal, attempt, shard, pair)
-            alone = [work for work, _ in ready if attempt.failures[work.index]]
-            others = [work for work, _ in ready if not attempt.failures[work.index]]
-            requests = {work.index: request for work, request in ready}
-            for works, rows in [*(([work], 1) for work in alone), (others, self._task.batch_size)]:
-                self._write(works, rows, attempt, requests, advance)
+            alone = [one for one in ready if attempt.failures[one[0].index]]
+            others = [one for one in ready if not attempt.failures[one[0].index]]
+            for part, rows in [*(([one], 1) for one in alone), (others, self._task.batch_size)]:
+                self._write(part, rows, attempt, advance)
             attempt.publish()
         except (KeyboardInterrupt, StorageError):
             attempt.excuse()
@@ -175,13 +171,14 @@ class BatchTask(Task[BatchConf]):
         return sorted(ready, key=lambda pair: -pair[0].longest)
 
     def _write(
-        self, works: list[TokenRequest], rows: int, attempt: Attempt, requests: dict[int, Request],
+        self, part: list[tuple[TokenRequest, Request]], rows: int, attempt: Attempt,
         advance: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Writes texts on every rank, `rows` at a time, and commits each answer."""
-        if not works:
+        if not part:
             return
         assert self._rows is not None
+        works, requests = [work for work, _ in part], {work.index: request for work, request in part}
         broadcast_json({"works": [asdict(work) for work in works], "rows": rows}, self._ranks)
         for written in self._rows.write(works, rows, attempt.begin):
             self._commit(attempt, requests[written.index], written)
@@ -204,8 +201,12 @@ class BatchTask(Task[BatchConf]):
         journal, job = self._journal, self._job
         assert journal is not None
         standing = journal.standing()
-        for line in table(self.figures()):
-            log.info("%s", line)
+        figures = self.figures()
+        log.info(
+            "%s; here: %d answered, %d refused, %d set aside, %d tokens, %s tokens/s, %s of drafts accepted",
+            standing.in_words(), self._answered, self._refused, self._set_aside, figures["tokens_committed"],
+            figure(figures["tokens_per_s"], 1), figure(figures["acceptance_rate"]),
+        )  # fmt: skip
         if not standing.whole:
             log.info("others are at work on the rest; the last to end writes %s", job.output)
             return "partial"
@@ -248,20 +249,3 @@ def prompt_of_request(request: Request, pair: PairSession) -> Prompt:
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
     return usable(text, begun(pair.tokens.chat(messages), pair.tokens), pair.run)
-
-
-def table(figures: dict[str, Any]) -> list[str]:
-    """A job's end, for people: the job, and this process's part in it."""
-    accepted = figures["acceptance_rate"]
-    rows = [
-        ["records", f"{figures['records_finished']} of {figures['records']}"],
-        ["shards", f"{figures['shards_done']} of {figures['shards']}"],
-        ["attempts", str(figures["attempts"])],
-        ["answered here", str(figures["records_answered_here"])],
-        ["refused here", str(figures["records_refused_here"])],
-        ["set aside here", str(figures["records_set_aside_here"])],
-        ["tokens", str(figures["tokens_committed"])],
-        ["tokens/s", figure(figures["tokens_per_s"], 1)],
-        ["drafts accepted", "-" if accepted is None else f"{accepted:.0%}"],
-    ]
-    return aligned(rows, 1)
