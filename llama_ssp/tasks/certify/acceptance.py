@@ -7,7 +7,7 @@ from typing import Any
 from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.certify.recorder import Witness
-from llama_ssp.tasks.certify.verdict import Check, Outcome
+from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 
 def check_drafts(witness: Witness, level: float) -> Check:
@@ -23,26 +23,21 @@ def check_drafts(witness: Witness, level: float) -> Check:
         "tokens_impossible": witness.impossible,
         "tokens_placed": placed,
     }
-
-    def found(outcome: Outcome, says: str) -> Check:
-        return Check("drafts", outcome, says, figures)
-
     if not drafted:
-        return found(Outcome.blind, "nothing was drafted")
-    if witness.impossible:
-        says = f"{witness.impossible} of {drafted} drafts have probability 0 in their declared distributions"
-        return found(Outcome.failed, says)
+        return Check("drafts", Outcome.blind, "nothing was drafted", figures)
+    impossible = (
+        f"{witness.impossible} of {drafted} drafts have probability 0 in their declared distributions"
+    )
     if not placed:
-        says = f"all {drafted} drafts are the tokens that their distributions are certain of"
-        return found(Outcome.passed, says)
+        right = f"all {drafted} drafts are the tokens that their distributions are certain of"
+        return judged("drafts", [(witness.impossible, impossible)], right, figures)
     distance, band = uniform_distance(witness.places), uniform_band(placed, level)
     figures |= {"largest_distance": distance, "largest_distance_by_chance": band}
-    if distance > band:
-        says = "the drafts are not drawn from their declared distributions: "
-        says += f"{distance:.1%} of {placed} lie elsewhere, by chance at most {band:.1%} would"
-        return found(Outcome.failed, says)
-    says = f"{placed} drafts are drawn from their declared distributions, within {distance:.1%}"
-    return found(Outcome.passed, f"{says}; {band:.1%} drawn otherwise would show")
+    elsewhere = "the drafts are not drawn from their declared distributions: "
+    elsewhere += f"{distance:.1%} of {placed} lie elsewhere, by chance at most {band:.1%} would"
+    right = f"{placed} drafts are drawn from their declared distributions, within {distance:.1%}"
+    right += f"; {band:.1%} drawn otherwise would show"
+    return judged("drafts", [(witness.impossible, impossible), (distance > band, elsewhere)], right, figures)
 
 
 def check_acceptance(witness: Witness, level: float) -> Check:
@@ -65,9 +60,8 @@ def check_acceptance(witness: Witness, level: float) -> Check:
     if not sum(witness.tried):
         return Check("monitor", Outcome.blind, "nothing was drafted", figures)
     says = "accepted over expected is " + ("-" if whole is None else f"{whole:.3f}")
-    if off:
-        places = ", ".join(f"{at + 1} ({stood[at]} for {expected[at]:.1f})" for at in off)
-        return Check("monitor", Outcome.failed, f"{says}: not by chance at position {places}", figures)
+    places = ", ".join(f"{at + 1} ({stood[at]} for {expected[at]:.1f})" for at in off)
+    right = says
     if (first := intervals[0]) is not None:
-        says += f"; {1 - first:.2f} .. {1 + first:.2f} is by chance at the first position"
-    return Check("monitor", Outcome.passed, says, figures)
+        right += f"; {1 - first:.2f} .. {1 + first:.2f} is by chance at the first position"
+    return judged("monitor", [(off, f"{says}: not by chance at position {places}")], right, figures)

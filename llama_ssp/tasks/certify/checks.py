@@ -24,7 +24,7 @@ from llama_ssp.tasks.certify.target_probs import (
     tolerance,
     typical_excess,
 )
-from llama_ssp.tasks.certify.verdict import Check, Outcome
+from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 RULE_TOLERANCE = 1e-10  # of arithmetic in fp64
 MOST_NOISE = 0.2  # total variation between regular passes beyond which a distribution says too little
@@ -90,27 +90,22 @@ def _probs_finding(noise: Noise, departures: list[Departure], errors: list[float
         "positions_rule_wrong": wrong,
         "largest_total_variation_rule": by_rule,
     }
-    outcome = Outcome.failed
-    if wrong:
-        says = "the rule commits another distribution than it is given at "
-        says += f"{wrong} of {len(errors)} positions: total variation {by_rule:.2g} at worst"
-    elif astray:
-        says = "verification used distributions other than the target's at "
-        says += f"{astray} of {len(departures)} positions: total variation {largest:.2g} at worst, "
-        says += f"where rounding explains {tolerance(noise):.2g}"
-    elif typical_excess(departures, noise):
-        says = "verification used distributions other than the target's: total variation "
-        says += f"{typical:.2g} at half of the {len(departures)} positions, "
-        says += f"where regular passes differ by {noise.typical[0]:.2g}"
-    elif not noise.total_variation <= MOST_NOISE:
-        outcome = Outcome.blind
-        says = f"the target's own distribution moves by {noise.total_variation:.2g} with how its text is fed"
-    else:
-        outcome = Outcome.passed
-        says = f"verification commits the distribution it is given within {by_rule:.1g}, and that is "
-        says += f"the target's own within {beyond:.2g} at {len(departures)} positions "
-        says += f"(rounding: {noise.total_variation:.2g})"
-    return Check("law", outcome, says, figures)
+    rule = f"the rule commits another distribution than it is given at {wrong} of {len(errors)} positions: "
+    rule += f"total variation {by_rule:.2g} at worst"
+    others = "verification used distributions other than the target's"
+    some = f"{others} at {astray} of {len(departures)} positions: total variation {largest:.2g} at worst, "
+    some += f"where rounding explains {tolerance(noise):.2g}"
+    most = f"{others}: total variation {typical:.2g} at half of the {len(departures)} positions, "
+    most += f"where regular passes differ by {noise.typical[0]:.2g}"
+    faults = [(wrong, rule), (astray, some), (typical_excess(departures, noise), most)]
+    right = f"verification commits the distribution it is given within {by_rule:.1g}, and that is "
+    right += f"the target's own within {beyond:.2g} at {len(departures)} positions "
+    right += f"(rounding: {noise.total_variation:.2g})"
+    found = judged("law", faults, right, figures)
+    if found.outcome is Outcome.failed or noise.total_variation <= MOST_NOISE:
+        return found
+    says = f"the target's own distribution moves by {noise.total_variation:.2g} with how its text is fed"
+    return Check("law", Outcome.blind, says, figures)
 
 
 def check_samples(
@@ -136,18 +131,14 @@ def check_samples(
         "smallest_share_seen": share,
         "power": POWER,
     }
-    outcome = Outcome.failed if found.rejects else Outcome.passed
-    if found.rejects:
-        says = f"the texts differ from regular ones: p value {least:.2g}, {texts} texts each"
-    else:
-        says = f"no difference from regular texts: least p value {least:.2g} of {texts} texts each; "
-        if share is None:
-            says += "a wrong rule would not surely show"
-        else:
-            says += f"{share:.0%} of them drawn by a rule that {wrong.name} would show"
+    shown = "a wrong rule would not surely show"
+    if share is not None:
+        shown = f"{share:.0%} of them drawn by a rule that {wrong.name} would show"
+    fault = f"the texts differ from regular ones: p value {least:.2g}, {texts} texts each"
+    right = f"no difference from regular texts: least p value {least:.2g} of {texts} texts each; {shown}"
     against = f"from regular sampling (p value {min(control.p_values.values()):.2g})"
     return [
-        Check("two samples", outcome, says, figures),
+        judged("two samples", [(found.rejects, fault)], right, figures),
         _control(wrong, control.rejects, against, {"p_values": control.p_values}),
     ]
 

@@ -19,7 +19,7 @@ from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.tasks.certify.recorder import Round, Witness
-from llama_ssp.tasks.certify.verdict import Check, Outcome
+from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 ROUNDS = 24  # for each text that is sampled: 24,576 at the default size
 PREFIXES = 8  # recorded rounds that are drawn from
@@ -108,18 +108,18 @@ def check_first(seen: FirstTokens, level: float) -> Check:
         "excess_by_cell": [more / seen.rounds for more in excess],
         "excess_by_cell_by_chance": [most / seen.rounds for most in bands],
     }
-    if seen.impossible:
-        says = (
-            f"{seen.impossible} of {seen.rounds} first tokens have probability 0 in the target's distribution"
-        )
-        return Check("first token", Outcome.failed, says, figures)
-    if off or distance > band:
-        most = max([distance, *(abs(more) / seen.rounds for more in excess)])
-        says = (
-            f"first tokens do not have their exact probabilities: {most:.1%} of {seen.rounds} lie elsewhere"
-        )
-        says += f" ({', '.join(off)})" if off else ""
-        return Check("first token", Outcome.failed, says, figures)
-    says = f"{seen.rounds} first tokens have their exact probabilities within {distance:.1%}"
-    reach = f"; {bands[0] / seen.rounds:.1%} too many of the draft's favourites would show"
-    return Check("first token", Outcome.passed, says + reach, figures)
+    most = max([distance, *(abs(more) / seen.rounds for more in excess)])
+    elsewhere = (
+        f"first tokens do not have their exact probabilities: {most:.1%} of {seen.rounds} lie elsewhere"
+    )
+    impossible = (
+        f"{seen.impossible} of {seen.rounds} first tokens have probability 0 in the target's distribution"
+    )
+    faults = [
+        (seen.impossible, impossible),
+        (off, f"{elsewhere} ({', '.join(off)})"),
+        (distance > band, elsewhere),
+    ]
+    right = f"{seen.rounds} first tokens have their exact probabilities within {distance:.1%}"
+    right += f"; {bands[0] / seen.rounds:.1%} too many of the draft's favourites would show"
+    return judged("first token", faults, right, figures)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.tasks.certify.recorder import Round
-from llama_ssp.tasks.certify.verdict import Check, Outcome
+from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 Probs = NDArray[np.float64]
 SLACK = 1e-4  # what fp32 may do to a probability, relative to it, and to a sum of probabilities
@@ -41,12 +41,10 @@ def check_filters(rounds: Sequence[Round], transform: SamplingTransform) -> Chec
         "largest_total_variation": worst,
         "tolerance_total_variation": SLACK,
     }
-    if wrong:
-        says = f"the sampling controls give other probabilities than a plain implementation at {wrong} of"
-        most = f"{len(found)} positions: total variation {worst:.2g} at worst"
-        return Check("filters", Outcome.failed, f"{says} {most}", figures)
-    says = f"the sampling controls are those of a plain implementation within {worst:.1g}"
-    return Check("filters", Outcome.passed, f"{says} at {len(found)} positions", figures)
+    fault = "the sampling controls give other probabilities than a plain implementation at "
+    fault += f"{wrong} of {len(found)} positions: total variation {worst:.2g} at worst"
+    right = f"the sampling controls are those of a plain implementation within {worst:.1g}"
+    return judged("filters", [(wrong, fault)], f"{right} at {len(found)} positions", figures)
 
 
 def distance(

@@ -23,7 +23,7 @@ from llama_ssp.speculative.rng import CounterDraws, Purpose, heat
 from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import State
 from llama_ssp.speculative.verification import Block, Rule
-from llama_ssp.tasks.certify.verdict import Check, Outcome
+from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 TIE = 1e-9  # a number this close to its chance may pass or not
 ROUNDING = 1e-12  # of a probability; a chance that is a quotient of small differences may move by more
@@ -127,12 +127,10 @@ def check_decisions(seen: Decisions) -> Check:
         return Check("decisions", Outcome.skipped, "the law check replays rounds with shared noise", figures)
     if not seen.taken:
         return Check("decisions", Outcome.blind, "no decision could be replayed", figures)
-    if seen.lengths_wrong or seen.tokens_wrong:
-        says = f"of {seen.taken} decisions {seen.lengths_wrong} keep another number of drafts than the rule, "
-        says += f"{seen.tokens_wrong} another token after them"
-        return Check("decisions", Outcome.failed, says, figures)
-    says = f"{seen.taken} decisions, replayed from their random numbers, are the rule's"
-    return Check("decisions", Outcome.passed, says, figures)
+    fault = f"of {seen.taken} decisions {seen.lengths_wrong} keep another number of drafts than the rule, "
+    fault += f"{seen.tokens_wrong} another token after them"
+    right = f"{seen.taken} decisions, replayed from their random numbers, are the rule's"
+    return judged("decisions", [(seen.lengths_wrong or seen.tokens_wrong, fault)], right, figures)
 
 
 def check_numbers(seen: Decisions, level: float) -> Check:
@@ -153,19 +151,15 @@ def check_numbers(seen: Decisions, level: float) -> Check:
         "largest_correlation_over_band": worst,
         "largest_correlation_of": where,
     }
-    outcome, coins = Outcome.failed, len(seen.coins)
-    if repeated:
-        says = f"{repeated} of {coins} acceptance coins were drawn before"
-    elif off > band:
-        says = f"acceptance coins are not uniform: {off:.1%} of {coins} lie elsewhere, "
-        says += f"by chance at most {band:.1%} would"
-    elif worst > 1:
-        says = f"{where} depend on each other: their correlation is {worst:.1f} times what chance explains"
-    else:
-        outcome = Outcome.passed
-        says = f"{coins} coins are uniform within {off:.1%}, and independent of drafts and races: "
-        says += f"no correlation of {pairs} pairs exceeds {worst:.0%} of its band"
-    return Check("numbers", outcome, says, figures)
+    coins = len(seen.coins)
+    uneven = f"acceptance coins are not uniform: {off:.1%} of {coins} lie elsewhere, "
+    uneven += f"by chance at most {band:.1%} would"
+    depend = f"{where} depend on each other: their correlation is {worst:.1f} times what chance explains"
+    drawn = f"{repeated} of {coins} acceptance coins were drawn before"
+    faults = [(repeated, drawn), (off > band, uneven), (worst > 1, depend)]
+    right = f"{coins} coins are uniform within {off:.1%}, and independent of drafts and races: "
+    right += f"no correlation of {pairs} pairs exceeds {worst:.0%} of its band"
+    return judged("numbers", faults, right, figures)
 
 
 def _dependence(products: Numbers, counts: Numbers, level: float) -> tuple[float, str, int]:

@@ -36,29 +36,35 @@ SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"
 
 def verdict(checks: Sequence[Check]) -> str:
     """One failure decides; what no check could have seen, none has excluded."""
-    outcomes = {check.outcome for check in checks}
+    outcomes = {check.outcome for check in checks} - {Outcome.skipped}
     if Outcome.failed in outcomes:
         return DIFFERENT
-    return (
-        SAME if outcomes <= {Outcome.passed, Outcome.skipped} and Outcome.passed in outcomes else INCONCLUSIVE
-    )
+    return SAME if outcomes == {Outcome.passed} else INCONCLUSIVE
+
+
+def judged(name: str, faults: Sequence[tuple[object, str]], right: str, figures: dict[str, Any]) -> Check:
+    """A check that failed at the first of the faults that is there, else passed with what is `right`."""
+    for is_there, says in faults:
+        if is_there:
+            return Check(name, Outcome.failed, says, figures)
+    return Check(name, Outcome.passed, right, figures)
 
 
 def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
     """The verdict for people."""
     found = verdict(checks)
-    by = {outcome: [c.name for c in checks if c.outcome is outcome] for outcome in Outcome}
-    if found == DIFFERENT:
-        return (
-            f"different: {subject} does not give the target's law ({', '.join(by[Outcome.failed])} failed)."
-        )
-    if found == INCONCLUSIVE:
-        unseen = ", ".join(by[Outcome.blind]) or "every check"
-        return f"inconclusive: nothing wrong was seen of {subject}, but {unseen} could not have seen it."
-    return (
-        f"same: {subject} gives the target's law, as far as {len(by[Outcome.passed])} checks see; "
-        f"a right sampler fails one of them in at most {false_alarm:g} of runs."
+    failed, blind, passed = (
+        [check.name for check in checks if check.outcome is outcome]
+        for outcome in (Outcome.failed, Outcome.blind, Outcome.passed)
     )
+    unseen, count = ", ".join(blind) or "every check", len(passed)
+    says = {
+        DIFFERENT: f"{subject} does not give the target's law ({', '.join(failed)} failed).",
+        INCONCLUSIVE: f"nothing wrong was seen of {subject}, but {unseen} could not have seen it.",
+        SAME: f"{subject} gives the target's law, as far as {count} checks see; "
+        f"a right sampler fails one of them in at most {false_alarm:g} of runs.",
+    }
+    return f"{found}: {says[found]}"
 
 
 def page(title: str, line: str, checks: Sequence[Check], facts: dict[str, str]) -> str:
