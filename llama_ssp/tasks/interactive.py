@@ -28,17 +28,10 @@ def while_others_wait(ranks: Ranks, work: Callable[[], list[int]]) -> list[int]:
     """
     if ranks.world == 1:
         return work()
-    if ranks.is_leader:
-        with _kept_awake(ranks):
-            found = work()
-        return ranks.broadcast_ints([DONE, *found])[1:]
-    while (message := ranks.broadcast_ints([]))[0] == STILL_BUSY:
-        pass
-    return message[1:]
-
-
-@contextmanager
-def _kept_awake(ranks: Ranks) -> Iterator[None]:
+    if not ranks.is_leader:
+        while (message := ranks.broadcast_ints([]))[0] == STILL_BUSY:
+            pass
+        return message[1:]
     done, lost = threading.Event(), list[RunError]()
 
     def send() -> None:
@@ -52,12 +45,13 @@ def _kept_awake(ranks: Ranks) -> Iterator[None]:
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     try:
-        yield
+        found = work()
     finally:
         done.set()
         sender.join()
         if lost:
             raise lost[0]
+    return ranks.broadcast_ints([DONE, *found])[1:]
 
 
 @contextmanager

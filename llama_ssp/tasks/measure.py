@@ -50,7 +50,6 @@ class MeasureTask(Task[MeasureConf]):
         self._watch = Stopwatch()
         self._ranks = timed_ranks(self._ranks, self._watch)
         self._batches: list[list[Prompt]] = []
-        self._speeds: Speeds | None = None
         self._contenders: list[Contender] = []
         self._memory: list[dict[str, int]] = []
 
@@ -64,7 +63,6 @@ class MeasureTask(Task[MeasureConf]):
         models = pair.load(rows, most).models
         alone = len(pair.placements) > 1 and most <= models.draft_context
         self._contenders = contenders_of(models, self._run, task.ks if spec.drafter else [], alone)
-        self._speeds = speeds_of(self._contenders)
         turns = (task.repeats + 1) * len(self._batches) * len(self._contenders)
         try:
             with Progress("measure", turns, "turns") as progress:
@@ -82,12 +80,12 @@ class MeasureTask(Task[MeasureConf]):
         return "done"
 
     def has_output(self) -> bool:
-        return self._speeds is not None and bool(self._speeds.target.samples)
+        return any(contender.record.samples for contender in self._contenders)
 
     def figures(self) -> dict[str, Any]:
         prompts = [prompt for batch in self._batches for prompt in batch]
         return {
-            **(self._speeds.figures() if self._speeds else {}),
+            **(speeds_of(self._contenders).figures() if self._contenders else {}),
             "time_split_parts": MEANING,
             "peak_memory": self._memory,
             "prompts": len(prompts),
@@ -178,11 +176,10 @@ class MeasureTask(Task[MeasureConf]):
 
     def _show(self) -> None:
         """Prints the table and writes the files and the plot, of what has been measured."""
-        if not self.has_output() or self._speeds is None or not self._ranks.is_leader:
-            return
-        self._print(speeds_table(self.figures()))
-        self._folder.write("repeats.csv", csv_text(self._speeds.records))
-        self._draw(self._task.plot, lambda path: plot_speeds(self.figures(), path))
+        if self.has_output() and self._ranks.is_leader:
+            self._print(speeds_table(self.figures()))
+            self._folder.write("repeats.csv", csv_text([one.record for one in self._contenders]))
+            self._draw(self._task.plot, lambda path: plot_speeds(self.figures(), path))
 
 
 def contenders_of(models: RankModels, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:

@@ -42,15 +42,6 @@ class Case:
     k: int = 0
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """Seconds of a round, milliseconds of a token, and the counters."""
-
-    seconds: float
-    ms_per_token: float
-    counts: Counts
-
-
 def shape(
     layers: int, dim: int, vocab: int, ffn: int | None = None, agreement: float = 0.8, head_dim: int = 64
 ) -> ModelConf:
@@ -120,18 +111,17 @@ class Player:
         self._run, self._ranks, self._new = run, ranks, new
         self._pairs: dict[str, PairSession] = {}
 
-    def play(self, case: Case, seed: int = 0) -> Rounds:
-        """One text by the token rule, the rule of the acceptance rate in plans."""
+    def play(self, case: Case) -> tuple[list[float], Counts]:
+        """One text by the token rule, the rule of the acceptance rate in plans: seconds of its rounds."""
         spec = replace(
             self._run.speculation, k=case.k, adaptive=False, verification=Verification.token,
             drafter=Drafting.model if case.draft else Drafting.none,
         )  # fmt: skip
         run = replace(self._run, model=case.target, draft=case.draft, speculation=spec)
-        engine = self._pair(run).engine(seed, run, frozenset())
-        timed = TimedRun(engine, [Prompt(str(seed), PROMPT)], self._new)
+        engine = self._pair(run).engine(0, run, frozenset())
+        timed = TimedRun(engine, [Prompt("0", PROMPT)], self._new)
         spent = [seconds for _, seconds in timed.rounds(Limits(self._new), lookahead_for(run, 1))]
-        tokens = timed.counts.committed.total()
-        return Rounds(median(spent), 1000 * median(spent) * len(spent) / tokens, timed.counts)
+        return spent, timed.counts
 
     @property
     def held_bytes(self) -> int:
@@ -139,7 +129,7 @@ class Player:
         return sum(pair.models.held_bytes for pair in self._pairs.values())
 
     def round_s(self, case: Case) -> float:
-        return self.play(case).seconds
+        return median(self.play(case)[0])
 
     def _pair(self, run: RunConf) -> PairSession:
         key = f"{run.model} {run.draft}"
