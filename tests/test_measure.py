@@ -74,7 +74,7 @@ def test_peak_memory_and_the_plan_read_one_probe(tmp_path: Path, monkeypatch: py
     status.write_text("Name:\tpython\nVmHWM:\t  4321 kB\n", encoding="utf-8")
     monkeypatch.setattr(rank_memory, "STATUS", status)
     assert peak_memory(cpu, ALONE) == [{"rank": 0, "process_bytes": 4321 * 1024, "device_bytes": 0}]
-    assert rank_memory.memory_of_ranks(0, cpu, ALONE)[0].bytes[DEVICE] == 4321 * 1024
+    assert rank_memory.memory_of_ranks(0, cpu, ALONE)[0][DEVICE] == 4321 * 1024
 
 
 def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
