@@ -65,10 +65,6 @@ def main() -> NoReturn:
         GUARD.end()
     except KeyboardInterrupt as stop:  # before or after what is guarded
         code = _stopped(stop)
-    except JointError as error:  # taking a process group down may wait for lost ranks without end
-        _fail(str(error), error.code, error)
-        _forget_unwritable_output()
-        leave(error.code)
     finally:
         GUARD.stop()
     _forget_unwritable_output()
@@ -86,12 +82,12 @@ def _guarded() -> int:
         code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
         sys.stdout.flush()
         return code
-    except JointError:
-        raise
-    except KeyboardInterrupt as stop:
-        return _stopped(stop)
     except Exception as error:
-        return _fail(*_in_words(error), error)
+        code = _fail(*_in_words(error), error)
+        if isinstance(error, JointError):  # taking a process group down may wait for lost ranks without end
+            _forget_unwritable_output()
+            leave(code)
+        return code
 
 
 def _in_words(error: Exception) -> tuple[str, int]:

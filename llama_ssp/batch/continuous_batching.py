@@ -62,17 +62,7 @@ class ContinuousBatch:
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
     ) -> Iterator[Reply]:
         """Each reply when its text ends; `begin` is called with the indices that are about to begin."""
-        began = time.perf_counter()
-        for reply in self._replies(requests, rows, begin):
-            self._spent_s += time.perf_counter() - began
-            yield reply
-            began = time.perf_counter()
-        self._spent_s += time.perf_counter() - began
-
-    def _replies(
-        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
-    ) -> Iterator[Reply]:
-        first = requests[:rows]
+        began, first = time.perf_counter(), requests[:rows]
         prompts = [request.prompt for request in first]
         self._waiting, self._begin = deque(requests[rows:]), begin
         self._in_row = dict[int, TokenRequest]()
@@ -86,9 +76,11 @@ class ContinuousBatch:
         for step in generate(self.engine, state, self._limits, self.lookahead(state.rows), self):
             for taken in step.rows:
                 self._counts.add(taken)
+            self._spent_s += time.perf_counter() - began
             for taken in step.rows:
                 if taken.finish is not None:
                     yield self._reply(state, taken.row, taken.finish)
+            began = time.perf_counter()
 
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""

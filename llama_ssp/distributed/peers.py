@@ -17,13 +17,12 @@ class Identity:
     """A process of some machine. A pid alone may come to be another process's."""
 
     machine: str
-    host: str
     pid: int
     started: str
 
 
 def own_identity() -> Identity:
-    return Identity(_machine(), socket.gethostname(), os.getpid(), _started(os.getpid()))
+    return Identity(_machine(), os.getpid(), _started(os.getpid()))
 
 
 class Peers:

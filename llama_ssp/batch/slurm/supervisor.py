@@ -106,23 +106,19 @@ class Supervisor:
         show, requeue = ["scontrol", "show", "job", "-o", self.job], ["scontrol", "requeue", self.job]
         for left in range(TRIES, 0, -1):
             shown = subprocess.run(show, capture_output=True, text=True, check=False)
-            if found := re.search(r"\bRestarts=(\d+)", shown.stdout):
-                if int(found[1]) != self.restart:
-                    log.info("superseded: Slurm has started this job again already")
-                    return SUPERSEDED
-                if subprocess.run(requeue, check=False).returncode == 0:
-                    log.info("requeued")
-                    self._wait_for_the_end()
-                    return code
+            found = re.search(r"\bRestarts=(\d+)", shown.stdout)
+            if found and int(found[1]) != self.restart:
+                log.info("superseded: Slurm has started this job again already")
+                return SUPERSEDED
+            if found and subprocess.run(requeue, check=False).returncode == 0:
+                log.info("requeued")
+                until = time.monotonic() + KILLED_WITHIN_S
+                while self.stopped_by != BY_SLURM and time.monotonic() < until:
+                    time.sleep(LOOK_S)  # a job that ended before Slurm takes it away would count as failed
+                return code
             log.warning("Slurm does not answer; %d more tries", left - 1)
             time.sleep(PAUSE_S)
         return code
-
-    def _wait_for_the_end(self) -> None:
-        """Slurm takes a requeued job away; one that ended by itself first would count as failed."""
-        until = time.monotonic() + KILLED_WITHIN_S
-        while self.stopped_by != BY_SLURM and time.monotonic() < until:
-            time.sleep(LOOK_S)
 
 
 def main(arguments: list[str]) -> int:
