@@ -1,7 +1,7 @@
 """A batch job: its input, its settings, and the folder it is kept in. No torch.
 
 job = job_of(run, files, seed)       # the input is read and checked, or known from an earlier start
-journal = job.begin(longest, bad)    # run.json is written, once
+journal = job.begin(longest)         # run.json is written, once
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.journal import Journal
-from llama_ssp.batch.manifest import Manifest, Shard, shards_of
-from llama_ssp.batch.requests import Form, Reader, Refused, Request
+from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.requests import Reader, Refused, Request
 from llama_ssp.config import BatchConf, OnBadRow, RunConf, home_expanded, resolved
 from llama_ssp.errors import DataError, RunError, UsageError
 from llama_ssp.models.folder import fingerprint
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 OF_MODEL = ("name", "repo", "revision", "weights", "dtype", "seed", "agreement")
 OF_TASK = ("chat", "system", "max_new_tokens", "stop", "ignore_eos", "on_bad_row")
-LONGEST, REFUSED = "longest", "refused"
+LONGEST = "longest"
 SHOWN = 5  # bad lines that a message quotes
 
 
@@ -45,18 +45,10 @@ class Job:
         """Whether no process had begun it when the input was read."""
         return not self.manifest.facts
 
-    def begin(self, longest: int, refused: list[Refused]) -> Journal:
-        """The job's journal; a new one keeps how long a text may get, and which lines are bad."""
-        if not self.is_new:
-            return Journal.begin(self.work, self.manifest)
-        facts = {LONGEST: longest, REFUSED: [{**asdict(r), "form": r.form.value} for r in refused]}
+    def begin(self, longest: int) -> Journal:
+        """The job's journal; a new one keeps how long a text may get."""
+        facts = {LONGEST: longest} if self.is_new else self.manifest.facts
         return Journal.begin(self.work, replace(self.manifest, facts=facts))
-
-    def read(self, journal: Journal, shard: Shard) -> list[Request | Refused]:
-        """The records of a shard, with the lines that were found bad when the job began."""
-        plain = journal.manifest.facts[REFUSED]
-        refused = {one["index"]: Refused(**{**one, "form": Form(one["form"])}) for one in plain}
-        return [refused.get(index, self.records[index]) for index in shard.indices]
 
 
 def longest_in(journal: Journal) -> int:

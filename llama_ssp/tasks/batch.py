@@ -137,7 +137,7 @@ class BatchTask(Task[BatchConf]):
         attempt = journal.attempt(shard)
         GUARD.on_signal.append(attempt.excuse)
         try:
-            ready = self._ready(journal, attempt, shard, pair)
+            ready = self._ready(attempt, pair)
             alone = [one for one in ready if attempt.failures[one[0].index]]
             others = [one for one in ready if not attempt.failures[one[0].index]]
             for part, rows in [*(([one], 1) for one in alone), (others, self._task.batch_size)]:
@@ -149,25 +149,23 @@ class BatchTask(Task[BatchConf]):
         finally:
             GUARD.on_signal.remove(attempt.excuse)
 
-    def _ready(
-        self, journal: Journal, attempt: Attempt, shard: Shard, pair: PairSession
-    ) -> list[tuple[TokenRequest, Request]]:
+    def _ready(self, attempt: Attempt, pair: PairSession) -> list[tuple[TokenRequest, Request]]:
         """The shard's missing texts, the longest first. Lines that make no request are answered here."""
-        missing, ready = set(attempt.missing), []
-        for record in self._job.read(journal, shard):
-            if record.index not in missing:
+        ready = []
+        for index in attempt.missing:
+            record, deaths = self._job.records[index], attempt.failures_alone[index]
+            work = tokenised(record, pair)
+            if isinstance(work, Refused):
+                self._refuse(attempt, work, refusal(work, work.error))
                 continue
-            deaths = attempt.failures_alone[record.index]
-            if isinstance(record, Refused):
-                self._refuse(attempt, record, refusal(record, record.error))
-            elif deaths >= self._task.retries:
+            assert isinstance(record, Request)
+            if deaths >= self._task.retries:
                 log.warning("set aside: %s, after %d attempts died during it alone", record.where, deaths)
                 self._set_aside += 1
                 said = f"set aside: {deaths} attempts died while they worked on this record alone"
                 self._refuse(attempt, record, refusal(record, said, BROKEN))
             else:
-                how = record.sampling, record.max_new_tokens, record.stop, record.seed
-                ready.append((TokenRequest(record.index, prompt_of_request(record, pair), *how), record))
+                ready.append((work, record))
         return sorted(ready, key=lambda pair: -pair[0].longest)
 
     def _write(
@@ -221,23 +219,25 @@ def begin(job: Job, pair: PairSession) -> Journal:
     records = job.records if job.is_new else []
     with Progress("reading prompts", len(records), "prompts") as progress:
         for record in records:
-            found = record if isinstance(record, Refused) else _length(record, pair)
-            if isinstance(found, Refused):
-                refused.append(found)
+            work = tokenised(record, pair)
+            if isinstance(work, Refused):
+                refused.append(work)
             else:
-                longest = max(longest, found)
+                longest = max(longest, min(work.longest, pair.run.model.context))
             progress.advance(1)
-    require_good(job.run, [*refused])
-    return job.begin(longest, refused)
+    require_good(job.run, refused)
+    return job.begin(longest)
 
 
-def _length(request: Request, pair: PairSession) -> int | Refused:
-    """The most tokens that the request's text may have, or why it cannot be continued."""
+def tokenised(record: Request | Refused, pair: PairSession) -> TokenRequest | Refused:
+    """The request as token ids, or why the model cannot continue it."""
+    if isinstance(record, Refused):
+        return record
+    how = record.sampling, record.max_new_tokens, record.stop, record.seed
     try:
-        length = len(prompt_of_request(request, pair).token_ids) + request.max_new_tokens
+        return TokenRequest(record.index, prompt_of_request(record, pair), *how)
     except DataError as error:
-        return Refused(request.index, request.id, request.form, str(error))
-    return min(length, pair.run.model.context)
+        return Refused(record.index, record.id, record.form, str(error))
 
 
 def prompt_of_request(request: Request, pair: PairSession) -> Prompt:
