@@ -76,7 +76,7 @@ def test_an_openai_line(tmp_path: Path):
 def test_text_files(content: bytes, texts: list[str], tmp_path: Path):
     found = read(tmp_path, content, "in.txt")
     assert [r.prompt for r in found] == texts
-    assert all(r.form is Form.text for r in found)
+    assert all(r.form is Form.plain for r in found)
 
 
 @pytest.mark.parametrize(

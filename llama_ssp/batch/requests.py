@@ -29,9 +29,8 @@ WITHOUT_EFFECT |= {"stream": False, "echo": False, "logprobs": False}
 
 
 class Form(Enum):
-    """The kind of line; the response has the same."""
+    """The kind of line; the response has the same. `plain` is ours: a text, or an object."""
 
-    text = "text"
     plain = "plain"
     completions = "completions"
     chat = "chat"
@@ -88,10 +87,10 @@ class Reader:
 
     def refused(self, line: Line, index: int, error: RunError) -> Refused:
         """What is known of a line that made no request."""
-        name, form = f"line-{line.number}", Form.text if self.is_text else Form.plain
+        name, form = f"line-{line.number}", Form.plain
         with suppress(DataError):
             record = {} if self.is_text else parsed_object(line)
-            form = Form.completions if "custom_id" in record else form
+            form = Form.completions if "custom_id" in record else Form.plain
             own = name_of(record.get("custom_id", record.get("id", name)), line.where)
             name = own if is_usable(own) else name
         return Refused(index, name, form, str(error))
@@ -100,7 +99,7 @@ class Reader:
         task, name, where = self.run.task, f"line-{line.number}", line.where
         assert isinstance(task, BatchConf)
         settings = self.run.sampling, task.max_new_tokens, tuple(task.stop)
-        usual = Request(index, name, Form.text, where, "", (), *settings)
+        usual = Request(index, name, Form.plain, where, "", (), *settings)
         if self.is_text:
             return replace(usual, prompt=line.text)
         record = parsed_object(line)
@@ -112,7 +111,7 @@ class Reader:
             if key not in SETTINGS and near:
                 what, fix = f"the line has an unknown setting {key}", f"did you mean {near[0]}?"
                 raise DataError(what, where, fix=fix)
-        return self._with_own(record, replace(usual, id=name, form=Form.plain))
+        return self._with_own(record, replace(usual, id=name))
 
     def _openai(self, record: dict[str, Any], usual: Request) -> Request:
         """The same settings in OpenAI's envelope. Raises DataError for what is not served."""

@@ -26,7 +26,7 @@ class Reply:
 def answer(request: Request, reply: Reply, model: str) -> dict[str, Any]:
     """The line for a generated text."""
     prompt_tokens, output_tokens = reply.prompt_tokens, len(reply.token_ids)
-    if request.form in (Form.text, Form.plain):
+    if request.form is Form.plain:
         asked = {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
         line: dict[str, Any] = {"id": request.id, **asked, "text": reply.text, "token_ids": reply.token_ids}
         line |= {"finish_reason": reply.finish_reason, "prompt_tokens": prompt_tokens}
@@ -48,7 +48,7 @@ def answer(request: Request, reply: Reply, model: str) -> dict[str, Any]:
 def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> dict[str, Any]:
     """The line for a request that gets no text."""
     about: dict[str, Any] = {"code": code, "message": error}
-    if record.form in (Form.text, Form.plain):
+    if record.form is Form.plain:
         return {"id": record.id, "error": about}
     about["type"] = "invalid_request_error" if code == BAD_REQUEST else "error"
     return _openai(record.id, code, {"error": about})
