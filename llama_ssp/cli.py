@@ -27,7 +27,7 @@ from llama_ssp.batch.slurm import status, submit
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.environment import RankEnvironment, rank_environment
-from llama_ssp.config.overrides import CONF, arranged, check_arguments, check_homes, ranks, translated
+from llama_ssp.config.overrides import CONF, check_arguments, check_homes, ranks, translated
 from llama_ssp.config.validation.cluster import check_sharing
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
@@ -119,8 +119,7 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
 
     Empty if Hydra only printed something.
     """
-    check_arguments(sys.argv[1:])
-    sys.argv[1:] = arranged(sys.argv[1:])
+    sys.argv[1:] = check_arguments(sys.argv[1:])
     config.register()
     GlobalHydra.instance().clear()
     found: list[tuple[DictConfig, list[Path]]] = []

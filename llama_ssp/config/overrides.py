@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
@@ -60,31 +61,24 @@ NO_OPTION = re.compile(r"Could not find '(?P<group>[^'/]+)/(?P<option>[^']*)'")
 TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
-def check_arguments(arguments: list[str]) -> None:
-    """Refuses what Hydra accepts and this program does not, with a suggestion."""
+def check_arguments(arguments: list[str]) -> list[str]:
+    """The arguments, overrides first, then flags: Hydra's parser needs the overrides in one piece.
+
+    Refuses what Hydra accepts and this program does not, with a suggestion.
+    """
     known, dropped = config.known_keys(), "draft=none" in arguments
-    waiting = iter(arguments)
-    for argument in waiting:
-        name, equals, value = argument.partition("=")
-        if argument.startswith("-"):
-            _check_flag(name, value if equals else None, waiting)
-        elif equals or name.startswith("~"):
-            _check_override(name, value if equals else None, known)
-            if dropped and name.startswith("draft."):
-                raise UsageError(f"{name} is set, but draft=none leaves no draft", fix="drop one of the two")
-
-
-def arranged(arguments: list[str]) -> list[str]:
-    """Checked arguments, overrides first, then flags: Hydra's parser needs the overrides in one piece."""
     words, flags = list[str](), list[str]()
     waiting = iter(arguments)
     for argument in waiting:
-        if not argument.startswith("-"):
-            words.append(argument)
+        if argument.startswith("-"):
+            flags += _checked_flag(argument, waiting)
             continue
-        flags.append(argument)
-        if FLAGS[argument.partition("=")[0]] != () and "=" not in argument:
-            flags += [value for value in [next(waiting, None)] if value is not None]
+        words.append(argument)
+        name, equals, value = argument.partition("=")
+        if equals or name.startswith("~"):
+            _check_override(name, value if equals else None, known)
+            if dropped and name.startswith("draft."):
+                raise UsageError(f"{name} is set, but draft=none leaves no draft", fix="drop one of the two")
     return words + flags
 
 
@@ -139,7 +133,9 @@ def ranks() -> int:
     return rank_environment().world
 
 
-def _check_flag(flag: str, value: str | None, waiting: Iterator[str]) -> None:
+def _checked_flag(argument: str, waiting: Iterator[str]) -> list[str]:
+    """The flag, and the argument after it where that is its value."""
+    flag, equals, value = argument.partition("=")
     if flag in REFUSED_FLAGS:
         raise UsageError(f"{flag} is refused", fix=REFUSED_FLAGS[flag])
     if flag not in FLAGS:
@@ -149,14 +145,15 @@ def _check_flag(flag: str, value: str | None, waiting: Iterator[str]) -> None:
         raise UsageError(f"{flag} needs one process", fix="loop over torchrun in the shell")
     allowed = FLAGS[flag]
     if allowed == ():
-        return
-    value = next(waiting, "") if value is None else value
-    optional = flag in ("--info", "-i")
+        return [argument]
+    following = [] if equals else list(islice(waiting, 1))
+    value, optional = value or "".join(following), flag in ("--info", "-i")
     if (not value and not optional) or (value and allowed and value not in allowed):
         fix = f"write {flag} {(allowed or ('VALUE',))[0]}"
         raise UsageError(f"{flag} needs a value", "", repr(value), ", ".join(allowed or ("text",)), fix)
     if flag in ("--config-dir", "-cd"):
         check_folder(Path(value), GROUPS)
+    return [argument, *following]
 
 
 def _check_override(key: str, value: str | None, known: list[str]) -> None:

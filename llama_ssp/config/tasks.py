@@ -47,14 +47,15 @@ class TaskConf:
     @property
     def named_pairs(self) -> list[str]:
         """The pairs of presets that the task names in the place of the run's own."""
-        return []
+        return getattr(self, "pairs", [])
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         """Raises UsageError for values that rule each other out. Types and ranges have been checked."""
         for entry in fields(self):
             value, key = getattr(self, entry.name), f"task.{entry.name}"
-            if "range" in entry.metadata and isinstance(value, list) and len(set(value)) < len(value):
-                raise UsageError(f"{key} holds a number twice", found=value, fix="give each once")
+            distinct = "range" in entry.metadata or entry.name == "pairs"
+            if distinct and isinstance(value, list) and len(set(value)) < len(value):
+                raise UsageError(f"{key} holds an entry twice", found=value, fix="give each once")
             endings = entry.metadata.get("endings")
             if endings and value is not None and not value.endswith(endings):
                 fix = "let its ending say which kind of picture it is"
@@ -76,8 +77,9 @@ class PromptedConf(TaskConf):
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        if self.prompts is not None and self.prompt_file is not None:
-            what = "both task.prompts and task.prompt_file are given"
+        sources = [key for key in ("prompts", "prompt_file", "lengths") if getattr(self, key, None)]
+        if len(sources) > 1:
+            what = f"both task.{sources[0]} and task.{sources[1]} are given"
             raise UsageError(what, allowed="one source of prompts", fix="drop one of them")
         if self.prompts is not None and not self.prompts:
             raise UsageError("task.prompts is an empty list", fix='write task.prompts=["your prompt"]')
@@ -103,9 +105,8 @@ class TextConf(PromptedConf):
             what, fix = "task.system is a part of a chat", "write task.chat=true, or put it into the prompt"
             raise UsageError(what, found="task.chat=false", fix=fix)
         if self.special_tokens and self.chat:
-            found = "task.special_tokens=true, task.chat=true"
-            fix = "choose one of the two"
-            raise UsageError("in a chat special tokens are the template's", found=found, fix=fix)
+            what, found = "in a chat special tokens are the template's", "task.special_tokens=true"
+            raise UsageError(what, found=f"{found}, task.chat=true", fix="choose one of the two")
 
 
 @dataclass
@@ -135,28 +136,20 @@ class EvalConf(TaskConf):
     batch_size: int = number(64, 1, MOST_ROWS)
     plot: str | None = picture(*PLOTS)
 
-    @property
-    def named_pairs(self) -> list[str]:
-        return self.pairs
-
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        for key, values, example in (("seeds", self.seeds, 0), ("sizes", self.sizes, 1)):
+        for key, values in (("seeds", self.seeds), ("sizes", self.sizes)):
             if not values:
-                fix = f"leave it out, or write task.{key}=[{example}]"
-                raise UsageError(f"task.{key} is an empty list", fix=fix)
+                raise UsageError(f"task.{key} is an empty list", fix=f"leave it out, or write task.{key}=[1]")
         for name in self.pairs:
             if not PAIR.fullmatch(name):
                 allowed, fix = "TARGET or TARGET/DRAFT", "use the names under conf/model, such as 13B/7B"
                 raise UsageError("a task.pairs entry names no pair", "", repr(name), allowed, fix)
-        if len(set(self.pairs)) < len(self.pairs):
-            raise UsageError("task.pairs holds a pair twice", found=self.pairs, fix="give each once")
-        drafted = next((name for name in self.pairs if "/" in name and not name.endswith("/none")), None)
+        drafted = [name for name in self.pairs if "/" in name and not name.endswith("/none")]
         if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
-            found = f"{drafted}, drafter {spec.drafter.value}, k {spec.k}"
-            what = "task.pairs names a draft model, but none drafts"
+            what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
             fix = "name the target alone, or choose speculation=default"
-            raise UsageError(what, "speculation", found, fix=fix)
+            raise UsageError(what, "speculation", f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
 
 
 @dataclass
@@ -173,9 +166,9 @@ class CompareConf(TextConf):
         super().check(spec, has_draft)
         idle = spec.drafter is Drafting.none or not spec.may_draft
         if idle or (spec.drafter is Drafting.model and not has_draft):
-            found = f"drafter {spec.drafter.value}, k {spec.k}, {'a' if has_draft else 'no'} draft model"
+            what, model = "task=compare has nothing to compare: nobody drafts", "a" if has_draft else "no"
+            found = f"drafter {spec.drafter.value}, k {spec.k}, {model} draft model"
             fix = "name a draft model (draft=NAME), or choose speculation=ngram"
-            what = "task=compare has nothing to compare: nobody drafts"
             raise UsageError(what, "draft, speculation", found, fix=fix)
 
 
@@ -195,12 +188,6 @@ class MeasureConf(PromptedConf):
     ignore_eos: bool = True
     batch_size: int = number(1, 1, MOST_ROWS)
     plot: str | None = picture(*PLOTS)
-
-    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
-        super().check(spec, has_draft)
-        if self.lengths and (self.prompts is not None or self.prompt_file is not None):
-            what = "both task.lengths and prompts are given"
-            raise UsageError(what, allowed="one source of prompts", fix="drop one of them")
 
 
 @dataclass
@@ -222,12 +209,11 @@ class CertifyConf(PromptedConf):
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        key = "k_max" if spec.adaptive else "k"
-        if getattr(spec, key) > MOST_CERTIFIED:
-            what = "task=certify looks at every way in which a round may be decided"
-            found, allowed = f"up to {getattr(spec, key)} drafts a round", f"up to {MOST_CERTIFIED}"
+        key, most = ("k_max", spec.k_max) if spec.adaptive else ("k", spec.k)
+        if most > MOST_CERTIFIED:
+            what, found = "task=certify looks at every way to decide a round", f"up to {most} drafts a round"
             fix = f"certify with speculation.{key}={MOST_CERTIFIED}: the rule is the same for any number"
-            raise UsageError(what, "speculation", found, allowed, fix)
+            raise UsageError(what, "speculation", found, f"up to {MOST_CERTIFIED}", fix)
 
 
 @dataclass
