@@ -45,6 +45,20 @@ class Job:
         """Whether no process had begun it when the input was read."""
         return not self.manifest.facts
 
+    @property
+    def seed(self) -> int:
+        return int(self.manifest.settings["seed"])
+
+    @property
+    def journal(self) -> Journal:
+        """The job's files; none is there before a process begins the job."""
+        return Journal(self.work, self.manifest)
+
+    @property
+    def missing(self) -> int:
+        """Shards that are not done."""
+        return sum(not self.journal.is_done(shard) for shard in self.manifest.shards)
+
     def begin(self, longest: int) -> Journal:
         """The job's journal; a new one keeps how long a text may get."""
         facts = {LONGEST: longest} if self.is_new else self.manifest.facts

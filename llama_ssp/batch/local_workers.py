@@ -22,8 +22,9 @@ from typing import Any
 
 from llama_ssp.batch import workers
 from llama_ssp.batch.atomic_files import storing
-from llama_ssp.batch.journal import NOTHING, count_finished
-from llama_ssp.batch.workers import LOGS, SharedJob
+from llama_ssp.batch.job import Job
+from llama_ssp.batch.journal import count_finished
+from llama_ssp.batch.workers import LOGS
 from llama_ssp.config import BatchConf, Output, RunConf
 from llama_ssp.distributed.signals import CODE_FILE, end_with_parent
 from llama_ssp.errors import OK, UsageError
@@ -99,32 +100,37 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         raise UsageError(what, "", found, fix=fix)
     devices = _dealt(run)
     ranks = run.cluster.gpus or len(devices[0] or [""])
-    shared = workers.share(run, folders, ranks)
-    work = shared.job.work
+    job, summary = workers.share(run, folders, ranks)
+    work = job.work
     with storing(work):
         (work / LOGS).mkdir(parents=True, exist_ok=True)
-    command = _command(ranks, workers.words_of_one(words, shared.seed, f"cluster.gpus={ranks}"))
-    count = min(run.cluster.groups, max(shared.missing, 1))
+    command = _command(ranks, workers.words_of_one(words, job.seed, f"cluster.gpus={ranks}"))
+    count = min(run.cluster.groups, max(job.missing, 1))
     groups = [Group(number, command, devices[number], work) for number in range(count)]
     log.info("%d groups of %d rank%s; logs in %s", count, ranks, "s" * (ranks > 1), work / LOGS)
     with _stopped_together(groups):
-        _run(groups, shared, task.retries)
+        _run(groups, job, task.retries)
     code = next((group.code for group in groups if group.code != OK), OK)
-    _report(shared, groups, time.perf_counter() - began, code, run.output is Output.json)
+    summary |= _figures(job, groups, time.perf_counter() - began, code)
+    console = Console()
+    if run.output is not Output.json:
+        speed = f"{figure(summary['tokens_per_s'], 1)} a second"
+        console.write("\n".join([*workers.table(summary, speed), ""]))
+    console.document(summary, run.output is Output.json)
     return code
 
 
-def _run(groups: list[Group], shared: SharedJob, retries: int) -> None:
-    finished, counted_at = count_finished(shared.job.work), time.monotonic()
+def _run(groups: list[Group], job: Job, retries: int) -> None:
+    finished, counted_at = count_finished(job.work), time.monotonic()
     for group in groups:
         group.start(finished)
-    with Progress("batch", shared.job.manifest.records, "records") as bar:
+    with Progress("batch", job.manifest.records, "records") as bar:
         bar.start(finished)
         while any(group.process for group in groups):
             time.sleep(LOOK_S)
             ended = any(group.process and group.process.poll() is not None for group in groups)
             if ended or time.monotonic() - counted_at >= COUNT_S:
-                before, finished, counted_at = finished, count_finished(shared.job.work), time.monotonic()
+                before, finished, counted_at = finished, count_finished(job.work), time.monotonic()
                 bar.advance(finished - before)
             for group in groups:
                 if not group.has_ended(finished) or group.code == OK:
@@ -137,24 +143,20 @@ def _run(groups: list[Group], shared: SharedJob, retries: int) -> None:
                     group.start(finished)
 
 
-def _report(shared: SharedJob, groups: list[Group], wall_s: float, code: int, is_json: bool) -> None:
-    """One table and one document for all groups; what a killed run of a group had counted is not known."""
-    journal, figures = shared.journal, sum((group.figures for group in groups), Counter[str]())
-    speed, console = ratio(figures["tokens_committed"], wall_s), Console()
-    summary: dict[str, Any] = {
-        **asdict(journal.standing() if journal else NOTHING),
-        **shared.summary(),
-        "status": "done" if shared.job.output.is_file() and code == OK else "error",
+def _figures(job: Job, groups: list[Group], wall_s: float, code: int) -> dict[str, Any]:
+    """Of all groups; what a killed run of a group had counted is not known."""
+    counts = sum((group.figures for group in groups), Counter[str]())
+    return {
+        **asdict(job.journal.standing()),
+        "shards_missing": job.missing,
+        "status": "done" if job.output.is_file() and code == OK else "error",
         "groups": len(groups),
         "failures": sum(group.failures for group in groups),
-        **{name: figures[name] for name in workers.COUNTED},
-        "acceptance_rate": ratio(figures["tokens_accepted"], figures["tokens_drafted"]),
-        "tokens_per_s": speed,
+        **{name: counts[name] for name in workers.COUNTED},
+        "acceptance_rate": ratio(counts["tokens_accepted"], counts["tokens_drafted"]),
+        "tokens_per_s": ratio(counts["tokens_committed"], wall_s),
         "wall_s": wall_s,
     }
-    if not is_json:
-        console.write("\n".join([*workers.table(summary, f"{figure(speed, 1)} a second"), ""]))
-    console.document(summary, is_json)
 
 
 def _dealt(run: RunConf) -> list[list[str] | None]:

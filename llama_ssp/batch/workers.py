@@ -9,19 +9,17 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
-from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.requests import Request
 from llama_ssp.config import RunConf
 from llama_ssp.config.overrides import ranks
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.planner.resolve import pair_specs
-from llama_ssp.planner.run_plan import Prediction, predict, require_fit
+from llama_ssp.planner.run_plan import predict, require_fit
 from llama_ssp.report.run_folder import config_sha256, versions
 from llama_ssp.report.tables import aligned, figure
 
@@ -34,56 +32,28 @@ VALUED = ("--config-dir", "-cd")  # flags whose value is a word of its own
 LASTING = (USAGE, DATA, MODEL)  # exit codes that another run would end with again
 
 
-@dataclass(frozen=True)
-class SharedJob:
-    """A job and what is known of it before a group starts."""
-
-    run: RunConf
-    job: Job
-    seed: int
-    prediction: Prediction | None
-
-    @property
-    def journal(self) -> Journal | None:
-        """None while no group has begun the job."""
-        held = Journal.held(self.job.work)
-        return Journal(self.job.work, held) if held else None
-
-    @property
-    def missing(self) -> int:
-        """Shards that are not done."""
-        journal, shards = self.journal, self.job.manifest.shards
-        return sum(journal is None or not journal.is_done(shard) for shard in shards)
-
-    def summary(self) -> dict[str, Any]:
-        """How every summary of such a job begins."""
-        manifest, prediction = self.job.manifest, self.prediction
-        return {
-            "task": self.run.task.name,
-            "config_sha256": config_sha256(self.run),
-            "seed": self.seed,
-            "versions": versions(),
-            "records": manifest.records,
-            "shards": len(manifest.shards),
-            "shards_missing": self.missing,
-            "verdict": prediction.option.verdict.value if prediction else None,
-            "output": str(self.job.output),
-            "work": str(self.job.work),
-        }
-
-
-def share(run: RunConf, folders: list[Path], world: int) -> SharedJob:
-    """Reads the input and the models' files. Raises RunError for what does not fit `world` ranks."""
+def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str, Any]]:
+    """The job, and how every summary of it begins. Raises RunError for what does not fit `world` ranks."""
     if ranks() > 1:
         what, where = "groups are started by the command itself", f"cluster.groups={run.cluster.groups}"
         raise UsageError(what, where, f"{ranks()} ranks of torchrun", fix="start it without torchrun")
     pair = pair_specs(run, folders, world)[0]
-    seed = chosen_seed(run, is_job=True)
-    job = job_of(pair.run, pair.files, seed)
+    job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
     # By the figures of the cluster that is named; None where it says too little.
     prediction = predict(pair.run, pair.placement, slots=min(_slots(job), pair.run.model.context))
     require_fit(prediction, run.plan.enforce)
-    return SharedJob(pair.run, job, seed, prediction)
+    return job, {
+        "task": run.task.name,
+        "config_sha256": config_sha256(job.run),
+        "seed": job.seed,
+        "versions": versions(),
+        "records": len(job.records),
+        "shards": len(job.manifest.shards),
+        "shards_missing": job.missing,
+        "verdict": prediction.option.verdict.value if prediction else None,
+        "output": str(job.output),
+        "work": str(job.work),
+    }
 
 
 def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
@@ -127,7 +97,7 @@ def table(summary: dict[str, Any], speed: str) -> list[str]:
 def _slots(job: Job) -> int:
     """Tokens of the longest text: as counted when the job began, else by its bytes."""
     if not job.is_new:
-        return longest_in(Journal.find(job.work))
+        return longest_in(job.journal)
     requests = [record for record in job.records if isinstance(record, Request)]
     sizes = [len(r.said.encode()) // BYTES_PER_TOKEN + 1 + r.max_new_tokens for r in requests]
     return max(sizes, default=2)

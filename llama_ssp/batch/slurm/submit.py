@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 from llama_ssp.batch.atomic_files import storing
+from llama_ssp.batch.job import Job
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.slurm import client
 from llama_ssp.batch.slurm.history import keep_submission, submissions
 from llama_ssp.batch.slurm.script import Order
-from llama_ssp.batch.workers import LOGS, SharedJob, share, words_of_one
+from llama_ssp.batch.workers import LOGS, share, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, Output, RunConf, SlurmConf
 from llama_ssp.config.validation.cluster import seconds_of
 from llama_ssp.errors import OK, DistributedError, UsageError
@@ -26,14 +27,14 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     """Prints the script or submits it; `words` are the command's own. Returns the exit code."""
     cluster, task = run.cluster, run.task
     assert isinstance(task, BatchConf) and cluster.gpus is not None
-    shared = share(run, folders, cluster.nodes * cluster.gpus)
-    console, summary, is_json = Console(), shared.summary(), run.output is Output.json
-    if not shared.missing:
-        Journal.find(shared.job.work).merge(shared.job.output)
-        log.info("nothing is missing: %s is whole", shared.job.output)
+    job, summary = share(run, folders, cluster.nodes * cluster.gpus)
+    console, is_json = Console(), run.output is Output.json
+    if not job.missing:
+        job.journal.merge(job.output)
+        log.info("nothing is missing: %s is whole", job.output)
         console.document({**summary, "status": "done", "job": None}, is_json)
         return OK
-    order = _order(shared, cluster, words)
+    order = _order(job, cluster, words)
     script, said = order.rendered(), None
     try:
         client.require_slurm()
@@ -44,10 +45,10 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         log.warning("not checked against a cluster: %s", absent)  # a script can be made anywhere
     found: dict[str, object] = {"status": "printed", "script": script, "test_only": said}
     if task.submit:
-        job = _submitted(order, script)
-        log.info("submitted: job %s, array of %d, logs in %s", job, order.elements, order.work / LOGS)
-        log.info("see task.status=true, or squeue --jobs=%s", job)
-        found = {"test_only": said, "status": "submitted", "job": job, "elements": order.elements}
+        number = _submitted(order, script, job.journal)
+        log.info("submitted: job %s, array of %d, logs in %s", number, order.elements, order.work / LOGS)
+        log.info("see task.status=true, or squeue --jobs=%s", number)
+        found = {"test_only": said, "status": "submitted", "job": number, "elements": order.elements}
     elif not is_json:
         console.write(script)
         return OK
@@ -55,13 +56,13 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     return OK
 
 
-def _order(shared: SharedJob, cluster: ClusterConf, words: list[str]) -> Order:
-    work, task, elements = shared.job.work.absolute(), shared.run.task, min(cluster.groups, shared.missing)
+def _order(job: Job, cluster: ClusterConf, words: list[str]) -> Order:
+    work, task, elements = job.work.absolute(), job.run.task, min(cluster.groups, job.missing)
     assert isinstance(task, BatchConf)
     if elements < cluster.groups:
         log.info("the array has %d elements: no more shards are missing", elements)
-    usual = re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{shared.job.output.stem}")[:100]
-    one = words_of_one(words, shared.seed, f"cluster.nodes={cluster.nodes}", f"cluster.gpus={cluster.gpus}")
+    usual = re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
+    one = words_of_one(words, job.seed, f"cluster.nodes={cluster.nodes}", f"cluster.gpus={cluster.gpus}")
     name = cluster.slurm.job_name or usual
     return Order(name, cluster, elements, work, Path.cwd(), one, task.retries)
 
@@ -93,15 +94,14 @@ def require_time(asked: str, names: str | None, partitions: list[dict[str, str]]
         raise UsageError(what, "cluster.slurm.time", asked, allowed, fix)
 
 
-def _submitted(order: Order, script: str) -> str:
+def _submitted(order: Order, script: str, journal: Journal) -> str:
     """Submits the job; its number. Raises UsageError while an earlier submission is still in the queue."""
     alive = client.queued(submissions(order.work))
     if alive:
         found = f"job {alive[0].job}, {alive[0].state}"
         fix = "follow it with task.status=true, or cancel it with scancel first"
         raise UsageError("this job is in the queue already", order.work, found, fix=fix)
-    if Journal.held(order.work) is not None:
-        Journal.find(order.work).release_jobs()
+    journal.release_jobs()
     with storing(order.work):
         (order.work / LOGS).mkdir(parents=True, exist_ok=True)  # Slurm fails a job that cannot write its log
     job = client.submit(script)
