@@ -18,7 +18,7 @@ from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.requests import Reader, Refused, Request
 from llama_ssp.config import BatchConf, OnBadRow, RunConf, home_expanded, resolved
-from llama_ssp.errors import DataError, RunError, UsageError
+from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.text.prompts import file_bytes, has_objects, lines_of
 
@@ -117,13 +117,9 @@ def job_of(run: RunConf, files: dict[str, Path | None], seed: int) -> Job:
 def records_of(run: RunConf, data: bytes) -> list[Request | Refused]:
     """Every line of the input, checked before anything is loaded. Raises DataError for bad lines."""
     assert isinstance(run.task, BatchConf) and run.task.input is not None
-    name, records = run.task.input, list[Request | Refused]()
+    name = run.task.input
     reader = Reader(run, not has_objects(name))
-    for line in lines_of(data, name):
-        try:
-            records.append(reader.read(line, len(records)))
-        except RunError as error:
-            records.append(reader.refused(line, len(records), error))
+    records = [reader.read(line, index) for index, line in enumerate(lines_of(data, name))]
     require_good(run, records)
     return records
 

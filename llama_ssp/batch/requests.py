@@ -76,24 +76,23 @@ class Reader:
     _seen: dict[str, str] = field(default_factory=dict)
     _checked: set[str] = field(default_factory=set)
 
-    def read(self, line: Line, index: int) -> Request:
-        """The line's request. Raises DataError if it makes none."""
-        request = self._request(line, index)
-        problem = problem_of(TextPrompt(request.id, request.said, request.where), self._seen)
-        if problem is not None:
-            raise problem
-        self._seen[request.id] = request.where
-        return request
-
-    def refused(self, line: Line, index: int, error: RunError) -> Refused:
-        """What is known of a line that made no request."""
+    def read(self, line: Line, index: int) -> Request | Refused:
+        """The line's request, or what is known of a line that makes none."""
+        try:
+            request = self._request(line, index)
+            problem = problem_of(TextPrompt(request.id, request.said, request.where), self._seen)
+            if problem is None:
+                self._seen[request.id] = request.where
+                return request
+        except DataError as error:
+            problem = error
         name, form = f"line-{line.number}", Form.plain
         with suppress(DataError):
             record = {} if self.is_text else parsed_object(line)
             form = Form.completions if "custom_id" in record else Form.plain
             own = name_of(record.get("custom_id", record.get("id", name)), line.where)
             name = own if is_usable(own) else name
-        return Refused(index, name, form, str(error))
+        return Refused(index, name, form, str(problem))
 
     def _request(self, line: Line, index: int) -> Request:
         task, name, where = self.run.task, f"line-{line.number}", line.where

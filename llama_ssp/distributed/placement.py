@@ -76,7 +76,8 @@ def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
         what = "DeepSpeed splits the target over all ranks, so the draft cannot be split or have its own"
         found, fix = f"placement.draft={seat.value}", "use placement.splitting=tensor"
         raise DistributedError(what, "", found, "leader, replicated", fix)
-    apart, degree = drafts and seat is DraftSeat.own, _degree(conf, seat)
+    apart, usual = drafts and seat is DraftSeat.own, int(seat in (DraftSeat.leader, DraftSeat.own))
+    degree = len(conf.draft_ranks or ()) or conf.draft_degree or usual  # 0 is all of the target's ranks
     if apart and conf.draft_ranks is None and degree >= world:
         found, fix = f"{world} ranks, {degree} of them the draft's own", START.format(degree + 1)
         allowed = f"at least {degree + 1} ranks"
@@ -93,13 +94,6 @@ def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
     placement = Placement(conf.splitting, world, target, draft if drafts else (), copies)
     _check(placement, seat)
     return placement
-
-
-def _degree(conf: PlacementConf, seat: DraftSeat) -> int:
-    """How many ranks the draft is spread over; 0 is all of the target's."""
-    if conf.draft_ranks is not None:
-        return len(conf.draft_ranks)
-    return conf.draft_degree or int(seat in (DraftSeat.leader, DraftSeat.own))
 
 
 def _on_target(target: tuple[int, ...], seat: DraftSeat, degree: int) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ next message for this one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import zlib
@@ -126,11 +125,10 @@ class Group(Ranks):
         return [part.tolist() for part in self._gather(own, self._waiting, "comparing")]
 
     def require_same(self, what: str, text: str) -> None:
-        digests = self.gather_ints(list(hashlib.sha256(text.encode()).digest()))
-        unlike = [rank for rank, digest in enumerate(digests) if digest != digests[LEADER]]
+        texts = self._gather_texts(text)
+        unlike = [rank for rank, own in enumerate(texts) if own != texts[LEADER]]
         if unlike:
-            texts, numbers = self._gather_texts(text), [self._members[rank] for rank in unlike]
-            leader = self._members[LEADER]
+            numbers, leader = [self._members[rank] for rank in unlike], self._members[LEADER]
             named = differing(texts[unlike[0]], texts[LEADER], (numbers[0], leader))
             found = f"ranks {', '.join(map(str, numbers))} unlike rank {leader}{named}"
             fix = "start all ranks with the same command and files"

@@ -138,10 +138,10 @@ class BatchTask(Task[BatchConf]):
         GUARD.on_signal.append(attempt.excuse)
         try:
             ready = self._ready(attempt, pair)
-            alone = [one for one in ready if attempt.failures[one[0].index]]
-            others = [one for one in ready if not attempt.failures[one[0].index]]
-            for part, rows in [*(([one], 1) for one in alone), (others, self._task.batch_size)]:
-                self._write(part, rows, attempt, advance)
+            alone = [work for work in ready if attempt.failures[work.index]]
+            others = [work for work in ready if not attempt.failures[work.index]]
+            for works, rows in [*(([work], 1) for work in alone), (others, self._task.batch_size)]:
+                self._write(works, rows, attempt, advance)
             attempt.publish()
         except (KeyboardInterrupt, StorageError):
             attempt.excuse()
@@ -149,7 +149,7 @@ class BatchTask(Task[BatchConf]):
         finally:
             GUARD.on_signal.remove(attempt.excuse)
 
-    def _ready(self, attempt: Attempt, pair: PairSession) -> list[tuple[TokenRequest, Request]]:
+    def _ready(self, attempt: Attempt, pair: PairSession) -> list[TokenRequest]:
         """The shard's missing texts, the longest first. Lines that make no request are answered here."""
         ready = []
         for index in attempt.missing:
@@ -157,32 +157,30 @@ class BatchTask(Task[BatchConf]):
             work = tokenised(record, pair)
             if isinstance(work, Refused):
                 self._refuse(attempt, work, refusal(work, work.error))
-                continue
-            assert isinstance(record, Request)
-            if deaths >= self._task.retries:
-                log.warning("set aside: %s, after %d attempts died during it alone", record.where, deaths)
+            elif deaths >= self._task.retries:
+                log.warning("set aside: %s, after %d attempts died during it alone", record.id, deaths)
                 self._set_aside += 1
                 said = f"set aside: {deaths} attempts died while they worked on this record alone"
                 self._refuse(attempt, record, refusal(record, said, BROKEN))
             else:
-                ready.append((work, record))
-        return sorted(ready, key=lambda pair: -pair[0].longest)
+                ready.append(work)
+        return sorted(ready, key=lambda work: -work.longest)
 
     def _write(
-        self, part: list[tuple[TokenRequest, Request]], rows: int, attempt: Attempt,
-        advance: Callable[[int], None],
-    ) -> None:  # fmt: skip
+        self, works: list[TokenRequest], rows: int, attempt: Attempt, advance: Callable[[int], None]
+    ) -> None:
         """Writes texts on every rank, `rows` at a time, and commits each answer."""
-        if not part:
+        if not works:
             return
         assert self._rows is not None
-        works, requests = [work for work, _ in part], {work.index: request for work, request in part}
         broadcast_json({"works": [asdict(work) for work in works], "rows": rows}, self._ranks)
         for written in self._rows.write(works, rows, attempt.begin):
-            self._commit(attempt, requests[written.index], written)
+            self._commit(attempt, written)
             advance(1)
 
-    def _commit(self, attempt: Attempt, request: Request, written: Reply) -> None:
+    def _commit(self, attempt: Attempt, written: Reply) -> None:
+        request = self._job.records[written.index]
+        assert isinstance(request, Request)
         if written.finish_reason == "error":
             log.warning("%s: %s", request.where, NOT_NUMBERS)
             self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))

@@ -43,9 +43,7 @@ class _ToDraft:
         if isinstance(part, bytes):
             return self.draft.encoded(part)
         own = self._counterpart(part)
-        if own != NONE:
-            return [own]
-        return self.draft.encoded(self.target.names[part].encode()) if part in self.target.names else []
+        return [own] if own != NONE else self.draft.encoded(self.target.names.get(part, "").encode())
 
     def _counterpart(self, token: int) -> int:
         return self.match.draft_of[token] if token < len(self.match.draft_of) else NONE
@@ -65,10 +63,7 @@ class Intersection(_ToDraft):
 
     def _token(self, token: int) -> list[int]:
         own = self._counterpart(token)
-        if own != NONE:
-            return [own]
-        text = self.target.surfaces[token] if token < self.target.size else None
-        return self.draft.cut(text) if text else []
+        return [own] if own != NONE else self.draft.cut(self.target.text_of([token]))
 
 
 @dataclass(frozen=True)
