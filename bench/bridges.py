@@ -35,8 +35,7 @@ from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.sampling import one_hot  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
-from llama_ssp.text.compatibility import NONE  # noqa: E402
-from llama_ssp.text.translation import Intersection  # noqa: E402
+from llama_ssp.text.translation import NONE, Intersection  # noqa: E402
 from tests.renumbered import renumber  # noqa: E402
 from tests.rig import drive  # noqa: E402
 
@@ -84,7 +83,7 @@ def ceiling(one: Opened, new: int) -> float | None:
     tokens, target = one.pair.tokens, one.pair.models.target
     if tokens.paired is None or not isinstance(tokens.paired.bridge, Intersection):
         return None
-    match, heat = tokens.paired.diagnosis.match, one.run.sampling.temperature
+    match, heat = tokens.paired.match, one.run.sampling.temperature
     shared = torch.tensor([i != NONE for i in match.draft_of], dtype=torch.float32)
     shares: list[float] = []
     for number, text in enumerate(PROMPTS):

@@ -20,8 +20,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.text.compatibility import NONE
-from llama_ssp.text.translation import Intersection, Text
+from llama_ssp.text.translation import NONE, Intersection, Text
 from tests.choices import ReplayDraws
 from tests.rig import drive_refilled
 from tests.tongues import PAIRS, bridge

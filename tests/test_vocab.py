@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models
 from llama_ssp.config import Bridging
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.text.compatibility import NONE, VocabularyMatch, diagnose, match
-from llama_ssp.text.pairing import Paired, Pairing, chosen, pair
+from llama_ssp.text.compatibility import Diagnosis, VocabularyMatch, diagnose
+from llama_ssp.text.pairing import Pairing, chosen, pair
 from llama_ssp.text.tokenizer import HubTokens
-from llama_ssp.text.translation import Bridge, Intersection, Text
+from llama_ssp.text.translation import NONE, Bridge, Intersection, Text, match
 from llama_ssp.text.vocabulary import (
     Notation,
     Vocabulary,
@@ -145,7 +145,7 @@ def test_padding_is_no_difference(tmp_path: Path, widths: tuple[int, int], verdi
     known = read_vocabulary(tmp_path)
     assert known is not None
     found = pair(known, known, widths, Pairing())
-    assert (found.diagnosis.verdict, found.bridge) == (verdict, None)
+    assert (found.verdict, found.bridge) == (verdict, None)
 
 
 def test_added_tokens_on_top_are_padding_to_the_other(tmp_path: Path) -> None:
@@ -157,15 +157,15 @@ def test_added_tokens_on_top_are_padding_to_the_other(tmp_path: Path) -> None:
     assert base is not None and chat is not None
     for target, draft in ((base, chat), (chat, base)):
         found = pair(target, draft, (target.size, draft.size), Pairing())
-        assert (found.diagnosis.verdict, found.bridge) == (VocabularyMatch.padded, None)
+        assert (found.verdict, found.bridge) == (VocabularyMatch.padded, None)
         assert "<pad>" in found.in_words()
 
 
 def test_other_tokens_are_bridged_and_said(words: Vocabulary, bytes_: Vocabulary) -> None:
     found = pair(words, bytes_, (4096, 258), Pairing())
-    assert found.diagnosis.verdict is VocabularyMatch.different
-    assert found.diagnosis.match.shared == 258
-    assert 0 < found.diagnosis.ceiling < 1 < found.diagnosis.expansion
+    assert found.verdict is VocabularyMatch.different
+    assert found.match.shared == 258
+    assert 0 < found.ceiling < 1 < found.expansion
     assert "258 of the target's 4096 tokens" in found.in_words() and "bridge: text" in found.in_words()
     assert found.record()["bridge"] == "text" and found.record()["verdict"] == "different"
 
@@ -213,7 +213,7 @@ def test_habits_are_noted() -> None:
     assert [note.split()[0] for note in notes] == ["other", "texts", "other"]
 
 
-def bridge_of(found: Paired) -> Bridge:
+def bridge_of(found: Diagnosis) -> Bridge:
     assert found.bridge is not None
     return found.bridge
 
@@ -284,7 +284,7 @@ def test_the_file_and_the_library_say_the_same() -> None:
     for name in ("demo", "demo_bytes"):
         folder = SHIPPED_FOLDER / name
         light, loaded = shipped(name), HubTokens(folder, end_ids_of(folder)).vocabulary()
-        assert diagnose(light, loaded, (light.size, loaded.size)).in_words() == f"same, {light.size} tokens"
+        assert diagnose(light, loaded, (light.size, loaded.size)).in_words() == f"vocabularies: same, {light.size} tokens"
         assert (light.special, light.start, light.ends) == (loaded.special, loaded.start, loaded.ends)
 
 

@@ -101,7 +101,7 @@ def tokens_of(found: list[ModelPlacement]) -> Tokens:
         target.paired = match = paired(target, tokens, widths, placed.pairing)
         if match is None:
             continue
-        is_odd = match.diagnosis.notes or match.bridge
+        is_odd = match.notes or match.bridge
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", match.in_words())
         if match.bridge is not None and placed.ranks != (LEADER,):  # the leader decides, and translates
             what, ranks = "a draft of another tokenizer sits with the leader, whole", map(str, placed.ranks)

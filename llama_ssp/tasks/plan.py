@@ -98,7 +98,6 @@ def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
     try:
         found = pair(target, draft, widths, Pairing.of(run))
     except ModelError as refusal:
-        match = diagnose(target, draft, widths)
-        record = {**match.record(), "bridge": None, "refused": str(refusal)}
-        return record, f"vocabularies: {match.in_words()}; a run is refused: {refusal}"
+        found = diagnose(target, draft, widths)
+        return {**found.record(), "refused": str(refusal)}, f"{found.in_words()}; a run is refused: {refusal}"
     return {**found.record(), "refused": None}, found.in_words()

@@ -1,70 +1,20 @@
-"""How two vocabularies compare, and which of their tokens stand for the same text. No torch."""
+"""How two vocabularies compare. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import Any
 
 from llama_ssp.text.prompts import SENTENCES, SHORT
+from llama_ssp.text.translation import Bridge, Match, match
 from llama_ssp.text.vocabulary import Vocabulary
 
-NONE = -1  # no counterpart
 PROBES = [
     "The quick brown fox", " leading space", "trailing  ", "\n\n\tdef f(x):\n    return x ** 2",
     "1234567890 3.14159", "naïve café", "日本語のテキスト", "🙂🙃", "a\u0301", "<s></s>", "(){}[]", "'\"\\",
 ]  # fmt: skip
 SAMPLE = "\n".join([*SENTENCES, *SHORT])  # the text that shares are measured on
-
-
-@dataclass(frozen=True)
-class Match:
-    """Tokens of two vocabularies that stand for the same text; NONE: no counterpart.
-
-    Every draft token has at most one target token, so no probability is counted twice. Several draft tokens
-    may have the same one, and their probabilities add up; the draft model reads `draft_of` it.
-    """
-
-    target_of: tuple[int, ...]
-    draft_of: tuple[int, ...]
-
-    @cached_property
-    def shared(self) -> int:
-        """How many of the target's tokens the draft can propose."""
-        return sum(i != NONE for i in self.draft_of)
-
-
-def match(target: Vocabulary, draft: Vocabulary) -> Match:
-    """By name where it has the same bytes in both, else by bytes; tokens that end a text match each other."""
-    target_of = [_counterpart(i, target, draft) for i in range(draft.size)]
-    draft_of = [NONE] * target.size
-
-    def rank(i: int) -> tuple[bool, bool, int]:
-        text = draft.surfaces[i]
-        plain = text is not None and draft.by_surface.get(text) == i
-        return draft.names[i] != target.names[target_of[i]], not plain, i
-
-    for i in sorted((i for i, t in enumerate(target_of) if t != NONE), key=rank, reverse=True):
-        draft_of[target_of[i]] = i
-    return Match(tuple(target_of), tuple(draft_of))
-
-
-def _counterpart(i: int, target: Vocabulary, draft: Vocabulary) -> int:
-    name = draft.names.get(i)
-    if name is None:
-        return NONE
-    namesake = target.ids.get(name, NONE)
-    if i in draft.special:
-        if namesake in target.special:
-            return namesake
-        return min(target.ends, default=NONE) if i in draft.ends else NONE
-    text = draft.surfaces[i]
-    if not text:
-        return NONE
-    if namesake != NONE and target.surfaces[namesake] == text:
-        return namesake
-    return target.by_surface.get(text, NONE)
 
 
 class VocabularyMatch(Enum):
@@ -78,7 +28,7 @@ class VocabularyMatch(Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """How two vocabularies compare. `widths` are the logits of each model.
+    """How two vocabularies compare, and the bridge between them. `widths` are the logits of each model.
 
     `ceiling` is the share of a sample's target tokens that the draft has, too: an upper bound for acceptance
     one for one. `expansion` is the draft tokens for a target token there.
@@ -95,14 +45,15 @@ class Diagnosis:
     beyond: tuple[str, ...] = ()  # tokens that only the wider model has logits for
     ceiling: float = 1.0
     expansion: float = 1.0
+    bridge: Bridge | None = None  # how the pair is used, where ids have to be translated
 
     @property
     def bridged(self) -> bool:
-        """Whether ids have to be translated."""
+        """Whether ids would have to be translated."""
         return self.verdict in (VocabularyMatch.different, VocabularyMatch.misleading)
 
     def in_words(self) -> str:
-        """One line, without the bridge."""
+        """One line."""
         if self.verdict is VocabularyMatch.same:
             words = f"same, {self.tokens[0]} tokens"
         elif self.verdict is VocabularyMatch.padded:
@@ -114,7 +65,8 @@ class Diagnosis:
                 f"among the draft's {self.tokens[1]}; of a sample text {self.ceiling:.0%}, with "
                 f"{self.expansion:.1f} draft tokens for one of the target's"
             )
-        return "; ".join([words, *self.notes])
+        bridge = [f"bridge: {type(self.bridge).__name__.lower()}"] if self.bridge else []
+        return "; ".join([f"vocabularies: {words}", *self.notes, *bridge])
 
     def record(self) -> dict[str, Any]:
         """The same for the summary."""
@@ -131,6 +83,7 @@ class Diagnosis:
             "differing_tokens": self.differing,
             "examples": list(self.examples),
             "notes": list(self.notes),
+            "bridge": type(self.bridge).__name__.lower() if self.bridge else None,
         }
 
 

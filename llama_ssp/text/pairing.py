@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from llama_ssp.config import USUAL_COST_RATIO, Bridging, RunConf
 from llama_ssp.errors import ModelError
 from llama_ssp.text.compatibility import Diagnosis, VocabularyMatch, diagnose
-from llama_ssp.text.translation import Bridge, Intersection, Text
+from llama_ssp.text.translation import Intersection, Text
 from llama_ssp.text.vocabulary import Vocabulary
 
 # The usual acceptance of a draft with the target's vocabulary, and what a draft that is proposed as a
@@ -31,35 +30,15 @@ class Pairing:
         return Pairing(spec.bridge, run.sampling.temperature == 0, ratio)
 
 
-@dataclass(frozen=True)
-class Paired:
-    """How the vocabularies compare, and the bridge; None where ids are the same on both sides."""
-
-    diagnosis: Diagnosis
-    bridge: Bridge | None
-
-    @property
-    def word(self) -> str | None:
-        """The bridge's name."""
-        return None if self.bridge is None else type(self.bridge).__name__.lower()
-
-    def in_words(self) -> str:
-        bridge = f"; bridge: {self.word}" if self.word else ""
-        return f"vocabularies: {self.diagnosis.in_words()}{bridge}"
-
-    def record(self) -> dict[str, Any]:
-        return {**self.diagnosis.record(), "bridge": self.word}
-
-
-def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], pairing: Pairing) -> Paired:
-    """The pair; `widths` are the logits of each model. Raises ModelError for a pair that cannot be used."""
+def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], pairing: Pairing) -> Diagnosis:
+    """How the two are used; `widths` are the logits of each. Raises ModelError if they cannot be."""
     found = diagnose(target, draft, widths)
     _require_usable(found, pairing.how)
     if not found.bridged:
-        return Paired(found, None)
+        return found
     how = chosen(found, pairing) if pairing.how is Bridging.auto else pairing.how
     bridge = Intersection if how is Bridging.intersection else Text
-    return Paired(found, bridge(target, draft, found.match, found.expansion))
+    return replace(found, bridge=bridge(target, draft, found.match, found.expansion))
 
 
 def chosen(found: Diagnosis, pairing: Pairing) -> Bridging:

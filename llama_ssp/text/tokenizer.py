@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
-from llama_ssp.text.pairing import Paired, Pairing, pair
+from llama_ssp.text.compatibility import Diagnosis
+from llama_ssp.text.pairing import Pairing, pair
 from llama_ssp.text.vocabulary import Vocabulary, end_ids_of, notation_guessed, tokenizing, vocabulary_of
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Tokens(Protocol):
     end_ids: frozenset[int]
     bos_id: int | None
     size: int  # larger ids have no token: rows that pad a model's vocabulary
-    paired: Paired | None  # with the draft's tokenizer; None without one, and for bytes
+    paired: Diagnosis | None  # with the draft's tokenizer; None without one, and for bytes
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """A prompt's ids. Names of special tokens in it are text, or with `special` those tokens."""
@@ -56,7 +57,7 @@ def conversation(text: str, system: str | None) -> list[Message]:
 class HubTokens:
     """A Hugging Face tokenizer, read from a local folder."""
 
-    paired: Paired | None = None
+    paired: Diagnosis | None = None
 
     def __init__(self, path: Path, end_ids: frozenset[int]) -> None:
         from transformers import AutoTokenizer
@@ -207,7 +208,7 @@ class ByteTokens:
 
     end_ids: frozenset[int] = frozenset()
     bos_id: int | None = None
-    paired: Paired | None = None
+    paired: Diagnosis | None = None
 
     def __init__(self, vocab: int) -> None:
         self.size = vocab
@@ -227,7 +228,7 @@ def read_tokens(path: Path | None, vocab: int) -> Tokens:
     return ByteTokens(vocab) if path is None else HubTokens(path, end_ids_of(path))
 
 
-def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], pairing: Pairing) -> Paired | None:
+def paired(target: Tokens, draft: Tokens, widths: tuple[int, int], pairing: Pairing) -> Diagnosis | None:
     """How the two are used together; None for bytes. `widths` are the logits of each. Raises ModelError."""
     if isinstance(target, HubTokens) and isinstance(draft, HubTokens):
         return pair(target.vocabulary(), draft.vocabulary(), widths, pairing)

@@ -1,4 +1,6 @@
-"""Two ways to draft in another vocabulary. Neither changes the distribution of the output. No torch.
+"""Which tokens stand for the same text, and two ways to draft in another vocabulary. No torch.
+
+Neither changes the distribution of the output.
 
 Intersection: the draft's distribution restricted to the tokens that both have. Text: the draft's text is
 tokenized again by the target, and each token is proposed as a certainty (a one-hot distribution), so that it
@@ -12,13 +14,63 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
-from llama_ssp.text.compatibility import NONE, Match
 from llama_ssp.text.vocabulary import Vocabulary
 
+NONE = -1  # no counterpart
 STRIDE = 48  # the least number of target tokens that are translated together, in a long text
 TAIL = 8  # target tokens before a draft that are tokenized with it: tokens depend on the text before them
+
+
+@dataclass(frozen=True)
+class Match:
+    """Tokens of two vocabularies that stand for the same text; NONE: no counterpart.
+
+    Every draft token has at most one target token, so no probability is counted twice. Several draft tokens
+    may have the same one, and their probabilities add up; the draft model reads `draft_of` it.
+    """
+
+    target_of: tuple[int, ...]
+    draft_of: tuple[int, ...]
+
+    @cached_property
+    def shared(self) -> int:
+        """How many of the target's tokens the draft can propose."""
+        return sum(i != NONE for i in self.draft_of)
+
+
+def match(target: Vocabulary, draft: Vocabulary) -> Match:
+    """By name where it has the same bytes in both, else by bytes; tokens that end a text match each other."""
+    target_of = [_counterpart(i, target, draft) for i in range(draft.size)]
+    draft_of = [NONE] * target.size
+
+    def rank(i: int) -> tuple[bool, bool, int]:
+        text = draft.surfaces[i]
+        plain = text is not None and draft.by_surface.get(text) == i
+        return draft.names[i] != target.names[target_of[i]], not plain, i
+
+    for i in sorted((i for i, t in enumerate(target_of) if t != NONE), key=rank, reverse=True):
+        draft_of[target_of[i]] = i
+    return Match(tuple(target_of), tuple(draft_of))
+
+
+def _counterpart(i: int, target: Vocabulary, draft: Vocabulary) -> int:
+    name = draft.names.get(i)
+    if name is None:
+        return NONE
+    namesake = target.ids.get(name, NONE)
+    if i in draft.special:
+        if namesake in target.special:
+            return namesake
+        return min(target.ends, default=NONE) if i in draft.ends else NONE
+    text = draft.surfaces[i]
+    if not text:
+        return NONE
+    if namesake != NONE and target.surfaces[namesake] == text:
+        return namesake
+    return target.by_surface.get(text, NONE)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
-from llama_ssp.text.compatibility import NONE
-from llama_ssp.text.translation import Intersection, Text
+from llama_ssp.text.translation import NONE, Intersection, Text
 
 # Slots for a text that takes more of the draft's tokens than a sample did; one that takes still more gets no
 # drafts. Both depend on its own length, not on its neighbours'.
