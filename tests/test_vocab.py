@@ -284,7 +284,8 @@ def test_the_file_and_the_library_say_the_same() -> None:
     for name in ("demo", "demo_bytes"):
         folder = SHIPPED_FOLDER / name
         light, loaded = shipped(name), HubTokens(folder, end_ids_of(folder)).vocabulary()
-        assert diagnose(light, loaded, (light.size, loaded.size)).in_words() == f"vocabularies: same, {light.size} tokens"
+        words = diagnose(light, loaded, (light.size, loaded.size)).in_words()
+        assert words == f"vocabularies: same, {light.size} tokens"
         assert (light.special, light.start, light.ends) == (loaded.special, loaded.start, loaded.ends)
 
 
