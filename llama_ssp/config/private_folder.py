@@ -66,10 +66,9 @@ def _yaml_files(folder: Path) -> Iterator[Path]:
     for entry in sorted(entries):
         linked, is_yaml = entry.is_symlink() and entry.is_dir(), entry.name.endswith(".yaml")
         if linked or (is_yaml and not entry.is_file()):
-            what, found = "a private config folder may hold plain files only", "a link to a folder"
-            raise UsageError(
-                what, entry, found if linked else "no regular file", fix="copy the files into it"
-            )
+            what = "a private config folder may hold plain files only"
+            found = "a link to a folder" if linked else "no regular file"
+            raise UsageError(what, entry, found, fix="copy the files into it")
         if is_yaml:
             left -= entry.stat().st_size
             if left < 0:

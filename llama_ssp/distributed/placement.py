@@ -6,7 +6,9 @@ the target (the leader alone, a copy on each, or split over the first ones) or o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from llama_ssp.config import DraftSeat, PlacementConf, Splitting
@@ -52,13 +54,13 @@ class Placement:
         """For logs and tables: "target 0-5, draft 6-7 (own)"."""
         if self.splitting is Splitting.layers:
             return f"target by layers{', draft on the first' * bool(self.draft)}"
-        target = f"target {_spans(self.target)}"
+        target = f"target {spans(self.target)}"
         if not self.draft:
             return target
         if self.draft_apart:
-            return f"{target}, draft {_spans(self.draft)} (own)"
+            return f"{target}, draft {spans(self.draft)} (own)"
         how = "copies" if self.copies else "split" if len(self.draft) > 1 else "whole"
-        return f"{target}, draft {_spans(self.draft)} ({how})"
+        return f"{target}, draft {spans(self.draft)} ({how})"
 
 
 def resolve(conf: PlacementConf, world: int, drafts: bool) -> Placement:
@@ -134,7 +136,8 @@ def _check(placement: Placement, seat: DraftSeat) -> None:
         raise DistributedError("ranks would hold nothing", "", found, allowed, fix)
 
 
-def _spans(ranks: tuple[int, ...]) -> str:
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks))
+def spans(ranks: Sequence[int]) -> str:
+    """0-2,5,6 for 0, 1, 2, 5, 6."""
+    groups = groupby(enumerate(ranks), lambda place: place[1] - place[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -34,11 +35,10 @@ Parts = dict[str, int]
 
 def packs_queries() -> bool:
     """Whether transformers packs a single token's queries that share a key, instead of repeating keys."""
-    try:
-        installed = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        return False  # the larger bound
-    return tuple(map(int, re.findall(r"\d+", installed)[:2])) >= PACKED_SINCE
+    with suppress(metadata.PackageNotFoundError):
+        numbers = re.findall(r"\d+", metadata.version("transformers"))
+        return tuple(map(int, numbers[:2])) >= PACKED_SINCE
+    return False  # the larger bound
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Forward:
         part, w = self.part, self.w
         fused = w * (part.query_width + 2 * part.key_width) if part.family.fused_qkv else 0
         made = self.tokens * (3 * w * part.query_width + FP32 * part.queries + fused)
-        out = self.tokens * w * (self._sums * part.dim + 2 * part.query_width) + self._kept_scores()
+        out = self.tokens * w * (self._sums() * part.dim + 2 * part.query_width) + self._kept_scores()
         repeated = self.rows * part.query_width * self.span
         if part.family.masks_inside:  # in fp32: queries, keys, a step and the next
             wide = self.tokens * part.query_width * FP32 + repeated * FP32 * (w < FP32)
@@ -137,7 +137,6 @@ class Forward:
         padded = 0 if self.kernels.cpu else self.tokens * (self.span + GPU_ALIGNMENT) * w
         return max(out, made + copies + bias + padded)
 
-    @property
     def _sums(self) -> int:
         """Outputs of a row-split layer: a bias after the all-reduce makes a second one."""
         return 2 if self.part.family.layer_norm else 1
@@ -160,14 +159,12 @@ class Forward:
         if self.own.dtype is Dtype.int8:
             up = part.ffn * w + _int8(part.dim, halves * part.ffn)
             inside = max(inside, up, part.ffn * w * halves + _int8(part.ffn, part.dim))
-        out = part.ffn * w * halves + self._sums * part.dim * w
+        out = part.ffn * w * halves + self._sums() * part.dim * w
         return self.tokens * max(inside, out) + self._kept_scores()
 
     def _dequantised(self) -> int:
         """4 bit: a layer's largest matrix, in 16 bit."""
-        if self.own.dtype is not Dtype.nf4:
-            return 0
-        return self.w * self.part.largest_matrix
+        return self.w * self.part.largest_matrix if self.own.dtype is Dtype.nf4 else 0
 
     def _head(self) -> int:
         """Logits; over several ranks: a part, its padded copy, all gathered parts, the whole."""

@@ -168,13 +168,11 @@ def parts(lines: Iterable[MemoryLine]) -> dict[str, int]:
     """Bytes in a few parts, for pictures: weights and caches by role, activations, libraries."""
     found = dict.fromkeys(PARTS, 0)
     for line in lines:
-        role = {TARGET: "target", DRAFT: "draft"}.get(line.role)
-        if role is None:
-            found["libraries"] += line.bytes
-        elif line.name == CACHE:
-            found[f"{role} caches"] += line.bytes
-        else:
-            found[f"{role} weights" if line.name in WEIGHTS else "work"] += line.bytes
+        part = "libraries"
+        if role := {TARGET: "target", DRAFT: "draft"}.get(line.role):
+            kinds = {CACHE: f"{role} caches", **dict.fromkeys(WEIGHTS, f"{role} weights")}
+            part = kinds.get(line.name, "work")
+        found[part] += line.bytes
     return found
 
 

@@ -6,16 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llama_ssp.config import (
-    Drafting,
-    DraftSeat,
-    ModelConf,
-    Overlap,
-    PlacementConf,
-    RunConf,
-    Splitting,
-    Weights,
-)
+from llama_ssp import config
+from llama_ssp.config import Drafting, DraftSeat, ModelConf, Overlap, PlacementConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import Placement, resolve
@@ -67,11 +59,10 @@ def _completed(run: RunConf, world: int) -> PairSpec:
     draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft")
     whole = replace(run, model=model, draft=draft)
     checks.check_context(whole)
-    seated = whole
+    seat = run.placement.draft
     if world > 1 and is_free(run.placement) and is_bridged(whole, target_path, draft_path):
-        # The leader translates the text of a draft with another tokenizer.
-        seated = replace(whole, placement=replace(whole.placement, draft=DraftSeat.leader))
-    placement = choose_placement(seated, world)
+        seat = DraftSeat.leader  # which translates the text of a draft with another tokenizer
+    placement = choose_placement(replace(whole, placement=replace(run.placement, draft=seat)), world)
     if placement.splitting is Splitting.deepspeed:
         require_deepspeed(model, placement.world)
     elif len(placement.target) > 1:
@@ -95,9 +86,8 @@ def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:
     if target is None or draft is None or run.draft is None:
         return False
     own, other = read_vocabularies(target, draft)
-    if own is None or other is None:
-        return False
-    return diagnose(own, other, (run.model.vocab, run.draft.vocab)).bridged
+    widths = run.model.vocab, run.draft.vocab
+    return own is not None and other is not None and diagnose(own, other, widths).bridged
 
 
 def is_free(conf: PlacementConf) -> bool:
@@ -126,7 +116,7 @@ def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
     with GUARD.held():
         preset = composed([f"model={target}", f"draft={draft or 'none'}"], folders)
     for role, model in (("model", preset.model), ("draft", preset.draft)):
-        if model and model.weights is Weights.checkpoint and model.path is None and model.repo is None:
+        if model and model.weights is config.Weights.checkpoint and model.path is None and model.repo is None:
             fix = f"leave out task.pairs and write {role}={model.name} {role}.path=FOLDER"
             raise UsageError(f"task.pairs: {model.name} has no files of its own", found=repr(name), fix=fix)
     spec = run.speculation if draft else replace(run.speculation, drafter=Drafting.none)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from llama_ssp.distributed.placement import spans
 from llama_ssp.planner.advice import MOST_K, MOST_ROWS
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
 from llama_ssp.planner.plan import PARTS, Plan, parts
@@ -82,11 +83,12 @@ def _placements(plan: Plan) -> Table:
 def notable(plan: Plan) -> list[tuple[int, Option]]:
     """The best of each kind of placement, and the fewest ranks that fit, each with its number in the list."""
     kinds: dict[object, int] = {}
+    fewest = plan.fewest
     for number, one in enumerate(plan.options):
         place = one.placement
         kinds.setdefault((place.draft_apart, place.copies, min(place.draft_degree, 2)), number)
-    if plan.fewest is not None:
-        kinds["fewest"] = next(number for number, one in enumerate(plan.options) if one is plan.fewest)
+        if one is fewest:
+            kinds["fewest"] = number
     return [(number + 1, plan.options[number]) for number in sorted(set(kinds.values()))]
 
 
@@ -117,7 +119,7 @@ def _cells(memory: RankMemory) -> dict[str, int]:
 
 def _bar(alike: list[RankMemory], device: str) -> Text:
     fullest = worst(alike)
-    ranks, cells = _spans([one.rank for one in alike]), _cells(fullest)
+    ranks, cells = spans([one.rank for one in alike]), _cells(fullest)
     line = Text(f"{device} {ranks:<4} ")
     for name, count in cells.items():
         line.append(FILL[name] * count, style=COLOUR[name])
@@ -126,17 +128,6 @@ def _bar(alike: list[RankMemory], device: str) -> Text:
     margin = fullest.margin / GIB
     line.append(f"{margin:.1f} left" if margin >= 0 else f"{-margin:.1f} too much", MARK[fullest.verdict])
     return line
-
-
-def _spans(ranks: list[int]) -> str:
-    """0-2,5 for 0, 1, 2, 5."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
 
 
 def _acceptances(plan: Plan) -> Table:
