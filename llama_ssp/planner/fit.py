@@ -102,11 +102,10 @@ def library_lines(machine: Machine, placement: Placement, rank: int) -> tuple[Me
 
 def communicators(placement: Placement, rank: int) -> int:
     """NCCL groups the rank is in: all ranks', and the draft's where it is split over only some of them."""
-    everyone = placement.world > 1
     split = placement.draft_degree > 1 and rank in placement.draft
     of_draft = split and len(placement.draft) < placement.world
     of_target = placement.draft_apart and len(placement.target) > 1 and rank in placement.target
-    return int(everyone) + int(of_draft) + int(of_target)
+    return sum((placement.world > 1, of_draft, of_target))
 
 
 def require_capacity(

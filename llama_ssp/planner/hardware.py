@@ -102,6 +102,7 @@ def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
     return Machine(*shape, capacity, bool(whole.bf16), whole.link, taken, times)
 
 
+@cache
 def known() -> dict[str, dict[str, Any]]:
     """Every cluster preset that names a GPU, by its file's name."""
     files = sorted((CONF / "cluster").glob("*.yaml"))

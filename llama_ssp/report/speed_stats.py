@@ -15,6 +15,8 @@ from llama_ssp.speculative.draft_length import tokens_per_round
 from llama_ssp.speculative.stats import Counts, ratio
 
 PERCENTILES = (50, 90, 99)
+COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "row_rounds", "acceptance_rate",
+           "tokens_per_target_forward")  # fmt: skip
 SHARES = ("ready_share", "draft_lost")  # of the figures of a draft apart, those that do not add up
 DEFINITIONS = {
     "ms_per_token": "decoding time over committed tokens of all rows; prefill left out",
@@ -67,14 +69,12 @@ class Sample:
     def row(self) -> dict[str, Any]:
         """The sample as a line of a table."""
         counted = self.counts.summary()
-        counters = ("tokens_committed", "tokens_drafted", "tokens_accepted", "row_rounds")
-        kept = (*counters, "acceptance_rate", "tokens_per_target_forward")
         return {
             "ms_per_token": self.ms_per_token,
             "time_to_first_token_ms": median(self.first_token_ms),
             "prefill_ms": 1000 * self.prefill_s,
             "decode_ms": 1000 * self.decode_s,
-            **{name: counted[name] for name in kept},
+            **{name: counted[name] for name in COUNTED},
         }
 
 
@@ -115,7 +115,7 @@ class Record:
     def _by_length(self) -> list[dict[str, Any]]:
         """Median over repeats, for each length that a batch's longest prompt had."""
         found = []
-        for length in sorted({length for sample in self.samples for length in sample.by_length}):
+        for length in sorted(self.samples[0].by_length):  # the same in every sample
             parts = [sample.by_length[length] for sample in self.samples]
             ms = median(1000 * spent / made for spent, made in parts)
             found.append({"prompt_tokens": length, "ms_per_token": ms})

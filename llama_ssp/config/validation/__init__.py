@@ -7,17 +7,8 @@ import re
 
 from omegaconf import DictConfig, OmegaConf
 
-from llama_ssp.config import (
-    SIZES,
-    TASKS,
-    ModelConf,
-    PlacementConf,
-    RunConf,
-    Splitting,
-    Weights,
-    few_resolvers,
-)
-from llama_ssp.config.schema import MAX_INT
+from llama_ssp.config import SIZES, TASKS, ModelConf, PlacementConf, RunConf, few_resolvers
+from llama_ssp.config.schema import MAX_INT, Splitting, Weights
 from llama_ssp.config.validation.cluster import check_cluster
 from llama_ssp.config.validation.values import between, check_values
 from llama_ssp.errors import UsageError
