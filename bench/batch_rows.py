@@ -111,9 +111,8 @@ def pace(pair: PairSession, batches: list[list[TokenRequest]], rows: int) -> flo
     laws = RowTransforms(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.models.vocab, tokens.size))
     draws = CounterDraws(1)
     engine = engine_with(pair.models, run, tokens, laws, draws, 512)
-    writer = ContinuousBatch(
-        engine, laws, draws, tokens.decode, partial(lookahead_for, run), tokens.end_ids, 512
-    )
+    lookahead = partial(lookahead_for, run)
+    writer = ContinuousBatch(engine, laws, draws, tokens.decode, lookahead, tokens.end_ids)
     began, written = time.perf_counter(), 0
     for batch in batches:
         written += sum(len(text.token_ids) for text in writer.write(batch, rows, lambda _: None))

@@ -1,7 +1,7 @@
 """A draft that runs ahead against one that waits: one placement, turn by turn.
 
     python bench/overlap.py [repeats=5] [new=96] [agreements=0.8,0.9] [ratios=0.1,0.2,0.3] [layers=20]
-                            [k=0] [picture=FILE.svg] [write=FILE.md]
+                            [k=0] [write=FILE.md]
 
 Two processes, each on a core of its own: the target on one, the draft on the other. The pair is synthetic
 (llama_ssp/models/synthetic.py), both of one width. The number of the draft's layers makes a draft step cost
@@ -11,8 +11,8 @@ drafting ahead (Leviathan et al.), or `k`.
 In every repeat each mode gets one turn on every prompt. Ratios are computed within a repeat; the table has
 their median, the least and the most, the rows with all drafts complete at the request, and the drafts that
 were made ahead in vain. The prediction is that of the plan's model (llama_ssp/planner/speed.py), with the
-measured acceptance and the times of draft and verification in the waiting turns of the same repeat. The exit
-code is 1 if a requirement or a prediction is missed.
+measured acceptance and the mean times of a draft and of verification in the waiting turns of the same repeat.
+The exit code is 1 if a requirement or a prediction is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,7 +47,6 @@ from llama_ssp.planner.speed import BAND, RoundTimes  # noqa: E402
 from llama_ssp.report.speed_stats import overlap_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.draft_length import FixedDraftLength, best_k  # noqa: E402
-from llama_ssp.speculative.drafters.remote import Exchange  # noqa: E402
 from llama_ssp.speculative.engine import Engine  # noqa: E402
 from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
@@ -59,9 +57,7 @@ from tests.distributed.processes import on_ranks  # noqa: E402
 VOCAB, WIDTH = 4096, 512
 PATIENCE_S = 3600
 BAR, FLOOR = 1.2, 0.97
-ROUNDS_SHOWN, TURNS = 8, 20
-VERIFIES, WAITS, AHEAD, ASKED = "verifies", "waits for drafts", "drafts ahead", "drafts when asked"
-COLOURS = {VERIFIES: "#3b6fb6", WAITS: "#d8d8d8", AHEAD: "#e8a33d", ASKED: "#c0504d"}
+TURNS = 20
 MODES = (Overlap.off, Overlap.ahead)
 
 
@@ -75,7 +71,6 @@ class Asked(Words):
     ratios: str = "0.1,0.2,0.3"
     layers: int = 20
     k: int = 0
-    picture: str = ""
     write: str = ""
 
 
@@ -88,8 +83,7 @@ class Found:
     k: int
     ms: dict[str, list[float]] = field(default_factory=dict)
     figures: list[dict[str, Any]] = field(default_factory=list)  # of turns ahead that count
-    history: list[Exchange] = field(default_factory=list)
-    waited: list[list[list[Exchange]]] = field(default_factory=list)  # the waiting turns, repeat by repeat
+    waiting: list[tuple[float, float]] = field(default_factory=list)  # seconds of a draft and of verification
     counts: Counts = field(default_factory=Counts)
 
     def gains(self) -> list[float]:
@@ -98,7 +92,7 @@ class Found:
     def predicted(self, mode: Overlap) -> list[float]:
         """Milliseconds a token in each repeat, by the plan's model."""
         acceptance = self.counts.summary()["acceptance_rate_decided"]
-        return [pace_of(runs, self.k, mode).ms_per_token(acceptance, self.k) for runs in self.waited]
+        return [pace_of(times, self.k, mode).ms_per_token(acceptance, self.k) for times in self.waiting]
 
     def off_by(self, mode: Overlap) -> float:
         """The distance of the prediction from the measurement, in the median of the repeats."""
@@ -176,7 +170,8 @@ def step_s(model: ModelConf, width: int) -> float:
 def turn(pair: PairSession, found: Found, mode: Overlap, repeat: int, new: int) -> float:
     """Milliseconds a token, decoding only."""
     run = replace(pair.run, speculation=replace(pair.run.speculation, k=found.k, overlap=mode))
-    spent = 0.0
+    spent = waited = 0.0
+    counts = Counts()
     for number, ids in enumerate(PROMPTS):
         engine = pair.engine(repeat, run, frozenset())
         timed = TimedRun(engine, [Prompt(str(number), ids)], new)
@@ -186,26 +181,23 @@ def turn(pair: PairSession, found: Found, mode: Overlap, repeat: int, new: int) 
         if isinstance(engine, Engine) and engine.overlap is not None and repeat:
             if mode is Overlap.ahead:
                 found.figures.append(engine.overlap)
-                found.history = engine.exchanges
-            if mode is Overlap.off:
-                found.waited += [[]] * (len(found.waited) < repeat)
-                found.waited[-1] = [*found.waited[-1], engine.exchanges]
-                found.counts.merge(timed.counts)
+            waited += engine.overlap["leader_waited_ms"] / 1000
+            counts.merge(timed.counts)
+    if counts.row_rounds and mode is Overlap.off:
+        found.waiting.append((waited / counts.drafted.total(), (spent - waited) / counts.row_rounds))
+        found.counts.merge(counts)
     return 1000 * spent / (new * len(PROMPTS))
 
 
-def pace_of(runs: list[list[Exchange]], k: int, mode: Overlap) -> RoundTimes:
+def pace_of(times: tuple[float, float], k: int, mode: Overlap) -> RoundTimes:
     """The times of a draft and of verification when the other rank waits."""
-    drafts = [(one.replied_us - one.asked_us) / len(one.spans) for run in runs for one in run]
-    verifying = [after.asked_us - one.replied_us for run in runs for one, after in pairwise(run)]
-    return RoundTimes(median(drafts) / 1e6, (median(verifying) / 1e6,) * (k + 1), 1, mode)
+    draft_s, verify_s = times
+    return RoundTimes(draft_s, (verify_s,) * (k + 1), 1, mode)
 
 
-def step_share(history: list[Exchange]) -> float:
-    """A draft step over a target step, in the rounds that are kept."""
-    steps = [span.ended_us - span.began_us for one in history for span in one.spans]
-    verifying = [after.asked_us - one.replied_us for one, after in pairwise(history)]
-    return median(steps) / median(verifying)
+def step_share(found: Found) -> float:
+    """A draft, with its share of the messages, over verification."""
+    return median(draft_s / verify_s for draft_s, verify_s in found.waiting)
 
 
 def table(found: list[Found]) -> list[str]:
@@ -216,7 +208,7 @@ def table(found: list[Found]) -> list[str]:
         ahead, gains = one.summed(), one.gains()
         rows.append(
             [
-                str(one.agreement), str(one.ratio), f"{step_share(one.history):.2f}", str(one.k),
+                str(one.agreement), str(one.ratio), f"{step_share(one):.2f}", str(one.k),
                 f"{median(one.ms['off']):.2f}", f"{median(one.ms['ahead']):.2f}", f"{median(gains):.2f}x",
                 f"{min(gains):.2f}..{max(gains):.2f}", f"{one.bar}x", f"{ahead['ready_share']:.0%}",
                 f"{ahead['tokens_drafted_ahead_wasted'] / max(1, ahead['tokens_drafted_ahead']):.0%}",
@@ -236,37 +228,6 @@ def prediction_table(found: list[Found]) -> list[str]:
             cells += [f"{predicted:.2f}", f"{measured:.2f}", f"{one.off_by(mode):+.0%}"]
         rows.append(cells)
     return aligned(rows, 0)
-
-
-def picture(history: list[Exchange]) -> str:
-    """A few rounds as SVG: the leader and the draft's first rank, on one clock."""
-    shown = history[-ROUNDS_SHOWN - 1 :]
-    start, end = shown[0].asked_us, shown[-1].asked_us
-    bars = [(WAITS, one.asked_us, one.replied_us) for one in shown[:-1]]
-    bars += [(VERIFIES, one.replied_us, after.asked_us) for one, after in pairwise(shown)]
-    for began, ended, is_ahead in ((s.began_us, s.ended_us, s.is_ahead) for one in shown for s in one.spans):
-        if ended > start and began < end:
-            bars.append((AHEAD if is_ahead else ASKED, max(began, start), min(ended, end)))
-    scale = 1000 / (end - start)
-    drawn = "".join(
-        f'<rect x="{90 + (began - start) * scale:.1f}" y="{20 if work in (VERIFIES, WAITS) else 54}" '
-        f'width="{max((ended - began) * scale, 0.5):.1f}" height="24" fill="{COLOURS[work]}">'
-        f"<title>{work}, {(ended - began) / 1000:.2f} ms</title></rect>"
-        for work, began, ended in bars
-    )
-    key = "".join(
-        f'<rect x="{90 + 140 * place}" y="94" width="12" height="12" fill="{colour}"/>'
-        f'<text x="{108 + 140 * place}" y="104">{work}</text>'
-        for place, (work, colour) in enumerate(COLOURS.items())
-    )
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1100 130" font-family="sans-serif" '
-        'font-size="12">'
-        '<rect width="1100" height="130" fill="white"/><text x="8" y="36">target</text>'
-        '<text x="8" y="70">draft</text>'
-        + drawn + key
-        + f'<text x="90" y="124">{(end - start) / 1000:.1f} ms, {ROUNDS_SHOWN} rounds</text></svg>\n'
-    )  # fmt: skip
 
 
 def main() -> None:
@@ -292,8 +253,6 @@ def main() -> None:
     print(json.dumps([{name: vars(one)[name] for name in shown} for one in found]))
     if asked.write:
         write(asked.write, text)
-    if asked.picture:
-        Path(asked.picture).write_text(picture(found[-1].history), encoding="utf-8")
     sys.exit(int(not all(one.met for one in found)))
 
 

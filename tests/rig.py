@@ -18,7 +18,7 @@ from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.state import WAITING, Prompt, State
+from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -89,13 +89,12 @@ class Queue:
     """Refills rows in order, and keeps what each prompt got."""
 
     prompts: list[Prompt]
-    chunk: int = 3
     texts: dict[str, list[int]] = field(default_factory=dict)
 
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         filled = []
         for row, reason in enumerate(state.finished):
-            if reason is None or reason == WAITING:
+            if reason is None:
                 continue
             self.texts[state.prompts[row].id] = state.generated(row)
             if self.prompts:
@@ -106,10 +105,10 @@ class Queue:
 
 def drive_refilled(
     engine: RankEngine, prompts: list[Prompt], rows: int, *, k: int, longest: int, max_new: int = 24,
-    ends: frozenset[int] = frozenset(), adaptive: bool = False, chunk: int = 3,
+    ends: frozenset[int] = frozenset(), adaptive: bool = False,
 ) -> dict[str, list[int]]:  # fmt: skip
     """All prompts through a few rows, each refilled as soon as its text ends; what each got."""
-    queue = Queue(prompts[rows:], chunk)
+    queue = Queue(prompts[rows:])
     state = engine.prefill(prompts[:rows], max_new, longest)
     lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, k), rows) if adaptive else FixedDraftLength(k, rows)
     for _ in generate(engine, state, Limits(max_new, ends), lookahead, queue):

@@ -78,14 +78,13 @@ def test_nothing_of_a_damaged_text_stays_in_its_row(models):
         for keys, values in runner._cache.layers():
             keys[0], values[0] = torch.nan, torch.inf
     for one in (runner, fresh):
-        one.evict(0)
-        one.prefill_row(token_BS, 0, 3)
+        one.refill(token_BS, 0, 4)
     found, wanted = (one.logits(token_BS, [5, 13], [1, 1]) for one in (runner, fresh))
     assert torch.equal(found, wanted) and found.isfinite().all()
 
 
 def test_a_rows_lookahead_begins_with_its_text(models):
-    """Rounds in which its prompt is read are others' own."""
+    """Rounds of the text before it say nothing of it."""
     target, _ = models
     long = Prompt("long", tuple(range(3, 43)))
     engine = Engine(
@@ -101,7 +100,7 @@ def test_a_rows_lookahead_begins_with_its_text(models):
         def restart(self, row):
             told.append((row, len(state.texts[row]) if state.finished[row] is None else None))
 
-    queue = Queue([long], 3)
+    queue = Queue([long])
     state = engine.prefill(prompts()[:2], 12, 60)
     limits = Limits(12, by_row={0: 2})
     for _ in generate(engine, state, limits, Noted(0, 2), queue):
@@ -109,27 +108,21 @@ def test_a_rows_lookahead_begins_with_its_text(models):
     assert told == [(0, 40)]
 
 
-def test_a_long_prompt_is_read_between_the_rounds_of_others(models):
-    """The other row goes on writing while a prompt of many chunks is read."""
+def test_a_long_prompt_is_read_in_chunks(models):
     target, _ = models
     long = Prompt("long", tuple(range(3, 43)))
-    engine = Engine(
-        ModelRunner(target, 512),
-        NoDrafter(),
-        SamplingTransform(GREEDY, (), target.vocab),
-        RULES["block"],
-        CounterDraws(0),
-    )
     fed: list[int] = []
-    whole = ModelRunner.prefill_row
 
-    class Watched(ModelRunner):
-        def prefill_row(self, token_BS, row, end):
-            fed.append(end - self.cached[row])
-            whole(self, token_BS, row, end)
+    class Watched(CausalModel):
+        def logits(self, token_BW, feed, cache, last_only):
+            if feed.width > 1:
+                fed.append(feed.width)
+            return super().logits(token_BW, feed, cache, last_only)
 
-    engine.target = Watched(target, 512)
+    watched = Watched(target.module, "target")
+    transform = SamplingTransform(GREEDY, (), target.vocab)
+    engine = Engine(ModelRunner(watched, 10), NoDrafter(), transform, RULES["block"], CounterDraws(0))
     short = [Prompt("a", (5,)), Prompt("b", (6, 7))]
-    texts = drive_refilled(engine, [*short, long], 2, k=0, longest=80, max_new=8, chunk=10)
+    texts = drive_refilled(engine, [*short, long], 2, k=0, longest=80, max_new=8)
     assert fed == [10, 10, 10, 9]
     assert texts["long"] == speculate(target, [long], None, k=0, max_new=8).texts[0]

@@ -15,7 +15,7 @@ from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.rng import CounterDraws, prompt_key
 from llama_ssp.speculative.sampling import RowTransforms
-from llama_ssp.speculative.state import WAITING, Prompt, State
+from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, counted
 from llama_ssp.text.detokenizer import Decode, Writing
 
@@ -54,7 +54,6 @@ class ContinuousBatch:
     decode: Decode
     lookahead: Callable[[int], DraftLength]
     ends: frozenset[int]
-    chunk: int
     _counts: Counts = field(default_factory=Counts)
     _spent_s: float = 0.0
 
@@ -84,7 +83,7 @@ class ContinuousBatch:
 
     def admit(self, engine: RankEngine, state: State) -> list[int]:
         """Puts waiting requests into rows that have ended; called by `generate` before each round."""
-        free = [row for row, reason in enumerate(state.finished) if reason not in (None, WAITING)]
+        free = [row for row, reason in enumerate(state.finished) if reason is not None]
         taken = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
         if taken:
             self._begin([request.index for _, request in taken])

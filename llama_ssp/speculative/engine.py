@@ -15,7 +15,7 @@ from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative import native
 from llama_ssp.speculative.drafters.local import Drafter, certain_where, resting, within
-from llama_ssp.speculative.drafters.remote import Exchange, RemoteDrafter
+from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol, RoundResult
@@ -43,9 +43,7 @@ class RankEngine(ABC):
     ) -> None:  # fmt: skip
         """`target` and `drafter` are None where this rank has no part in them."""
         self.target, self.drafter, self.context = target, drafter, context
-        self.part: Callable[[str], AbstractContextManager[None]] = lambda _name: (
-            nullcontext()
-        )  # a stopwatch's
+        self.part: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch's
         self.watch: Watch | None = None
         self._rounds, self._enter, self._device = self._protocol(roles), roles.everyone.enter, device
 
@@ -61,11 +59,6 @@ class RankEngine(ABC):
     def overlap(self) -> dict[str, Any] | None:
         """Figures of a draft on ranks of its own; None without one, and on other ranks than the leader."""
         return self.drafter.figures() if isinstance(self.drafter, RemoteDrafter) else None
-
-    @property
-    def exchanges(self) -> list[Exchange]:
-        """The latest requests to a draft on ranks of its own, for pictures."""
-        return list(self.drafter.history) if isinstance(self.drafter, RemoteDrafter) else []
 
     def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
         """The batch's state; every cache holds all of each prompt but its last token.
@@ -84,22 +77,14 @@ class RankEngine(ABC):
         return state
 
     def admit(self, state: State, row: int, prompt: Prompt) -> None:
-        """Puts another prompt into a row whose text has ended."""
-        state.replace(row, prompt)
-        for model in (self.target, self.drafter):
-            if model:
-                model.evict(row)
-
-    def prefill_row(self, state: State, row: int, count: int) -> None:
-        """Prefills the next `count` tokens of an admitted prompt; other rows are fed nothing."""
+        """Puts another prompt into a row whose text has ended, and prefills it."""
         self.flush()  # forwards between rounds follow the last decision, on every rank
         self._enter("prefill")
-        end = state.next_prefill(row, count)
+        state.replace(row, prompt)
         if self.target:
-            self.target.expect(row, state.lengths[row])
-            self.target.prefill_row(state.token_BS, row, end)
+            self.target.refill(state.token_BS, row, state.lengths[row])
         if self.drafter:
-            self.drafter.prefill_row(state, row, end)
+            self.drafter.refill(state, row)
 
     @abstractmethod
     def draft(self, state: State, wanted: list[int]) -> Proposal:

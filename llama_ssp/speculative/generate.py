@@ -66,10 +66,8 @@ class Limits:
 class Refill(Protocol):
     """Puts new prompts into rows that have ended."""
 
-    chunk: int
-
     def admit(self, engine: RankEngine, state: State) -> list[int]:
-        """Fills the rows it can, the same on every rank; returns which."""
+        """Fills the rows it can by `engine.admit`, the same on every rank; returns which."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ def generate(
     """
     number = 0
     while True:
-        if refill is not None:
-            _refill(engine, state, lookahead, refill)
+        for row in refill.admit(engine, state) if refill else ():
+            lookahead.restart(row)  # earlier rounds say nothing of this text
         if limits.reached(state):
             break
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
@@ -106,18 +104,6 @@ def generate(
         yield step
         number += 1
     engine.flush()
-
-
-def _refill(engine: RankEngine, state: State, lookahead: DraftLength, refill: Refill) -> None:
-    """Admits new prompts to ended rows, and prefills a chunk of each a round, while any row still writes."""
-    refill.admit(engine, state)
-    while state.waiting:
-        for row in state.waiting:
-            engine.prefill_row(state, row, refill.chunk)
-            if state.finished[row] is None:  # now prefilled; earlier rounds say nothing of this text
-                lookahead.restart(row)
-        if not all(state.finished):
-            return
 
 
 def commit(

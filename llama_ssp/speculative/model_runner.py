@@ -60,29 +60,21 @@ class ModelRunner:
             chunk_ends = [min(e, c + self.prefill_chunk) for e, c in zip(ends, self.cached, strict=True)]
             self._forward(token_BS, chunk_ends, last_only=True)
 
-    def expect(self, row: int, length: int) -> None:
-        """Sets the length of the text that the row is about to prefill in chunks."""
-        if not self.cached[row]:
-            self._given[row] = length
+    @torch.inference_mode()
+    def refill(self, token_BS: Tensor, row: int, length: int) -> None:
+        """Clears the row for another text of this length, and feeds all but its last token, in chunks.
 
-    def prefill_row(self, token_BS: Tensor, row: int, end: int) -> None:
-        """Feeds one row up to `end` in one forward; the others are fed nothing."""
+        The other rows are fed nothing. No NaN of a damaged text may stay, as 0 times NaN is NaN.
+        """
         assert self._cache is not None, "start() comes first"
-        count = end - self.cached[row]
-        if count > 0:
-            given = (self._given[row],)
-            feed = Feed((self.cached[row],), (count,), self._cache.capacity, self.model.device, given)
+        self._cache.clear(row)
+        for start in range(0, length - 1, self.prefill_chunk):
+            count = min(self.prefill_chunk, length - 1 - start)
+            feed = Feed((start,), (count,), self._cache.capacity, self.model.device, (length,))
             token_1W = self._input(token_BS[row : row + 1], feed)
             self.model.logits(token_1W, feed, self._cache.row(row), last_only=True)
-            self.cached[row] = end
             self.forwards += 1
-
-    @torch.inference_mode()
-    def evict(self, row: int) -> None:
-        """Clears the row for another text; no NaN of a damaged text may stay, as 0 times NaN is NaN."""
-        assert self._cache is not None, "start() comes first"
-        self.cached[row] = self._given[row] = 0
-        self._cache.clear(row)
+        self.cached[row], self._given[row] = max(length - 1, 0), length
 
     def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
         """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).

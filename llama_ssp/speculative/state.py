@@ -26,7 +26,6 @@ class Prompt:
 
 
 AT_ONCE = 16  # positions whose lengths are sent to the device together
-WAITING = "waiting"  # in place of the reason to end: the row's prompt is not prefilled yet
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class State:
         self.texts = [list(prompt.token_ids) for prompt in prompts]
         self.finished: list[str | None] = [None] * len(prompts)  # why each row ended
         self.capacity = room
-        self._prefilled = [0] * len(prompts)  # of a waiting prompt
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
         self.token_BS = sent(padded, device)
         self._lengths_changed()
@@ -85,28 +83,14 @@ class State:
         return [reason is not None for reason in self.finished]
 
     @property
-    def waiting(self) -> list[int]:
-        """Rows whose prompts are not prefilled yet."""
-        return [row for row, reason in enumerate(self.finished) if reason == WAITING]
-
-    @property
     def device(self) -> torch.device:
         return self.token_BS.device
 
-    def next_prefill(self, row: int, count: int) -> int:
-        """Where the next `count` tokens of a waiting prompt end; with the last but one the row takes part."""
-        most = len(self.texts[row]) - 1
-        self._prefilled[row] = min(self._prefilled[row] + count, most)
-        if self._prefilled[row] == most:
-            self.finished[row] = None
-        return self._prefilled[row]
-
     def replace(self, row: int, prompt: Prompt) -> None:
-        """Puts another text into a row whose own has ended; it waits until it is prefilled."""
+        """Puts another text into a row whose own has ended."""
         self.prompts[row] = prompt
         self.keys[row], self.prompt_lengths[row] = prompt_key(prompt.id), len(prompt.token_ids)
-        self.texts[row], self.finished[row] = list(prompt.token_ids), WAITING
-        self._prefilled[row] = 0
+        self.texts[row], self.finished[row] = list(prompt.token_ids), None
         padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
         self.token_BS[row] = sent(padded, self.device)
         self._lengths_changed()

@@ -102,13 +102,12 @@ class BatchTask(Task[BatchConf]):
         return self._inputs.job
 
     def _writer(self, pair: PairSession) -> ContinuousBatch:
-        models, tokens, run, chunk = pair.models, pair.tokens, pair.run, self._task.prefill_chunk
-        ends = pair.end_ids
+        models, tokens, run, ends = pair.models, pair.tokens, pair.run, pair.end_ids
         transform = RowTransforms(run.sampling, tuple(sorted(ends)), min(models.vocab, tokens.size))
         draws = draws_for(models.target, rule_of(run), self._inputs.seed)
-        engine = engine_with(models, run, tokens, transform, draws, chunk)
+        engine = engine_with(models, run, tokens, transform, draws, self._task.prefill_chunk)
         lookahead = partial(lookahead_for, run)
-        return ContinuousBatch(engine, transform, draws, tokens.decode, lookahead, ends, chunk)
+        return ContinuousBatch(engine, transform, draws, tokens.decode, lookahead, ends)
 
     def _lead(self, pair: PairSession) -> None:
         """Shard by shard, until each is done or another process works on it."""

@@ -14,10 +14,8 @@ guessed only affects speed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,14 +78,6 @@ class Pays:
         self._gain = MEMORY * self._gain + (1 - MEMORY) * (used - lost)
 
 
-class Span(NamedTuple):
-    """A draft forward, for pictures: whether it was ahead of a request, and its start and end."""
-
-    is_ahead: bool
-    began_us: int
-    ended_us: int
-
-
 class AheadDrafter(ModelDrafter):
     """A draft model that drafts on request, and for the guessed text in between.
 
@@ -100,12 +90,9 @@ class AheadDrafter(ModelDrafter):
         super().__init__(runner, transform, draws)
         self._group, self._overlap = group, overlap
         self._pays = Pays()
-        self._interrupted: bool | None = (
-            None  # whether a request ended drafting ahead; None without a forward
-        )
+        # Whether a request ended drafting ahead; None without a forward.
+        self._interrupted: bool | None = None
         self.tally = Tally()
-        self.spans: list[Span] = []
-        self._is_ahead = False
         self._memo: Memo | None = None  # what was drafted for the guessed text
         self._ready: list[int] = []  # how many of its drafts continue the row's text
         self._state: State
@@ -114,8 +101,8 @@ class AheadDrafter(ModelDrafter):
         super().start(rows, capacity)
         self._drop_memo(rows)
 
-    def evict(self, row: int) -> None:
-        super().evict(row)
+    def refill(self, state: State, row: int) -> None:
+        super().refill(state, row)
         self._ready[row] = 0
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
@@ -135,10 +122,9 @@ class AheadDrafter(ModelDrafter):
         if self._overlap is Overlap.off:
             return
         if self._overlap is Overlap.ahead or self._pays:
-            forwards, self._is_ahead, is_called = self._ahead(state, proposal), True, called()
+            forwards, is_called = self._ahead(state, proposal), called()
             while not is_called and next(forwards, None) is not None:
                 self._interrupted = is_called = called()
-            self._is_ahead = False
         self._end_of_forwards()
 
     def roll_back(self, lengths: list[int]) -> None:
@@ -224,10 +210,7 @@ class AheadDrafter(ModelDrafter):
         if self._group.world > 1:
             ends = self._ends(state, offset, count)
             self._group.broadcast_ints([*self._runner.cached, *ends])
-        began_us = now_us()
-        logit_B1V = super()._forward(state, offset, count)
-        self.spans.append(Span(self._is_ahead, began_us, now_us()))
-        return logit_B1V
+        return super()._forward(state, offset, count)
 
     def _end_of_forwards(self) -> None:
         if self._group.world > 1:
@@ -267,8 +250,3 @@ def merged(first: list[bool], one: Drawn, other: Drawn) -> Drawn:
         torch.where(first_B, one.token_B, other.token_B),
         torch.where(first_B[:, None], one.probs_BV, other.probs_BV),
     )
-
-
-def now_us() -> int:
-    """A clock that all processes of a machine share."""
-    return time.monotonic_ns() // 1000

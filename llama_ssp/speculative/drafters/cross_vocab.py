@@ -54,16 +54,10 @@ class _BridgedDrafter(DraftModel):
         lengths = [len(self._prompt(state, row).prompt) for row in range(state.rows)]
         self._runner.prefill(self._token_BS, [self._readable(n) for n in lengths])
 
-    def evict(self, row: int) -> None:
-        super().evict(row)
+    def refill(self, state: State, row: int) -> None:
         self._settled[row] = None
-
-    def prefill_row(self, state: State, row: int, end: int) -> None:
-        """As much of the draft's own text as `end` is of the target's."""
         length = self._readable(len(self._prompt(state, row).prompt))
-        whole = max(state.prompt_lengths[row] - 1, 1)
-        self._runner.expect(row, length + 1)
-        self._runner.prefill_row(self._token_BS, row, -(-length * min(end, whole) // whole))
+        self._runner.refill(self._token_BS, row, length + 1)
 
     def limit(self, length: int) -> int:
         """The real limit depends on the draft's own text; `propose` knows its length."""

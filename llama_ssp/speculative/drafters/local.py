@@ -40,11 +40,8 @@ class Drafter:
     def prefill(self, state: State) -> None:
         """Feeds all of each prompt but its last token."""
 
-    def evict(self, row: int) -> None:
-        """Clears the row for another text."""
-
-    def prefill_row(self, state: State, row: int, end: int) -> None:
-        """Prefills the row's prompt up to `end`; the others are fed nothing."""
+    def refill(self, state: State, row: int) -> None:
+        """Clears the row, and prefills its new prompt; the others are fed nothing."""
 
     def limit(self, length: int) -> int:
         """How many tokens it can draft for a text of this length."""
@@ -79,13 +76,9 @@ class DraftModel(Drafter):
         ends = [length - 1 if self.limit(length) else 0 for length in state.lengths]
         self._runner.prefill(state.token_BS, ends)
 
-    def evict(self, row: int) -> None:
-        self._runner.evict(row)
-
-    def prefill_row(self, state: State, row: int, end: int) -> None:
-        if self.limit(state.lengths[row]):
-            self._runner.expect(row, state.lengths[row])
-            self._runner.prefill_row(state.token_BS, row, end)
+    def refill(self, state: State, row: int) -> None:
+        length = state.lengths[row]
+        self._runner.refill(state.token_BS, row, length if self.limit(length) else 0)
 
     def limit(self, length: int) -> int:
         return reach(self._runner.model.context, length)

@@ -6,9 +6,9 @@ a proposal that is not for its own texts.
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections import deque
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from typing import Any
 from zlib import crc32
 
@@ -19,7 +19,7 @@ from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.models.transfer import sent
-from llama_ssp.speculative.drafters.ahead import AheadDrafter, Span, Tally, now_us
+from llama_ssp.speculative.drafters.ahead import AheadDrafter, Tally
 from llama_ssp.speculative.drafters.local import Drafter, nothing, reach
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
@@ -28,20 +28,7 @@ from llama_ssp.speculative.state import Proposal, State
 
 WHOLE, SPARSE = 0, 1  # how probabilities are written
 SPARE = 4  # written sparsely if fewer than one entry in SPARE is not 0
-HEAD = 2 + len(fields(Tally)) + 2  # integers between a reply's tags and its times
-ROUNDS_KEPT = 64  # exchanges kept for pictures
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A request and its reply, on the leader's clock, and the draft's forwards since the last one.
-
-    The draft's times are its own machine's.
-    """
-
-    asked_us: int
-    replied_us: int
-    spans: tuple[Span, ...]
+HEAD = 2 + len(fields(Tally)) + 1  # integers between a reply's tags and its drafts
 
 
 class SendingDrafter(AheadDrafter):
@@ -59,10 +46,9 @@ class SendingDrafter(AheadDrafter):
         if proposal.draft_BKV is not None and proposal.damaged is not None:
             how, load = written(proposal.draft_BKV)
             drafts = [*proposal.damaged.long().tolist(), *proposal.drafted_BK.flatten().tolist()]
-            times, self.spans = [time for span in self.spans for time in span], []
             waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
-            head = [how, self.forwards, *astuple(self.tally), waited_us, len(times)]
-            self._link.send_reply([*tags(state, count), *head, *times, *drafts], load)
+            head = [how, self.forwards, *astuple(self.tally), waited_us]
+            self._link.send_reply([*tags(state, count), *head, *drafts], load)
         return proposal
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
@@ -80,8 +66,7 @@ class RemoteDrafter(Drafter):
         """`dtype` and `vocab` are those of the probabilities, `context` is the draft model's."""
         self._link = link
         self._context, self._vocab, self._dtype = context, vocab, dtype
-        self._tally, self._forwards, self._waited_us, self._drafts_waited_us = Tally(), 0, 0, 0
-        self.history: deque[Exchange] = deque(maxlen=ROUNDS_KEPT)
+        self._tally, self._forwards, self._waited_s, self._drafts_waited_us = Tally(), 0, 0.0, 0
 
     @property
     def forwards(self) -> int:
@@ -96,7 +81,7 @@ class RemoteDrafter(Drafter):
             "ready_share": tally.rows_ready / tally.rows if tally.rows else None,
             "tokens_drafted_ahead": tally.drafted,
             "tokens_drafted_ahead_wasted": tally.drafted - tally.used,
-            "leader_waited_ms": self._waited_us / 1000,
+            "leader_waited_ms": 1000 * self._waited_s,
             "draft_waited_ms": self._drafts_waited_us / 1000,
             "replies_discarded": self._link.discarded,
             "draft_lost": self._link.lost,
@@ -109,28 +94,22 @@ class RemoteDrafter(Drafter):
         rows, k, own = state.rows, max(count), tags(state, count)
         if not k:
             return nothing(state)
-        asked_us = now_us()
+        asked = time.perf_counter()
         reply = self._link.reply()
         if reply is not None and reply.values[: len(own)] != own:
             self._link.give_up("its drafts are for other texts")
             reply = None
         if reply is None:
             return nothing(state)
-        head, rest = reply.values[len(own) : len(own) + HEAD], reply.values[len(own) + HEAD :]
-        how, self._forwards, *tally, self._drafts_waited_us, times = head
+        self._waited_s += time.perf_counter() - asked
+        start = len(own) + HEAD
+        how, self._forwards, *tally, self._drafts_waited_us = reply.values[len(own) : start]
         self._tally = Tally(*tally)
-        self._keep(asked_us, rest[:times])
-        drafts = sent(rest[times:], state.device)
+        drafts = sent(reply.values[start:], state.device)
         drafted_BK = drafts[rows:].view(rows, k)
         draft_BKV = sent(read(how, reply.payload, (rows, k, self._vocab), self._dtype), state.device)
         state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, draft_BKV, count, drafts[:rows].bool())
-
-    def _keep(self, asked_us: int, times: list[int]) -> None:
-        replied_us = now_us()
-        self._waited_us += replied_us - asked_us
-        spans = tuple(Span(bool(a), b, c) for a, b, c in zip(*[iter(times)] * 3, strict=True))
-        self.history.append(Exchange(asked_us, replied_us, spans))
 
 
 def tags(state: State, count: tuple[int, ...]) -> list[int]:
