@@ -26,7 +26,7 @@ from llama_ssp.speculative import generate as loop
 from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative import rng as draws
 from llama_ssp.speculative import verification as verify
-from llama_ssp.speculative.array_ops import pick, positive, row_by_row, stack_last, total, where
+from llama_ssp.speculative.array_ops import pick, row_by_row, stack_last, where
 from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters import ahead
 from llama_ssp.speculative.drafters import cross_vocab as bridged
@@ -181,7 +181,7 @@ def _residual(shape: Callable[[Any, Any, Any], Any]) -> Any:
         draft = row_by_row(block.draft_BKV, last)
         drafted = pick(block.drafted_BK, last[:, None], 1)
         rest = shape(weight[:, None] * target, draft, drafted)
-        mass = total(rest)
+        mass = rest.sum(-1, keepdims=True)
         whole = (accepted == block.count_B)[:, None] | (mass <= 0)
         return where(whole, target, rest / where(mass > 0, mass, 1))
 
@@ -522,7 +522,7 @@ MUTANTS = [
     Mutant("correction from the target's whole law", verify, "_residual_probs", _target_again, by_rational("token")),
     Mutant("residual |target - draft|", verify, "_residual_probs", _residual(lambda t, d, _: abs(t - d)), by_rational("token")),
     Mutant("residual masks the rejected token", verify, "_residual_probs", _residual(_masked), by_rational("token")),
-    Mutant("residual max(draft - target)", verify, "_residual_probs", _residual(lambda t, d, _: positive(d - t)), by_rational("block")),
+    Mutant("residual max(draft - target)", verify, "_residual_probs", _residual(lambda t, d, _: (d - t).clip(0)), by_rational("block")),
     Mutant("bonus token from the draft", verify, "_residual_probs", _bonus_from_draft, by_rational("token")),
     Mutant("bonus token one position early", verify, "_residual_probs", _bonus_too_early, by_rational("block")),
     Mutant("block: h = P everywhere", BlockRule, "accept_chances", _plain_h, by_rational("block")),

@@ -42,15 +42,10 @@ def shifted(array: Array, first: int) -> Array:
     return joined(array[..., :1] * 0 + first, array[..., :-1])
 
 
-def positive(array: Array) -> Array:
-    """The array with negative entries made zero, in its own number type."""
-    return where(array > 0, array, array * 0) if isinstance(array, np.ndarray) else array.clamp(min=0)
-
-
 def excess(weight: Array, one: Array, other: Array) -> Array:
     """max(weight * one - other, 0), with memory for one large tensor."""
     if isinstance(one, np.ndarray):
-        return positive(weight * one - other)
+        return (weight * one - other).clip(0)
     return (weight * one).sub_(other).clamp_(min=0)
 
 
@@ -58,11 +53,6 @@ def order(array: Array) -> Array:
     """0, 1, 2, ... along the last axis."""
     size = array.shape[-1]
     return np.arange(size) if isinstance(array, np.ndarray) else torch.arange(size, device=array.device)
-
-
-def order_up(array: Array) -> Array:
-    """The indices that sort the last axis, smallest first."""
-    return array.argsort(-1)
 
 
 def pick(array: Array, index: Array, axis: int) -> Array:
@@ -96,9 +86,4 @@ def greatest(array: Array, count: int) -> Array:
 
 def largest(array: Array) -> Array:
     """The maximum of the last axis, kept as an axis of length 1."""
-    return array.max(-1, keepdims=True) if isinstance(array, np.ndarray) else array.amax(-1, keepdim=True)
-
-
-def total(array: Array) -> Array:
-    """The sum of the last axis, kept as an axis of length 1."""
-    return array.sum(-1)[..., None]
+    return _of(array).amax(array, -1, keepdims=True)

@@ -5,7 +5,7 @@ A newcomer may skip this: the engine needs coupled.py alone. task=certify and th
 
 from __future__ import annotations
 
-from llama_ssp.speculative.array_ops import Array, order_up, pick, shifted, total, where
+from llama_ssp.speculative.array_ops import Array, pick, shifted, where
 
 
 class Race:
@@ -23,15 +23,15 @@ class Race:
     def __init__(self, target_BV: Array, draft_BV: Array) -> None:
         possible_BV = target_BV > 0
         start_BV = where(possible_BV, draft_BV / where(possible_BV, target_BV, 1), 0)
-        order_BV = order_up(start_BV)
+        order_BV = start_BV.argsort(-1)
         rate_BV, at_BV = pick(target_BV, order_BV, 1), pick(start_BV, order_BV, 1)
         # 1 + H where each token starts
         waited_BV = 1 + at_BV * rate_BV.cumsum(-1) - (rate_BV * at_BV).cumsum(-1)
         gone_BV = at_BV - shifted(at_BV, 0)
         integral_BV = (gone_BV / (waited_BV * shifted(waited_BV, 1))).cumsum(-1)
         self._possible_BV = possible_BV
-        self._last_B1 = integral_BV[:, -1:] + 1 / (waited_BV[:, -1:] * total(rate_BV))
-        self.level_BV = pick(integral_BV, order_up(order_BV), 1)
+        self._last_B1 = integral_BV[:, -1:] + 1 / (waited_BV[:, -1:] * rate_BV.sum(-1, keepdims=True))
+        self.level_BV = pick(integral_BV, order_BV.argsort(-1), 1)
         self.meeting_B = (rate_BV * at_BV / waited_BV).sum(-1)
 
     def until(self, token_B1: Array) -> Array:

@@ -11,20 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from llama_ssp.speculative.stats import RowStep
-
-
-class DraftLength(Protocol):
-    """Chooses K for each row."""
-
-    def choose(self) -> list[int]: ...
-
-    def observe(self, rows: Sequence[RowStep]) -> None: ...
-
-    def restart(self, row: int) -> None:
-        """Another text was admitted to the row."""
 
 
 @dataclass
@@ -35,13 +23,14 @@ class FixedDraftLength:
     rows: int
 
     def choose(self) -> list[int]:
+        """How many tokens to draft in each row."""
         return [self.k] * self.rows
 
     def observe(self, rows: Sequence[RowStep]) -> None:
-        pass
+        """Learns from a round."""
 
     def restart(self, row: int) -> None:
-        pass
+        """Another text was admitted to the row."""
 
 
 @dataclass(frozen=True)
@@ -138,22 +127,16 @@ class AcceptanceStats:
         self.behind.see(with_it, before)
 
 
-@dataclass
 class AdaptiveDraftLength:
     """The K with the most tokens per unit of time, at the row's recent acceptance.
 
     A row whose best K is 0 tries one token from time to time, to notice when drafting pays again.
     """
 
-    costs: Costs
-    rows: int
-    acceptance: list[AcceptanceStats] = field(init=False)
-    _idle: list[int] = field(init=False)
-    _pause: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.acceptance = [AcceptanceStats() for _ in range(self.rows)]
-        self._idle, self._pause = [0] * self.rows, [PROBE_FIRST] * self.rows
+    def __init__(self, costs: Costs, rows: int) -> None:
+        self.costs = costs
+        self.acceptance = [AcceptanceStats() for _ in range(rows)]
+        self._idle, self._pause = [0] * rows, [PROBE_FIRST] * rows
 
     def restart(self, row: int) -> None:
         self.acceptance[row] = AcceptanceStats()
@@ -175,6 +158,9 @@ class AdaptiveDraftLength:
         for step in rows:
             if step.overlap:
                 self.acceptance[step.row].observe(step.overlap, step.standing)
+
+
+DraftLength = FixedDraftLength | AdaptiveDraftLength
 
 
 def tokens_per_round(rate: float, k: int) -> float:

@@ -7,26 +7,12 @@ after full acceptance is fed it next round.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.transfer import sent
-
-
-class Model(Protocol):
-    """What a runner needs of a model; `models.causal_lm.CausalModel` is the one that ships."""
-
-    vocab: int
-    context: int
-    device: torch.device
-
-    def new_cache(self, rows: int, capacity: int) -> RaggedCache: ...
-
-    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor: ...
-
 
 LAG = 2  # tokens that a draft model lacks after full acceptance; they are fed in one forward
 
@@ -34,14 +20,14 @@ LAG = 2  # tokens that a draft model lacks after full acceptance; they are fed i
 class ModelRunner:
     """Runs a model on one batch, holds its cache, and counts forwards."""
 
-    def __init__(self, model: Model, prefill_chunk: int = 512) -> None:
+    def __init__(self, model: CausalModel, prefill_chunk: int = 512) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.forwards = 0
         self.cached: list[int] = []
         # Texts that grow longer than this are fed anew, because all their positions then have another scale.
         # A draft's runner may mix both scales: its tokens are drawn from the distribution that results.
-        self.limit: int | None = getattr(model, "restart", None)
+        self.limit: int | None = model.restart
         self._given: list[int] = []  # the length of each text when it was first fed
         self._cache: RaggedCache | None = None
 

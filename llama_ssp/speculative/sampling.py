@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.transfer import sent
-from llama_ssp.speculative.array_ops import Array, greatest, largest, total, where
+from llama_ssp.speculative.array_ops import Array, greatest, largest, where
 
 LEAST_P = 1e-30  # a lower top_p keeps the same tokens, the likeliest, and is 0 in fp32 below 7e-46
 FEW = (256, 4096)  # the nucleus is sought among this many of the likeliest tokens before all are sorted
@@ -175,7 +175,7 @@ def _nucleus_edge(probs: Array, top_p: float) -> Array:
 
 def _kept(probs: Array, threshold: Array) -> Array:
     cut = where(probs >= threshold, probs, 0)
-    return cut / total(cut)
+    return cut / cut.sum(-1, keepdims=True)
 
 
 def has_nan(probs_BWV: Tensor) -> Tensor:

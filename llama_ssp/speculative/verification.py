@@ -37,12 +37,10 @@ from llama_ssp.speculative.array_ops import (
     largest,
     order,
     pick,
-    positive,
     row_by_row,
     shifted,
     smaller,
     stack_last,
-    total,
     where,
 )
 from llama_ssp.speculative.coupled_race import Race
@@ -220,7 +218,7 @@ class CoupledRule(TokenRule):
         last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
         race = Race(target_BV, draft_BV)
         until_B1 = race.until(pick(block.drafted_BK, last_B[:, None], 1))
-        return _probs_of(target_BV * positive(until_B1 - race.level_BV), target_BV, block, accepted_B)
+        return _probs_of(target_BV * (until_B1 - race.level_BV).clip(0), target_BV, block, accepted_B)
 
     def expected(self, block: Block) -> Array:
         races = [Race(block.target_BWV[:, i], block.draft_BKV[:, i]) for i in range(block.k)]
@@ -274,6 +272,6 @@ def _probs_of(rest_BV: Array, target_BV: Array, block: Block, accepted_B: Array)
     Also where nothing remains: both distributions are then equal up to rounding, and only rounding can have
     made the draft's draw fail.
     """
-    mass_B1 = total(rest_BV)
+    mass_B1 = rest_BV.sum(-1, keepdims=True)
     whole_B1 = (accepted_B == block.count_B)[:, None] | (mass_B1 <= 0)
     return where(whole_B1, target_BV, rest_BV / where(mass_B1 > 0, mass_B1, 1))

@@ -16,10 +16,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.distributed.comm import Ranks
+from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits
-from llama_ssp.speculative.model_runner import Model, ModelRunner
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Prompt
 
@@ -94,7 +95,7 @@ def agreements(
 
 
 def fork_chances(
-    model: Model | None, found: Sequence[GreedyMatch], transform: SamplingTransform, chunk: int
+    model: CausalModel | None, found: Sequence[GreedyMatch], transform: SamplingTransform, chunk: int
 ) -> tuple[list[Chances | None], int]:
     """The model's probabilities of the two tokens at each fork, and the forward passes that took.
 

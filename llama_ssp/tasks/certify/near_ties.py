@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llama_ssp.speculative.model_runner import Model, ModelRunner
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 
 Texts = Sequence[Sequence[int]]
@@ -89,7 +90,7 @@ class GreedyReport:
 
 
 def check_greedy(
-    model: Model, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
+    model: CausalModel, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
     rows: int = 8, chunk: int = 512,
 ) -> GreedyReport:  # fmt: skip
     """Compares the tokens that plain and speculative decoding with at most `k` drafts gave each prompt.
@@ -113,7 +114,7 @@ def check_greedy(
 
 
 def noise_band(
-    model: Model, texts: Texts, starts: Sequence[int], width: int, *, rows: int = 8, chunk: int = 512
+    model: CausalModel, texts: Texts, starts: Sequence[int], width: int, *, rows: int = 8, chunk: int = 512
 ) -> Band:
     """Measures the band on the texts, the first `starts` tokens of which are prompts."""
     found, positions = [0.0], 0
@@ -144,7 +145,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 class Feeder:
     """Feeds finished texts to a model, and returns the logits of each position."""
 
-    def __init__(self, model: Model, texts: Texts, starts: Sequence[int], chunk: int) -> None:
+    def __init__(self, model: CausalModel, texts: Texts, starts: Sequence[int], chunk: int) -> None:
         """Every prompt, the first `starts` tokens, is prefilled as in a run, without its last token."""
         self._lengths = [len(text) for text in texts]
         self._token_BS = pad_sequence([torch.tensor(text) for text in texts], True).to(model.device)
@@ -167,7 +168,7 @@ class Feeder:
 
 
 def _margins(
-    model: Model, texts: Texts, starts: list[int], plain: Texts, forks: list[int | None], rows: int,
+    model: CausalModel, texts: Texts, starts: list[int], plain: Texts, forks: list[int | None], rows: int,
     chunk: int,
 ) -> list[list[float]]:  # fmt: skip
     """Feeds each text singly: the margins of its tokens, at its fork of the worse of the two tokens."""
