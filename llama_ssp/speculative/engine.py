@@ -134,7 +134,7 @@ class Engine(RankEngine):
     @torch.inference_mode()
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         with self.part(DRAFT):
-            self._enter("draft", self._rounds.begin())
+            self._enter("draft", self._rounds.decided + 1)
             limits = map(self.drafter.limit, state.lengths)
             count = tuple(min(k, most) for k, most in zip(wanted, limits, strict=True))
             self._rounds.ask(state, count)
@@ -145,12 +145,12 @@ class Engine(RankEngine):
     @torch.inference_mode()
     def verify(self, state: State, proposal: Proposal) -> RoundResult:
         with self.part(DECIDE):
-            self._enter("verify", self._rounds.round)
+            self._enter("verify", self._rounds.decided + 1)
             with self.part(VERIFY):
                 logit_BWV = target_logits(self.target, state, proposal.count)
             result = self.judge(state, proposal, logit_BWV)
             self._rounds.decide(state, result)
-            self._enter("commit", self._rounds.round)
+            self._enter("commit", self._rounds.decided)
             return result
 
     def judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:

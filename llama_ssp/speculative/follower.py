@@ -17,7 +17,7 @@ class Follower(RankEngine):
 
     def draft(self, state: State, wanted: list[int]) -> Proposal:
         """Takes part in drafting, if this rank does, then receives the leader's drafts."""
-        self._enter("draft", self._rounds.begin())
+        self._enter("draft", self._rounds.decided + 1)
         if self.drafter is None:
             return self._rounds.drafts(state)
         own = self.drafter.propose(state, self._rounds.count(state))
@@ -32,7 +32,7 @@ class Follower(RankEngine):
 
     def verify(self, state: State, proposal: Proposal) -> RoundResult:
         """Takes part in the target's forward, or drafts ahead meanwhile; then receives the decision."""
-        self._enter("verify", self._rounds.round)
+        self._enter("verify", self._rounds.decided + 1)
         if self.target:
             target_logits(self.target, state, proposal.count)
         if isinstance(self.drafter, SendingDrafter | AheadDraftShard):
@@ -40,7 +40,7 @@ class Follower(RankEngine):
         result = self._rounds.result(state)
         if self.watch:
             self.watch(state, proposal, result, None, None)
-        self._enter("commit", self._rounds.round)
+        self._enter("commit", self._rounds.decided)
         return result
 
     def synchronize(self) -> None:

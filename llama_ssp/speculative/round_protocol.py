@@ -9,6 +9,7 @@ lengths of the leader's texts; a rank where either differs stops the run.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -87,27 +88,17 @@ class RoundResult:
         return result
 
 
-class RoundProtocol:
+class RoundProtocol(ABC):
     """One rank's side: what both sides keep of the last decision."""
 
     def __init__(self, roles: Roles) -> None:
         self._draft_channel, self._target, self._everyone = roles.draft_channel, roles.target, roles.everyone
         self._basis: int | None = None  # checksum of the texts' lengths at the last decision
-        self._rows = 0
-        self._decided = 0  # rounds, since this engine began
-        self.round = 0  # the current round
+        self.decided = 0  # rounds, since this engine began
 
-    def begin(self) -> int:
-        """The number of the round that begins."""
-        self.round = self._decided + 1
-        return self.round
-
+    @abstractmethod
     def flush(self) -> None:
         """Completes the last decision's messages where no round follows."""
-        raise NotImplementedError
-
-    def _decided_on(self, state: State) -> None:
-        self._basis, self._rows = checksum(state.lengths), state.rows
 
     def _basis_of(self, state: State) -> int:
         """The checksum at the last decision; before the first, of the texts as they are."""
@@ -138,24 +129,23 @@ class LeaderProtocol(RoundProtocol):
 
     def decide(self, state: State, result: RoundResult) -> None:
         """Keeps the decision for the next messages."""
-        self._decided += 1
+        self.decided += 1
         if self._target is not None or self._draft_channel is not None:
-            self._unsent = result.to_ints()
-            self._decided_on(state)
+            self._unsent, self._basis = result.to_ints(), checksum(state.lengths)
 
     def flush(self) -> None:
         if self._basis is not None:
-            self._send(self._draft_channel, self._basis, [0] * self._rows)
+            self._send(self._draft_channel, self._basis, [])
             if self._link is not None:
                 self._link.flush()
                 self._require_link()
-            self._send(self._target, self._basis, [0] * self._rows)
+            self._send(self._target, self._basis, [])
             self._all_sent()
 
     def _send(self, ranks: LeaderChannel | None, basis: int, values: list[int]) -> None:
         if ranks is not None:
             kind = DECIDED * bool(self._unsent) | ALONE * self._is_alone
-            ranks.broadcast_ints([self._decided, basis, kind, *self._unsent, *values])
+            ranks.broadcast_ints([self.decided, basis, kind, *self._unsent, *values])
 
     def _all_sent(self) -> None:
         self._unsent, self._basis = [], None
@@ -190,53 +180,52 @@ class FollowerProtocol(RoundProtocol):
 
     def count(self, state: State) -> Count:
         """How many tokens to draft; for ranks that draft."""
-        return tuple(self._round_start(self._draft_channel, state))
+        return tuple(self._round_start(state))
 
     def drafts(self, state: State) -> Proposal:
         """The drafts, without their probabilities, written behind the texts; for ranks of the target."""
         if self._draft_channel is None:
-            values = self._round_start(self._target, state)
+            values = self._round_start(state)
         else:
-            values = self._received(self._target, state)[1]
-        count, drafted = tuple(values[: state.rows]), values[state.rows :]
-        drafted_BK = torch.tensor(drafted, dtype=torch.int64, device=state.device).view(
-            state.rows, max(count)
-        )
+            values = self._receive(self._target, self._basis_of(state), state.rows)[1]
+        count = tuple(values[: state.rows])
+        drafted_BK = torch.tensor(values[state.rows :], dtype=torch.int64, device=state.device)
+        drafted_BK = drafted_BK.view(state.rows, max(count))
         state.write_drafts(drafted_BK, count)
         return Proposal(drafted_BK, None, count)
 
     def result(self, state: State) -> RoundResult:
         """The decision. What comes with it starts the next round."""
-        self._decided_on(state)
-        self._decided += 1
-        result, self._start = self._received(
-            self._target if self._draft_channel is None else self._draft_channel, state
-        )
+        self._basis = checksum(state.lengths)
+        self.decided += 1
+        result, self._start = self._receive(self._first, self._basis, state.rows)
         if result is None:
             raise self._out_of_step("a round ended without a decision")
         return result
 
     def flush(self) -> None:
         if self._basis is not None and self._draft_channel is not None and self._target is not None:
-            self._receive(self._target, self._basis, self._rows)
+            self._receive(self._target, self._basis, 0)
         self._start = self._basis = None
 
-    def _round_start(self, ranks: LeaderChannel | None, state: State) -> list[int]:
-        """The start of this round; the first one's comes by itself."""
-        values = self._received(ranks, state)[1] if self._start is None else self._start
-        self._start = None
-        return values
+    @property
+    def _first(self) -> LeaderChannel | None:
+        """What brings a round's first message."""
+        return self._target if self._draft_channel is None else self._draft_channel
 
-    def _received(self, ranks: LeaderChannel | None, state: State) -> tuple[RoundResult | None, list[int]]:
-        return self._receive(ranks, self._basis_of(state), state.rows)
+    def _round_start(self, state: State) -> list[int]:
+        """The start of this round; the first one's comes by itself."""
+        values, self._start = self._start, None
+        return self._receive(self._first, self._basis_of(state), state.rows)[1] if values is None else values
 
     def _receive(
         self, ranks: LeaderChannel | None, basis: int, rows: int
     ) -> tuple[RoundResult | None, list[int]]:
+        """A message's decision on this many rows, if it has one, and what follows it."""
         assert ranks is not None, "this rank has no channel to receive from"
         number, theirs, kind, *values = ranks.broadcast_ints([])
-        if number != self._decided:
-            raise self._out_of_step(f"{self._decided} rounds are decided here, {number} with the leader")
+        if number != self.decided:
+            raise self._out_of_step(f"{self.decided} rounds are decided here, {number} with the leader")
         if theirs != basis:
             raise self._out_of_step("their texts differ in length")
         if kind & ALONE:
@@ -246,6 +235,6 @@ class FollowerProtocol(RoundProtocol):
 
     def _out_of_step(self, how: str) -> DistributedError:
         return DistributedError(
-            f"the ranks are out of step: {how}", f"rank {self._everyone.rank}, round {self.round}",
+            f"the ranks are out of step: {how}", f"rank {self._everyone.rank}",
             fix="report it: ranks derive all they do from the leader's messages",
         )  # fmt: skip
