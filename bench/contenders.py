@@ -57,7 +57,7 @@ def by_us(
         for step, round_s in timed.rounds(Limits(new), lookahead_for(run, 1, opened.costs)):
             seen(step.rows[0], round_s)
         counts.merge(timed.counts)
-        spent += timed.decode_s
+        spent += timed.counts.decode_s
     return 1000 * spent / (new * len(PROMPTS)), counts
 
 

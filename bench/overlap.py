@@ -177,7 +177,7 @@ def turn(pair: PairSession, found: Found, mode: Overlap, repeat: int, new: int) 
         timed = TimedRun(engine, [Prompt(str(number), ids)], new)
         for _ in timed.rounds(Limits(new), FixedDraftLength(found.k, 1)):
             pass
-        spent += timed.decode_s
+        spent += timed.counts.decode_s
         if isinstance(engine, Engine) and engine.overlap is not None and repeat:
             if mode is Overlap.ahead:
                 found.figures.append(engine.overlap)

@@ -129,7 +129,7 @@ def by_us(pair: PairSession, run: RunConf, new: int, seed: int, k: int) -> tuple
         for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1)):
             pass
         counts.merge(timed.counts)
-        spent += timed.decode_s
+        spent += timed.counts.decode_s
     return 1000 * spent / (new * len(PROMPTS)), counts
 
 

@@ -89,7 +89,7 @@ def test_a_timed_engine_gives_the_same_texts_and_its_parts_add_up() -> None:
     assert [timed.state.generated(row) for row in range(2)] == [state.generated(row) for row in range(2)]
     assert set(watch.spent) == {DRAFT, VERIFY, DECIDE, HOST}
     assert all(spent > 0 for spent in watch.spent.values())
-    assert sum(watch.spent.values()) >= timed.decode_s
+    assert sum(watch.spent.values()) >= timed.counts.decode_s
 
 
 def test_ranks_on_a_stopwatch_say_the_same() -> None:

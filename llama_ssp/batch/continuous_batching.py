@@ -16,7 +16,7 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.rng import CounterDraws, prompt_key
 from llama_ssp.speculative.sampling import RowTransforms
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, counted
+from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import Decode, Writing
 
 
@@ -55,7 +55,6 @@ class ContinuousBatch:
     lookahead: Callable[[int], DraftLength]
     ends: frozenset[int]
     _counts: Counts = field(default_factory=Counts)
-    _spent_s: float = 0.0
 
     def write(
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
@@ -75,7 +74,7 @@ class ContinuousBatch:
         for step in generate(self.engine, state, self._limits, self.lookahead(state.rows), self):
             for taken in step.rows:
                 self._counts.add(taken)
-            self._spent_s += time.perf_counter() - began
+            self._counts.decode_s += time.perf_counter() - began
             for taken in step.rows:
                 if taken.finish is not None:
                     yield self._reply(state, taken.row, taken.finish)
@@ -107,8 +106,10 @@ class ContinuousBatch:
 
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""
-        engine, spent = self.engine, self._spent_s
-        figures: dict[str, Any] = {"target_forwards": engine.target_forwards}
-        figures |= {"draft_forwards": engine.draft_forwards, "overlap": engine.overlap}
-        figures |= counted(self._counts, 0.0, spent)
-        return {**figures, "tokens_per_s": figures["tokens_committed"] / spent if spent else None}
+        return {
+            "target_forwards": self.engine.target_forwards,
+            "draft_forwards": self.engine.draft_forwards,
+            "overlap": self.engine.overlap,
+            **self._counts.figures(),
+            "tokens_per_s": ratio(self._counts.committed.total(), self._counts.decode_s),
+        }

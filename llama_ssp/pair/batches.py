@@ -13,7 +13,7 @@ from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, counted, ratio
+from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import Decode, Writing
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens, conversation
@@ -28,24 +28,24 @@ class TimedRun:
     The clock is read after `engine.synchronize()`, when a GPU has finished.
     """
 
-    def __init__(self, engine: RankEngine, prompts: list[Prompt], max_new_tokens: int) -> None:
-        """Prefills the prompts."""
-        self._engine = engine
-        self.counts = Counts()
-        self.decode_s = 0.0
+    def __init__(
+        self, engine: RankEngine, prompts: list[Prompt], max_new_tokens: int, counts: Counts | None = None
+    ) -> None:
+        """Prefills the prompts; adds to `counts` what is counted."""
+        self._engine, self.counts = engine, counts or Counts()
         self.first_token_s: float | None = None
         forwards = engine.target_forwards
         engine.synchronize()
         began = time.perf_counter()
         self.state = engine.prefill(prompts, max_new_tokens)
         engine.synchronize()
-        self.prefill_s = time.perf_counter() - began
-        self.prefill_forwards = engine.target_forwards - forwards
+        self.counts.prefill_s += time.perf_counter() - began
+        self.counts.prefill_forwards += engine.target_forwards - forwards
 
     @property
     def seconds(self) -> float:
         """Prefill and all rounds so far."""
-        return self.prefill_s + self.decode_s
+        return self.counts.prefill_s + self.counts.decode_s
 
     def rounds(self, limits: Limits, lookahead: DraftLength) -> Iterator[tuple[Step, float]]:
         """Every round until the last row has ended, and its seconds."""
@@ -53,7 +53,7 @@ class TimedRun:
         for step in generate(self._engine, self.state, limits, lookahead):
             self._engine.synchronize()
             spent = time.perf_counter() - began
-            self.decode_s += spent
+            self.counts.decode_s += spent
             if self.first_token_s is None:
                 self.first_token_s = self.seconds
             for row in step.rows:
@@ -63,11 +63,11 @@ class TimedRun:
 
     def figures(self) -> dict[str, Any]:
         """Times and counters under the names of the JSON interface."""
-        first_s, found = self.first_token_s, counted(self.counts, self.prefill_s, self.decode_s)
+        first_s = self.first_token_s
         return {
-            **found,
+            **self.counts.figures(),
             "time_to_first_token_ms": None if first_s is None else 1000 * first_s,
-            "tokens_per_s": ratio(found["tokens_committed"], self.decode_s),
+            "tokens_per_s": ratio(self.counts.committed.total(), self.counts.decode_s),
         }
 
 
@@ -95,40 +95,30 @@ class Batches:
         self._engine, self._decode, self._lookahead = engine, decode, lookahead
         self._max_new_tokens, self._ends, self._stops = max_new_tokens, ends, stops
         self._counts = Counts()
-        self._prefill_s = self._decode_s = 0.0
-        self._prefill_forwards = 0
 
     def begin(self, prompts: list[Prompt]) -> Batch:
         """Prefills a batch."""
-        timed = TimedRun(self._engine, prompts, self._max_new_tokens)
-        self._prefill_s += timed.prefill_s
-        self._prefill_forwards += timed.prefill_forwards
+        timed = TimedRun(self._engine, prompts, self._max_new_tokens, self._counts)
         writing = Writing(self._decode, [prompt.token_ids for prompt in prompts], self._stops)
-        return Batch(timed.state, writing, self._steps(timed, writing))
-
-    def _steps(self, timed: TimedRun, writing: Writing) -> Iterator[Step]:
         limits = Limits(self._max_new_tokens, self._ends, writing)
-        for step, spent in timed.rounds(limits, self._lookahead(timed.state.rows)):
-            self._decode_s += spent
-            for row in step.rows:
-                self._counts.add(row)
-            yield step
+        rounds = timed.rounds(limits, self._lookahead(timed.state.rows))
+        return Batch(timed.state, writing, (step for step, _ in rounds))
 
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""
         return {
             "target_forwards": self._engine.target_forwards,
-            "target_forwards_prefill": self._prefill_forwards,
+            "target_forwards_prefill": self._counts.prefill_forwards,
             "draft_forwards": self._engine.draft_forwards,
             "overlap": self._engine.overlap,
-            **counted(self._counts, self._prefill_s, self._decode_s),
+            **self._counts.figures(),
         }
 
 
 def nothing_run() -> dict[str, Any]:
     """The same figures of a run that got no further than its checks."""
     forwards = dict.fromkeys(("target_forwards", "target_forwards_prefill", "draft_forwards"), 0)
-    return {**forwards, "overlap": None, **counted(Counts(), 0.0, 0.0)}
+    return {**forwards, "overlap": None, **Counts().figures()}
 
 
 def require_numbers(*texts: tuple[str, int, str | None]) -> None:

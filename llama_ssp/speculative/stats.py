@@ -43,7 +43,7 @@ class RowStep:
 
 @dataclass
 class Counts:
-    """The counters of a run; `add` takes a row's step."""
+    """The counters of a run, and its seconds; `add` takes a row's step."""
 
     row_rounds: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
@@ -58,6 +58,9 @@ class Counts:
     discarded: int = 0
     cut: int = 0
     expected: float = 0.0
+    prefill_forwards: int = 0  # of the target
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
 
     @property
     def decided(self) -> int:
@@ -117,6 +120,16 @@ class Counts:
             "finish_reasons": dict(sorted(self.finished.items())),
         }
 
+    def figures(self) -> dict[str, Any]:
+        """Counters and clocks under the names of the JSON interface."""
+        decode_ms = 1000 * self.decode_s
+        return {
+            **self.summary(),
+            "prefill_ms": 1000 * self.prefill_s,
+            "decode_ms": decode_ms,
+            "ms_per_token": ratio(decode_ms, self.committed.total()),
+        }
+
 
 def by_position(counter: Counter[int]) -> list[int]:
     return [counter[i] for i in range(max(counter, default=-1) + 1)]
@@ -129,14 +142,3 @@ def _rates(part: Counter[int], whole: Counter[int]) -> list[float]:
 def ratio(part: float, whole: float) -> float | None:
     """None where there is nothing to divide by: a rate of nothing is not 0."""
     return part / whole if whole else None
-
-
-def counted(counts: Counts, prefill_s: float, decode_s: float) -> dict[str, Any]:
-    """Counters and clocks under the names of the JSON interface."""
-    counted = counts.summary()
-    return {
-        **counted,
-        "prefill_ms": 1000 * prefill_s,
-        "decode_ms": 1000 * decode_s,
-        "ms_per_token": ratio(1000 * decode_s, counted["tokens_committed"]),
-    }

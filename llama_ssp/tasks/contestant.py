@@ -11,7 +11,7 @@ from llama_ssp.pair.session import PairSession
 from llama_ssp.report.timeline import Arrival, Track
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, RowStep, counted
+from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.tasks.common import output_of
 from llama_ssp.text.detokenizer import Detokenizer, Writing
 
@@ -28,7 +28,7 @@ class Contestant:
         """What arrives is noted on the `track`."""
         self.track, decode = track, self._pair.tokens.decode
         self._runs.append(timed := TimedRun(self._engine, [prompt], max_new_tokens))
-        self.track.prefill_s = timed.prefill_s
+        self.track.prefill_s = timed.counts.prefill_s
         self._writing = Writing(decode, [prompt.token_ids], stops)
         self._detokenizer = Detokenizer(decode, list(prompt.token_ids))
         limits = Limits(max_new_tokens, self._pair.end_ids, self._writing)
@@ -61,7 +61,7 @@ class Contestant:
         counts = Counts()
         for timed in self._runs:
             counts.merge(timed.counts)
-        return counted(counts, 0.0, sum(timed.decode_s for timed in self._runs))
+        return counts.figures()
 
     def figures(self) -> dict[str, Any]:
         """The text, its times and its counters, under the names of the JSON interface."""

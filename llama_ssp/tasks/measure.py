@@ -142,8 +142,8 @@ class MeasureTask(Task[MeasureConf]):
                     for row in step.rows:
                         sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
             require_numbers(*texts_of(timed.state))
-            first_s = timed.first_token_s or 0.0
-            sample.take(longest(batch), timed.prefill_s, timed.decode_s, first_s, timed.counts)
+            first_s, counts = timed.first_token_s or 0.0, timed.counts
+            sample.take(longest(batch), counts.prefill_s, counts.decode_s, first_s, counts)
             if engine.overlap is not None and contender.record.k != 0:
                 sample.overlaps.append(engine.overlap)
         self._ranks.barrier()  # ranks without a part in it wait here: a barrier waits longer than a message

@@ -31,7 +31,6 @@ class Sampler(Protocol):
 class Clock:
     """What a sampler's rounds took and brought, and the rows of its largest batch."""
 
-    seconds: float = 0.0
     rows: int = 0
     counts: Counts = field(default_factory=Counts)
 
@@ -55,12 +54,11 @@ class EngineSampler:
     def texts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
         found: list[list[int]] = []
         for first in range(0, len(prompts), self.batch_size):
-            run = TimedRun(self.engine, list(prompts[first : first + self.batch_size]), max_new_tokens)
+            batch = list(prompts[first : first + self.batch_size])
+            run = TimedRun(self.engine, batch, max_new_tokens, self.clock.counts)
             state = run.state
             for _ in run.rounds(Limits(max_new_tokens, self.ends), self.lookahead(state.rows)):
                 pass
-            self.clock.seconds += run.decode_s
-            self.clock.counts.merge(run.counts)
             self.clock.rows = max(self.clock.rows, state.rows)
             require_numbers(*texts_of(state))
             found += [state.generated(row) for row in range(state.rows)]

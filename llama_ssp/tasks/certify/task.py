@@ -16,7 +16,6 @@ from llama_ssp.report.run_folder import Progress, versions
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.stats import counted
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
 from llama_ssp.tasks.certify.checks import check_greedy_texts, check_probs, check_samples, level_of
@@ -76,9 +75,9 @@ class CertifyTask(Task[CertifyConf]):
         if self._pair is None:
             return []
         return [
-            self._pair.measurement(name, counted(clock.counts, 0.0, clock.seconds), run, clock.rows)
+            self._pair.measurement(name, clock.counts.figures(), run, clock.rows)
             for name, run, clock in self._clocks
-            if clock.seconds
+            if clock.counts.decode_s
         ]
 
     def _examine(self, pair: PairSession) -> None:
