@@ -46,7 +46,7 @@ from llama_ssp.planner.activations import (  # noqa: E402
 from llama_ssp.planner.weights import Part, RolePart, held  # noqa: E402
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter  # noqa: E402
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter  # noqa: E402
 from llama_ssp.speculative.engine import Engine, RankEngine  # noqa: E402
 from llama_ssp.speculative.follower import Follower  # noqa: E402
 from llama_ssp.speculative.model_runner import ModelRunner  # noqa: E402
@@ -196,7 +196,7 @@ def actual(case: Case, ranks: Ranks) -> int:
     crew = Roles(ranks, ranks, None)
     engine: RankEngine
     if ranks.is_leader:
-        engine = Engine(runner, NoDrafter(), transform, RULES["block"], draws, crew)
+        engine = Engine(runner, Drafter(), transform, RULES["block"], draws, crew)
     else:
         engine = Follower(runner, None, crew, ROOM, CPU)
     proposal = _proposal(case.k, ranks.is_leader)

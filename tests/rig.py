@@ -13,7 +13,7 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -75,7 +75,7 @@ def speculate(
         SamplingTransform(sampling, tuple(sorted(ends)), target.vocab),
         source(RULES[rule], seed),
     )
-    drafter: Drafter = NoDrafter()
+    drafter: Drafter = Drafter()
     if isinstance(draft, CausalModel):
         drafter = ModelDrafter(ModelRunner(draft, chunk), transform, draws)
     elif draft == "ngram":

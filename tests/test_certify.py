@@ -22,7 +22,7 @@ from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters import local as drafters
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter
 from llama_ssp.speculative.engine import Engine, StateDraws
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -123,7 +123,7 @@ def sampler(
         SamplingTransform(sampling or SamplingConfig(), tuple(ends), target.vocab),
         source(rule, witness.seed if witness else 11),
     )
-    drafter: Drafter = NoDrafter()
+    drafter: Drafter = Drafter()
     if isinstance(draft, CausalModel):
         drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     elif draft == "ngram":

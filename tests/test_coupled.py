@@ -14,7 +14,7 @@ from scipy import stats
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.coupled import CoupledDraws, source, winner
-from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
@@ -220,6 +220,6 @@ def test_a_bridged_draft_changes_no_text(name):
     for kind in (None, Intersection, Text):
         draws = source(rule, 2)
         drafter = bridged((name, kind), ModelRunner(toy(draft.size, 1)), transform, draws) if kind else None
-        engine = Engine(ModelRunner(toy(target.size, 0)), drafter or NoDrafter(), transform, rule, draws)
+        engine = Engine(ModelRunner(toy(target.size, 0)), drafter or Drafter(), transform, rule, draws)
         found.append(drive_refilled(engine, list(prompts), 3, k=3, longest=20, ends=target.ends))
     assert found[0] == found[1] == found[2]

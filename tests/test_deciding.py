@@ -21,7 +21,7 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.kernels import build
 from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative.coupled import CoupledDraws
-from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine, block_of
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import HostDraws, by_kernel, decide
@@ -79,7 +79,7 @@ class Case:
     def decided(self, draws):
         """What an engine with these draws makes of it."""
         engine = Engine(
-            ModelRunner(toy(self.vocab, 0), 8), NoDrafter(), self.transform, RULES[self.rule], draws
+            ModelRunner(toy(self.vocab, 0), 8), Drafter(), self.transform, RULES[self.rule], draws
         )
         return engine.judge(self.state, self.proposal(), self.target)
 
@@ -401,7 +401,7 @@ def test_texts_are_the_same(rule, sampling):
         texts = []
         for draws in (CounterDraws(4), HostDraws(4)):
             transform = SamplingTransform(sampling, (), 40)
-            drafter = ModelDrafter(ModelRunner(draft, 8), transform, draws) if k else NoDrafter()
+            drafter = ModelDrafter(ModelRunner(draft, 8), transform, draws) if k else Drafter()
             engine = Engine(ModelRunner(target, 8), drafter, transform, RULES[rule], draws)
             prompts = [Prompt(str(row), (1, 2, 3 + row)) for row in range(3)]
             texts.append(drive(engine, prompts, k=k, max_new=30).texts)

@@ -21,7 +21,7 @@ from llama_ssp.speculative.draft_length import (
     best_k,
     tokens_per_round,
 )
-from llama_ssp.speculative.drafters.local import ModelDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, commit, generate
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -117,7 +117,7 @@ def test_damaged_logits_stop_their_row_only():
 
     target.forward = broken
     transform, draws = SamplingTransform(SamplingConfig(), (), 5), CounterDraws(0)
-    engine = Engine(ModelRunner(CausalModel(target, "broken")), NoDrafter(), transform, RULES["block"], draws)
+    engine = Engine(ModelRunner(CausalModel(target, "broken")), Drafter(), transform, RULES["block"], draws)
     state = engine.prefill([Prompt(str(row), (row, 1)) for row in range(3)], 6)
     list(generate(engine, state, Limits(6), FixedDraftLength(0, 3)))
     assert state.finished == ["length", "error", "length"]

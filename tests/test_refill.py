@@ -8,7 +8,7 @@ import torch
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import FixedDraftLength
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -56,7 +56,7 @@ def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sam
     }
     transform, draws = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab), CounterDraws(0)
     drafter: Drafter = {
-        "none": lambda: NoDrafter(),
+        "none": lambda: Drafter(),
         "model": lambda: ModelDrafter(ModelRunner(draft, 512), transform, draws),
         "ngram": lambda: NgramDrafter(1, 4, target.vocab, target.dtype),
     }[drafting]()
@@ -89,7 +89,7 @@ def test_a_rows_lookahead_begins_with_its_text(models):
     long = Prompt("long", tuple(range(3, 43)))
     engine = Engine(
         ModelRunner(target, 512),
-        NoDrafter(),
+        Drafter(),
         SamplingTransform(GREEDY, (), target.vocab),
         RULES["block"],
         CounterDraws(0),
@@ -121,7 +121,7 @@ def test_a_long_prompt_is_read_in_chunks(models):
 
     watched = Watched(target.module, "target")
     transform = SamplingTransform(GREEDY, (), target.vocab)
-    engine = Engine(ModelRunner(watched, 10), NoDrafter(), transform, RULES["block"], CounterDraws(0))
+    engine = Engine(ModelRunner(watched, 10), Drafter(), transform, RULES["block"], CounterDraws(0))
     short = [Prompt("a", (5,)), Prompt("b", (6, 7))]
     texts = drive_refilled(engine, [*short, long], 2, k=0, longest=80, max_new=8)
     assert fed == [10, 10, 10, 9]

@@ -13,7 +13,7 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
-from llama_ssp.speculative.drafters.local import ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -95,7 +95,7 @@ def source_of(scenario: Scenario) -> type[ReplayDraws]:
 def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any) -> Outcome:
     """One run of the shipping loop under the given draws."""
     transform = SamplingTransform(s.sampling, tuple(s.ends), target.vocab)
-    drafter: Any = NoDrafter()
+    drafter: Any = Drafter()
     if draft is not None and s.bridge is not None:
         drafter = bridged(s.bridge, ModelRunner(draft, s.chunk), transform, draws)
     elif draft is not None:

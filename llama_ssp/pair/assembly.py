@@ -33,7 +33,7 @@ from llama_ssp.report.run_folder import Progress
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
-from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, NgramDrafter, NoDrafter
+from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, NgramDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter, SendingDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
@@ -185,7 +185,7 @@ def engine_with(
         roles = replace(roles, draft_channel=None)
     target = ModelRunner(pair.target, chunk) if pair.target else None
     if target is not None and roles.leads:
-        return Engine(target, drafter or NoDrafter(), transform, rule or rule_of(run), draws, roles)
+        return Engine(target, drafter or Drafter(), transform, rule or rule_of(run), draws, roles)
     device = next(model.device for model in (pair.target, pair.draft) if model)
     return Follower(target, drafter, roles, pair.context, device)
 
@@ -200,7 +200,7 @@ def _drafter(
     if pair.target and roles.leads and run.drafts_from_text:
         return NgramDrafter(spec.ngram_min, spec.ngram_max, transform.vocab, wide(pair.target.dtype))
     if not run.has_draft_model:
-        return NoDrafter() if pair.draft and roles.drafts_apart else None
+        return Drafter() if pair.draft and roles.drafts_apart else None
     if pair.draft is None:
         if not isinstance(roles.draft_channel, DraftClient):
             return None

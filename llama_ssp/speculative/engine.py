@@ -15,7 +15,6 @@ from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative import native
 from llama_ssp.speculative.drafters.local import Drafter, certain_where, resting, within
-from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol, RoundResult
@@ -58,7 +57,7 @@ class RankEngine(ABC):
     @property
     def overlap(self) -> dict[str, Any] | None:
         """Figures of a draft on ranks of its own; None without one, and on other ranks than the leader."""
-        return self.drafter.figures() if isinstance(self.drafter, RemoteDrafter) else None
+        return self.drafter.figures() if self.drafter else None
 
     def prefill(self, prompts: list[Prompt], max_new_tokens: int, longest: int = 0) -> State:
         """The batch's state; every cache holds all of each prompt but its last token.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from llama_ssp.speculative.drafters.ahead import AheadDraftShard
-from llama_ssp.speculative.drafters.remote import SendingDrafter
 from llama_ssp.speculative.engine import RankEngine, target_logits
 from llama_ssp.speculative.round_protocol import FollowerProtocol, RoundResult
 from llama_ssp.speculative.state import Proposal, State
@@ -35,7 +33,7 @@ class Follower(RankEngine):
         self._enter("verify", self._rounds.decided + 1)
         if self.target:
             target_logits(self.target, state, proposal.count)
-        if isinstance(self.drafter, SendingDrafter | AheadDraftShard):
+        if self.drafter:
             self.drafter.meanwhile(state, proposal)
         result = self._rounds.result(state)
         if self.watch:

@@ -232,7 +232,7 @@ class AheadDraftShard(DraftModel):
             self._assist(state)
         return Proposal(nothing(state).drafted_BK, None, count)
 
-    def meanwhile(self, state: State, _proposal: Proposal) -> None:
+    def meanwhile(self, state: State, proposal: Proposal) -> None:
         """Assists until the rank that draws is done."""
         if self._overlap is not Overlap.off:
             self._assist(state)

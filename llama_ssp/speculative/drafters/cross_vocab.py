@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.transfer import sent
-from llama_ssp.speculative.drafters.local import DraftModel, certain, certain_where, nothing, reach
+from llama_ssp.speculative.drafters.local import (
+    DraftModel,
+    Drawn,
+    certain,
+    certain_where,
+    nothing,
+    proposal_of,
+    reach,
+    resting,
+)
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -156,22 +165,19 @@ class IntersectionDrafter(_BridgedDrafter):
         count = tuple(min(n, r) for n, r in zip(count, room, strict=True))
         if not max(count):
             return nothing(state)
-        drafted, probs, damaged = [], [], []
-        for offset in range(max(count)):
-            drafting = [offset < n for n in count]
-            logit_BV = self._in_target(self._logits(offset, drafting).to(state.device))
-            probs_BV = self._probs(logit_BV, state, offset)
-            idle_B = ~sent(drafting, state.device)
-            slot = state.slot(Purpose.DRAFT, offset)
-            token_B = self._draws.categorical(certain_where(idle_B, probs_BV), slot)
-            state.write_draft(token_B, offset, count)
-            self._own_V = self._own_V.to(token_B.device)
-            self._write_draft(self._own_V[token_B], offset, drafting)
-            drafted.append(token_B)
-            probs.append(probs_BV)
-            damaged.append(_damaged(logit_BV) & ~idle_B)
-        damaged_B = torch.stack(damaged, 1).any(1)
-        return Proposal(torch.stack(drafted, 1), torch.stack(probs, 1), count, damaged_B)
+        return proposal_of([self._step(state, offset, count) for offset in range(max(count))], count)
+
+    def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
+        """Draft number `offset` of each row that has one, written behind its text in both vocabularies."""
+        drafting = [offset < n for n in count]
+        logit_BV = self._in_target(self._logits(offset, drafting).to(state.device))
+        probs_BV = self._probs(logit_BV, state, offset)
+        idle = [not active for active in drafting]
+        token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))
+        state.write_draft(token_B, offset, count)
+        self._own_V = self._own_V.to(token_B.device)
+        self._write_draft(self._own_V[token_B], offset, drafting)
+        return Drawn(token_B, probs_BV)
 
     def _in_target(self, logit_BD: Tensor) -> Tensor:
         """The draft's logits by the target's ids.
@@ -195,7 +201,7 @@ class IntersectionDrafter(_BridgedDrafter):
         certainty of token 0 is one.
         """
         probs_BV = self._transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
-        return certain_where(probs_BV.isnan().any(-1), probs_BV)
+        return certain_where(probs_BV.isnan().any(-1) & ~_damaged(logit_BV), probs_BV)
 
 
 class TextDrafter(_BridgedDrafter):

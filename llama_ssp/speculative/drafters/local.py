@@ -8,6 +8,7 @@ token is submitted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Drawn:
 
 
 class Drafter:
-    """Proposes up to `count` tokens a row. This base has no model and no cache, and proposes nothing."""
+    """Proposes up to `count` tokens a row. This base is regular sampling: it proposes nothing."""
 
     @property
     def forwards(self) -> int:
@@ -50,12 +51,15 @@ class Drafter:
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         return nothing(state)
 
+    def meanwhile(self, state: State, proposal: Proposal) -> None:
+        """What it does while the target verifies; for a draft on ranks of its own."""
+
     def roll_back(self, lengths: list[int]) -> None:
         """Drops what was not committed; the texts have these lengths."""
 
-
-class NoDrafter(Drafter):
-    """Regular sampling."""
+    def figures(self) -> dict[str, Any] | None:
+        """Figures of a draft on ranks of its own, under the names of the JSON interface."""
+        return None
 
 
 class DraftModel(Drafter):
@@ -108,10 +112,7 @@ class ModelDrafter(DraftModel):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
-        drawn = [self._step(state, offset, count) for offset in range(max(count))]
-        probs_BKV = torch.stack([step.probs_BV for step in drawn], 1)
-        damaged_B = within(count, has_nan(probs_BKV)).any(1)
-        return Proposal(torch.stack([step.token_B for step in drawn], 1), probs_BKV, count, damaged_B)
+        return proposal_of([self._step(state, offset, count) for offset in range(max(count))], count)
 
     def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
         """Draft number `offset` of each row that has one, written behind its text."""
@@ -153,6 +154,13 @@ class NgramDrafter(Drafter):
             for text, wanted in zip(state.texts, count, strict=True)
         ]
         return certain(state, found, self._vocab, self._dtype)
+
+
+def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
+    """The proposal of these drafts; rows whose probabilities are NaN are damaged."""
+    probs_BKV = torch.stack([one.probs_BV for one in drawn], 1)
+    damaged_B = within(count, has_nan(probs_BKV)).any(1)
+    return Proposal(torch.stack([one.token_B for one in drawn], 1), probs_BKV, count, damaged_B)
 
 
 def certain(
