@@ -399,9 +399,10 @@ def _text_by_its_own_law(self: Any, state: State, count: tuple[int, ...]) -> Pro
 
 def _any_clock(self: CounterDraws, slot: Slot, count: int, device: Any) -> Any:
     """A round's clocks are made once for all rounds."""
-    if self._wound[1].shape != (len(slot.keys), count):
-        self._wound = None, self._of_races(slot.keys, slot.bases, count)
-    return self._wound[1]
+    known = self._held.get(draws.RACES)
+    if known is None or known[1].shape != (len(slot.keys), count):
+        self._held[draws.RACES] = None, self._numbers(draws.RACES, slot, count)
+    return self._held[draws.RACES][1]
 
 
 def _named(change: Callable[[Slot], Slot]) -> Any:
@@ -420,7 +421,7 @@ def _coins_of_drafts(self: CounterDraws, chance: Any, slot: Slot) -> Any:
 def _overlapping(self: CounterDraws, slot: Slot, count: int, device: Any) -> Any:
     """Number offset + purpose, so that one draft's coin is the next one's number."""
     first = slot.offset + slot.purpose
-    return self._table(slot.keys, slot.bases, first + count, device)[:, first : first + count]
+    return self._table(draws.ROUNDS, slot, first + count, device)[:, first : first + count]
 
 
 def _counted(counter: Callable[[int, int, int], list[int]]) -> Any:

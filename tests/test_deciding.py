@@ -25,7 +25,7 @@ from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine, block_of
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.native import HostDraws, by_kernel, decide
-from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot, heat, inverse_cdf
+from llama_ssp.speculative.rng import RACES, ROUNDS, CounterDraws, Purpose, Slot, heat, inverse_cdf
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES, BlockRule
@@ -358,13 +358,12 @@ def test_a_coin_that_equals_the_chance_does_not_pass():
 
 
 def test_numbers_are_the_same():
-    keys, bases = (2**64 - 3, 7, 0), (0, 5, 2**40)
+    slot = Slot((2**64 - 3, 7, 0), (0, 5, 2**40), Purpose.DRAFT)
     for seed in (0, 2**64 - 1):
         one, other = CounterDraws(seed, {7: 5}), HostDraws(seed, {7: 5})
-        assert torch.equal(one._of_round(keys, bases, 97), other._of_round(keys, bases, 97))
-        torch.testing.assert_close(
-            one._of_races(keys, bases, 501), other._of_races(keys, bases, 501), rtol=1e-15, atol=1e-15
-        )
+        assert torch.equal(one._numbers(ROUNDS, slot, 97), other._numbers(ROUNDS, slot, 97))
+        clocks = one._numbers(RACES, slot, 501), other._numbers(RACES, slot, 501)
+        torch.testing.assert_close(*clocks, rtol=1e-15, atol=1e-15)
 
 
 @pytest.mark.parametrize("vocab", [2, 255, 256, 257, 3000])

@@ -405,10 +405,10 @@ def text_p_value(kind: type[CounterDraws], rule: str) -> float:
     return g_test(np.array([found[text] for text in probs]), np.array(list(probs.values())))
 
 
-def shared_by_races(self: CounterDraws, *texts: Any) -> torch.Tensor:
+def shared_by_races(self: CounterDraws, stream: int, slot: Slot, width: int) -> torch.Tensor:
     """Clocks out of the numbers that drafts and coins have."""
-    halves = (self._rows(*texts, draws.ROUNDS) >> np.uint64(1)) + 0.5
-    return torch.from_numpy(-np.log(halves * 2.0**-52))
+    uniform = numbers(self, draws.ROUNDS, slot, width)
+    return -(uniform + 2.0**-54).log() if stream == draws.RACES else uniform
 
 
 def shared_by_coins(self: CounterDraws, slot: Slot, count: int, device: torch.device) -> torch.Tensor:
@@ -417,7 +417,7 @@ def shared_by_coins(self: CounterDraws, slot: Slot, count: int, device: torch.de
     return uniforms(self, own, count, device)
 
 
-uniforms = CounterDraws._uniforms
+uniforms, numbers = CounterDraws._uniforms, CounterDraws._numbers
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -426,7 +426,7 @@ def test_texts_have_the_targets_law(kind, rule):
     assert text_p_value(kind, rule) > FALSE_ALARM
 
 
-@pytest.mark.parametrize(("name", "fault"), [("_of_races", shared_by_races), ("_uniforms", shared_by_coins)])
+@pytest.mark.parametrize(("name", "fault"), [("_numbers", shared_by_races), ("_uniforms", shared_by_coins)])
 def test_texts_of_shared_numbers_have_not(name, fault):
     with patch.object(CounterDraws, name, fault):
         assert text_p_value(CounterDraws, "block") < FALSE_ALARM

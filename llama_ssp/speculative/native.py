@@ -23,7 +23,7 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.compile import CompiledModel
 from llama_ssp.models.kernels.build import complaint, library
 from llama_ssp.speculative.coupled import source
-from llama_ssp.speculative.rng import RACES, ROUNDS, CounterDraws, Draws, Purpose, heat
+from llama_ssp.speculative.rng import RACES, CounterDraws, Draws, Purpose, Slot, heat
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import Rule
 
@@ -45,20 +45,13 @@ class HostDraws(CounterDraws):
         operators().draw(*_address(probs_BV), rows, vocab, *uniforms, token_B.data_ptr())
         return token_B
 
-    def _of_round(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int) -> Tensor:
-        return self._numbers(False, keys, bases, width, ROUNDS)
-
-    def _of_races(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int) -> Tensor:
-        return self._numbers(True, keys, bases, width, RACES)
-
-    def _numbers(
-        self, of_race: bool, keys: tuple[int, ...], bases: tuple[int, ...], width: int, stream: int
-    ) -> Tensor:
-        number_BN = torch.empty(len(keys), width, dtype=torch.float64)
-        seeds = array("Q", (self.own.get(key, self.seed) for key in keys))
-        columns = seeds, array("Q", keys), array("Q", bases)
+    def _numbers(self, stream: int, slot: Slot, width: int) -> Tensor:
+        number_BN = torch.empty(len(slot.keys), width, dtype=torch.float64)
+        seeds = array("Q", (self.own.get(key, self.seed) for key in slot.keys))
+        columns = seeds, array("Q", slot.keys), array("Q", slot.bases)
         addresses = (column.buffer_info()[0] for column in columns)
-        operators().numbers(of_race, len(keys), *addresses, stream, width, number_BN.data_ptr())
+        rows, out = len(slot.keys), number_BN.data_ptr()
+        operators().numbers(stream == RACES, rows, *addresses, stream, width, out)
         return number_BN
 
 

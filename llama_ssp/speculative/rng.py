@@ -41,6 +41,7 @@ class Purpose(IntEnum):
 PURPOSES = len(Purpose)
 ROUNDS, RACES, POSITIONS = range(3)  # streams: a word of the counter, so that they never meet
 PREPARED = 96  # numbers a row that are made at once: enough for 32 drafts
+NOTHING = (None, torch.empty(0, 0))
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ class CounterDraws:
     shared_noise = False
     seed: int
     own: dict[int, int] = field(default_factory=dict)  # seeds of prompts that have one, by prompt key
-    _latest: tuple[object, Tensor] = field(default=(None, torch.empty(0, 0)), repr=False)
-    _wound: tuple[object, Tensor] = field(default=(None, torch.empty(0, 0)), repr=False)
+    _held: dict[int, tuple[object, Tensor]] = field(default_factory=dict, repr=False)  # tables by stream
 
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
         uniform_BN = self._uniforms(slot, chance_BN.shape[1], chance_BN.device)
@@ -99,43 +99,35 @@ class CounterDraws:
         return inverse_cdf(probs_BV, uniform_B1)
 
     def _clocks(self, slot: Slot, count: int, device: torch.device) -> Tensor:
-        """A round's exponentials, (B, count), made once."""
-        known, clock_BN = self._wound
-        if known != (slot.keys, slot.bases, device) or clock_BN.shape[1] < count:
-            clock_BN = sent(self._of_races(slot.keys, slot.bases, count), device)
-            self._wound = (slot.keys, slot.bases, device), clock_BN
-        return clock_BN[:, :count]
+        """A round's exponentials, (B, count)."""
+        return self._table(RACES, slot, count, device)[:, :count]
 
     def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """One number for each row and offset, (B, count)."""
         first = PURPOSES * slot.offset + slot.purpose
         end = first + PURPOSES * count
-        return self._table(slot.keys, slot.bases, end, device)[:, first:end:PURPOSES]
+        return self._table(ROUNDS, slot, end, device)[:, first:end:PURPOSES]
 
-    def _table(
-        self, keys: tuple[int, ...], bases: tuple[int, ...], width: int, device: torch.device
-    ) -> Tensor:
-        """All of a round's uniforms, made and sent to the device when the first is needed.
+    def _table(self, stream: int, slot: Slot, width: int, device: torch.device) -> Tensor:
+        """At least `width` of a round's numbers, (B, N), made and sent to the device when first needed.
 
         A wider table starts with the narrower one, so its width never changes a draw.
         """
-        known, table = self._latest
-        if known != (keys, bases, device) or table.shape[1] < width:
-            table = sent(self._of_round(keys, bases, max(PREPARED, 2 * width)), device)
-            self._latest = (keys, bases, device), table
+        texts = slot.keys, slot.bases, device
+        known, table = self._held.get(stream, NOTHING)
+        if known != texts or table.shape[1] < width:
+            whole = max(PREPARED, 2 * width) if stream == ROUNDS else width
+            table = sent(self._numbers(stream, slot, whole), device)
+            self._held[stream] = texts, table
         return table
 
-    def _of_round(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int) -> Tensor:
-        """Uniforms of 53 bits."""
-        return torch.from_numpy(self._rows(keys, bases, width, ROUNDS) * 2.0**-53)
-
-    def _of_races(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int) -> Tensor:
-        """Exponentials of 52 bits, so that none is 0."""
-        halves = (self._rows(keys, bases, width, RACES) >> np.uint64(1)) + 0.5
-        return torch.from_numpy(-np.log(halves * 2.0**-52))
-
-    def _rows(self, keys: tuple[int, ...], bases: tuple[int, ...], width: int, stream: int) -> np.ndarray:
-        return np.stack([self._row(key, base, width, stream) for key, base in zip(keys, bases, strict=True)])
+    def _numbers(self, stream: int, slot: Slot, width: int) -> Tensor:
+        """Uniforms of 53 bits; for races exponentials of 52 bits, so that none is 0."""
+        texts = zip(slot.keys, slot.bases, strict=True)
+        whole_BN = np.stack([self._row(key, base, width, stream) for key, base in texts])
+        if stream == ROUNDS:
+            return torch.from_numpy(whole_BN * 2.0**-53)
+        return torch.from_numpy(-np.log(((whole_BN >> np.uint64(1)) + 0.5) * 2.0**-52))
 
     def _row(self, key: int, base: int, width: int, stream: int) -> np.ndarray:
         """Numbers of 53 bits."""
