@@ -177,10 +177,7 @@ def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV
         prob_BK = acceptance_prob(block)
         seen_BN = torch.cat([prob_BK, *rule.standing(block, prob_BK)], 1)
     else:
-        accepted_B, token_B = (
-            torch.zeros_like(damaged_B, dtype=torch.int64),
-            round_draws.token(probs_BWV[:, 0]),
-        )
+        accepted_B, token_B = torch.zeros_like(damaged_B.long()), round_draws.token(probs_BWV[:, 0])
         seen_BN = probs_BWV[:, 0, :0]
     columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
     return torch.cat([*columns, seen_BN.double()], 1)

@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -69,23 +70,15 @@ class RoundResult:
 
     def to_ints(self) -> list[int]:
         """For a message, without `overlap` and `standing`, which only the leader's draft length needs."""
-        values = []
-        for row, drafted in enumerate(self.drafted):
-            values += [self.accepted[row], self.token[row], int(self.damaged[row]), len(drafted), *drafted]
-        return values
+        counts = map(len, self.drafted)
+        return [*counts, *self.accepted, *self.token, *map(int, self.damaged), *chain(*self.drafted)]
 
     @staticmethod
     def from_ints(values: Iterator[int], rows: int) -> RoundResult:
-        result = RoundResult([], [], [], [], [], [])
-        for _ in range(rows):
-            result.accepted.append(next(values))
-            result.token.append(next(values))
-            result.damaged.append(bool(next(values)))
-            drafted = [next(values) for _ in range(next(values))]
-            result.drafted.append(drafted)
-            result.overlap.append([0.0] * len(drafted))
-            result.standing.append([(0.0, 0.0)] * len(drafted))
-        return result
+        counts, accepted, token, damaged = ([*islice(values, rows)] for _ in range(4))
+        drafted = [[*islice(values, count)] for count in counts]
+        overlap, standing = [[0.0] * count for count in counts], [[(0.0, 0.0)] * count for count in counts]
+        return RoundResult(drafted, accepted, token, overlap, list(map(bool, damaged)), standing)
 
 
 class RoundProtocol(ABC):
@@ -123,7 +116,7 @@ class LeaderProtocol(RoundProtocol):
         """Sends the ranks of the target the last decision, and the drafts."""
         self._require_link()
         if self._target is not None:
-            drafted = [token for row in proposal.drafted_BK.tolist() for token in row]
+            drafted = proposal.drafted_BK.flatten().tolist()
             self._send(self._target, self._basis_of(state), [*proposal.count, *drafted])
         self._all_sent()
 

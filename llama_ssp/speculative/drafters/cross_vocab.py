@@ -26,7 +26,7 @@ from llama_ssp.speculative.drafters.local import (
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.state import Proposal, State
+from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.text.translation import NONE, Intersection, Text
 
 # Slots for a text that takes more of the draft's tokens than a sample did; one that takes still more gets no
@@ -44,7 +44,7 @@ class _Settled:
 
 
 class _BridgedDrafter(DraftModel):
-    """The batch's texts in the draft's tokens, and the draft's KV cache of them."""
+    """The batch's texts in the draft's tokens (`_own`), and the draft's KV cache of them."""
 
     def __init__(self, runner: ModelRunner, bridge: Intersection | Text) -> None:
         super().__init__(runner)
@@ -54,19 +54,16 @@ class _BridgedDrafter(DraftModel):
         self._slots = self._slots_of(capacity)
         self._runner.start(rows, self._slots)
         self._settled: list[_Settled | None] = [None] * rows
-        self._texts: list[list[int]] = [[] for _ in range(rows)]
-        self._token_BS = torch.zeros(
-            rows, self._slots + 1, dtype=torch.int64, device=self._runner.model.device
-        )
+        self._own = State([Prompt("", ())] * rows, self._slots, self._runner.model.device)
 
     def prefill(self, state: State) -> None:
         lengths = [len(self._prompt(state, row).prompt) for row in range(state.rows)]
-        self._runner.prefill(self._token_BS, [self._readable(n) for n in lengths])
+        self._runner.prefill(self._own.token_BS, [self._readable(n) for n in lengths])
 
     def refill(self, state: State, row: int) -> None:
         self._settled[row] = None
         length = self._readable(len(self._prompt(state, row).prompt))
-        self._runner.refill(self._token_BS, row, length + 1)
+        self._runner.refill(self._own.token_BS, row, length + 1)
 
     def limit(self, length: int) -> int:
         """The real limit depends on the draft's own text; `propose` knows its length."""
@@ -118,27 +115,14 @@ class _BridgedDrafter(DraftModel):
 
     def _write(self, row: int, text: list[int]) -> None:
         """Writes the part of a text that fits; a text that does not fit gets no drafts."""
-        fits = text[: self._slots]
-        held = self._token_BS[row, : len(fits)].tolist()
+        own, fits = self._own, text[: self._slots]
+        held = own.token_BS[row, : len(fits)].tolist()
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, fits, strict=True)))
         lengths = [cached + 1 for cached in self._runner.cached]
         lengths[row] = max(1, min(same + 1, len(fits)))
         self._runner.roll_back(lengths)
-        self._token_BS[row, : len(fits)] = sent(fits, self._token_BS.device)
-        self._texts[row] = text
-
-    def _write_draft(self, token_B: Tensor, offset: int, drafting: list[bool]) -> None:
-        """Writes a drafted token behind the text of each row that drafts."""
-        pairs = zip(self._texts, drafting, strict=True)
-        places = [len(text) + offset if active else self._slots for text, active in pairs]
-        index_B1 = sent(places, self._token_BS.device)[:, None]
-        self._token_BS.scatter_(1, index_B1, token_B.to(self._token_BS.device)[:, None])
-
-    def _logits(self, offset: int, drafting: list[bool]) -> Tensor:
-        """The draft's logits after the text and `offset` drafted tokens; other rows are fed nothing."""
-        rows = zip(self._texts, drafting, self._runner.cached, strict=True)
-        ends = [len(text) + offset if active else cached for text, active, cached in rows]
-        return self._runner.logits(self._token_BS, ends, [1] * len(ends))[:, 0]
+        own.texts[row] = fits[:same]
+        own.append(row, fits[same:])
 
 
 def _damaged(logit_BD: Tensor) -> Tensor:
@@ -169,14 +153,13 @@ class IntersectionDrafter(_BridgedDrafter):
 
     def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
         """Draft number `offset` of each row that has one, written behind its text in both vocabularies."""
-        drafting = [offset < n for n in count]
-        logit_BV = self._in_target(self._logits(offset, drafting).to(state.device))
+        logit_BV = self._in_target(self._forward(self._own, offset, count)[:, 0].to(state.device))
         probs_BV = self._probs(logit_BV, state, offset)
-        idle = [not active for active in drafting]
+        idle = [offset >= n for n in count]
         token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))
         state.write_draft(token_B, offset, count)
         self._own_V = self._own_V.to(token_B.device)
-        self._write_draft(self._own_V[token_B], offset, drafting)
+        self._own.write_draft(self._own_V[token_B].to(self._own.device), offset, count)
         return Drawn(token_B, probs_BV)
 
     def _in_target(self, logit_BD: Tensor) -> Tensor:
@@ -237,11 +220,12 @@ class TextDrafter(_BridgedDrafter):
         most = [min(r, 1 + int(expansion * (n + 1))) for r, n in zip(room, count, strict=True)]
         offset = 0
         while any(drafting):
-            logit_BD = self._logits(offset, drafting)
+            going = tuple(offset + active for active in drafting)  # rows that draft have one more
+            logit_BD = self._forward(self._own, offset, going)[:, 0]
             self._unusable = self._unusable.to(logit_BD.device)  # stands for no text, and is no end
             token_B = logit_BD.index_fill(1, self._unusable, -torch.inf).argmax(-1)
             damaged_B |= _damaged(logit_BD).to(state.device) & sent(drafting, state.device)
-            self._write_draft(token_B, offset, drafting)
+            self._own.write_draft(token_B.to(self._own.device), offset, going)
             offset += 1
             for row, token in enumerate(token_B.tolist()):
                 if not drafting[row]:
