@@ -8,12 +8,19 @@ import threading
 import pytest
 import torch
 
+from llama_ssp.config import ModelConf, OnDraftLoss, PlacementConf, RunConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.distributed.draft_link import LinkLost, Listener, connect
 from llama_ssp.distributed.draft_messages import Dismissed, DraftClient, DraftServer, Message, MessageKind
+from llama_ssp.distributed.roles import Roles
 from llama_ssp.errors import DistributedError
+from llama_ssp.pair.assembly import RankModels, engine_for
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.state import Prompt, State
+from tests.distributed.pairs import Known
+from tests.toy import toy
 
 
 def test_each_reply_is_its_own_and_every_request_arrives_in_order():
@@ -109,3 +116,20 @@ def test_a_draft_that_went_is_noticed_at_once():
 def test_where_nobody_listens_nobody_waits_long():
     with pytest.raises(DistributedError, match="cannot connect"):
         connect("127.0.0.1", 1, "", 5.0)
+
+
+def test_engines_of_one_pair_leave_its_connection_as_it_was_made():
+    """Its settings are those of the placement that it was opened with, whatever an engine's run says."""
+    near, far = line()
+    client, server = DraftClient(near, 7.0, essential=True), DraftServer(far, ALONE)
+    made, known = (dict(vars(client)), dict(vars(server))), Known(5)
+    leads = Roles(ALONE, ALONE, None, client, client, apart=(1,))
+    helps = Roles(ALONE, None, ALONE, server, server, apart=(1,))
+    for lost, seconds in ((OnDraftLoss.stop, 1.0), (OnDraftLoss["continue"], 2.0)):
+        placement = PlacementConf(on_draft_loss=lost, draft_timeout_s=seconds)
+        run = RunConf(draft=ModelConf(), placement=placement)
+        for roles, kind in ((leads, Engine), (helps, Follower)):
+            target, draft = (toy(5, 0), None) if roles is leads else (None, toy(5, 1))
+            pair = RankModels(target, draft, {}, roles, 5, 64, 64, torch.float32)
+            assert isinstance(engine_for(pair, run, known, frozenset(), 0, 512), kind)
+    assert (vars(client), vars(server)) == made

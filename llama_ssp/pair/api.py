@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llama_ssp.config import GenerateConf, RunConf, SamplingConfig, SpeculationConfig
+from llama_ssp.config import GenerateConf, SamplingConfig, SpeculationConfig
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
@@ -108,8 +108,8 @@ class Pair:
         """
         done: list[Completion] = []
         with first_cause(self._ranks):
-            run = self._with(max_new_tokens, sampling, speculation, stop, chat, system)
-            for batch, first in self._batches(run, prompts, seed):
+            settings = max_new_tokens, sampling, speculation, stop, chat, system
+            for batch, first in self._batches(prompts, seed, *settings):
                 drafted, accepted = Counter[int](), Counter[int]()
                 for step in batch.steps:
                     for row in step.rows:
@@ -136,8 +136,8 @@ class Pair:
         On ranks other than the leader every list is empty.
         """
         with first_cause(self._ranks):
-            run = self._with(max_new_tokens, sampling, speculation, stop, chat, system)
-            for batch, first in self._batches(run, prompts, seed):
+            settings = max_new_tokens, sampling, speculation, stop, chat, system
+            for batch, first in self._batches(prompts, seed, *settings):
                 for step in batch.steps:
                     rows = [
                         StreamedRow(
@@ -160,24 +160,18 @@ class Pair:
         if kind is None:
             self.close()
 
-    def _with(
-        self, max_new_tokens: int, sampling: SamplingConfig | None, speculation: SpeculationConfig | None,
-        stop: Sequence[str], chat: bool, system: str | None,
-    ) -> RunConf:  # fmt: skip
-        """The run with these settings, checked."""
-        run = self._session.run
+    def _batches(
+        self, prompts: Sequence[str], seed: int | None, max_new_tokens: int, sampling: SamplingConfig | None,
+        speculation: SpeculationConfig | None, stop: Sequence[str], chat: bool, system: str | None,
+    ) -> Iterator[tuple[Batch, int]]:  # fmt: skip
+        """Each batch of a run with these settings, its prompts read, and the number of its first prompt."""
+        pair, run = self._session, self._session.run
         assert isinstance(run.task, GenerateConf)
         task = replace(run.task, max_new_tokens=max_new_tokens, stop=list(stop), chat=chat, system=system)
         sampling, speculation = sampling or run.sampling, speculation or run.speculation
         run = replace(run, task=task, sampling=sampling, speculation=speculation)
         checks.check(run)
         checks.check_context(run)
-        return run
-
-    def _batches(self, run: RunConf, prompts: Sequence[str], seed: int | None) -> Iterator[tuple[Batch, int]]:
-        """Each batch, its prompts read, and the number of its first prompt."""
-        task, pair = run.task, self._session
-        assert isinstance(task, GenerateConf)
         if not prompts:
             return
         if seed is None:

@@ -151,7 +151,7 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf) -> Prompt:
         ids = tokens.chat(conversation(text.text, getattr(task, "system", None)))
     else:
         ids = encoded(text, tokens, run.model.context, getattr(task, "special_tokens", False))
-    return usable(text, begun(ids, tokens), run)
+    return usable(text, ids, tokens, run)
 
 
 def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = False) -> list[int]:
@@ -162,14 +162,14 @@ def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = Fals
     return tokens.encode(text.text, special)
 
 
-def begun(ids: list[int], tokens: Tokens) -> list[int]:
-    """An empty text begins with the model's own first token, if there is one."""
-    return [tokens.bos_id] if not ids and tokens.bos_id is not None else ids
+def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf) -> Prompt:
+    """The prompt of these tokens; of none, the model's own first token, if there is one.
 
-
-def usable(text: TextPrompt, ids: list[int], run: RunConf) -> Prompt:
-    """The prompt of these tokens. Raises DataError where the model cannot continue it."""
+    Raises DataError where the model cannot continue it.
+    """
     context, vocab = run.model.context, run.model.vocab
+    if not ids and tokens.bos_id is not None:
+        ids = [tokens.bos_id]
     if not ids:
         what = "the prompt is empty and the model has no token to begin a text with"
         raise DataError(what, text.where, fix="give the prompt some text")

@@ -25,7 +25,7 @@ from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, StorageError
 from llama_ssp.pair.assembly import engine_with, lookahead_for, rule_of
-from llama_ssp.pair.batches import NOT_NUMBERS, begun, nothing_run, prompt_of, usable
+from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of, usable
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Progress
@@ -245,4 +245,4 @@ def prompt_of_request(request: Request, pair: PairSession) -> Prompt:
     messages, system = [dict(message) for message in request.messages], getattr(pair.run.task, "system", None)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(system)})
-    return usable(text, begun(pair.tokens.chat(messages), pair.tokens), pair.run)
+    return usable(text, pair.tokens.chat(messages), pair.tokens, pair.run)

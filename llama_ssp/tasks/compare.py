@@ -16,7 +16,7 @@ from rich.console import Console as RichConsole
 
 from llama_ssp.config import CompareConf, Output, home_expanded
 from llama_ssp.errors import DataError
-from llama_ssp.pair.batches import begun, require_numbers, texts_of
+from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.live_view import Scene, Screen, figures, save, verdict
@@ -61,7 +61,7 @@ class CompareTask(Task[CompareConf]):
             Contestant("regular", pair, regular(self._run), seed),
             Contestant(title, pair, self._run, seed),
         )
-        warm_up = Prompt("warm-up", tuple(begun(pair.tokens.encode("warm up"), pair.tokens) or [0]))
+        warm_up = Prompt("warm-up", tuple(pair.tokens.encode("warm up") or [0]))
         for side in self._sides:
             side.warm_up(warm_up, min(WARM_UP_TOKENS, task.max_new_tokens))
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_ssp.config import EvalConf
 from llama_ssp.pair.assembly import ModelCache
-from llama_ssp.pair.batches import Batches, begun, require_numbers, texts_of, usable
+from llama_ssp.pair.batches import Batches, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
@@ -208,7 +208,7 @@ class EvalTask(Task[EvalConf]):
 
 def _prompt(question: Question, pair: PairSession) -> Prompt:
     text = TextPrompt(question.id, question.text, f"task.shots, seed {question.seed}")
-    return usable(text, begun(pair.tokens.encode(text.text), pair.tokens), pair.run)
+    return usable(text, pair.tokens.encode(text.text), pair.tokens, pair.run)
 
 
 def _score(right: list[bool]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class MeasureTask(Task[MeasureConf]):
             draw = random.Random(f"{self._inputs.seed} {length}")
             ids = draw.choices(range(min(self._run.model.vocab, pair.tokens.size)), k=length)
             text = TextPrompt(f"length-{length}", "", f"task.lengths, {length}")
-            found.append(usable(text, ids, self._run))
+            found.append(usable(text, ids, pair.tokens, self._run))
         return found
 
     def _repeat(
