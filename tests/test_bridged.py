@@ -104,11 +104,9 @@ def test_rows_are_refilled(kind: Any, adaptive: bool) -> None:
     def texts(prompts: list[Prompt], rows: int, longest: int) -> dict[str, list[int]]:
         drafter, transform = made("target within draft", kind, toy(draft.size, 1), CounterDraws(5))
         engine = Engine(
-            ModelRunner(toy(target.size, 0), 512), drafter, transform, RULES["block"], CounterDraws(5)
+            ModelRunner(toy(target.size, 0), 2), drafter, transform, RULES["block"], CounterDraws(5)
         )
-        return drive_refilled(
-            engine, prompts, rows, k=3, longest=longest, max_new=24, chunk=2, adaptive=adaptive
-        )
+        return drive_refilled(engine, prompts, rows, k=3, longest=longest, max_new=24, adaptive=adaptive)
 
     together = texts(PROMPTS, 2, 40)
     assert together == {p.id: texts([p], 1, 0)[p.id] for p in PROMPTS}
