@@ -23,7 +23,8 @@ from llama_ssp.distributed.draft_messages import DraftClient, DraftServer, Messa
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
-from llama_ssp.speculative.drafters.remote import RemoteDrafter, SendingDrafter
+from llama_ssp.speculative.drafters.ahead import AheadDrafter
+from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.generate import Limits, generate
@@ -177,7 +178,7 @@ def overlapped(
     remote = RemoteDrafter(asker, draft.context, transform.vocab, torch.float64)
     leads = Roles(ALONE, ALONE, None, asker, asker, apart=(1,))
     helps = Roles(ALONE, None, ALONE, answerer, answerer, apart=(1,))
-    sender = SendingDrafter(ModelRunner(draft, s.chunk), transform, draws, ALONE, answerer, Overlap.ahead)
+    sender = AheadDrafter(ModelRunner(draft, s.chunk), transform, draws, ALONE, answerer, Overlap.ahead)
     engine = Engine(ModelRunner(target, s.chunk), remote, transform, RULES[s.rule], draws, leads)
     follower = Follower(None, sender, helps, target.context, torch.device("cpu"))
 

@@ -12,8 +12,7 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.draft_messages import DraftClient, Message, MessageKind
-from llama_ssp.speculative.drafters import ahead
-from llama_ssp.speculative.drafters import remote as apart
+from llama_ssp.speculative.drafters import ahead, remote
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, Memo
 from llama_ssp.speculative.drafters.local import Drawn
 from llama_ssp.speculative.drafters.remote import read, written
@@ -208,7 +207,11 @@ class Fault:
 WHIM, ALIKE = "whether it is used depends on a token that nobody committed", "every guess is right"
 FAULTS = {
     "a stale proposal is used": Fault(
-        ((DraftClient, "_take", _any_reply), (apart, "tags", _about_anything)),
+        (
+            (DraftClient, "_take", _any_reply),
+            (remote, "tags", _about_anything),
+            (ahead, "tags", _about_anything),
+        ),
         schedule=Schedule((0,) * 6, twice=True),
     ),
     "a proposal for another prefix is used": Fault(((Memo, "stands", _of_any_text),)),

@@ -31,10 +31,10 @@ from llama_ssp.models.loader import DRAFT, load, load_part
 from llama_ssp.pair.placements import ModelPlacement
 from llama_ssp.report.run_folder import Progress
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
-from llama_ssp.speculative.drafters.ahead import AheadDraftShard
+from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, NgramDrafter
-from llama_ssp.speculative.drafters.remote import RemoteDrafter, SendingDrafter
+from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -211,7 +211,7 @@ def _drafter(
             AheadDraftShard(runner, roles.draft, spec.overlap) if roles.drafts_apart else DraftShard(runner)
         )
     if isinstance(roles.draft_channel, DraftServer) and roles.draft is not None:
-        return SendingDrafter(runner, transform, draws, roles.draft, roles.draft_channel, spec.overlap)
+        return AheadDrafter(runner, transform, draws, roles.draft, roles.draft_channel, spec.overlap)
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, transform, draws, bridge)
     if bridge is not None:

@@ -14,16 +14,18 @@ guessed only affects speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import Tensor
 
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.draft_messages import DraftServer
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, nothing
+from llama_ssp.speculative.drafters.remote import Tally, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -50,16 +52,6 @@ class Memo:
         return min(len(self.drawn), self.count[row])
 
 
-@dataclass
-class Tally:
-    """Counts of drafts and rows."""
-
-    rows: int = 0  # that were to draft, summed over rounds
-    rows_ready: int = 0  # of these, with all drafts ready
-    drafted: int = 0  # ahead
-    used: int = 0
-
-
 class Pays:
     """Moving average of draft forwards saved per round by drafting ahead, less those that a request waited
     for.
@@ -79,16 +71,18 @@ class Pays:
 
 
 class AheadDrafter(ModelDrafter):
-    """A draft model that drafts on request, and for the guessed text in between.
+    """A draft model on ranks of its own, which drafts on request, and for the guessed text in between.
 
     If the model is split over ranks, this is the first of them; the others have an `AheadDraftShard`.
     """
 
     def __init__(
-        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, group: Ranks, overlap: Overlap
-    ) -> None:
+        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, group: Ranks,
+        link: DraftServer, overlap: Overlap,
+    ) -> None:  # fmt: skip
         super().__init__(runner, transform, draws)
-        self._group, self._overlap = group, overlap
+        self._group, self._link, self._overlap = group, link, overlap
+        self._waited_s = link.waited_s  # for requests, before this engine
         self._pays = Pays()
         # Whether a request ended drafting ahead; None without a forward.
         self._interrupted: bool | None = None
@@ -113,18 +107,28 @@ class AheadDrafter(ModelDrafter):
         proposal = super().propose(state, count)
         self._end_of_forwards()
         self._drop_memo(state.rows)
+        self._reply(state, proposal)
         return proposal
 
-    def ahead(self, state: State, proposal: Proposal, called: Callable[[], bool]) -> None:
-        """Drafts for the next round, until `called()` or done; `called` is checked between forwards."""
+    def _reply(self, state: State, proposal: Proposal) -> None:
+        """Sends the leader the drafts, and the probabilities that each was drawn from."""
+        assert proposal.draft_BKV is not None and proposal.damaged is not None
+        how, load = written(proposal.draft_BKV)
+        waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
+        head = [how, self.forwards, *astuple(self.tally), waited_us]
+        drafts = [*proposal.damaged.long().tolist(), *proposal.drafted_BK.flatten().tolist()]
+        self._link.send_reply([*tags(state, proposal.count), *head, *drafts], load)
+
+    def meanwhile(self, state: State, proposal: Proposal) -> None:
+        """Drafts for the next round until its request comes, which is checked between forwards."""
         self._interrupted = None
         self._drop_memo(state.rows)
         if self._overlap is Overlap.off:
             return
         if self._overlap is Overlap.ahead or self._pays:
-            forwards, is_called = self._ahead(state, proposal), called()
+            forwards, is_called = self._ahead(state, proposal), self._link.has_request()
             while not is_called and next(forwards, None) is not None:
-                self._interrupted = is_called = called()
+                self._interrupted = is_called = self._link.has_request()
         self._end_of_forwards()
 
     def roll_back(self, lengths: list[int]) -> None:

@@ -1,59 +1,40 @@
-"""A draft on ranks of its own: its first rank draws, and sends the leader tokens and their probabilities.
+"""A draft on ranks of its own, seen by the leader: it requests drafts, and receives their probabilities.
 
-A proposal is tagged, row by row, with the length and a checksum of the text it continues. The leader rejects
-a proposal that is not for its own texts.
+ahead.py is the draft's side. A proposal is tagged, row by row, with the length and a checksum of the text it
+continues. The leader rejects a proposal that is not for its own texts.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from dataclasses import astuple, fields
+from dataclasses import dataclass, fields
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from llama_ssp.config import Overlap
-from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
+from llama_ssp.distributed.draft_messages import DraftClient
 from llama_ssp.models.transfer import sent
-from llama_ssp.speculative.drafters.ahead import AheadDrafter, Tally
 from llama_ssp.speculative.drafters.local import Drafter, nothing, reach
-from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws
-from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
 
 WHOLE, SPARSE = 0, 1  # how probabilities are written
 SPARE = 4  # written sparsely if fewer than one entry in SPARE is not 0
+
+
+@dataclass
+class Tally:
+    """Counts of drafts and rows."""
+
+    rows: int = 0  # that were to draft, summed over rounds
+    rows_ready: int = 0  # of these, with all drafts ready
+    drafted: int = 0  # ahead
+    used: int = 0
+
+
 HEAD = 2 + len(fields(Tally)) + 1  # integers between a reply's tags and its drafts
-
-
-class SendingDrafter(AheadDrafter):
-    """The draft's side: proposes and sends; drafts ahead until the leader's next message arrives."""
-
-    def __init__(
-        self, runner: ModelRunner, transform: SamplingTransform, draws: Draws, group: Ranks,
-        link: DraftServer, overlap: Overlap,
-    ) -> None:  # fmt: skip
-        super().__init__(runner, transform, draws, group, overlap)
-        self._link, self._waited_s = link, link.waited_s
-
-    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        proposal = super().propose(state, count)
-        if proposal.draft_BKV is not None and proposal.damaged is not None:
-            how, load = written(proposal.draft_BKV)
-            drafts = [*proposal.damaged.long().tolist(), *proposal.drafted_BK.flatten().tolist()]
-            waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
-            head = [how, self.forwards, *astuple(self.tally), waited_us]
-            self._link.send_reply([*tags(state, count), *head, *drafts], load)
-        return proposal
-
-    def meanwhile(self, state: State, proposal: Proposal) -> None:
-        """Drafts ahead while the target verifies."""
-        self.ahead(state, proposal, self._link.has_request)
 
 
 class RemoteDrafter(Drafter):
