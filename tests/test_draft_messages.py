@@ -123,8 +123,8 @@ def test_engines_of_one_pair_leave_its_connection_as_it_was_made():
     near, far = line()
     client, server = DraftClient(near, 7.0, essential=True), DraftServer(far, ALONE)
     made, known = (dict(vars(client)), dict(vars(server))), Known(5)
-    leads = Roles(ALONE, ALONE, None, client, client, apart=(1,))
-    helps = Roles(ALONE, None, ALONE, server, server, apart=(1,))
+    leads = Roles(ALONE, ALONE, None, client, apart=(1,))
+    helps = Roles(ALONE, None, ALONE, server, apart=(1,))
     for lost, seconds in ((OnDraftLoss.stop, 1.0), (OnDraftLoss["continue"], 2.0)):
         placement = PlacementConf(on_draft_loss=lost, draft_timeout_s=seconds)
         run = RunConf(draft=ModelConf(), placement=placement)
