@@ -27,12 +27,10 @@ from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest  #
 from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
-from llama_ssp.pair.assembly import engine_with, lookahead_for  # noqa: E402
+from llama_ssp.pair.assembly import engine_for, lookahead_for  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
-from llama_ssp.speculative.sampling import RowTransforms  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.text.tokenizer import Tokens  # noqa: E402
 
@@ -108,11 +106,9 @@ def dealt(works: list[TokenRequest], rows: int) -> list[list[TokenRequest]]:
 def pace(pair: PairSession, batches: list[list[TokenRequest]], rows: int) -> float:
     """Tokens a second, prefill included."""
     run, tokens = pair.run, pair.tokens
-    laws = RowTransforms(run.sampling, tuple(sorted(tokens.end_ids)), min(pair.models.vocab, tokens.size))
-    draws = CounterDraws(1)
-    engine = engine_with(pair.models, run, tokens, laws, draws, 512)
+    engine = engine_for(pair.models, run, tokens, tokens.end_ids, 1, 512)
     lookahead = partial(lookahead_for, run)
-    writer = ContinuousBatch(engine, laws, draws, tokens.decode, lookahead, tokens.end_ids)
+    writer = ContinuousBatch(engine, tokens.decode, lookahead, tokens.end_ids)
     began, written = time.perf_counter(), 0
     for batch in batches:
         written += sum(len(text.token_ids) for text in writer.write(batch, rows, lambda _: None))

@@ -198,7 +198,7 @@ def actual(case: Case, ranks: Ranks) -> int:
     if ranks.is_leader:
         engine = Engine(runner, Drafter(), transform, RULES["block"], draws, crew)
     else:
-        engine = Follower(runner, None, crew, ROOM, CPU)
+        engine = Follower(runner, None, transform, draws, crew, ROOM, CPU)
     proposal = _proposal(case.k, ranks.is_leader)
     before += sum(t.nbytes for t in (proposal.drafted_BK, proposal.draft_BKV) if t is not None)
     most = _peak(lambda: engine.verify(state, proposal))

@@ -180,7 +180,7 @@ def overlapped(
     helps = Roles(ALONE, None, ALONE, answerer, apart=(1,))
     sender = AheadDrafter(ModelRunner(draft, s.chunk), transform, draws, ALONE, answerer, Overlap.ahead)
     engine = Engine(ModelRunner(target, s.chunk), remote, transform, RULES[s.rule], draws, leads)
-    follower = Follower(None, sender, helps, target.context, torch.device("cpu"))
+    follower = Follower(None, sender, transform, draws, helps, target.context, torch.device("cpu"))
 
     def part(engine: Any) -> Outcome:
         state = engine.prefill([Prompt(str(row), ids) for row, ids in enumerate(s.prompts)], s.new)

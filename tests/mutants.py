@@ -32,7 +32,7 @@ from llama_ssp.speculative.drafters import ahead
 from llama_ssp.speculative.drafters import cross_vocab as bridged
 from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
-from llama_ssp.speculative.sampling import Prefix, RowTransforms, SamplingTransform
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, TokenRule
 from tests import rational, rig, trees
@@ -450,19 +450,21 @@ def _keeps(*filters: str) -> Any:
     return fault
 
 
-def _in_groups(self: RowTransforms, logits: Any, prefix: Prefix) -> Any:
+def _in_groups(self: SamplingTransform, logits: Any, prefix: Prefix) -> Any:
     """Rows of equal controls stay together, in whatever order."""
     groups: dict[SamplingTransform, list[int]] = {}
     for row in range(len(logits)):
-        groups.setdefault(self._by_row.get(row, self._usual), []).append(row)
+        groups.setdefault(self._by_row.get(row, self), []).append(row)
     parts = [
-        transform(logits[rows], Prefix(prefix.token_BS[rows], prefix.length_BW[rows], prefix.prompt_B[rows]))
+        transform._alike(
+            logits[rows], Prefix(prefix.token_BS[rows], prefix.length_BW[rows], prefix.prompt_B[rows])
+        )
         for transform, rows in groups.items()
     ]
     return torch.cat(parts)
 
 
-def _as_any_other(self: RowTransforms, row: int, sampling: SamplingConfig) -> None:
+def _as_any_other(self: SamplingTransform, row: int, sampling: SamplingConfig) -> None:
     """A row with controls of its own has those of the first such row."""
     self._by_row[row] = next(iter(self._by_row.values()), None) or SamplingTransform(
         sampling, self.end_ids, self.vocab
@@ -574,8 +576,8 @@ MUTANTS = [
     Mutant("coupled noise rounded to fp16", CoupledDraws, "_exponentials", _rounded, by_test("test_coupled", "test_noise_is_as_fine_as_its_numbers")),
     Mutant("uncut keeps min-p", SamplingTransform, "uncut", _keeps("min_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"min_p": 0.9}, 0.7)),
     Mutant("uncut keeps top-k and top-p", SamplingTransform, "uncut", _keeps("top_k", "top_p"), by_test("test_sampling", "test_uncut_probabilities_are_those_of_no_filter", {"top_p": 0.3}, 0.7)),
-    Mutant("rows of a batch are not put back in order", RowTransforms, "__call__", _in_groups, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
-    Mutant("controls of rows are merged", RowTransforms, "assign", _as_any_other, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
+    Mutant("rows of a batch are not put back in order", SamplingTransform, "_row_by_row", _in_groups, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
+    Mutant("controls of rows are merged", SamplingTransform, "assign", _as_any_other, by_test("test_sampling", "test_each_row_of_a_batch_has_its_own_controls")),
     *(
         Mutant(f"merged drafts have the second one's {what}", ahead, "merged", _merged(part), by_test("test_overlap", "test_rows_of_two_memos_are_merged_whole"))
         for part, what in (("token_B", "tokens"), ("probs_BV", "probabilities"))

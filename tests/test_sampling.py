@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.speculative.sampling import Prefix, RowTransforms, SamplingTransform, filtered, has_nan
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform, filtered, has_nan
 from tests.reference import reference_law
 
 VOCAB, SLOTS, ENDS = 11, 16, frozenset({4, 9})
@@ -157,7 +157,7 @@ def test_each_row_of_a_batch_has_its_own_controls():
     logits = logits.repeat(3, 1, 1)
     prefix = Prefix(prefix.token_BS.repeat(3, 1), prefix.length_BW.repeat(3, 1), prefix.prompt_B.repeat(3))
     usual, cool, few = SamplingConfig(), SamplingConfig(temperature=0.5), SamplingConfig(top_k=2)
-    transform = RowTransforms(usual, (), VOCAB)
+    transform = SamplingTransform(usual, (), VOCAB)
     for asked in (
         [cool, usual, few, usual, cool, few, few, usual, cool],
         [usual, few, few, cool] * 2 + [usual],

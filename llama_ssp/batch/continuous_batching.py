@@ -13,8 +13,7 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
-from llama_ssp.speculative.rng import CounterDraws, prompt_key
-from llama_ssp.speculative.sampling import RowTransforms
+from llama_ssp.speculative.rng import prompt_key
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import Decode, Writing
@@ -49,8 +48,6 @@ class ContinuousBatch:
     """Answers requests on one engine. `figures` is right at any moment, also after a failure."""
 
     engine: RankEngine
-    transforms: RowTransforms
-    draws: CounterDraws
     decode: Decode
     lookahead: Callable[[int], DraftLength]
     ends: frozenset[int]
@@ -96,9 +93,9 @@ class ContinuousBatch:
         self._in_row[row] = request
         self._limits.by_row[row] = request.max_new_tokens
         self._writing.begin(row, request.prompt.token_ids, list(request.stop))
-        self.transforms.assign(row, request.sampling)
+        self.engine.transform.assign(row, request.sampling)
         if request.seed is not None:
-            self.draws.own[prompt_key(request.prompt.id)] = request.seed
+            self.engine.draws.own[prompt_key(request.prompt.id)] = request.seed
 
     def _reply(self, state: State, row: int, finish: str) -> Reply:
         text, ids = self._writing.text(row), state.generated(row)

@@ -159,6 +159,11 @@ def _loaded(placed: ModelPlacement, group: Ranks) -> CausalModel:
     return quickened(part) if placed.quickened else part
 
 
+def rule_of(run: RunConf) -> Rule:
+    """The rule that accepts drafts, as configured."""
+    return RULES[run.speculation.verification.value]
+
+
 def engine_for(
     pair: RankModels, run: RunConf, tokens: Tokens, end_ids: frozenset[int], seed: int, chunk: int,
     rule: Rule | None = None,
@@ -166,19 +171,6 @@ def engine_for(
     """One engine with caches and draws of its own; only real tokens are drawn. `rule` replaces the run's."""
     transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
     draws = draws_for(pair.target, rule_of(run), seed)
-    return engine_with(pair, run, tokens, transform, draws, chunk, rule)
-
-
-def rule_of(run: RunConf) -> Rule:
-    """The rule that accepts drafts, as configured."""
-    return RULES[run.speculation.verification.value]
-
-
-def engine_with(
-    pair: RankModels, run: RunConf, tokens: Tokens, transform: SamplingTransform, draws: Draws, chunk: int,
-    rule: Rule | None = None,
-) -> RankEngine:  # fmt: skip
-    """An engine with KV caches of its own, for this sampling transform and these random draws."""
     roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None
     drafter = _drafter(pair, run, transform, draws, chunk, bridge)
     if not run.has_draft_model and not roles.drafts_apart:
@@ -187,7 +179,7 @@ def engine_with(
     if target is not None and roles.leads:
         return Engine(target, drafter or Drafter(), transform, rule or rule_of(run), draws, roles)
     device = next(model.device for model in (pair.target, pair.draft) if model)
-    return Follower(target, drafter, roles, pair.context, device)
+    return Follower(target, drafter, transform, draws, roles, pair.context, device)
 
 
 def _drafter(

@@ -37,10 +37,11 @@ class RankEngine(ABC):
     _protocol: type[RoundProtocol]
 
     def __init__(
-        self, target: ModelRunner | None, drafter: Drafter | None, roles: Roles, context: int,
-        device: torch.device,
+        self, target: ModelRunner | None, drafter: Drafter | None, transform: SamplingTransform,
+        draws: Draws, roles: Roles, context: int, device: torch.device,
     ) -> None:  # fmt: skip
         """`target` and `drafter` are None where this rank has no part in them."""
+        self.transform, self.draws = transform, draws
         self.target, self.drafter, self.context = target, drafter, context
         self.part: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch's
         self.watch: Watch | None = None
@@ -126,8 +127,8 @@ class Engine(RankEngine):
         roles: Roles = SOLE,
     ) -> None:  # fmt: skip
         model = target.model
-        super().__init__(target, drafter, roles, model.context, model.device)
-        self._transform, self._rule, self.draws = transform, rule, draws
+        super().__init__(target, drafter, transform, draws, roles, model.context, model.device)
+        self._rule = rule
         self._decide = native.decide if native.can_decide(rule, draws) else decide
 
     @torch.inference_mode()
@@ -154,7 +155,7 @@ class Engine(RankEngine):
 
     def judge(self, state: State, proposal: Proposal, logit_BWV: Tensor) -> RoundResult:
         """What each row commits, given the target's logits over its drafts and the position after them."""
-        probs_BWV = self._transform(logit_BWV, state.prefix(0, proposal.k + 1))
+        probs_BWV = self.transform(logit_BWV, state.prefix(0, proposal.k + 1))
         decided_BN = self._decide(self._rule, self.draws, state, proposal, probs_BWV)
         result = RoundResult.of(decided_BN, proposal)
         if self.watch:

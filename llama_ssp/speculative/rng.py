@@ -58,6 +58,7 @@ class Draws(Protocol):
     """Everything random in a run goes through these two calls."""
 
     shared_noise: bool  # whether tokens of one position are drawn with the same noise for any purpose
+    own: dict[int, int]  # seeds of prompts that have one, by prompt key
 
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:
         """Independent coins; column n of the result belongs to offset `slot.offset + n`."""
@@ -77,7 +78,7 @@ class CounterDraws:
 
     shared_noise = False
     seed: int
-    own: dict[int, int] = field(default_factory=dict)  # seeds of prompts that have one, by prompt key
+    own: dict[int, int] = field(default_factory=dict)
     _held: dict[int, tuple[object, Tensor]] = field(default_factory=dict, repr=False)  # tables by stream
 
     def bernoulli(self, chance_BN: Tensor, slot: Slot) -> Tensor:

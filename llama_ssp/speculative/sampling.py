@@ -33,16 +33,42 @@ class Prefix:
 
 
 class SamplingTransform:
-    """Turns logits into probabilities under one set of sampling controls."""
+    """Turns logits into probabilities under one set of sampling controls; a row may have its own."""
 
     def __init__(self, sampling: SamplingConfig, end_ids: tuple[int, ...], vocab: int) -> None:
         """`vocab` is the target's; a draft's logits beyond it are cut, missing ones get probability 0."""
         self.controls = sampling
         self.end_ids = tuple(i for i in end_ids if i < vocab)
         self.vocab = vocab
+        self._by_row: dict[int, SamplingTransform] = {}  # rows with other controls
+
+    def assign(self, row: int, sampling: SamplingConfig) -> None:
+        """Sets the row's controls."""
+        if sampling == self.controls:
+            self._by_row.pop(row, None)
+        else:
+            alike = (transform for transform in self._by_row.values() if transform.controls == sampling)
+            self._by_row[row] = next(alike, None) or SamplingTransform(sampling, self.end_ids, self.vocab)
 
     def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         """The probabilities at each position, (B, W, V). A row of NaN marks damaged logits."""
+        return self._row_by_row(logit_BWV, prefix) if self._by_row else self._alike(logit_BWV, prefix)
+
+    def _row_by_row(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
+        """The same, where rows have controls of their own."""
+        groups: dict[SamplingTransform, list[int]] = {}
+        for row in range(len(logit_BWV)):
+            groups.setdefault(self._by_row.get(row, self), []).append(row)
+        parts = []
+        for transform, rows in groups.items():
+            chosen = sent(rows, logit_BWV.device)
+            own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
+            parts.append(transform._alike(logit_BWV[chosen], own))
+        order = [row for rows in groups.values() for row in rows]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat(parts)[sent(back, logit_BWV.device)]
+
+    def _alike(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         wide = torch.promote_types(logit_BWV.dtype, torch.float32)
         logit_BWV = logit_BWV[..., : self.vocab].to(wide)
         probs_BWV = self._probs(logit_BWV, prefix)
@@ -82,10 +108,8 @@ class SamplingTransform:
         controls, width = self.controls, logit_BWV.shape[-1]
         if controls.logit_bias or controls.bad_tokens:
             shift_V = torch.zeros(width, dtype=logit_BWV.dtype)
-            for token, bias in [
-                *controls.logit_bias.items(),
-                *((i, -torch.inf) for i in controls.bad_tokens),
-            ]:
+            banned = dict.fromkeys(controls.bad_tokens, -torch.inf)
+            for token, bias in {**controls.logit_bias, **banned}.items():
                 if token < width:
                     shift_V[token] = bias
             logit_BWV = logit_BWV + sent(shift_V, logit_BWV.device)
@@ -107,38 +131,6 @@ class SamplingTransform:
             logit_BWV = logit_BWV - controls.frequency_penalty * count_BWV
             logit_BWV = logit_BWV - controls.presence_penalty * count_BWV.clamp(max=1)
         return logit_BWV
-
-
-class RowTransforms(SamplingTransform):
-    """The transform of a batch whose rows may each have controls of their own."""
-
-    def __init__(self, sampling: SamplingConfig, end_ids: tuple[int, ...], vocab: int) -> None:
-        super().__init__(sampling, end_ids, vocab)
-        self._usual = SamplingTransform(sampling, end_ids, vocab)
-        self._by_row: dict[int, SamplingTransform] = {}  # rows with other controls
-
-    def assign(self, row: int, sampling: SamplingConfig) -> None:
-        """Sets the row's controls."""
-        if sampling == self.controls:
-            self._by_row.pop(row, None)
-        else:
-            alike = (transform for transform in self._by_row.values() if transform.controls == sampling)
-            self._by_row[row] = next(alike, None) or SamplingTransform(sampling, self.end_ids, self.vocab)
-
-    def __call__(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
-        if not self._by_row:
-            return super().__call__(logit_BWV, prefix)
-        groups: dict[SamplingTransform, list[int]] = {}
-        for row in range(len(logit_BWV)):
-            groups.setdefault(self._by_row.get(row, self._usual), []).append(row)
-        parts = []
-        for transform, rows in groups.items():
-            chosen = sent(rows, logit_BWV.device)
-            own = Prefix(prefix.token_BS[chosen], prefix.length_BW[chosen], prefix.prompt_B[chosen])
-            parts.append(transform(logit_BWV[chosen], own))
-        order = [row for rows in groups.values() for row in rows]
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return torch.cat(parts)[sent(back, logit_BWV.device)]
 
 
 def filtered(probs: Array, top_k: int, top_p: float, min_p: float) -> Array:

@@ -24,14 +24,12 @@ from llama_ssp.config import BatchConf
 from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, StorageError
-from llama_ssp.pair.assembly import engine_with, lookahead_for, rule_of
+from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of, usable
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.tables import figure
-from llama_ssp.speculative.native import draws_for
-from llama_ssp.speculative.sampling import RowTransforms
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.interactive import while_others_wait
@@ -102,12 +100,8 @@ class BatchTask(Task[BatchConf]):
         return self._inputs.job
 
     def _writer(self, pair: PairSession) -> ContinuousBatch:
-        models, tokens, run, ends = pair.models, pair.tokens, pair.run, pair.end_ids
-        transform = RowTransforms(run.sampling, tuple(sorted(ends)), min(models.vocab, tokens.size))
-        draws = draws_for(models.target, rule_of(run), self._inputs.seed)
-        engine = engine_with(models, run, tokens, transform, draws, self._task.prefill_chunk)
-        lookahead = partial(lookahead_for, run)
-        return ContinuousBatch(engine, transform, draws, tokens.decode, lookahead, ends)
+        engine, lookahead = pair.engine(self._inputs.seed), partial(lookahead_for, pair.run)
+        return ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids)
 
     def _lead(self, pair: PairSession) -> None:
         """Shard by shard, until each is done or another process works on it."""
