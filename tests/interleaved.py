@@ -141,10 +141,13 @@ class StagedLink:
                 stage.mail[self._far].append(frame)
             stage.give_floor(self._side)  # the leader goes on as far as it can
 
+    def has_frame(self) -> bool:
+        return bool(self._stage.mail[self._side]) and self._sees()
+
     def receive(self, seconds: float) -> bytes | None:
         stage, mail = self._stage, self._stage.mail[self._side]
         if seconds <= 0:
-            return mail.popleft() if mail and self._sees() else None
+            return mail.popleft() if self.has_frame() else None
         while not mail:
             stage.waiting.add(self._side)
             assert len(stage.waiting) < 2, "both wait"

@@ -59,6 +59,9 @@ class QueueLink:
     def send(self, frame: bytes) -> None:
         self._out.put(frame)
 
+    def has_frame(self) -> bool:
+        return not self._back.empty()
+
     def receive(self, seconds: float) -> bytes | None:
         with suppress(queue.Empty):
             return self._back.get(timeout=seconds) if seconds > 0 else self._back.get_nowait()
