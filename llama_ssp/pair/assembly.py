@@ -85,9 +85,8 @@ class ModelCache:
             gc.collect()
             torch.cuda.empty_cache()
         self._ranks.enter("load")
-        self._ranks.require_same(
-            "number formats", json.dumps({placed.role: placed.dtype.value for placed in found})
-        )
+        formats = {placed.role: placed.dtype.value for placed in found}
+        self._ranks.require_same("number formats", json.dumps(formats))
         if self._ranks.world > 1:
             prints = {placed.role: fingerprint(placed.path) if placed.path else "" for placed in found}
             self._ranks.require_same("the models' files", json.dumps(prints))
@@ -95,10 +94,9 @@ class ModelCache:
         roles = self._roles_of(found)
         models = {placed.role: self._model(placed, roles) for placed in found}
         target, draft = models["model"], models.get(DRAFT)
-        sizes = [
-            size for model in (target, draft) for size in ((model.vocab, model.context) if model else (0, 0))
-        ]
-        vocab, context, _, draft_context = map(max, *self._ranks.gather_ints(sizes), [0, 0, 0, 0])
+        sizes = [(model.vocab, model.context) if model else (0, 0) for model in (target, draft)]
+        every = self._ranks.gather_ints([*sizes[0], *sizes[1]])
+        vocab, context, _, draft_context = map(max, *every, [0, 0, 0, 0])
         devices = {placed.role: placed.in_words() for placed in found}
         draft_dtype = TORCH_DTYPES[found[-1].dtype]
         return RankModels(target, draft, devices, roles, vocab, context, draft_context, draft_dtype)
@@ -145,9 +143,8 @@ def _loaded(placed: ModelPlacement, group: Ranks) -> CausalModel:
     """By the engine that the placement names."""
     what = placed.model, placed.path, placed.dtype
     if placed.splitting is Splitting.layers:
-        return load_layers(
-            *what, placed.max_memory, home_expanded(placed.offload) if placed.offload else None, placed.role
-        )
+        offload = home_expanded(placed.offload) if placed.offload else None
+        return load_layers(*what, placed.max_memory, offload, placed.role)
     if group.world == 1:
         causal = load(*what, placed.device, placed.role)
         if not placed.compiled:
@@ -199,9 +196,8 @@ def _drafter(
         return RemoteDrafter(roles.draft_channel, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
     runner = ModelRunner(pair.draft, chunk)
     if roles.draft is not None and not roles.draft.is_leader:
-        return (
-            AheadDraftShard(runner, roles.draft, spec.overlap) if roles.drafts_apart else DraftShard(runner)
-        )
+        apart = roles.drafts_apart
+        return AheadDraftShard(runner, roles.draft, spec.overlap) if apart else DraftShard(runner)
     if isinstance(roles.draft_channel, DraftServer) and roles.draft is not None:
         return AheadDrafter(runner, transform, draws, roles.draft, roles.draft_channel, spec.overlap)
     if isinstance(bridge, Intersection):

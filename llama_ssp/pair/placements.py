@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
-from llama_ssp.distributed.placement import LEADER, Placement
+from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import UsageError
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.kernels.build import compiler
@@ -43,7 +43,6 @@ class ModelPlacement:
     device: torch.device
     dtype: Dtype
     splitting: Splitting
-    world: int
     ranks: tuple[int, ...]
     copies: bool
     max_memory: dict[str, str]
@@ -85,7 +84,7 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     memory = {str(key): size for key, size in conf.max_memory.items()}
     compiled = compiles(run, role, model, device, dtype, splitting, 1 if copies else len(ranks))
     return ModelPlacement(
-        role, model, path, device, dtype, splitting, placement.world, ranks, copies, memory,
+        role, model, path, device, dtype, splitting, ranks, copies, memory,
         conf.offload_folder, Pairing.of(run), compiled, not compiled and quickens(run, dtype, splitting),
     )  # fmt: skip
 
@@ -111,22 +110,18 @@ def tokens_of(found: list[ModelPlacement]) -> Tokens:
 
 
 def require_loadable(
-    found: list[ModelPlacement], run: RunConf, rows: int, slots: int, caches: tuple[int, int] = (1, 1)
+    spec: PairSpec, found: list[ModelPlacement], rows: int, slots: int, caches: tuple[int, int] = (1, 1)
 ) -> Prediction | None:
     """The plan's prediction for this run, if it can be planned; raises DistributedError if it does not fit.
 
     `caches` says how many KV caches of the target and of the draft there are at once.
     """
-    target, draft = found[0], found[1] if len(found) > 1 else None
-    prediction = None
-    if (
-        draft is None or draft.device == target.device or target.world > 1
-    ):  # plans are for devices of one kind
-        drafting = (draft.ranks, draft.copies) if draft is not None else ((), False)
-        placement = Placement(target.splitting, target.world, target.ranks, *drafting)
+    run, device, prediction = spec.run, found[0].device, None
+    # Plans are for devices of one kind.
+    if spec.placement.world > 1 or all(placed.device == device for placed in found):
         prediction = predict(
-            run, placement, rows=rows, slots=slots, dtypes=[placed.dtype for placed in found], caches=caches,
-            capacity=memory_of(target.device), on_cpu=target.device.type == "cpu",
+            run, spec.placement, rows=rows, slots=slots, dtypes=[placed.dtype for placed in found],
+            caches=caches, capacity=memory_of(device), on_cpu=device.type == "cpu",
         )  # fmt: skip
     if prediction is not None:
         require_fit(prediction, run.plan.enforce)

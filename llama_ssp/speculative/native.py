@@ -64,9 +64,7 @@ def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV
     """The same as `engine.decide`."""
     assert isinstance(draws, HostDraws)
     target_BWV, drafted_BK, k = probs_BWV.contiguous(), proposal.drafted_BK.contiguous(), proposal.k
-    draft_BKV = (
-        target_BWV if proposal.draft_BKV is None else proposal.draft_BKV.contiguous()
-    )  # not read if K = 0
+    draft_BKV = target_BWV if proposal.draft_BKV is None else proposal.draft_BKV.contiguous()
     vocab, size = target_BWV.shape[-1], heat(target_BWV.shape[-1])
     coin_BK = draws._uniforms(state.slot(Purpose.ACCEPT), k, target_BWV.device)
     clock_BN = draws._clocks(state.slot(Purpose.CORRECT), 2 * size, target_BWV.device)
