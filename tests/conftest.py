@@ -34,6 +34,12 @@ gc.freeze()  # torch's and transformers' objects are many, and stay
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Chooses the quick cases, then deals the tests out to the workers."""
+    choose_quick(items)
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def choose_quick(items: list[pytest.Item]) -> None:
     """Of a test marked few(n), n cases stay quick: spread evenly, so that each kind of case is met."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -46,7 +52,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in found:
             if item.nodeid not in quick:
                 item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)  # first: they wait most
+
+
+def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The tests in an order where each worker's first part, an equal count, begins with its slow ones.
+
+    So the tests that run last are quick, and all workers end together. Tests on Slurm, which wait most,
+    come first of all, on two workers, each with a cluster of its own.
+    """
+    kinds: list[list[pytest.Item]] = [[], [], []]
+    on_slurm, slow, quick = kinds
+    for item in items:
+        marks = [item.get_closest_marker(name) is not None for name in ("slurm", "slow")]
+        kinds[marks.index(True) if any(marks) else 2].append(item)
+    order: list[pytest.Item] = []
+    for worker in range(workers):
+        end = len(order) + (len(items) - len(order)) // (workers - worker)
+        order += on_slurm[worker :: min(2, workers)] if worker < 2 else []
+        order += slow[len(slow) * worker // workers : len(slow) * (worker + 1) // workers]
+        count = max(0, end - len(order)) if worker < workers - 1 else len(quick)
+        order += quick[:count]
+        del quick[:count]
+    return order
 
 
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -351,7 +351,7 @@ PROMPTS = [
 TABLE = [*SETTINGS, *PRIVATE, *MACHINES, *PROMPTS]
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(25)
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_one_line_and_its_code(
     case: Case, command: Command, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

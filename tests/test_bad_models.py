@@ -93,7 +93,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.few(40)
+@pytest.mark.few(16)
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_one_line_and_its_code(
     case: Case, command: Command, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -117,7 +117,7 @@ SIDE_BY_SIDE = [
 TABLE = [*EVALUATIONS, *SIDE_BY_SIDE]
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_one_line_and_its_code(
     case: Case, command: Command, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

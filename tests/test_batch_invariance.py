@@ -83,14 +83,15 @@ def test_a_text_does_not_depend_on_its_batch(drafter: str, rule: str, controls: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("controls", CONTROLS)
-@pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gpt_neo"])
-def test_no_text_depends_on_its_batch(family: str, drafter: str, rule: str, controls: str) -> None:
-    """K is fixed in one half and adaptive in the other, so that any three choices meet."""
-    half = (family != "llama-gqa") + (drafter == "ngram") + (rule == "token") + (controls == "filtered")
-    check(family, drafter, rule, controls, half % 2 == 1)
+@pytest.mark.parametrize("controls", range(3))
+@pytest.mark.parametrize("family", range(3))
+def test_no_text_depends_on_its_batch(family: int, controls: int, drafter: str) -> None:
+    """Rule and K, fixed or adaptive, alternate so that any two choices meet."""
+    rule = ("token", "block")[(family + controls + (drafter == "ngram")) % 2]
+    adaptive = ((family + 2 * controls) % 3 == 0) != (drafter == "ngram")
+    name = ("llama-gqa", "mistral-window", "gpt_neo")[family]
+    check(name, drafter, rule, list(CONTROLS)[controls], adaptive)
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])

@@ -37,7 +37,7 @@ def prompts() -> list[Prompt]:
     ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("drafting", "k", "adaptive"),

@@ -112,8 +112,8 @@ def test_who_outlives_its_command_is_found() -> None:
 
 @pytest.mark.slow
 def test_a_short_soak_passes(tmp_path: Path) -> None:
-    """Its beginning alone: the long job, and as many scenarios as begin within half a minute."""
+    """Its beginning alone: the long job, and as many scenarios as begin within ten seconds."""
     soak = Soak(seed=11)
-    endure(soak, 0.5, tmp_path, records=120)
+    endure(soak, 1 / 6, tmp_path, records=60)
     report = soak.report("the test")
     assert soak.held and soak.trials and not soak.found, report

@@ -89,8 +89,8 @@ def smaller(recipe: Recipe) -> Recipe:
         row=128,
         long_every=0,
         bpe_size=512,
-        files=60,
-        steps=60,
+        files=20,
+        steps=40,
         compile=False,
     )
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf, Weights
@@ -51,6 +50,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def kinds() -> tuple[type, type]:
+    """The layers of 8 and of 4 bits; their library takes two seconds to import, so not at collection."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    return Linear8bitLt, Linear4bit
+
+
 def off(found: list[Tensor], exact: list[Tensor]) -> float:
     """The error of all passes together, of the size of the logits."""
     ours, theirs = torch.cat(found).double(), torch.cat(exact).double()
@@ -59,7 +65,7 @@ def off(found: list[Tensor], exact: list[Tensor]) -> float:
 
 def numbers(layer: Any) -> tuple[Tensor, Tensor]:
     """What a quantised layer holds: codes and scales, by row of the weight."""
-    if isinstance(layer, Linear8bitLt):
+    if isinstance(layer, kinds()[0]):
         return layer.weight.CB, layer.weight.SCB
     rows = layer.out_features
     return layer.weight.data.view(rows, -1), layer.weight.quant_state.absmax.view(rows, -1)
@@ -83,7 +89,7 @@ def test_parts_hold_the_whole_layers_numbers_and_lose_no_accuracy(
                     assert torch.equal(held, taken(full, cut)), layer
                 cut_outputs += 1
             else:
-                assert isinstance(ours, RowParallel) and isinstance(ours.inner, Linear8bitLt | Linear4bit)
+                assert isinstance(ours, RowParallel) and isinstance(ours.inner, kinds())
                 assert ours.inner.bias is None
         assert type(part.module.get_output_embeddings()).__mro__[1] is nn.Linear
         assert part.module.get_output_embeddings().weight.dtype is torch.bfloat16
@@ -107,7 +113,7 @@ MADE = ModelConf(
 def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
     """Over ranks as in one process, and the distribution, which is in 16 bit, stays."""
     whole = load(MADE, None, dtype, CPU, "model")
-    layers = [m for m in whole.module.modules() if isinstance(m, Linear8bitLt | Linear4bit)]
+    layers = [m for m in whole.module.modules() if isinstance(m, kinds())]
     assert len(layers) == 2 * 7
     expected, exact = walked(whole), walked(load(MADE, None, Dtype.bf16, CPU, "model"))
     assert off(expected, exact) < 0.02

@@ -156,7 +156,7 @@ GRID = [
 ]
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "world"), GRID)
 def test_the_parts_give_the_whole_models_logits(name: str, world: int, folder_of: Any):
     if not splits(name, world):
@@ -207,6 +207,7 @@ SYNTHETIC = ModelConf(
 )  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("role", ["model", "draft"])
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_synthetic_weights_are_made_by_slices(family: str, role: str):
