@@ -93,14 +93,14 @@ def _keys(file: Path) -> list[str]:
     keys = PACKAGE_HEADER.findall(text)
     if isinstance(content, dict) and "defaults" in content:
         keys += _entries(content["defaults"], file)
-    stack, seen = [content], set[int]()
-    while stack:
+    stack = [content]
+    while stack:  # it ends: values are counted with aliases written out
         node = stack.pop()
-        if not isinstance(node, (dict, list)) or id(node) in seen:  # an alias may occur many times
-            continue
-        seen.add(id(node))
-        keys += [str(key) for key in node] if isinstance(node, dict) else []
-        stack += node.values() if isinstance(node, dict) else node
+        if isinstance(node, dict):
+            keys += map(str, node)
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
     return keys
 
 

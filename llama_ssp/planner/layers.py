@@ -47,15 +47,12 @@ def stages(model: ModelConf, dtype: Dtype, gpus: int) -> list[Stage]:
     names = [EMBEDDING, *[LAYERS] * model.n_layers, NORMS, *[HEAD] * (not model.tied)]
     limit = sum(sizes[name] for name in names) // gpus + int(EXTRA_LAYERS * sizes[LAYERS])
     assigned: list[list[str]] = [[]]
-    used = 0
     for at, name in enumerate(names):
-        largest_to_come = max((sizes[other] for other in names[at + 1 :]), default=0)
-        kept = largest_to_come if len(assigned) == 1 else 0
-        if len(assigned) < gpus and used + sizes[name] > limit - kept:
+        to_come = [sizes[other] for other in names[at + 1 :]] if len(assigned) == 1 else []
+        used = sum(sizes[other] for other in assigned[-1])
+        if len(assigned) < gpus and used + sizes[name] > limit - max(to_come, default=0):
             assigned.append([])
-            used = 0
         assigned[-1].append(name)
-        used += sizes[name]
     head = EMBEDDING if model.tied else HEAD
     return [Stage(own.count(LAYERS), EMBEDDING in own, NORMS in own, head in own) for own in assigned if own]
 

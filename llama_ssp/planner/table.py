@@ -97,12 +97,12 @@ def _bars(ranks: tuple[RankMemory, ...], device: str) -> Iterator[Text]:
     kinds: dict[object, list[RankMemory]] = {}
     for one in ranks:
         kinds.setdefault((tuple(_cells(one).items()), one.verdict), []).append(one)
-    used = [name for name in FILL if any(parts(one.lines)[name] for one in ranks)]
     for alike in kinds.values():
         yield _bar(alike, device)
     legend = Text(" " * 9)
-    for name in used:
-        legend.append(f"{FILL[name]} {name}  ", style=COLOUR[name])
+    for name in FILL:
+        if any(parts(one.lines)[name] for one in ranks):
+            legend.append(f"{FILL[name]} {name}  ", style=COLOUR[name])
     yield legend
 
 

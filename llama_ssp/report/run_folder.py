@@ -51,13 +51,13 @@ class RunFolder:
     """
 
     def __init__(self, run: RunConf, seed: int | None) -> None:
-        self.path: Path | None = None
         self._run, self._seed = run, seed
+        self.path: Path | None = None
         self._rounds: IO[str] | None = None
         if run.out is None:
             return
         now = datetime.now()
-        base = home_expanded(run.out) / now.strftime("%Y-%m-%d")
+        base = home_expanded(run.out) / f"{now:%Y-%m-%d}"
         with _writing(run.out):
             base.mkdir(parents=True, exist_ok=True)
             self.path = _new_folder(base, f"{now:%H-%M-%S}-{run.task.name}")

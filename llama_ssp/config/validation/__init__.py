@@ -49,8 +49,7 @@ def check(run: RunConf) -> None:
 
 
 def _check_placement(placement: PlacementConf) -> None:
-    for role in ("target", "draft"):
-        device = getattr(placement, f"{role}_device")
+    for role, device in (("target", placement.target_device), ("draft", placement.draft_device)):
         if not DEVICE.fullmatch(device):
             what, allowed = f"placement.{role}_device names no device", "auto, cpu, cuda, cuda:N"
             raise UsageError(what, "", repr(device), allowed, "correct it")
