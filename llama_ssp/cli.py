@@ -27,7 +27,7 @@ from llama_ssp.batch.slurm import status, submit
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.environment import RankEnvironment, rank_environment
-from llama_ssp.config.overrides import CONF, check_arguments, check_homes, ranks, translated
+from llama_ssp.config.overrides import CONF, check_arguments, check_homes, translated
 from llama_ssp.config.validation.cluster import check_sharing
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
@@ -165,11 +165,11 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     if isinstance(task, PlanConf):
         from llama_ssp.tasks import plan as planning
 
-        return planning.execute(checked, ranks(), leads)
+        return planning.execute(checked, rank_environment().world, leads)
     if isinstance(task, BatchConf) and (code := _shared(checked, folders)) is not None:
         return code
     check_pictures(task.pictures)
-    pairs = pair_specs(checked, folders, ranks())
+    pairs = pair_specs(checked, folders, rank_environment().world)
     recorded = checked if task.named_pairs else pairs[0].run
     # The leader reads prompts and draws the seed, and broadcasts both.
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])

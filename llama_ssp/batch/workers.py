@@ -16,7 +16,7 @@ from typing import Any
 from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
 from llama_ssp.batch.requests import Request
 from llama_ssp.config import RunConf
-from llama_ssp.config.overrides import ranks
+from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.planner.run_plan import predict, require_fit
@@ -34,9 +34,9 @@ LASTING = (USAGE, DATA, MODEL)  # exit codes that another run would end with aga
 
 def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str, Any]]:
     """The job, and how every summary of it begins. Raises RunError for what does not fit `world` ranks."""
-    if ranks() > 1:
+    if (ranks := rank_environment().world) > 1:
         what, where = "groups are started by the command itself", f"cluster.groups={run.cluster.groups}"
-        raise UsageError(what, where, f"{ranks()} ranks of torchrun", fix="start it without torchrun")
+        raise UsageError(what, where, f"{ranks} ranks of torchrun", fix="start it without torchrun")
     pair = pair_specs(run, folders, world)[0]
     job = job_of(pair.run, pair.files, chosen_seed(run, is_job=True))
     # By the figures of the cluster that is named; None where it says too little.

@@ -28,11 +28,9 @@ LOSSY = {  # settings of other programs that change the output distribution
     "accept_threshold": "an acceptance threshold changes the distribution",
     **dict.fromkeys(("ensemble_weight", "assistant_ensemble_weight"), "an ensemble is not the target alone"),
 }
-REPLACES = "it would replace the project's configuration"
-REFUSED_FLAGS = {
-    **dict.fromkeys(("--config-path", "-cp", "--config-name", "-cn"), REPLACES),
-    "--experimental-rerun": "it reads pickled files",
-}
+REFUSED_FLAGS = dict.fromkeys(
+    ("--config-path", "-cp", "--config-name", "-cn"), "it would replace the project's configuration"
+) | {"--experimental-rerun": "it reads pickled files"}
 ADDED_TO = {  # maps, to which Hydra adds with a plus sign
     "sampling.logit_bias": "{5: -2.0}', token: bias",
     "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
@@ -129,10 +127,6 @@ def _no_option(group: str, option: str) -> UsageError:
     return UsageError(what, allowed=", ".join(allowed), fix=fix)
 
 
-def ranks() -> int:
-    return rank_environment().world
-
-
 def _checked_flag(argument: str, waiting: Iterator[str]) -> list[str]:
     """The flag, and the argument after it where that is its value."""
     flag, equals, value = argument.partition("=")
@@ -141,7 +135,7 @@ def _checked_flag(argument: str, waiting: Iterator[str]) -> list[str]:
     if flag not in FLAGS:
         close = difflib.get_close_matches(flag, FLAGS, n=1)
         raise UsageError(f"unknown flag {flag}", fix=f"did you mean {close[0]}?" if close else "see --help")
-    if flag in ("--multirun", "-m") and ranks() > 1:
+    if flag in ("--multirun", "-m") and rank_environment().world > 1:
         raise UsageError(f"{flag} needs one process", fix="loop over torchrun in the shell")
     allowed = FLAGS[flag]
     if allowed == ():
@@ -183,9 +177,8 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     close = difflib.get_close_matches(bare, [*known, *GROUPS], n=1, cutoff=0.6)
     meant = (same_leaf or close or [""])[0]
-    raise UsageError(
-        f"unknown key {bare}", fix=f"did you mean {meant}?" if meant else "see --help for the keys"
-    )
+    fix = f"did you mean {meant}?" if meant else "see --help for the keys"
+    raise UsageError(f"unknown key {bare}", fix=fix)
 
 
 def _options(group: str) -> list[str]:

@@ -103,10 +103,7 @@ def option(request: PlanRequest, placement: Placement, k: int | None = None) -> 
 def require_possible(request: PlanRequest, placement: Placement) -> None:
     """Refuses a split that the models do not allow."""
     if placement.splitting is Splitting.deepspeed:  # it loads the whole model, and splits it by its own rules
-        what, found = (
-            "what DeepSpeed holds is not planned",
-            f"placement.splitting={placement.splitting.value}",
-        )
+        what, found = "what DeepSpeed holds is not planned", "placement.splitting=deepspeed"
         fix = "plan placement=auto, leader, sharded, replicated, own or layers"
         raise DistributedError(what, found=found, allowed="tensor, layers", fix=fix)
     degrees = len(placement.target), placement.draft_degree
@@ -163,10 +160,10 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     def verify_s(k: int) -> float:
         probs = work.rows * (k + 1) * target.vocab
         spent = forward_s(target, times, work.rows, k + 1, slots) + probs * times.probs + times.round
-        return spent + (times.check + probs * times.accept if k else 0.0)
+        return spent + (times.check + probs * times.accept if k else 0.0) + messages
 
     drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
-    verify = tuple(verify_s(k) + messages for k in range((request.k_max if drafts else 0) + 1))
+    verify = tuple(map(verify_s, range(request.k_max * drafts + 1)))
     return RoundTimes(step, verify, work.rows, request.overlap if placement.draft_apart else Overlap.off)
 
 

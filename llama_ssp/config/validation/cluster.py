@@ -32,10 +32,9 @@ def check_sharing(run: RunConf) -> None:
     cluster, task = run.cluster, run.task
     for key, value, usual in (("scheduler", cluster.scheduler.value, "none"), ("groups", cluster.groups, 1)):
         if value != usual and not isinstance(task, BatchConf | PlanConf):
-            found, fix = f"{value}, task={task.name}", f"leave cluster.{key} out if that is what you want"
-            raise UsageError(
-                f"cluster.{key} is for task=batch", found=found, fix=f"it would run here and now: {fix}"
-            )
+            what, found = f"cluster.{key} is for task=batch", f"{value}, task={task.name}"
+            fix = f"it would run here and now: leave cluster.{key} out if that is what you want"
+            raise UsageError(what, found=found, fix=fix)
     if isinstance(task, BatchConf) and task.submit and cluster.scheduler is Scheduler.none:
         what = "task.submit=true needs a scheduler"
         raise UsageError(what, found="cluster.scheduler=none", fix="use cluster=slurm")
