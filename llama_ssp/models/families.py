@@ -94,12 +94,11 @@ class Family:
     def fused_mlp(self) -> bool:
         return Linear.GATE_UP in self.layers.values()
 
-    def windowed(self, sliding_window: int | None) -> tuple[bool, ...]:
-        """For each kind of attention layer in a model with this window: does the window limit it?"""
+    def masks(self, sliding_window: int | None) -> int:
+        """How many masks a model with this window has: one for each kind of attention layer."""
         window = self.window
-        if window is None or not (sliding_window or (window.partial and not window.switched)):
-            return (False,)
-        return (False, True) if window.partial else (True,)
+        has_both = window is not None and window.partial and (sliding_window or not window.switched)
+        return 2 if has_both else 1
 
 
 QWEN_WINDOW = Window(partial=True, switched=True)

@@ -78,7 +78,7 @@ class Forward:
 
     def masks(self) -> int:
         """A mask for each kind of layer, bool or to be added, and positions: kept until the next pass."""
-        cells = len(self.own.windowed) * self.tokens * self.span * (self.w if self.part.family.eager else 1)
+        cells = self.own.masks * self.tokens * self.span * (self.w if self.part.family.eager else 1)
         return cells + INT * (INTEGERS * (self.tokens + self.rows) + self.span)
 
     def moments(self, before: int = 0) -> Iterator[Parts]:

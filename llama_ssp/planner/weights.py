@@ -176,22 +176,19 @@ def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class RolePart:
-    """What one rank holds of a role: a part of the weights, and caches of `capacity` tokens and a spare slot.
-
-    `windowed` has an entry for each kind of attention layer: whether it has a sliding window.
-    """
+    """One rank's part of a role: weights, and caches of `capacity` tokens and a spare slot."""
 
     role: str
     part: Part
     dtype: Dtype
     capacity: int
     caches: int
-    windowed: tuple[bool, ...]
+    masks: int
 
     @staticmethod
     def of(role: Role, part: Part, capacity: int, caches: int = 1) -> RolePart:
-        windowed = part.family.windowed(role.model.sliding_window)
-        return RolePart(role.role, part, role.dtype, capacity, caches, windowed)
+        masks = part.family.masks(role.model.sliding_window)
+        return RolePart(role.role, part, role.dtype, capacity, caches, masks)
 
     def keys(self, rows: int) -> int:
         """How many numbers the keys of one layer are, in one cache."""
