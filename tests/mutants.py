@@ -405,6 +405,16 @@ def _any_clock(self: CounterDraws, slot: Slot, count: int, device: Any) -> Any:
     return self._held[draws.RACES][1]
 
 
+def _clocks_of_rounds(numbers: Any) -> Any:
+    """Clocks made of the numbers that drafts and coins have."""
+
+    def fault(self: CounterDraws, stream: int, slot: Slot, width: int) -> Any:
+        uniform = numbers(self, draws.ROUNDS, slot, width)
+        return uniform if stream == draws.ROUNDS else -(((uniform * 2**52).floor() + 0.5) * 2.0**-52).log()
+
+    return fault
+
+
 def _named(change: Callable[[Slot], Slot]) -> Any:
     """Numbers of another slot."""
 
@@ -562,7 +572,7 @@ MUTANTS = [
     Mutant("EOS seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("EOS inside the block")),
     Mutant("stop seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("stop sequence across blocks")),
     Mutant("one row's correction for all rows", engine.StateDraws, "token", _first_row_decides, by_tree("two ragged rows")),
-    Mutant("races read the counters of drafts and coins", draws, "RACES", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
+    Mutant("races read the counters of drafts and coins", CounterDraws, "_numbers", _clocks_of_rounds(CounterDraws._numbers), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("coupled noise reads the counters of drafts and coins", coupled, "POSITIONS", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a coin is its draft's number", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a coin is its draft's number, in a run", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_a_run_asks_for_no_number_twice", CounterDraws)),
@@ -588,7 +598,7 @@ MUTANTS = [
         Mutant("kernel: a small weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-3) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
         Mutant("kernel: a tiny weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-12) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
         Mutant("kernel: broken drafts are forgotten", deciding, "decide", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
-        Mutant("kernel: races read the counters of drafts and coins", deciding, "RACES", draws.ROUNDS, by_test("test_deciding", "test_numbers_are_the_same")),
+        Mutant("kernel: races read the counters of drafts and coins", deciding.HostDraws, "_numbers", _clocks_of_rounds(deciding.HostDraws._numbers), by_test("test_deciding", "test_numbers_are_the_same")),
         Mutant("kernel: numbers do not know their stream", deciding, "operators", _kernel("{0, 0, stream, base[row]}", "{0, 0, 0, base[row]}"), by_test("test_draws", "test_the_kernel_reads_the_same_numbers")),
     ]),
 ]  # fmt: skip

@@ -408,7 +408,7 @@ def text_p_value(kind: type[CounterDraws], rule: str) -> float:
 def shared_by_races(self: CounterDraws, stream: int, slot: Slot, width: int) -> torch.Tensor:
     """Clocks out of the numbers that drafts and coins have."""
     uniform = numbers(self, draws.ROUNDS, slot, width)
-    return -(uniform + 2.0**-54).log() if stream == draws.RACES else uniform
+    return -(((uniform * 2**52).floor() + 0.5) * 2.0**-52).log() if stream == draws.RACES else uniform
 
 
 def shared_by_coins(self: CounterDraws, slot: Slot, count: int, device: torch.device) -> torch.Tensor:
