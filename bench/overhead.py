@@ -61,7 +61,7 @@ CONTROLS = {
 class Instant:
     """A model with precomputed logits."""
 
-    context, device = 4096, torch.device("cpu")
+    context, device, restart = 4096, torch.device("cpu"), None
 
     def __init__(self, vocab: int, columns: int, rows: int = 1, work: Tensor | None = None) -> None:
         self.vocab, self._work = vocab, work

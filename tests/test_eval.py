@@ -48,7 +48,7 @@ class Calculator:
     """A model of bytes that knows multiplication; `knows` tells which questions it gets right."""
 
     vocab, context, device, dtype = 256, 1024, torch.device("cpu"), torch.float32
-    held_bytes = 0
+    held_bytes, restart = 0, None
 
     def __init__(self, model: ModelConf, knows: Callable[[int, int], bool]) -> None:
         self.name, self._knows = model.name, knows

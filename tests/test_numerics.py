@@ -181,7 +181,7 @@ class Scripted:
     Behind token 1 the tokens 2 and 4 are `gap` apart, and trade places in a block if `moved` is larger.
     """
 
-    vocab, context, device = 6, 64, torch.device("cpu")
+    vocab, context, device, restart = 6, 64, torch.device("cpu"), None
 
     def __init__(self, gap: float = 0.25, moved: float = 0.5) -> None:
         self.gap, self.moved = gap, moved
