@@ -31,6 +31,7 @@ class Task(Generic[Conf]):
         self._pair: PairSession | None = None
         self._plot: str | None = None
         self._found: list[Any] = []  # what the run has found so far
+        self._measured: list[RunMeasurement] = []
 
     def run(self) -> str:
         """Does the work; returns the status of the summary: done, partial, or failed where a check did."""
@@ -46,7 +47,7 @@ class Task(Generic[Conf]):
 
     def measurements(self) -> list[RunMeasurement]:
         """How fast each way of generating was, for comparison with the plan."""
-        return []
+        return self._measured
 
     def _open(self, spec: PairSpec | None = None) -> PairSession:
         """The run's pair, its models not yet loaded."""

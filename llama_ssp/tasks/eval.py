@@ -15,7 +15,6 @@ from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.batches import Batches, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.plots import plot_scores
 from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.statistics import paired_difference, wilson
@@ -65,7 +64,6 @@ class EvalTask(Task[EvalConf]):
         self._seeds = task.seeds[:1] if task.quick else task.seeds
         self._sizes = [QUICK] if task.quick else sorted(task.sizes)
         self._scored: list[ScoredPair] = []  # those that have been begun
-        self._measured: list[RunMeasurement] = []
         self._devices: dict[str, dict[str, str]] = {}
 
     def run(self) -> str:
@@ -91,10 +89,6 @@ class EvalTask(Task[EvalConf]):
             "devices": self._devices,
             "plot": self._plot,
         }
-
-    def measurements(self) -> list[RunMeasurement]:
-        """Every mode of every pair that has ended."""
-        return self._measured
 
     def _questions(self) -> list[list[Question]]:
         """The questions, in one block for each size: those that the size before it lacks.

@@ -97,7 +97,11 @@ class _Stream:
             self._ended[row.row] = row.finish is not None
         while self._row < len(self._prompts):
             ended = self._ended[self._row]
-            self._print(ended)
+            piece = self._writing.printable(self._row, ended)
+            if not self._begun and self._console.is_terminal:
+                self._console.write(f"\x1b[2m{self._prompts[self._row]}\x1b[0m")
+            self._begun = True
+            self._console.write(piece)
             if not ended:
                 return
             self.end()
@@ -108,13 +112,6 @@ class _Stream:
         if self._begun:
             self._console.write("\n")
         self._begun = False
-
-    def _print(self, ended: bool) -> None:
-        piece = self._writing.printable(self._row, ended)
-        if not self._begun and self._console.is_terminal:
-            self._console.write(f"\x1b[2m{self._prompts[self._row]}\x1b[0m")
-        self._begun = True
-        self._console.write(piece)
 
 
 def in_words(figures: dict[str, Any]) -> str:

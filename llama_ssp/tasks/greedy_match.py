@@ -6,8 +6,6 @@ The target's correction is never taken.
 
 from __future__ import annotations
 
-import math
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,15 +117,7 @@ def fork_chances(
 
 
 def from_any(ranks: Ranks, own: list[Chances | None]) -> list[Chances | None]:
-    """The chances of whichever rank has them, on every rank; floats are sent as their bits."""
-    unknown = (math.nan, math.nan)
-    packed = [bits for pair in own for bits in struct.unpack("2q", struct.pack("2d", *(pair or unknown)))]
-    every = [
-        struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
-        for bits in ranks.gather_ints(packed)
-    ]
-    found: list[Chances | None] = []
-    for at in range(0, len(packed), 2):
-        known = [(said[at], said[at + 1]) for said in every if not math.isnan(said[at])]
-        found.append(known[0] if known else None)
-    return found
+    """The chances of whichever rank has them, on every rank; they are sent in units of 2^-53."""
+    packed = [round(p * 2**53) for pair in own for p in pair or (-1.0, -1.0)]
+    known = [max(said) / 2**53 for said in zip(*ranks.gather_ints(packed), strict=True)]
+    return [(a, b) if a >= 0 else None for a, b in zip(known[::2], known[1::2], strict=True)]

@@ -28,16 +28,11 @@ class Sampler(Protocol):
 
 
 @dataclass
-class Clock:
-    """What a sampler's rounds took and brought, and the rows of its largest batch."""
-
-    rows: int = 0
-    counts: Counts = field(default_factory=Counts)
-
-
-@dataclass
 class EngineSampler:
-    """An engine, batch by batch, counted and timed. `witness` watches its rounds, if there is one."""
+    """An engine, batch by batch, counted and timed. `witness` watches its rounds, if there is one.
+
+    `rows` are those of its largest batch.
+    """
 
     name: str
     engine: RankEngine
@@ -46,7 +41,8 @@ class EngineSampler:
     batch_size: int
     advance: Callable[[int], None] = lambda _: None
     witness: Witness | None = None
-    clock: Clock = field(default_factory=Clock)
+    counts: Counts = field(default_factory=Counts)
+    rows: int = 0
 
     def __post_init__(self) -> None:
         self.engine.watch = self.witness.see if self.witness else None
@@ -55,11 +51,11 @@ class EngineSampler:
         found: list[list[int]] = []
         for first in range(0, len(prompts), self.batch_size):
             batch = list(prompts[first : first + self.batch_size])
-            run = TimedRun(self.engine, batch, max_new_tokens, self.clock.counts)
+            run = TimedRun(self.engine, batch, max_new_tokens, self.counts)
             state = run.state
             for _ in run.rounds(Limits(max_new_tokens, self.ends), self.lookahead(state.rows)):
                 pass
-            self.clock.rows = max(self.clock.rows, state.rows)
+            self.rows = max(self.rows, state.rows)
             require_numbers(*texts_of(state))
             found += [state.generated(row) for row in range(state.rows)]
             self.advance(state.rows)

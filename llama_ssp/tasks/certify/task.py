@@ -11,7 +11,6 @@ from llama_ssp.config import CertifyConf, RunConf, SamplingConfig
 from llama_ssp.errors import UsageError
 from llama_ssp.pair.assembly import lookahead_for, rule_of
 from llama_ssp.pair.session import PairSession, regular
-from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Progress, versions
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -23,7 +22,7 @@ from llama_ssp.tasks.certify.first_tokens import ROUNDS, check_first, first_toke
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Witness
 from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
-from llama_ssp.tasks.certify.samplers import Clock, EngineSampler
+from llama_ssp.tasks.certify.samplers import EngineSampler
 from llama_ssp.tasks.certify.verdict import DIFFERENT, Check, page, sentence, verdict
 from llama_ssp.tasks.common import Task, longest
 
@@ -37,7 +36,6 @@ class CertifyTask(Task[CertifyConf]):
         super().__init__(*given)
         self._finished = False
         self._texts: list[Prompt] = []
-        self._clocks: list[tuple[str, RunConf, Clock]] = []
 
     def run(self) -> str:
         task, run = self._task, self._run
@@ -70,16 +68,6 @@ class CertifyTask(Task[CertifyConf]):
             **self._pair_figures(),
         }
 
-    def measurements(self) -> list[RunMeasurement]:
-        """Of the samplers that use the certified rule and are not watched, as watching takes time."""
-        if self._pair is None:
-            return []
-        return [
-            self._pair.measurement(name, clock.counts.figures(), run, clock.rows)
-            for name, run, clock in self._clocks
-            if clock.counts.decode_s
-        ]
-
     def _examine(self, pair: PairSession) -> None:
         run, task, leads, count = self._run, self._task, self._ranks.is_leader, len(self._texts)
         greedy_only, target = run.sampling.temperature == 0, pair.models.target
@@ -97,6 +85,7 @@ class CertifyTask(Task[CertifyConf]):
             if not greedy_only:
                 others = make("regular", regular(run)), make(WRONG.name, run, rule=WRONG)
                 drawn = check_samples(subject, *others, self._texts, task, seed, leads)
+                self._measure(pair, others[0], regular(run))
                 del others
             if isinstance(subject.engine, Engine):
                 rounds = ROUNDS * count * (1 if greedy_only else task.samples)
@@ -109,21 +98,23 @@ class CertifyTask(Task[CertifyConf]):
             self._add(*drawn)
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
             wrong = make(WRONG.name, greedy, rule=WRONG) if greedy_only else None
-            samplers = make("speculative", greedy), make("regular", regular(greedy)), wrong
+            ours, plain = make("speculative, greedy", greedy), make("regular, greedy", regular(greedy))
             k = run.speculation.k_max if run.speculation.adaptive else run.speculation.k
-            self._add(*check_greedy_texts(target, *samplers, k, self._texts, task))
+            self._add(*check_greedy_texts(target, ours, plain, wrong, k, self._texts, task))
+            self._measure(pair, ours, greedy)
+            self._measure(pair, plain, regular(greedy))
 
     def _sampler(
         self, pair: PairSession, advance: Callable[[int], None], name: str, run: RunConf,
         rule: Rule | None = None, witness: Witness | None = None,
     ) -> EngineSampler:  # fmt: skip
         engine, lookahead = pair.engine(self._inputs.seed, run, rule=rule), partial(lookahead_for, run)
-        rows = self._task.batch_size
-        sampler = EngineSampler(name, engine, lookahead, pair.end_ids, rows, advance, witness)
-        if rule is None and witness is None:
-            greedy = ", greedy" if run.sampling != self._run.sampling else ""
-            self._clocks.append((name + greedy, run, sampler.clock))
-        return sampler
+        return EngineSampler(name, engine, lookahead, pair.end_ids, self._task.batch_size, advance, witness)
+
+    def _measure(self, pair: PairSession, sampler: EngineSampler, run: RunConf) -> None:
+        """Of a sampler that uses the certified rule and is not watched, as watching takes time."""
+        figures = sampler.counts.figures()
+        self._measured.append(pair.measurement(sampler.name, figures, run, sampler.rows))
 
     def _add(self, *checks: Check | None) -> None:
         """Says each finding as it comes."""
@@ -147,12 +138,8 @@ class CertifyTask(Task[CertifyConf]):
             return
         self._print([self._sentence()])
         facts = {
-            "pair": self._subject(),
-            "devices": "; ".join(f"{role}: {held}" for role, held in self.figures()["devices"].items()),
-            "ranks": str(self._ranks.world),
-            "sampling": ", ".join(f"{key} {value}" for key, value in vars(self._run.sampling).items()),
-            "seed": str(self._inputs.seed),
-            "prompts": str(len(self._texts)),
-            "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
+            "pair": self._subject(), "devices": self.figures()["devices"], "ranks": self._ranks.world,
+            "sampling": vars(self._run.sampling), "seed": self._inputs.seed, "prompts": len(self._texts),
+            "versions": versions(),
         }  # fmt: skip
         self._folder.write("report.md", page("Certificate", self._sentence(), self._found, facts))

@@ -67,7 +67,7 @@ def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
     return f"{found}: {says[found]}"
 
 
-def page(title: str, line: str, checks: Sequence[Check], facts: dict[str, str]) -> str:
+def page(title: str, line: str, checks: Sequence[Check], facts: dict[str, Any]) -> str:
     """The report in markdown."""
     rows = [f"| {check.name} | {check.outcome.value} | {check.says} |" for check in checks]
     figures = [
@@ -76,7 +76,13 @@ def page(title: str, line: str, checks: Sequence[Check], facts: dict[str, str]) 
         for check in checks
         if check.figures
     ]
-    head = [f"# {title}", "", f"**{line}**", "", *(f"- {key}: {value}" for key, value in facts.items())]
+    head = [
+        f"# {title}",
+        "",
+        f"**{line}**",
+        "",
+        *(f"- {key}: {_shown(value)}" for key, value in facts.items()),
+    ]
     table = ["", "| check | outcome | what it says |", "|---|---|---|", *rows, ""]
     return "\n".join([*head, *table, "## Figures", "", "\n\n".join(figures), ""])
 
@@ -84,6 +90,8 @@ def page(title: str, line: str, checks: Sequence[Check], facts: dict[str, str]) 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(one)}" for key, one in value.items())
     if isinstance(value, list):
         return ", ".join(_shown(one) for one in value)
     return "-" if value is None else str(value)
