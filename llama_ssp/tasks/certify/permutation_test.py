@@ -61,10 +61,7 @@ class Samples:
         total = {name: np.zeros(shuffles + 1) for name in FAMILIES}
         random = np.random.Generator(np.random.Philox(seed))
         for prompt in self._prompts:
-            other: Rows = getattr(prompt, others)
-            own = prompt.labels(other)
-            shuffled = random.permuted(np.tile(own, (shuffles, 1)), axis=1)
-            for name, statistic in prompt.statistics(other, np.concatenate([own[None], shuffled])).items():
+            for name, statistic in prompt.statistics(getattr(prompt, others), random, shuffles).items():
                 total[name] += statistic
         # The labels are among their own shuffles; rounding must not separate equal statistics.
         p_values = {name: float(np.mean(t >= t[0] * (1 - 1e-6))) for name, t in total.items()}
@@ -82,8 +79,7 @@ class Samples:
     def _sees(self, share: float, found: Comparison, random: np.random.Generator) -> bool:
         total = dict.fromkeys(FAMILIES, 0.0)
         for prompt in self._prompts:
-            mixed = prompt.mixed(share, random)
-            for name, statistic in prompt.statistics(mixed, prompt.labels(mixed)[None]).items():
+            for name, statistic in prompt.statistics(prompt.mixed(share, random), random, 0).items():
                 total[name] += float(statistic[0])
         return any(total[name] > found.critical[name] for name in FAMILIES)
 
@@ -97,13 +93,13 @@ class _PromptTexts:
         self.regular, self.subject, self.wrong = np.split(np.arange(len(texts)), ends)
         self._tables = {name: _table(features, texts.tolist()) for name, features in FAMILIES.items()}
 
-    def labels(self, other: Rows) -> NDArray[np.bool_]:
-        """Which rows of the regular texts and the others are regular."""
-        return np.arange(len(self.regular) + len(other)) < len(self.regular)
-
-    def statistics(self, other: Rows, labels: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
-        """Of each family, for each labelling of the regular texts and the others."""
+    def statistics(
+        self, other: Rows, random: np.random.Generator, shuffles: int
+    ) -> dict[str, NDArray[np.float64]]:
+        """Of each family, for the regular texts and the others: as they are labelled, then shuffled."""
         rows = np.concatenate([self.regular, other])
+        own = np.arange(len(rows)) < len(self.regular)
+        labels = np.concatenate([own[None], random.permuted(np.tile(own, (shuffles, 1)), axis=1)])
         return {name: _statistic(table[rows], labels) for name, table in self._tables.items()}
 
     def mixed(self, share: float, random: np.random.Generator) -> Rows:
