@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import Decode, Writing
 from llama_ssp.text.prompts import TextPrompt
-from llama_ssp.text.tokenizer import Tokens, conversation
+from llama_ssp.text.tokenizer import Message, Tokens, conversation
 
 CHARACTERS_A_TOKEN = 16  # more than texts have on average: a text's beginning shows that it is too long
 NOT_NUMBERS = "a model gave logits that are not numbers (NaN or infinite)"
@@ -141,14 +141,18 @@ def texts_of(state: State) -> list[tuple[str, int, str | None]]:
     return list(zip(names, state.lengths, state.finished, strict=True))
 
 
-def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf) -> Prompt:
-    """The prompt as token ids, by the task's settings of chat and special tokens.
+def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence[Message] = ()) -> Prompt:
+    """The prompt, or the conversation of these messages, as token ids, by the task's settings.
 
     Raises DataError where the model cannot continue it.
     """
     task = run.task
-    if getattr(task, "chat", False):
-        ids = tokens.chat(conversation(text.text, getattr(task, "system", None)))
+    system: str | None = getattr(task, "system", None)
+    if messages or getattr(task, "chat", False):
+        messages = list(messages) or conversation(text.text, None)
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        ids = tokens.chat(messages)
     else:
         ids = encoded(text, tokens, run.model.context, getattr(task, "special_tokens", False))
     return usable(text, ids, tokens, run)

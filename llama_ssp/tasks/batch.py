@@ -25,12 +25,11 @@ from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, StorageError
 from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of, usable
+from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.tables import figure
-from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.interactive import while_others_wait
 from llama_ssp.text.prompts import TextPrompt
@@ -225,18 +224,8 @@ def tokenised(record: Request | Refused, pair: PairSession) -> TokenRequest | Re
     if isinstance(record, Refused):
         return record
     how = record.sampling, record.max_new_tokens, record.stop, record.seed
+    text = TextPrompt(record.id, record.said, record.where)
     try:
-        return TokenRequest(record.index, prompt_of_request(record, pair), *how)
+        return TokenRequest(record.index, prompt_of(text, pair.tokens, pair.run, record.messages), *how)
     except DataError as error:
         return Refused(record.index, record.id, record.form, str(error))
-
-
-def prompt_of_request(request: Request, pair: PairSession) -> Prompt:
-    """The request's prompt as token ids. Raises DataError where the model cannot continue it."""
-    text = TextPrompt(request.id, request.said, request.where)
-    if not request.messages:
-        return prompt_of(text, pair.tokens, pair.run)
-    messages, system = [dict(message) for message in request.messages], getattr(pair.run.task, "system", None)
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": str(system)})
-    return usable(text, pair.tokens.chat(messages), pair.tokens, pair.run)
