@@ -6,7 +6,9 @@ runs the whole command on every fault.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +22,7 @@ from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.native import HostDraws, by_kernel
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES, TokenRule
+from llama_ssp.speculative.verification import RULES, Rule, TokenRule
 from llama_ssp.tasks.certify.acceptance import check_drafts
 from llama_ssp.tasks.certify.checks import check_probs, check_samples, level_of
 from llama_ssp.tasks.certify.plain_filters import check_filters
@@ -50,18 +52,31 @@ def shipped() -> Shipped:
     return models[0], models[1], read_tokens(SHIPPED_FOLDER / "demo", 4096)
 
 
-def prompts_of(tokens: Tokens) -> list[Prompt]:
-    return [Prompt(str(n), tuple(tokens.encode(text))) for n, text in enumerate(SHORT)]
+def prompts_of(shipped: Shipped, copies: int = 1) -> list[Prompt]:
+    return [
+        Prompt(f"{number} {copy}", tuple(shipped[2].encode(text)))
+        for number, text in enumerate(SHORT)
+        for copy in range(copies)
+    ]
 
 
-def laws_checked(shipped: Shipped, sampling: SamplingConfig, rule: str = "block") -> Check:
+def ours(shipped: Shipped, rule: Rule, sampling: SamplingConfig | None = None, seed: int | None = 1) -> Any:
+    """The shipped pair, its rounds watched if there is a seed."""
     target, draft, tokens = shipped
-    ours = sampler(
-        "ours", RULES[rule], draft, Witness(RULES[rule], 1), sampling, target, 4, tokens.end_ids, 64
-    )
-    transform = SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab)
+    witness = None if seed is None else Witness(rule, seed)
+    rows = PLAN.batch_size
+    return sampler(rule.name, rule, draft, witness, sampling, target, 4, tokens.end_ids, rows)
+
+
+def transform_of(shipped: Shipped, sampling: SamplingConfig) -> SamplingTransform:
+    target, _, tokens = shipped
+    return SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab)
+
+
+def laws_checked(shipped: Shipped, sampling: SamplingConfig) -> Check:
+    subject, transform = ours(shipped, RULES["block"], sampling), transform_of(shipped, sampling)
     with torch.inference_mode():
-        found = check_probs(ours, ours.witness, target, transform, prompts_of(tokens), PLAN, True)
+        found = check_probs(subject, subject.witness, shipped[0], transform, prompts_of(shipped), PLAN, True)
     assert found is not None
     return found
 
@@ -88,17 +103,11 @@ def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
 )
 def test_faults_of_the_drafts(shipped: Shipped, fault: Fault | None) -> None:
     """A third of the default run's texts."""
-    target, draft, tokens = shipped
-    witness = Witness(RULES["block"], 1)
-    ours = sampler("ours", RULES["block"], draft, witness, None, target, 4, tokens.end_ids, 64)
-    asked = [replace(p, id=f"{p.id} {n}") for p in prompts_of(tokens) for n in range(PLAN.samples // 3)]
-    if fault is None:
-        ours.texts(asked, PLAN.max_new_tokens)
-    else:
-        with fault.planted():
-            ours.texts(asked, PLAN.max_new_tokens)
-    expected = Outcome.passed if fault is None else Outcome.failed
-    assert check_drafts(witness, level_of(PLAN)).outcome is expected
+    subject = ours(shipped, RULES["block"])
+    with fault.planted() if fault else nullcontext():
+        subject.texts(prompts_of(shipped, PLAN.samples // 3), PLAN.max_new_tokens)
+    expected = Outcome.failed if fault else Outcome.passed
+    assert check_drafts(subject.witness, level_of(PLAN)).outcome is expected
 
 
 OWN_CHECKS = ["decisions", "numbers", "filters"]
@@ -115,23 +124,16 @@ def test_eight_faults_and_more_have_their_checks() -> None:
 
 def by_rounds(shipped: Shipped, sampling: SamplingConfig, kernel: bool, texts: int) -> dict[str, Outcome]:
     """What the checks of decisions, numbers and filters say of so many texts of 8 tokens."""
-    target, draft, tokens = shipped
     chosen = (lambda rule, seed: by_kernel(source(rule, seed))) if kernel else source
     with patch("tests.test_certify.source", chosen):
-        ours = sampler(
-            "ours", RULES["block"], draft, Witness(RULES["block"], 1), sampling, target, 4, tokens.end_ids, 64
-        )
-    assert isinstance(ours.engine.draws, HostDraws) is kernel
-    ours.witness.room = PLAN.law_rounds
-    asked = prompts_of(tokens)
-    ours.texts([replace(one, id=f"{one.id} {n}") for one in asked for n in range(texts // len(asked))], 8)
-    decisions, transform = (
-        ours.witness.decisions,
-        SamplingTransform(sampling, tuple(tokens.end_ids), target.vocab),
-    )
+        subject = ours(shipped, RULES["block"], sampling)
+    assert isinstance(subject.engine.draws, HostDraws) is kernel
+    subject.witness.room = PLAN.law_rounds
+    subject.texts(prompts_of(shipped, texts // len(SHORT)), 8)
+    decisions = subject.witness.decisions
     found = [
         check_decisions(decisions), check_numbers(decisions, level_of(PLAN)),
-        check_filters(ours.witness.rounds, transform),
+        check_filters(subject.witness.rounds, transform_of(shipped, sampling)),
     ]  # fmt: skip
     return {check.name: check.outcome for check in found}
 
@@ -155,9 +157,9 @@ def test_faults_of_rounds(shipped: Shipped, fault: Fault | KernelFault) -> None:
 def test_transformers_with_another_tokenizer(shipped: Shipped) -> None:
     """A quarter of the default run's texts, and nothing but the texts: its distribution is far from the
     target's."""
-    target, draft, tokens = shipped
+    target, _, tokens = shipped
     plan = replace(PLAN, samples=PLAN.samples // 4)
-    regular = sampler("regular", TokenRule(), None, None, None, target, 4, tokens.end_ids, 64)
-    wrong = sampler("keeps every draft", KeepsEveryDraft(), draft, None, None, target, 4, tokens.end_ids, 64)
-    found = check_samples(TransformersSampler(), regular, wrong, prompts_of(tokens), plan, 1, True)
+    regular = sampler("regular", TokenRule(), None, None, None, target, 4, tokens.end_ids, PLAN.batch_size)
+    wrong = ours(shipped, KeepsEveryDraft(), seed=None)
+    found = check_samples(TransformersSampler(), regular, wrong, prompts_of(shipped), plan, 1, True)
     assert [check.outcome for check in found] == [Outcome.failed, Outcome.passed]
