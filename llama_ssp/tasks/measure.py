@@ -63,10 +63,10 @@ class MeasureTask(Task[MeasureConf]):
         models = pair.load(rows, most).models
         alone = len(pair.placements) > 1 and most <= models.draft_context
         self._contenders = contenders_of(models, self._run, task.ks if spec.drafter else [], alone)
-        turns = (task.repeats + 1) * len(self._batches) * len(self._contenders)
+        turns = (1 + (task.repeats + 1) * len(self._batches)) * len(self._contenders)
         try:
             with Progress("measure", turns, "turns") as progress:
-                self._repeat(pair, self._batches[:1], 0)
+                self._repeat(pair, self._batches[:1], 0, progress)  # a warm-up
                 for repeat in range(task.repeats):
                     samples = self._repeat(pair, self._batches, repeat, progress)
                     for contender, sample in zip(self._contenders, samples, strict=True):
@@ -115,7 +115,7 @@ class MeasureTask(Task[MeasureConf]):
         return found
 
     def _repeat(
-        self, pair: PairSession, batches: list[list[Prompt]], repeat: int, progress: Progress | None = None
+        self, pair: PairSession, batches: list[list[Prompt]], repeat: int, progress: Progress
     ) -> list[Sample]:
         """Every contender writes all texts; they change turns after each batch, so machine noise is shared.
 
@@ -125,8 +125,7 @@ class MeasureTask(Task[MeasureConf]):
         for batch in batches:
             for contender, sample in zip(self._contenders, samples, strict=True):
                 self._turn(pair, contender, batch, repeat, sample)
-                if progress is not None:
-                    progress.advance(1)
+                progress.advance(1)
         return samples
 
     def _turn(
@@ -206,8 +205,5 @@ def speeds_of(contenders: list[Contender]) -> Speeds:
 def peak_memory(device: torch.device, ranks: Ranks) -> list[dict[str, int]]:
     """The most that each rank's process and its device have held."""
     held = memory_here(0, device)[TENSORS] or 0
-    names = ("process_bytes", "device_bytes")
-    return [
-        {"rank": rank, **dict(zip(names, part, strict=True))}
-        for rank, part in enumerate(ranks.gather_ints([process_bytes(), held]))
-    ]
+    every = ranks.gather_ints([process_bytes(), held])
+    return [{"rank": n, "process_bytes": own, "device_bytes": its} for n, (own, its) in enumerate(every)]

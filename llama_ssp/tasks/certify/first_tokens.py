@@ -60,10 +60,9 @@ def first_tokens(engine: Engine, witness: Witness, count: int, rows: int) -> Fir
     """
     witness.counting = False
     found = FirstTokens(witness.seed)
-    known = [seen for seen in witness.rounds if seen.logit_WV is not None]
+    known = [seen for seen in witness.rounds if len(seen.logit_WV)]
     chosen = Random(witness.seed).sample(known, min(PREFIXES, len(known)))
     for number, seen in enumerate(chosen):
-        assert seen.target_WV is not None and seen.draft_KV is not None
         each = -(-count // len(chosen))
         tokens: list[int] = []
         while len(tokens) < each:
@@ -77,7 +76,6 @@ def first_tokens(engine: Engine, witness: Witness, count: int, rows: int) -> Fir
 @torch.inference_mode()
 def _drawn(engine: Engine, seen: Round, names: list[str]) -> list[int]:
     """The first token of a round of each of these prompts."""
-    assert seen.logit_WV is not None and seen.draft_KV is not None
     text, counts = seen.text[: len(seen.text) - seen.count], (seen.count,) * len(names)
     device = engine.target.model.device
     state = State([Prompt(name, text) for name in names], len(seen.text) + 1, device)

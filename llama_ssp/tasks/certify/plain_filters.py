@@ -29,7 +29,7 @@ def check_filters(rounds: Sequence[Round], transform: SamplingTransform) -> Chec
     found = [
         distance(seen.logit_WV[at], seen.target_WV[at], transform, seen, at)
         for seen in rounds
-        if seen.logit_WV is not None and seen.target_WV is not None
+        if len(seen.logit_WV)
         for at in range(seen.count + 1)
     ]
     if not found:

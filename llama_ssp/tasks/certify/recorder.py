@@ -18,12 +18,13 @@ from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import Block, Rule, TokenRule
 from llama_ssp.tasks.certify.replay import Decisions
 
+UNKNOWN = torch.empty(0)
 CERTAIN = 1 - 1e-9  # a distribution this sure of a token says nothing about how it was drawn
 
 
 @dataclass(frozen=True)
 class Round:
-    """One row's round: its text with the drafts behind it, and probabilities where they are known.
+    """One row's round: its text with the drafts behind it, and probabilities, empty where they are unknown.
 
     `text` ends with the `count` drafts, of which `accepted` stand, followed by `token`; `key` stands for the
     prompt's id, as in every draw. `target_WV` are the count + 1 distributions that verification used,
@@ -34,11 +35,11 @@ class Round:
     text: tuple[int, ...]
     count: int
     accepted: int
-    target_WV: Tensor | None
-    draft_KV: Tensor | None
+    target_WV: Tensor
+    draft_KV: Tensor
     key: int = 0
     token: int = 0
-    logit_WV: Tensor | None = None
+    logit_WV: Tensor = UNKNOWN
 
     @property
     def drafted(self) -> tuple[int, ...]:
@@ -92,11 +93,11 @@ class Witness:
                     text=(*state.texts[row], *result.drafted[row]),
                     count=count,
                     accepted=result.accepted[row],
-                    target_WV=_kept(block.target_BWV, row, count + 1) if block else None,
-                    draft_KV=_kept(block.draft_BKV, row, count) if block else None,
+                    target_WV=_kept(block.target_BWV, row, count + 1) if block else UNKNOWN,
+                    draft_KV=_kept(block.draft_BKV, row, count) if block else UNKNOWN,
                     key=state.keys[row],
                     token=result.token[row],
-                    logit_WV=None if logit_BWV is None else _kept(logit_BWV, row, count + 1),
+                    logit_WV=UNKNOWN if logit_BWV is None else _kept(logit_BWV, row, count + 1),
                 )
             )
 

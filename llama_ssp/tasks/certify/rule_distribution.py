@@ -42,7 +42,6 @@ def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
     weighted with the chance of getting here given the drafts; and how much that chance differs between a
     block that ends here and a longer one.
     """
-    assert seen.target_WV is not None and seen.draft_KV is not None
     target_V = seen.target_WV[at]
     reach = _reach(rule, seen, at)
     if reach <= 0:
@@ -127,7 +126,6 @@ def _stand_chances(rule: Rule, chance_EK: Tensor) -> Tensor:
 
 
 def _block(seen: Round, drafted_EK: Tensor, count: int) -> Block:
-    assert seen.target_WV is not None and seen.draft_KV is not None
     rows = len(drafted_EK)
     return Block(
         seen.target_WV[: count + 1].expand(rows, -1, -1),
@@ -152,7 +150,6 @@ def race_error(rule: Rule, seed: int, seen: Round, at: int) -> float | None:
     seed, prompt and position, so noise of another place shows, and so does a draft that was kept wrongly.
     None behind the committed tokens.
     """
-    assert seen.target_WV is not None and seen.draft_KV is not None
     if at > seen.accepted:
         return None
     slot = Slot((seen.key,), (len(seen.text) - seen.count + at,), Purpose.CORRECT)

@@ -102,9 +102,7 @@ class Reference:
 
     def departure(self, transform: SamplingTransform, noise: Noise, index: int, at: int) -> Departure:
         """How the distribution that verification used differs from the target's own at this position."""
-        recorded_WV = self._rounds[index].target_WV
-        assert recorded_WV is not None
-        recorded_V = recorded_WV[at]
+        recorded_V = self._rounds[index].target_WV[at]
         uncut_V = self._probs(transform.uncut(), 0, index, at)
         plain_V = self._probs(transform, 0, index, at)
         sure_V, possible_V = _cut(uncut_V, transform, noise)
