@@ -118,6 +118,7 @@ def test_it_writes_a_cluster_that_plans_use(command, small):
     answer = command("task=calibrate", "task.repeats=1", "task.folder=mine", "out=null")
     assert answer.code == 0, answer.err
     summary = json.loads(answer.out.splitlines()[-1])
+    assert summary["plan"] is None, "plans are made of what it finds"
     with open("mine/cluster/calibrated.yaml", encoding="utf-8") as file:
         written = yaml.safe_load(file)
     assert written == summary["cluster"] | {"times": written["times"]} and written["gpu"] == "cpu"

@@ -55,9 +55,3 @@ def test_every_task_keeps_predicted_beside_measured(command, name, caplog):
     assert held["measured"] < everything["measured"]
     assert memory["tensor_bytes"]["measured"] is None, "a CPU does not tell"
     assert "plan against actual: rank 0, weights and caches" in caplog.text
-
-
-def test_calibrating_has_no_plan():
-    from llama_ssp.tasks.calibrate import CalibrateTask
-
-    assert CalibrateTask.measurements(object.__new__(CalibrateTask)) == []
