@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,6 @@ from llama_ssp.tasks.certify.near_ties import (
     check_greedy,
     finding_of,
     first_difference,
-    noise_band,
 )
 from tests.families import FAMILIES, VOCAB, build
 from tests.rig import Run, perturbed, speculate
@@ -57,8 +57,7 @@ def judge(family: str, mild: bool, dtype: torch.dtype) -> GreedyReport:
     report = check_greedy(target, prompts(), plain.texts, speculative.texts, K)
     assert report.band.positions >= len(prompts()) * NEW and report.band.width == K + 1
     wide = CausalModel(build(family, dtype=dtype, mild=mild).float(), family)
-    texts = [[*prompt.token_ids, *text] for prompt, text in zip(prompts(), plain.texts, strict=True)]
-    assert noise_band(wide, texts, [len(one.token_ids) for one in prompts()], K + 1).narrow < 1e-3
+    assert check_greedy(wide, prompts(), plain.texts, plain.texts, K).band.narrow < 1e-3
     assert sum(report.count(finding) for finding in Finding) == len(prompts())
     return report
 
@@ -257,11 +256,11 @@ def test_a_damaged_model_is_unexplained() -> None:
 @pytest.mark.slow
 def test_fp32_has_a_narrow_band() -> None:
     wide, narrow = (pair("llama-gqa", True, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
-    texts = [list(prompt.token_ids) for prompt in prompts()]
-    starts = [2] * len(texts)
-    single, low = (noise_band(model, texts, starts, K + 1) for model in (wide, narrow))
+    batch = [replace(prompt, token_ids=prompt.token_ids[:2]) for prompt in prompts()]
+    texts = [prompt.token_ids[2:] for prompt in prompts()]
+    single, low = (check_greedy(model, batch, texts, texts, K).band for model in (wide, narrow))
     assert 0 < single.epsilon < 1e-4 < 1e-2 < low.epsilon
-    assert noise_band(wide, texts, starts, 1, rows=1).epsilon == 0
+    assert check_greedy(wide, batch, texts, texts, 0, rows=1).band.epsilon == 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ it can only say that they are unexplained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -98,26 +98,37 @@ def check_greedy(
     The model is run again, with the runs' batch size (`rows`) and prefill `chunk`.
     """
     starts = [len(prompt.token_ids) for prompt in prompts]
-    shown, texts = (
-        [[*prompt.token_ids, *new] for prompt, new in zip(prompts, ours, strict=True)]
-        for ours in (plain, speculative)
-    )
-    band = noise_band(model, [*shown, *texts], starts * 2, k + 1, rows=rows, chunk=chunk)
+    texts = [
+        [*prompt.token_ids, *new]
+        for ours in (speculative, plain)
+        for prompt, new in zip(prompts, ours, strict=True)
+    ]
     forks = [first_difference(a, b) for a, b in zip(plain, speculative, strict=True)]
+    margins: list[list[float]] = [[] for _ in prompts]
+    distances, positions = [0.0], 0
+    for row, single_WV, *others in _ways(model, texts, starts * 2, k + 1, rows, chunk):
+        distances += [float((other_WV - single_WV).abs().max()) for other_WV in others]
+        positions += len(single_WV)
+        if row < len(prompts):
+            for logit_V in single_WV[: len(speculative[row]) - len(margins[row])]:
+                at = len(margins[row])
+                tokens = [speculative[row][at], *(plain[row][at : at + 1] if at == forks[row] else [])]
+                margins[row].append(float((logit_V.max() - logit_V[tokens]).max()))
+    band = Band(k + 1, positions, largest_of(distances))
     reports = []
-    for row, margins in enumerate(_margins(model, texts, starts, plain, forks, rows, chunk)):
-        if forks[row] == min(len(plain[row]), len(speculative[row])):
-            margins.append(math.inf)
-        finding = finding_of(forks[row], margins, band)
-        reports.append(TextReport(prompts[row].id, forks[row], margins, finding))
+    for row, fork in enumerate(forks):
+        if fork == min(len(plain[row]), len(speculative[row])):
+            margins[row].append(math.inf)
+        finding = finding_of(fork, margins[row], band)
+        reports.append(TextReport(prompts[row].id, fork, margins[row], finding))
     return GreedyReport(band, tuple(reports))
 
 
-def noise_band(
-    model: CausalModel, texts: Texts, starts: Sequence[int], width: int, *, rows: int = 8, chunk: int = 512
-) -> Band:
-    """Measures the band on the texts, the first `starts` tokens of which are prompts."""
-    found, positions = [0.0], 0
+def _ways(
+    model: CausalModel, texts: Texts, starts: list[int], width: int, rows: int, chunk: int
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """A text's number and the logits of its next positions, (W, V), until all are fed: singly, in blocks,
+    and in blocks without other rows."""
     for first in range(0, len(texts), rows):
         batch, prompts = texts[first : first + rows], starts[first : first + rows]
         singly, in_blocks = (Feeder(model, batch, prompts, chunk) for _ in range(2))
@@ -128,10 +139,7 @@ def noise_band(
             for row, block_WV in enumerate(blocks):
                 if len(block_WV):
                     single_WV = torch.cat([step[row] for step in steps])
-                    ways = block_WV, alone[row].feed(width)[0]
-                    found += [float((way_WV - single_WV).abs().max()) for way_WV in ways]
-                    positions += len(block_WV)
-    return Band(width, positions, largest_of(found))
+                    yield first + row, single_WV, block_WV, alone[row].feed(width)[0]
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -165,25 +173,6 @@ class Feeder:
         logit_BWV = self._runner.logits(self._token_BS, ends, count)
         wide = torch.promote_types(logit_BWV.dtype, torch.float32)
         return [logit_BWV[row, :n].to(wide) for row, n in enumerate(count)]
-
-
-def _margins(
-    model: CausalModel, texts: Texts, starts: list[int], plain: Texts, forks: list[int | None], rows: int,
-    chunk: int,
-) -> list[list[float]]:  # fmt: skip
-    """Feeds each text singly: the margins of its tokens, at its fork of the worse of the two tokens."""
-    found: list[list[float]] = [[] for _ in texts]
-    for first in range(0, len(texts), rows):
-        batch, prompts = texts[first : first + rows], starts[first : first + rows]
-        feeder = Feeder(model, batch, prompts, chunk)
-        for number in range(max(len(text) - n for text, n in zip(batch, prompts, strict=True))):
-            for row, logit_1V in enumerate(feeder.feed(1), start=first):
-                tokens = list(texts[row][starts[row] + number :][:1])
-                if tokens and number == forks[row]:
-                    tokens += plain[row][number : number + 1]
-                if tokens:
-                    found[row].append(float((logit_1V.max() - logit_1V[0, tokens]).max()))
-    return found
 
 
 def finding_of(fork: int | None, margins: list[float], band: Band) -> Finding:
