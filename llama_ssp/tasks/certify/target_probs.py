@@ -118,10 +118,8 @@ class Reference:
         seen, logit_V = self._rounds[index], self._ways[way][index][at]
         token_BS = torch.tensor([seen.text], device=logit_V.device)
         length = len(seen.text) - seen.count + at
-        prefix = Prefix(
-            token_BS, torch.tensor([[length]]).to(token_BS), torch.tensor([seen.prompt_length]).to(token_BS)
-        )
-        probs_V = transform(logit_V[None, None], prefix)[0, 0].double().cpu()
+        length_BW, prompt_B = token_BS.new_tensor([[length]]), token_BS.new_tensor([seen.prompt_length])
+        probs_V = transform(logit_V[None, None], Prefix(token_BS, length_BW, prompt_B))[0, 0].double().cpu()
         return probs_V / probs_V.sum()
 
 
