@@ -57,7 +57,8 @@ def check_cluster(cluster: ClusterConf) -> None:
         raise UsageError("cluster.slurm.time leaves no time to work", found=found, fix=fix)
     for option in slurm.options:
         name = option.partition("=")[0].removeprefix("--")
-        if not option.startswith("--") or name in OWN_OPTIONS or not _is_plain(option):
+        odd = any(ord(c) < 32 or c == "'" for c in option)
+        if not option.startswith("--") or name in OWN_OPTIONS or odd:
             own = ", ".join(OWN_OPTIONS)
             allowed = f"--OPTION or --OPTION=VALUE, on one line and without ', none of: {own}"
             what, fix = "a cluster.slurm.options entry cannot be used", f"{man}; the script sets these itself"
@@ -67,10 +68,6 @@ def check_cluster(cluster: ClusterConf) -> None:
             if not line.strip() or any(ord(c) < 32 for c in line):
                 fix = f'write \'cluster.slurm.{key}=["one","another"]\''
                 raise UsageError(f"a cluster.slurm.{key} entry is not one line", found=repr(line), fix=fix)
-
-
-def _is_plain(text: str) -> bool:
-    return "'" not in text and all(ord(c) >= 32 for c in text)
 
 
 def seconds_of(time: str) -> int:
