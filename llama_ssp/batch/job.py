@@ -1,6 +1,6 @@
 """A batch job: its input, its settings, and the folder it is kept in. No torch.
 
-job = job_of(run, files, seed)       # the input is read and checked, or known from an earlier start
+job = job_of(run, files, seed)       # the input is read and checked; the job is new, or goes on
 journal = job.begin(longest)         # run.json is written, once
 """
 
