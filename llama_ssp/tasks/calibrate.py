@@ -65,6 +65,7 @@ WIDE, WIDE_LAYERS, WIDE_VOCABULARY = 960, 3, 2048  # so wide that bytes count mo
 FAR = 17  # tokens of a pass at which the cost of more of them is noted
 LONG_PART = 8  # one matrix in LONG_PART is multiplied with a long prompt's rows
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
+MOST_SHARE = 2.0  # of the bandwidth: the most that a config may say; only a busy machine seems to give more
 UNITS = {"us": 1e-6, "ns": 1e-9}
 FITTED = ("layer_us", "step_us", "round_us", "check_us", "law_ns", "accept_ns")
 
@@ -177,7 +178,8 @@ def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -
         columns.append(rounds(replace(nothing, **one)) - whole)
     matrix, wanted = np.array(columns).T / np.array(spent)[:, None], 1 - known / np.array(spent)
     reading, more, *seconds = non_negative(matrix, wanted)
-    found = replace(nothing, bandwidth_share=_short(1 / reading) if reading else 1.0)
+    share = 1 / reading if reading else 1.0
+    found = replace(nothing, bandwidth_share=_short(min(share, MOST_SHARE)))
     found.rows_cost = {1: 1.0, FAR: _short(1 + (more / reading if reading else 0.0))}
     for key, value in zip(FITTED, seconds, strict=True):
         setattr(found, key, _short(value / UNITS[key[-2:]]))
