@@ -1,4 +1,7 @@
-"""What every test gets: one thread, no network, and a folder of its own to run in."""
+"""What every test gets: one thread, no network, and a folder of its own to run in.
+
+Loads no torch: the process that starts the workers has no use for it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command has it before torch is imported
 
 import pytest
-import torch
 from hydra._internal.hydra import Hydra
 
 # Their assertions are pytest's, too: under `python -O` Python's own are none.
@@ -26,15 +28,18 @@ pytest.register_assert_rewrite(
 )  # fmt: skip
 
 from llama_ssp import cli
-from tests import checkpoints
 
-torch.set_num_threads(1)
-gc.freeze()  # torch's and transformers' objects are many, and stay
+gc.disable()  # while modules are imported and tests collected: what they make stays
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Chooses the quick cases, then deals the tests out to the workers."""
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    gc.enable()
     choose_quick(items)
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
@@ -138,5 +143,7 @@ class Saved:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    from tests import checkpoints
+
     base = tmp_path_factory.mktemp("checkpoints")
     return Saved(checkpoints.save(base / "whole"), checkpoints.save(base / "sharded", shard="100KB"))
