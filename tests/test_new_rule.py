@@ -45,11 +45,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, before, after in (
         ("llama_ssp/speculative/verification.py", "\nRULES: dict", RULE),
         ("llama_ssp/speculative/verification.py", "TokenRule(), ", "TokenRule(), HalfRule(), "),
-        (
-            "llama_ssp/config/schema.py",
-            '    coupled = "coupled"\n',
-            '    coupled = "coupled"\n    half = "half"\n',
-        ),
+        ("llama_ssp/config/schema.py", '"token", "coupled"]', '"token", "coupled", "half"]'),
     ):
         source = (place / file).read_text(encoding="utf-8")
         assert source.count(before) == 1

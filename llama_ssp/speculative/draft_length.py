@@ -12,8 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from llama_ssp.speculative.stats import RowStep
 
 
@@ -70,8 +68,13 @@ class Costs:
     def between(draft: float, verify: dict[int, float], k_max: int) -> Costs:
         """Interpolates target steps measured at some K, including 0; constant beyond the last."""
         known = sorted(verify)
-        steps = np.interp(range(k_max + 1), known, [verify[k] for k in known])
-        return Costs(draft, tuple(steps.tolist()))
+        steps = []
+        for k in range(k_max + 1):
+            above = next((n for n in known if n >= k), known[-1])
+            below = max(n for n in known if n <= k)
+            share = (k - below) / (above - below) if above > below else 0.0
+            steps.append((1 - share) * verify[below] + share * verify[above])
+        return Costs(draft, tuple(steps))
 
 
 PRIOR = 0.7  # the assumed overlap of a row's distributions before anything was seen
