@@ -160,7 +160,7 @@ def test_in_bf16_logits_differ_by_rounding():
 @needs_compiler
 def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     """Found by all that they are made of; another's weights are read, not those they were made with."""
-    monkeypatch.setattr(compiling, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
     first = CompiledModel(CausalModel(small("llama-gqa"), "first"))
     texts = speculate(first, prompts(1), "ngram", k=3).texts
     assert len(list(tmp_path.rglob("step-*.bin"))) == 1
@@ -279,7 +279,7 @@ def test_without_a_compiler_steps_are_eager(monkeypatch, caplog):
 def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tmp_path):
     """And says so in one line."""
     monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(building, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(building, "cache_folder", lambda: tmp_path)
     operators.cache_clear()
     causal = CausalModel(build("llama-mha"), "m")
     assert compiling.compiled(causal) is causal

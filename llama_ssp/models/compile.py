@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.kernels.build import complaint, is_ours, processor
+from llama_ssp.models.kernels.build import cache_folder, complaint, is_ours, processor
 from llama_ssp.models.kernels.linear import pack
 from llama_ssp.models.kv_cache import Feed, RaggedCache, StepCache, positions, visible
 from llama_ssp.models.quantization import quicken
@@ -214,7 +213,7 @@ class StepFile:
         parts = *versions, model.module, config, model.dtype, model.device, kind
         code = [file.read_text(encoding="utf-8") for file in TRACED]
         name = hashlib.sha256("\0".join([*map(str, parts), *code]).encode()).hexdigest()[:16]
-        self.path = Path(cache_dir()) / "llama_ssp" / f"step-{name}.bin"
+        self.path = cache_folder() / f"step-{name}.bin"
 
     def load(self) -> Any | None:
         """The step, ready to be called; None if there is none that works.

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.cpp_extension import include_paths
 
 log = logging.getLogger(__name__)
@@ -21,6 +20,13 @@ log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared")
 OTHERS_WRITE = 0o022
 COMPILERS = ("g++", "clang++")
+
+
+def cache_folder() -> Path:
+    """Where libraries and compiled steps are kept: in inductor's own folder."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second; eager runs do without
+
+    return Path(cache_dir()) / "llama_ssp"
 
 
 def compiler() -> str | None:
@@ -47,7 +53,7 @@ def library(source: Path, *flags: str) -> Path:
     text = source.read_text(encoding="utf-8")
     parts = [text, torch.__version__, version, *FLAGS, *flags, processor()]
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
-    place = Path(cache_dir()) / "llama_ssp" / name
+    place = cache_folder() / name
     if not place.exists():
         _compile([command, *FLAGS, str(source), *flags], place)
     if not is_ours(place):
