@@ -3,7 +3,7 @@
 .PHONY: demo test test-fast lint bench mutants soak fuzz coverage clean
 
 PY := .venv/bin/python
-# A worker takes neighbouring tests: they share fixtures. Six workers on two cores: many tests wait.
+# A worker takes neighbouring tests: they share fixtures. Four workers on two cores: many tests wait.
 PYTEST := $(PY) -m pytest --dist worksteal
 export PYTHONDONTWRITEBYTECODE := # each worker, and each process of a test, would compile every module anew
 
@@ -17,7 +17,7 @@ demo: .venv/.installed
 	@$(PY) launch/run.py experiment=demo_score
 
 test: .venv/.installed
-	$(PYTEST) -n 6
+	$(PYTEST) -n 4
 
 test-fast: .venv/.installed
 	$(PYTEST) -n auto --maxprocesses 4 -m "not slow and not gpu"
