@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.lab import wait_for
 from tests.soak.__main__ import endure
 from tests.soak.processes import MARK, Held, kill_all, left_of, marked
 from tests.soak.scenarios import FAULTS, NOTHING, PAIRS, PLACEMENTS, SAMPLINGS, TASKS, Scenario, drawn
@@ -101,6 +102,7 @@ def test_who_outlives_its_command_is_found() -> None:
         env={**os.environ, MARK: "outlives", "RANK": "1"},
     )
     try:
+        wait_for(lambda: marked("outlives"))  # its environment is there a moment after its start
         (found,) = left_of("outlives", 0.3)
         assert (found.pid, found.rank) == (child.pid, 1)
         kill_all("outlives")
