@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -126,11 +127,12 @@ def test_what_is_wrong_with_prompts_is_found(tmp_path: Path, monkeypatch: pytest
     assert faults("files", range(150), tmp_path)
 
 
-def test_a_hang_and_an_exception_are_faults() -> None:
+@pytest.mark.parametrize("work", [lambda: sum(range(1000)), lambda: time.sleep(0.001)], ids=["busy", "waits"])
+def test_a_hang_and_an_exception_are_faults(work: Callable[[], object]) -> None:
     def hangs() -> Trial:
         while True:
             try:
-                sum(range(1000))
+                work()
             except Exception:
                 continue
 

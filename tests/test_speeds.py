@@ -119,7 +119,7 @@ def test_what_came_of_a_draft_apart_is_summed_and_told() -> None:
     said = next(
         x for x in speeds_table(found.figures() | {"peak_memory": []}) if x.startswith("pair, K = 4: ")
     )
-    assert "ready in 50% of rounds; of 80 drafted ahead 50 in vain" in said
+    assert "ready in 50% of rounds; of 80 drafted ahead 50 unused" in said
     assert "the target waited 0.50 ms/token, the draft 0.20" in said
 
 

@@ -79,7 +79,7 @@ class Group:
             )
 
     def has_ended(self, finished: int) -> bool:
-        """Whether it has just ended, with so many of the job's records finished."""
+        """True once, after the worker has ended; `finished` counts the job's finished records."""
         if self.process is None or (returned := self.process.poll()) is None:
             return False
         self.process, self.code = None, workers.code_of(returned, self._code_file)

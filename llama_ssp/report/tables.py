@@ -122,7 +122,7 @@ def _apart(apart: Row, tokens: int) -> str:
     ready = "-" if apart["ready_share"] is None else f"{apart['ready_share']:.0%}"
     return (
         f"drafts were ready in {ready} of rounds; of {apart['tokens_drafted_ahead']} drafted ahead "
-        f"{apart['tokens_drafted_ahead_wasted']} in vain; "
+        f"{apart['tokens_drafted_ahead_wasted']} unused; "
         f"the target waited {apart['leader_waited_ms'] / tokens:.2f} ms/token, "
         f"the draft {apart['draft_waited_ms'] / tokens:.2f}"
     )

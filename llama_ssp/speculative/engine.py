@@ -77,7 +77,7 @@ class RankEngine(ABC):
         return state
 
     def admit(self, state: State, row: int, prompt: Prompt) -> None:
-        """Puts another prompt into a row whose text has ended, and prefills it."""
+        """Replaces an ended row by a new prompt, and prefills it."""
         self.flush()  # forwards between rounds follow the last decision, on every rank
         self._enter("prefill")
         state.replace(row, prompt)

@@ -87,7 +87,7 @@ class State:
         return self.token_BS.device
 
     def replace(self, row: int, prompt: Prompt) -> None:
-        """Puts another text into a row whose own has ended."""
+        """Replaces an ended row by a new prompt."""
         self.prompts[row] = prompt
         self.keys[row], self.prompt_lengths[row] = prompt_key(prompt.id), len(prompt.token_ids)
         self.texts[row], self.finished[row] = list(prompt.token_ids), None

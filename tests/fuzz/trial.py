@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 LIMIT_S = 10.0
-STUCK_S = 180.0  # in code that hears no signal: the whole command ends, and says where it was
+WAIT = 6
+STUCK_S = 180.0  # in code that no signal interrupts: the whole command ends and shows where it was
 DOCUMENTED = (0, 1, 2, 3, 4, 5, 6)
 LONGEST_LINE = 1500
 
@@ -46,20 +47,26 @@ class Said:
 
 @contextmanager
 def watched(seconds: float = LIMIT_S) -> Iterator[None]:
-    """Raises Hang in what takes more CPU time: a busy machine makes no hang."""
+    """Raises Hang in what takes more CPU time, or WAIT times as long by the clock.
+
+    CPU time first: a busy machine makes no hang.
+    """
 
     def ring(*_: object) -> NoReturn:
         raise Hang
 
-    before = signal.signal(signal.SIGPROF, ring)
+    kinds = (signal.ITIMER_PROF, signal.SIGPROF, 1), (signal.ITIMER_REAL, signal.SIGALRM, WAIT)
+    before = [signal.signal(number, ring) for _, number, _ in kinds]
     faulthandler.dump_traceback_later(STUCK_S, exit=True)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    for timer, _, times in kinds:
+        signal.setitimer(timer, times * seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        for (timer, number, _), handler in zip(kinds, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGPROF, before)
 
 
 def judged(try_: Callable[[], Trial], shown: str, seconds: float = LIMIT_S) -> Trial:
@@ -72,7 +79,7 @@ def judged(try_: Callable[[], Trial], shown: str, seconds: float = LIMIT_S) -> T
         return Trial("hang", (f"not done after {seconds:g} s",), shown)
     except Exception as error:
         return Trial("exception", (f"{type(error).__name__}: {error}"[:300],), shown)
-    if time.process_time() - began > seconds:  # in code that hears no signal
+    if time.process_time() - began > seconds:  # in code that no signal interrupts
         return Trial("hang", (f"took {time.process_time() - began:.0f} s",), shown)
     return found
 

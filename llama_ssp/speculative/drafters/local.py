@@ -157,7 +157,7 @@ class NgramDrafter(Drafter):
 
 
 def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
-    """The proposal of these drafts; rows whose probabilities are NaN are damaged."""
+    """A proposal made of drafted tokens; a row with NaN among its probabilities is marked as damaged."""
     probs_BKV = torch.stack([one.probs_BV for one in drawn], 1)
     damaged_B = within(count, has_nan(probs_BKV)).any(1)
     return Proposal(torch.stack([one.token_B for one in drawn], 1), probs_BKV, count, damaged_B)
