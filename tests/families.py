@@ -72,6 +72,34 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# Those that decoder.py runs beside all of these.
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+DECODED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW, "layer_types": KINDS,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW, "layer_types": KINDS,
+            "num_local_experts": 4, "num_experts_per_tok": 2,
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "num_key_value_heads": 2, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5, "logits_scaling": 3.0,
+        },
+    ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2}),
+    "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
+}  # fmt: skip
+
 
 def build(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, mild: bool = False, **changes: Any
@@ -80,7 +108,7 @@ def build(
 
     A `mild` one attends evenly: its logits move little with rounding, its texts vary less.
     """
-    family, own = (FAMILIES | WHOLE)[name]
+    family, own = (FAMILIES | WHOLE | DECODED)[name]
     sizes = dict(SIZES)
     if family == "gpt_neo":
         for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):

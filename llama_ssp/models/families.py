@@ -8,7 +8,7 @@ but in one process, without a plan, and after a trial (self_check.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 
@@ -42,6 +42,78 @@ PHI3 = {
     "gate_up_proj": Linear.GATE_UP,
     "down_proj": Linear.DOWN,
 }
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of weights in a checkpoint, as decoder.py needs them; the defaults are Llama's.
+
+    Those of a block follow `blocks` and its number. Of norms with several names the first that the checkpoint
+    has counts; a norm that it does not have is left out. Experts have `{}` for their number, or one tensor.
+    """
+
+    embedding: str = "model.embed_tokens"
+    positions: str = ""  # a learned table
+    blocks: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    before_attention: tuple[str, ...] = ("input_layernorm",)
+    after_attention: tuple[str, ...] = ()
+    before_mlp: tuple[str, ...] = ("post_attention_layernorm",)
+    after_mlp: tuple[str, ...] = ()
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qk_norm: tuple[str, ...] = ()
+    sinks: str = ""
+    output: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up, both in one, or up alone
+    down: str = "mlp.down_proj"
+    router: str = ""
+    expert_up: tuple[str, ...] = ()
+    expert_down: str = ""
+
+
+QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+LLAMA_NAMES = Names()
+SANDWICHED = replace(
+    LLAMA_NAMES, after_attention=("post_attention_layernorm",), before_mlp=("pre_feedforward_layernorm",),
+    after_mlp=("post_feedforward_layernorm",),
+)  # fmt: skip
+NEOX_NAMES = Names(
+    "gpt_neox.embed_in", "", "gpt_neox.layers", "gpt_neox.final_layer_norm",
+    qkv=("attention.query_key_value",), output="attention.dense", up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)  # fmt: skip
+FALCON_NAMES = Names(
+    "transformer.word_embeddings", "", "transformer.h", "transformer.ln_f",
+    before_attention=("ln_attn", "input_layernorm"), before_mlp=("ln_mlp", "post_attention_layernorm"),
+    qkv=("self_attention.query_key_value",), output="self_attention.dense", up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)  # fmt: skip
+GPT_NEO_NAMES = Names(
+    "transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f",
+    before_attention=("ln_1",), before_mlp=("ln_2",),
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    output="attn.attention.out_proj", up=("mlp.c_fc",), down="mlp.c_proj",
+)  # fmt: skip
+OPT_NAMES = Names(
+    "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.layers",
+    "model.decoder.final_layer_norm", before_attention=("self_attn_layer_norm",),
+    before_mlp=("final_layer_norm",), output="self_attn.out_proj", up=("fc1",), down="fc2",
+)  # fmt: skip
+MIXTRAL_NAMES = Names(
+    router="block_sparse_moe.gate",
+    expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    expert_down="block_sparse_moe.experts.{}.w2",
+)
+QWEN_MOE_NAMES = Names(
+    qk_norm=QK_NORMS, router="mlp.gate",
+    expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    expert_down="mlp.experts.{}.down_proj",
+)  # fmt: skip
+GPT_OSS_NAMES = Names(
+    sinks="self_attn.sinks", router="mlp.router", expert_up=("mlp.experts.gate_up_proj",),
+    expert_down="mlp.experts.down_proj",
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +153,18 @@ class Family:
     tied: bool = False  # where config.json does not say
     context: int | None = None  # where config.json does not say
 
+    names: Names = LLAMA_NAMES
+    qkv_by_group: bool = False  # fused: queries, key and value of the first KV head, then of the next
+    parallel: tuple[str, ...] = ()  # keys of the config; if one is set, attention and MLP have one input
+    whole_qk_norm: bool = False  # over all heads of a token at once
+    scale_key: str = ""  # of the config: scores are divided by its square root
+    plain_scores: bool = False  # scores are not scaled
+    multipliers: bool = False  # of the embedding, the scores, the residual stream and the logits
+    rotary_layers: str = ""  # key of the config that says which layers have rotary positions
+    normed_top: str | None = None  # of the config: experts' weights sum to one; None: always
+    clamped: bool = False  # experts interleave gate and up, clamp both, and weigh after the choice
+    needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
+
     @property
     def eager(self) -> bool:
         """Attention is plain products, with scores as tensors."""
@@ -103,28 +187,57 @@ class Family:
 
 QWEN_WINDOW = Window(partial=True, switched=True)
 FAMILIES = {
-    "falcon": Family(NEOX, split=False, grouped=False, multi_query=True, context=2048),
+    "falcon": Family(
+        NEOX, split=False, grouped=False, multi_query=True, context=2048, layer_norm=True,
+        names=FALCON_NAMES, qkv_by_group=True, parallel=("parallel_attn", "new_decoder_architecture"),
+        needs={"alibi": False},
+    ),
     "gemma2": Family(
         LLAMA, softcap=True, window=Window(default=4096, partial=True), norms=4, norm_offset=1,
-        scaled_embedding=True, tied=True,
+        scaled_embedding=True, tied=True, names=SANDWICHED, scale_key="query_pre_attn_scalar",
+    ),
+    "gemma3_text": Family(
+        LLAMA, split=False, qk_norm=True, window=Window(default=4096, partial=True), norms=4, norm_offset=1,
+        scaled_embedding=True, tied=True, names=replace(SANDWICHED, qk_norm=QK_NORMS),
+        scale_key="query_pre_attn_scalar",
     ),
     "gpt_neo": Family(
         GPT_NEO, ("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
         window=Window("window_size", 256, partial=True), layer_norm=True, position_rows=0,
         mlp_states=5, tied=True,  # its GELU is made of several steps
+        names=GPT_NEO_NAMES, plain_scores=True,
     ),
-    "gpt_neox": Family(NEOX, tuple(NEOX), grouped=False, layer_norm=True, rotary=0.25, mlp_states=2),
+    "gpt_neox": Family(
+        NEOX, tuple(NEOX), grouped=False, layer_norm=True, rotary=0.25, mlp_states=2, names=NEOX_NAMES,
+        qkv_by_group=True, parallel=("use_parallel_residual",),
+    ),
+    "gpt_oss": Family(
+        LLAMA, split=False, window=Window(default=128, partial=True), names=GPT_OSS_NAMES, clamped=True,
+    ),
+    "granite": Family(LLAMA, split=False, multipliers=True),
     "llama": Family(LLAMA),
     "mistral": Family(LLAMA, window=Window(default=4096)),
-    "mixtral": Family(LLAMA, split=False, window=Window()),
+    "mixtral": Family(LLAMA, split=False, window=Window(), names=MIXTRAL_NAMES),
+    "olmo2": Family(
+        LLAMA, split=False, qk_norm=True, whole_qk_norm=True,
+        names=replace(SANDWICHED, before_attention=(), before_mlp=(), qk_norm=QK_NORMS),
+    ),
     "opt": Family(
         OPT, tuple(OPT), grouped=False, layer_norm=True, position_rows=2, mlp_key="ffn_dim",
-        mlp_states=2, tied=True,
+        mlp_states=2, tied=True, names=OPT_NAMES,
+        needs={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
-    "phi3": Family(PHI3, deepspeed=False, window=Window(), mlp_states=4),
+    "phi3": Family(
+        PHI3, deepspeed=False, window=Window(), mlp_states=4,
+        names=replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    ),
     "qwen2": Family(LLAMA, ("q_proj", "k_proj", "v_proj"), window=QWEN_WINDOW),
-    "qwen3": Family(LLAMA, qk_norm=True, window=QWEN_WINDOW),
-    "qwen3_moe": Family(LLAMA, split=False, qk_norm=True, window=Window(switched=True)),
+    "qwen3": Family(LLAMA, qk_norm=True, window=QWEN_WINDOW, names=replace(LLAMA_NAMES, qk_norm=QK_NORMS)),
+    "qwen3_moe": Family(
+        LLAMA, split=False, qk_norm=True, window=Window(switched=True), names=QWEN_MOE_NAMES,
+        normed_top="norm_topk_prob",
+    ),
+    "smollm3": Family(LLAMA, split=False, window=QWEN_WINDOW, rotary_layers="no_rope_layers"),
 }  # fmt: skip
 UNKNOWN = Family(LLAMA, split=False)
 

@@ -1,0 +1,213 @@
+"""Builds a decoder from a checkpoint: reads, cuts and fuses each weight, one after the other.
+
+Of a model over several ranks each reads its own slices: whole KV heads with their queries, columns of the
+MLP, rows of the vocabulary, in shares that may differ (sharding.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.models.attention import Rotary, Scores
+from llama_ssp.models.decoder import Attention, Block, Decoder, Mlp, Norm
+from llama_ssp.models.experts import ClampedExperts, Experts, Routing
+from llama_ssp.models.linear import Embedding, Head, Summed, dense
+from llama_ssp.models.safetensors_io import Source
+from llama_ssp.models.shape import BlockShape, Shape, rotary_parameters, shape_of
+from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
+
+Product = Callable[[Tensor, Tensor | None], nn.Module]  # of a weight and a bias: a format of linear layers
+
+
+def decoder(
+    config: Any, source: Source, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32,
+    product: Product = dense, device: torch.device | None = None,
+) -> Decoder:  # fmt: skip
+    """This rank's part of the model; `shape.reason_against` has found nothing against it."""
+    return Assembly(config, source, ranks, dtype, product, device or torch.device("cpu")).whole()
+
+
+class Assembly:
+    """What all weights of a model are read with."""
+
+    def __init__(
+        self, config: Any, source: Source, ranks: Ranks, dtype: torch.dtype, product: Product,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.config, self.source, self.ranks, self.dtype = config, source, ranks, dtype
+        self.product, self.device = product, device
+        self.shape: Shape = shape_of(config)
+        self.names = self.shape.family.names
+        self.heads = head_ranges(self.shape.n_heads, self.shape.n_kv, ranks.world, ranks.rank)
+        self.mlp = mlp_share(self.shape.ffn, ranks.world, ranks.rank)
+        self.split = ranks.world > 1
+
+    def whole(self) -> Decoder:
+        shape, names, world = self.shape, self.names, self.ranks.world
+        vocab = self.source.shapes[f"{names.embedding}.weight"][0]
+        shares = [vocab_share(vocab, world, rank) for rank in range(world)]
+        own = shares[self.ranks.rank]
+        table_VH = self.read(f"{names.embedding}.weight", Cut(ROWS, (own,)) if self.split else None)
+        assert table_VH is not None
+        reduce = self.ranks.all_reduce if self.split else None
+        embedding = Embedding(table_VH, shape.embedding_scale, own[0], reduce)
+        rows = Cut(ROWS, (own,)) if self.split else None
+        head_VH = self.read(f"{names.head}.weight", rows)
+        product = self.product(table_VH if head_VH is None else head_VH, self.read(f"{names.head}.bias", rows))
+        gather = self.ranks.all_gather if self.split else None
+        offset = shape.family.position_rows
+        found = Decoder(
+            embedding, self.read(f"{names.positions}.weight"), offset or 0,
+            {} if offset is not None else {k: Rotary.of(self.config, k) for k in rotary_parameters(self.config)},
+            [self.block(f"{names.blocks}.{number}.", block) for number, block in enumerate(shape.blocks)],
+            self.norm(names.norm), Head(product, list(map(length, shares)), gather),
+            shape.logit_divisor, shape.logit_softcap,
+        )  # fmt: skip
+        return found.eval().to(self.device)
+
+    def block(self, prefix: str, own: BlockShape) -> Block:
+        names, kinds = self.names, ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        norms = {kind: self._first_norm(prefix, getattr(names, kind)) for kind in kinds}
+        attention = self.attention(prefix, own)
+        mlp = self.experts(prefix) if own.experts else self.dense_mlp(prefix)
+        shared = self.shape.parallel and isinstance(norms["before_mlp"], nn.Identity)
+        return Block(attention, mlp, norms, self.shape.residual_scale, self.shape.parallel, shared)
+
+    def attention(self, prefix: str, own: BlockShape) -> Attention:
+        shape, names, heads = self.shape, self.names, self.heads
+        sizes = [count * shape.head_dim for count in (heads.queries, heads.kvs, heads.kvs)]
+        norms = tuple(self.norm(prefix + name) for name in names.qk_norm)
+        sinks = None
+        if names.sinks:
+            sinks = self.read(prefix + names.sinks, Cut(ROWS, (heads.query,)))
+        return Attention(
+            self.columns([(prefix + name, spans) for name, spans in zip(names.qkv, self._qkv(), strict=True)]),
+            self.rows(prefix + names.output, [_times(heads.query, shape.head_dim)]),
+            sizes, shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary,
+            (norms[0], norms[1]) if norms else None, shape.family.whole_qk_norm, sinks,
+        )  # fmt: skip
+
+    def dense_mlp(self, prefix: str) -> Mlp:
+        names, width = self.names, self.shape.ffn
+        fused = self.shape.family.fused_mlp
+        gated = fused or len(names.up) == 2
+        spans = [self.mlp, _behind(self.mlp, width)] if fused else [self.mlp]
+        up = self.columns([(prefix + name, spans) for name in names.up])
+        return Mlp(up, self.rows(prefix + names.down, [self.mlp]), self.activation(), gated)
+
+    def experts(self, prefix: str) -> Experts:
+        shape, names = self.shape, self.names
+        router = dense(*self._plain(prefix + names.router))
+        routing = Routing(shape.top_k, shape.normed_top, after=shape.family.clamped)
+        if shape.family.clamped:
+            return self._clamped(prefix, router, routing)
+        share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
+        rows, columns = Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
+        up, down = [], []
+        for number in range(shape.experts):
+            names_up = (prefix + name.format(number) for name in names.expert_up)
+            up.append(torch.cat([self._need(f"{name}.weight", rows) for name in names_up]))
+            down.append(self._need(f"{prefix}{names.expert_down.format(number)}.weight", columns))
+        reduce = self.ranks.all_reduce if self.split else None
+        stacks = torch.stack(up), torch.stack(down)
+        return Experts(router, *stacks, self.activation(), routing, reduce=reduce)
+
+    def _clamped(self, prefix: str, router: nn.Module, routing: Routing) -> ClampedExperts:
+        """Weights on disk have inputs first, and gate and up of an output after each other."""
+        (up, up_bias), (down, down_bias) = (
+            (self.read(prefix + name), self.read(f"{prefix}{name}_bias"))
+            for name in (self.names.expert_up[0], self.names.expert_down)
+        )
+        assert up is not None and down is not None and up_bias is not None
+        halves = torch.cat([up[..., ::2], up[..., 1::2]], -1).transpose(1, 2).contiguous()
+        biases = torch.cat([up_bias[..., ::2], up_bias[..., 1::2]], -1), down_bias
+        own = Experts.__new__(ClampedExperts)
+        Experts.__init__(
+            own, router, halves, down.transpose(1, 2).contiguous(), self.activation(), routing, biases
+        )
+        own.alpha, own.limit = self.shape.gate_alpha, self.shape.gate_limit
+        return own
+
+    def columns(self, parts: list[tuple[str, list[Span]]]) -> nn.Module:
+        """One layer that is split by its outputs, of the given rows of one or several on disk."""
+        weights, biases = [], []
+        for name, spans in parts:
+            cut = Cut(ROWS, tuple(spans))
+            weights.append(self._need(f"{name}.weight", cut))
+            bias = self.read(f"{name}.bias", cut)
+            biases += [] if bias is None else [bias]
+        return self.product(_joined(weights), _joined(biases) if biases else None)
+
+    def rows(self, name: str, spans: list[Span]) -> nn.Module:
+        """A layer that is split by its inputs."""
+        weight = self._need(f"{name}.weight", Cut(COLUMNS, tuple(spans)) if self.split else None)
+        bias = self.read(f"{name}.bias") if self.ranks.rank == 0 else None
+        made = self.product(weight, bias)
+        return Summed(made, self.ranks.all_reduce) if self.split else made
+
+    def norm(self, name: str) -> Norm:
+        weight, bias = self._plain(name)
+        family = self.shape.family
+        return Norm(weight, bias, self.shape.epsilon, family.layer_norm, family.norm_offset)
+
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        from transformers.activations import ACT2FN
+
+        made: Callable[[Tensor], Tensor] = ACT2FN[self.shape.activation]
+        return made
+
+    def read(self, name: str, cut: Cut | None = None) -> Tensor | None:
+        """The tensor, or the cut part; None if the checkpoint does not have it."""
+        if name not in self.source.shapes:
+            return None
+        return self.source.read(name, cut).to(self.device, self.dtype)
+
+    def _need(self, name: str, cut: Cut | None = None) -> Tensor:
+        return self.source.read(name, cut).to(self.device, self.dtype)
+
+    def _plain(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self._need(f"{name}.weight"), self.read(f"{name}.bias")
+
+    def _first_norm(self, prefix: str, names: tuple[str, ...]) -> nn.Module:
+        found = (prefix + name for name in names if f"{prefix}{name}.weight" in self.source.shapes)
+        name = next(found, None)
+        return nn.Identity() if name is None else self.norm(name)
+
+    def _qkv(self) -> list[list[Span]]:
+        """Which rows of each weight on disk this rank has, in the order of queries, keys, values."""
+        shape, heads, size = self.shape, self.heads, self.shape.head_dim
+        if len(self.names.qkv) == 3:
+            return [[_times(span, size)] for span in (heads.query, heads.kv, heads.kv)]
+        if not shape.family.qkv_by_group:
+            keys, values = shape.n_heads * size, (shape.n_heads + shape.n_kv) * size
+            kv = _times(heads.kv, size)
+            return [[_times(heads.query, size), _behind(kv, keys), _behind(kv, values)]]
+        per = shape.n_heads // shape.n_kv  # queries of a group; its key and its value follow them
+        query = [head + 2 * (head // per) for head in range(*heads.query)]
+        keys_ = [group * (per + 2) + per for group in range(*heads.kv)]
+        order = [*query, *keys_, *(place + 1 for place in keys_)]
+        return [[_times(span, size) for span in _runs(order)]]
+
+
+def _times(span: Span, size: int) -> Span:
+    return span[0] * size, span[1] * size
+
+
+def _behind(span: Span, before: int) -> Span:
+    return before + span[0], before + span[1]
+
+
+def _runs(order: list[int]) -> list[Span]:
+    """The numbers as runs: 3, 4, 5, 9 is (3, 6), (9, 10)."""
+    breaks = [0, *(i for i, (a, b) in enumerate(pairwise(order), start=1) if b != a + 1), len(order)]
+    return [(order[a], order[b - 1] + 1) for a, b in pairwise(breaks)]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,167 @@
+"""Attention over a cache, and rotary positions.
+
+A pass has T tokens, of one row of the batch after the other. Of each, `position_T` is its place in the row's
+text and `first_T` the row's first slot: slot first + p holds the key of position p. A query sees the slots of
+its own row from its own position back, all of them or a window. Slots behind it are stale and are never read.
+
+`Feed.attend` is how: `attend_rows` by torch's own attention, for long passes and as the reference, or
+`kernels.attention.attend`, which reads the cache once, for steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llama_ssp.models.shape import ALL, rotary_parameters
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How one layer's scores are made."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+Attend = Callable[["Feed", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Tensor]
+
+
+@dataclass
+class Feed:
+    """The tokens of one pass, and how they attend.
+
+    `rows` has the first slot, the start and the number of tokens of each row, for `attend_rows` only.
+    `long_T` says which tokens have the second scale of positions; None: those at positions beyond its limit.
+    """
+
+    position_T: Tensor
+    first_T: Tensor
+    attend: Attend
+    rows: tuple[tuple[int, int, int], ...] = ()
+    long_T: Tensor | None = None
+    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+
+    @property
+    def slot_T(self) -> Tensor:
+        return self.first_T + self.position_T
+
+    @staticmethod
+    def of(rows: list[tuple[int, int, int]], device: torch.device, attend: Attend | None = None) -> Feed:
+        """Of (first slot, start, count) of each row; a row that is fed nothing is left out."""
+        rows = [row for row in rows if row[2]]
+        position = [start + i for _, start, count in rows for i in range(count)]
+        first = [slot for slot, _, count in rows for _ in range(count)]
+        position_T, first_T = torch.tensor([position, first], device=device)
+        return Feed(position_T, first_T, attend or attend_rows, tuple(rows))
+
+
+def attend_rows(
+    feed: Feed, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+) -> Tensor:
+    """(T, H, D) of the rows of `feed.rows`, one after the other.
+
+    Keys are not repeated: the queries of a group of heads are further queries of the group's KV head.
+    """
+    found, begin = [], 0
+    for first, start, count in feed.rows:
+        seen = slice(first, first + start + count)
+        query_WHD = query_THD[begin : begin + count]
+        mask_WS = _mask(feed, start, count, scores.window)
+        found.append(_attend_row(query_WHD, keys_GND[:, seen], values_GND[:, seen], mask_WS, scores, sink_H))
+        begin += count
+    return torch.cat(found)
+
+
+def _attend_row(
+    query_WHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, mask_WS: Tensor, scores: Scores,
+    sink_H: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (width, heads, size), groups = query_WHD.shape, keys_GSD.shape[0]
+    folded_GQD = query_WHD.view(width, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
+    mask_QS = mask_WS.repeat(heads // groups, 1)
+    if scores.softcap is None and sink_H is None:
+        y_1GQD = functional.scaled_dot_product_attention(
+            folded_GQD[None], keys_GSD[None], values_GSD[None], mask_QS[None, None], scale=scores.scale
+        )
+        y_GQD = y_1GQD[0]
+    else:
+        score_GQS = (folded_GQD @ keys_GSD.transpose(1, 2)).float() * scores.scale
+        if scores.softcap is not None:
+            score_GQS = torch.tanh(score_GQS / scores.softcap) * scores.softcap
+        score_GQS = score_GQS.masked_fill(~mask_QS, -torch.inf)
+        if sink_H is not None:
+            sink_GQ1 = sink_H.view(groups, -1, 1).float().repeat_interleave(width, 1)
+            score_GQS = torch.cat([score_GQS, sink_GQ1], -1)
+        prob_GQS = score_GQS.softmax(-1)[..., : keys_GSD.shape[1]]
+        y_GQD = prob_GQS.to(values_GSD.dtype) @ values_GSD
+    return y_GQD.view(groups, -1, width, size).permute(2, 0, 1, 3).reshape(width, heads, size)
+
+
+def _mask(feed: Feed, start: int, count: int, window: int | None) -> Tensor:
+    """Which slots each of a row's tokens sees; made once a pass."""
+    key = start, count, window
+    if key not in feed.masks:
+        device = feed.position_T.device
+        position_W1 = torch.arange(start, start + count, device=device)[:, None]
+        slot_S = torch.arange(start + count, device=device)
+        mask_WS = slot_S <= position_W1
+        feed.masks[key] = mask_WS if window is None else mask_WS & (slot_S > position_W1 - window)
+    return feed.masks[key]
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of rotary positions; of two scales (longrope), the text of a token decides which."""
+
+    frequency: Tensor
+    long_frequency: Tensor | None
+
+    def __init__(self, frequency_R: Tensor, factor: float, long_R: Tensor | None = None, limit: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("frequency", frequency_R, persistent=False)
+        self.register_buffer("long_frequency", long_R, persistent=False)
+        self.factor, self.limit = factor, limit
+
+    def forward(self, feed: Feed) -> tuple[Tensor, Tensor]:
+        """(T, 1, R) each, for pairs of numbers of all heads."""
+        position_T11 = feed.position_T[:, None, None]
+        frequency = self.frequency
+        if self.long_frequency is not None:
+            long_T = feed.position_T >= self.limit if feed.long_T is None else feed.long_T
+            frequency = torch.where(long_T[:, None, None], self.long_frequency, frequency)
+        angle_T1R = position_T11.float() * frequency
+        return angle_T1R.cos() * self.factor, angle_T1R.sin() * self.factor
+
+    @staticmethod
+    def of(config: Any, kind: str) -> Rotary:
+        """The table of one kind of layer."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = rotary_parameters(config)[kind]
+        how = parameters.get("rope_type", "default")
+        if how == "default":
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0)
+        own = {} if kind == ALL else {"layer_type": kind}
+        frequency_R, factor = ROPE_INIT_FUNCTIONS[how](config, torch.device("cpu"), **own)
+        if how != "longrope":
+            return Rotary(frequency_R, factor)
+        limit = int(parameters["original_max_position_embeddings"])
+        long_R, _ = ROPE_INIT_FUNCTIONS[how](config, torch.device("cpu"), seq_len=limit + 1, **own)
+        return Rotary(frequency_R, factor, long_R, limit)
+
+
+def rotate(x_THD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns the first 2R numbers of each head: number i with number R + i."""
+    cos, sin = turn
+    size = cos.shape[-1]
+    first, second, rest = x_THD[..., :size], x_THD[..., size : 2 * size], x_THD[..., 2 * size :]
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat([*(part.to(x_THD.dtype) for part in turned), rest], -1)

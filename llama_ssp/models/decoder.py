@@ -1,0 +1,163 @@
+"""A transformer decoder: tokens, positions and a cache in, logits out.
+
+The tokens of a pass stand in one dimension, T, one row of the batch after the other: there is no padding, and
+a step looks the same for one row and for several. `Feed` says where each token stands (attention.py). What
+differs between architectures is in the shape (families.py, shape.py); what is cut over ranks, and in which
+number format weights are, in the linear layers (linear.py). All of it is traced as a whole by torch.compile.
+
+Suffixes of shapes: T tokens, H numbers of the residual stream or heads, G KV heads, D numbers of a head,
+N slots of the cache, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llama_ssp.models.attention import Feed, Rotary, Scores, rotate
+from llama_ssp.models.linear import Embedding, Head
+
+KeysValues = tuple[Tensor, Tensor]  # of one layer: (G, N, D) each
+Turns = dict[str, tuple[Tensor, Tensor]]  # cosines and sines by kind of rotary positions
+Activation = Callable[[Tensor], Tensor]
+
+
+class Norm(nn.Module):
+    """An RMS norm, or with `centred` a layer norm; computed in fp32."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool, offset: int = 0
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.epsilon, self.centred, self.offset = epsilon, centred, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.centred:
+            return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (wide * (self.offset + self.weight.float())).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Heads of this rank: `sizes` are the outputs of the fused layer that are queries, keys and values."""
+
+    def __init__(
+        self, qkv: nn.Module, output: nn.Module, sizes: list[int], head_dim: int, scores: Scores,
+        rotary: str | None = None, norms: tuple[Norm, Norm] | None = None, whole_norms: bool = False,
+        sink_H: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.qkv, self.output, self.norms = qkv, output, nn.ModuleList(norms or ())
+        self.sizes, self.head_dim, self.scores, self.rotary = sizes, head_dim, scores, rotary
+        self.whole_norms = whole_norms
+        self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
+
+    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Feed) -> Tensor:
+        query, key, value = self.qkv(x_TH).split(self.sizes, -1)
+        if self.norms and self.whole_norms:
+            query, key = self.norms[0](query), self.norms[1](key)
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
+        if self.norms and not self.whole_norms:
+            query, key = self.norms[0](query), self.norms[1](key)
+        if self.rotary is not None:
+            query, key = rotate(query, turns[self.rotary]), rotate(key, turns[self.rotary])
+        keys_GND, values_GND = cache
+        keys_GND[:, feed.slot_T] = key.transpose(0, 1)
+        values_GND[:, feed.slot_T] = value.transpose(0, 1)
+        y_THD = feed.attend(feed, query, keys_GND, values_GND, self.scores, self.sinks)
+        found: Tensor = self.output(y_THD.flatten(1))
+        return found
+
+
+class Mlp(nn.Module):
+    """Two linear layers with an activation; `gated`: the first gives a gate and what it is multiplied with."""
+
+    def __init__(self, up: nn.Module, down: nn.Module, activation: Activation, gated: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.activation, self.gated = up, down, activation, gated
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        wide = self.up(x_TH)
+        if self.gated:
+            gate, wide = wide.chunk(2, -1)
+            wide = self.activation(gate) * wide
+        else:
+            wide = self.activation(wide)
+        found: Tensor = self.down(wide)
+        return found
+
+
+class Block(nn.Module):
+    """One layer; a norm that the architecture lacks is an nn.Identity.
+
+    `parallel`: attention and MLP read the same input; `shared_norm`: after the same norm, too.
+    """
+
+    def __init__(
+        self, attention: Attention, mlp: nn.Module, norms: dict[str, nn.Module], residual_scale: float = 1.0,
+        parallel: bool = False, shared_norm: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.attention, self.mlp, self.norms = attention, mlp, nn.ModuleDict(norms)
+        self.residual_scale, self.parallel, self.shared_norm = residual_scale, parallel, shared_norm
+
+    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Feed) -> Tensor:
+        norms = self.norms
+        normed_TH = norms["before_attention"](x_TH)
+        attended_TH = norms["after_attention"](self.attention(normed_TH, turns, cache, feed))
+        if self.parallel:
+            normed_TH = normed_TH if self.shared_norm else norms["before_mlp"](x_TH)
+            return x_TH + attended_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
+        x_TH = self._added(x_TH, attended_TH)
+        return self._added(x_TH, norms["after_mlp"](self.mlp(norms["before_mlp"](x_TH))))
+
+    def _added(self, x_TH: Tensor, change_TH: Tensor) -> Tensor:
+        return x_TH + (change_TH if self.residual_scale == 1.0 else change_TH * self.residual_scale)
+
+
+class Decoder(nn.Module):
+    """A whole model, or one rank's part; every rank gets all logits."""
+
+    def __init__(
+        self, embedding: Embedding, position_table: Tensor | None, position_offset: int,
+        rotaries: dict[str, Rotary], blocks: list[Block], norm: nn.Module, head: Head,
+        logit_divisor: float = 1.0, logit_softcap: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embedding, self.norm, self.head = embedding, norm, head
+        self.positions = None if position_table is None else nn.Parameter(position_table, requires_grad=False)
+        self.position_offset = position_offset
+        self.rotaries, self.blocks = nn.ModuleDict(rotaries), nn.ModuleList(blocks)
+        self.logit_divisor, self.logit_softcap = logit_divisor, logit_softcap
+
+    def forward(
+        self, token_T: Tensor, feed: Feed, caches: list[KeysValues], wanted_R: Tensor | None = None,
+        layers: Collection[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Logits (R, V) of the tokens `wanted_R`, or of all; and what the named layers give, (T, H) each.
+
+        Keys and values of the tokens are written into the caches.
+        """
+        x_TH = self.embedding(token_T)
+        if self.positions is not None:
+            x_TH = x_TH + self.positions[feed.position_T + self.position_offset]
+        turns = {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
+        kept = []
+        for number, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            x_TH = block(x_TH, turns, cache, feed)
+            if number in layers:
+                kept.append(x_TH)
+        if wanted_R is not None:
+            x_TH = x_TH[wanted_R]
+        logit_RV = self.head(self.norm(x_TH))
+        if self.logit_divisor != 1.0:
+            logit_RV = logit_RV / self.logit_divisor
+        if self.logit_softcap is not None:
+            logit_RV = torch.tanh(logit_RV / self.logit_softcap) * self.logit_softcap
+        return logit_RV, kept

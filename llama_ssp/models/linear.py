@@ -1,0 +1,90 @@
+"""Linear layers: whole, or a rank's part, in any number format.
+
+A layer is a *product*, y = x W^T + b, in one of several formats, and what ranks exchange behind it. Products
+have one interface: `forward(x)`, `in_features` and `out_features`.
+
+    nn.Linear        the weight as it is, by torch
+    PackedLinear     16 and 32 bit, packed for a few rows on a CPU (kernels/linear.py)
+    Int8Linear       8 bit (kernels/int8.py)
+
+Of a layer that is split by its outputs (a column-parallel layer) each rank has some outputs, and no message is
+needed. Of one that is split by its inputs (row-parallel) each rank has a term of every output, and the sum
+over ranks is the layer's one message; only the first rank has the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llama_ssp.models.kernels.linear import PackedLinear, packable
+
+Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
+Gather = Callable[[Tensor], list[Tensor]]  # every rank's tensor, all of one shape
+
+
+class Summed(nn.Module):
+    """A layer that is split by its inputs."""
+
+    def __init__(self, product: nn.Module, reduce: Reduce) -> None:
+        super().__init__()
+        self.product, self.reduce = product, reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduce(self.product(x))
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token; of a split table, zeros for rows of other ranks, and a sum."""
+
+    def __init__(self, weight_VH: Tensor, scale: float, first: int = 0, reduce: Reduce | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_VH, requires_grad=False)
+        # Rounded like the weight, as transformers does.
+        self.scale = float(torch.tensor(scale, dtype=weight_VH.dtype))
+        self.first, self.reduce = first, reduce
+
+    def forward(self, token_T: Tensor) -> Tensor:
+        if self.reduce is None:
+            x_TH = functional.embedding(token_T, self.weight)
+        else:
+            row_T = token_T - self.first
+            elsewhere_T = (row_T < 0) | (row_T >= self.weight.shape[0])
+            x_TH = functional.embedding(row_T.masked_fill(elsewhere_T, 0), self.weight)
+            x_TH = self.reduce(x_TH.masked_fill(elsewhere_T[:, None], 0))
+        return x_TH if self.scale == 1.0 else x_TH * self.scale
+
+
+class Head(nn.Module):
+    """Logits of all tokens of the vocabulary, on every rank."""
+
+    def __init__(self, product: nn.Module, shares: list[int], gather: Gather | None) -> None:
+        super().__init__()
+        self.product, self.shares, self.gather = product, shares, gather
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit_TV: Tensor = self.product(x)
+        if self.gather is None:
+            return logit_TV
+        padded_TV = functional.pad(logit_TV, (0, max(self.shares) - logit_TV.shape[-1]))
+        parts = zip(self.gather(padded_TV), self.shares, strict=True)
+        return torch.cat([part_TV[:, :share] for part_TV, share in parts], -1)
+
+
+def dense(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Linear:
+    """A product with this weight, in the weight's own memory."""
+    outputs, inputs = weight_NK.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_NK, requires_grad=False)
+    if bias_N is not None:
+        layer.bias = nn.Parameter(bias_N, requires_grad=False)
+    return layer
+
+
+def packed(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
+    """A product with this weight, packed where that can be."""
+    layer = dense(weight_NK, bias_N)
+    return PackedLinear(layer) if packable(layer) else layer

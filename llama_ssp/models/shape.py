@@ -1,0 +1,153 @@
+"""What decoder.py needs to know of one model: numbers and names, from its config and its family's row. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llama_ssp.models.families import FAMILIES, Family
+
+ALL = "all"  # the kind of rotary positions where there is one
+LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
+WIDTHS = ("ffn_hidden_size", "ffn_dim", "intermediate_size")  # keys of the MLP's width
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+ACTIVATIONS = ("hidden_activation", "activation_function", "activation", "hidden_act")
+EXPERTS = ("num_local_experts", "num_experts")
+SCALED_AT_RUN_TIME = ("dynamic",)  # kinds of rotary positions that follow the longest text of a pass
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What may differ from block to block."""
+
+    window: int | None  # how many positions a query sees, its own included; None: all before it
+    rotary: str | None  # a key of the decoder's rotary tables; None: no rotary positions
+    experts: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model's sizes and constants."""
+
+    family: Family
+    dim: int
+    vocab: int
+    n_heads: int
+    n_kv: int
+    head_dim: int
+    ffn: int
+    expert_ffn: int
+    epsilon: float
+    activation: str
+    blocks: tuple[BlockShape, ...]
+    scale: float  # of attention scores
+    softcap: float | None  # of attention scores
+    logit_softcap: float | None
+    embedding_scale: float
+    residual_scale: float
+    logit_divisor: float
+    parallel: bool
+    tied: bool
+    experts: int
+    top_k: int
+    normed_top: bool
+    gate_alpha: float  # of clamped experts
+    gate_limit: float
+
+
+def reason_against(config: Any) -> str | None:
+    """Why decoder.py cannot run the model, as `key: found`; None if it can."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return f"model_type: {config.model_type}"
+    for key, value in family.needs.items():
+        if getattr(config, key, value) != value:
+            return f"{key}: {getattr(config, key)}"
+    if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+        return f"word_embed_proj_dim: {config.word_embed_proj_dim}"
+    kinds = {parameters.get("rope_type", "default") for parameters in rotary_parameters(config).values()}
+    at_run_time = kinds.intersection(SCALED_AT_RUN_TIME)
+    return f"rope_type: {at_run_time.pop()}" if at_run_time else None
+
+
+def shape_of(config: Any) -> Shape:
+    """The shape of a model for which `reason_against` finds nothing."""
+    family = FAMILIES[config.model_type]
+    n_heads = int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
+    many = family.multipliers
+    experts = int(_first(config, EXPERTS) or 0) if family.names.router else 0
+    ffn = int(_first(config, WIDTHS) or 4 * config.hidden_size)
+    return Shape(
+        family=family,
+        dim=int(config.hidden_size),
+        vocab=int(config.vocab_size),
+        n_heads=n_heads,
+        n_kv=_kv_heads(config, family, n_heads),
+        head_dim=head_dim,
+        ffn=ffn,
+        expert_ffn=int(getattr(config, "moe_intermediate_size", None) or ffn),
+        epsilon=float(_first(config, EPSILONS) or 1e-5),
+        activation=str(_first(config, ACTIVATIONS)),
+        blocks=_blocks(config, family, bool(experts)),
+        scale=_score_scale(config, family, head_dim),
+        softcap=getattr(config, "attn_logit_softcapping", None) if family.softcap else None,
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        embedding_scale=config.hidden_size**0.5 if family.scaled_embedding
+        else float(config.embedding_multiplier) if many else 1.0,
+        residual_scale=float(config.residual_multiplier) if many else 1.0,
+        logit_divisor=float(config.logits_scaling) if many else 1.0,
+        parallel=any(getattr(config, key) for key in family.parallel),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        experts=experts,
+        top_k=int(getattr(config, "num_experts_per_tok", 0) or 0),
+        normed_top=family.normed_top is None or bool(getattr(config, family.normed_top)),
+        gate_alpha=float(getattr(config, "swiglu_alpha", 0.0)),
+        gate_limit=float(getattr(config, "swiglu_limit", 0.0)),
+    )  # fmt: skip
+
+
+def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """The parameters of rotary positions by kind of layer; one kind, ALL, where all layers have the same."""
+    found = getattr(config, "rope_parameters", None) or {}
+    nested = {kind: parameters for kind, parameters in found.items() if isinstance(parameters, dict)}
+    return nested or ({ALL: found} if found else {})
+
+
+def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...]:
+    count = int(config.num_hidden_layers)
+    kinds = getattr(config, "attention_layers", None) or getattr(config, "layer_types", None)
+    window = getattr(config, family.window.key, None) if family.window else None
+    by_kind = family.window is not None and family.window.partial
+    rotated = getattr(config, family.rotary_layers) if family.rotary_layers else [True] * count
+    tables = rotary_parameters(config) if family.position_rows is None else {}
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    step = int(getattr(config, "decoder_sparse_step", None) or 1)
+    found = []
+    for layer in range(count):
+        kind = kinds[layer] if kinds else ""
+        windowed = window is not None and (not by_kind or kind in LOCAL)
+        table = None if not tables or not rotated[layer] else kind if kind in tables else next(iter(tables))
+        sparse = experts and layer not in dense and (layer + 1) % step == 0
+        found.append(BlockShape(int(window) if windowed else None, table, sparse))
+    return tuple(found)
+
+
+def _kv_heads(config: Any, family: Family, n_heads: int) -> int:
+    if not family.multi_query:
+        return int(getattr(config, "num_key_value_heads", None) or n_heads)
+    grouped = config.new_decoder_architecture or not config.multi_query
+    return int(config.num_kv_heads) if grouped else 1
+
+
+def _score_scale(config: Any, family: Family, head_dim: int) -> float:
+    if family.multipliers:
+        return float(config.attention_multiplier)
+    if family.plain_scores:
+        return 1.0
+    return float(getattr(config, family.scale_key) if family.scale_key else head_dim) ** -0.5
+
+
+def _first(config: Any, keys: tuple[str, ...]) -> Any:
+    """The value of the first key that the config has and that is not null."""
+    return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)

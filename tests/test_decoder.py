@@ -1,0 +1,140 @@
+"""The decoder gives the logits of transformers' module, for every family that has a row."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.models.assemble import decoder
+from llama_ssp.models.attention import Feed
+from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.safetensors_io import FileSource
+from llama_ssp.models.shape import reason_against
+from tests.families import CONTEXT, DECODED, FAMILIES, VOCAB, WHOLE, build
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # of the largest logit
+CAPACITY = 48
+# What each pass feeds: (kept before, fed) a row. Prefill in chunks, ragged steps, rollbacks over stale keys,
+# and texts beyond the window.
+PASSES = [
+    ((0, 0, 0), (9, 5, 1)), ((9, 5, 1), (4, 1, 3)), ((10, 6, 2), (3, 5, 0)), ((13, 11, 2), (1, 2, 4)),
+    ((14, 13, 6), (17, 9, 1)), ((31, 22, 7), (1, 5, 1)), ((30, 27, 8), (1, 1, 1)),
+]  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon-mha": ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False}),
+    "neox-in-turn": ("gpt_neox", {"use_parallel_residual": False}),
+    "neox-tied": ("gpt_neox", {"tie_word_embeddings": True}),
+    "opt-untied": ("opt", {"tie_word_embeddings": False}),
+    "mlp-bias": ("llama-gqa", {"mlp_bias": True, "attention_bias": True}),
+    "qwen3-moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "phi3-window": ("phi3", {"sliding_window": 11}),
+    "phi3-partial": (
+        "phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "linear-scaled": (
+        "llama-mha", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "yarn": (
+        "llama-mha",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40,
+            },
+        },
+    ),
+}  # fmt: skip
+NAMES = [*FAMILIES, *WHOLE, *DECODED, *VARIANTS]
+
+
+def module_of(name: str) -> Any:
+    """A random module of transformers, with biases and sinks that are not zero."""
+    base, changes = VARIANTS.get(name, (name, {}))
+    module = build(base, mild=True, **changes)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if key.endswith(("bias", "sinks")):
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+            elif "norm" in key or ".ln_" in key:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def saved(module: Any, folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
+    """The decoder of the module, by way of its files."""
+    if not (folder / "config.json").exists():
+        module.save_pretrained(folder)
+    with closing(FileSource(folder, module)) as source:
+        return decoder(module.config, source, ranks, **how)
+
+
+def caches_of(found: Decoder, rows: int, capacity: int = CAPACITY) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values that are garbage where nothing has been written."""
+    made = []
+    for block in found.blocks:
+        size = block.attention.head_dim
+        heads = block.attention.sizes[1] // size
+        made.append(tuple(torch.full((heads, rows * capacity, size), 7.0) for _ in "kv"))
+    return made  # type: ignore[return-value]
+
+
+def walked(found: Decoder, **how: Any) -> tuple[list[Tensor], list[list[int]]]:
+    """The logits of every row in every pass, and the text that they follow."""
+    caches, texts, generator = caches_of(found, 3), [[], [], []], torch.Generator().manual_seed(0)
+    logits, prefixes = [], []
+    for start, count in PASSES:
+        tokens = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in count]
+        texts = [text[:s] + new for text, s, new in zip(texts, start, tokens, strict=True)]
+        rows = [(row * CAPACITY, s, n) for row, (s, n) in enumerate(zip(start, count, strict=True))]
+        feed = Feed.of(rows, CPU, **how)
+        token_T = torch.tensor([token for new in tokens for token in new])
+        logit_TV, _ = found(token_T, feed, caches)
+        logits += [part for part, n in zip(logit_TV.split(count), count, strict=True) if n]
+        prefixes += [text for text, n in zip(texts, count, strict=True) if n]
+    return logits, prefixes
+
+
+def require_same(module: Any, logits: list[Tensor], prefixes: list[list[int]]) -> None:
+    """By transformers' own pass over each whole text, with its own masks and without a cache."""
+    for logit_WV, text in zip(logits, prefixes, strict=True):
+        expected_WV = module(torch.tensor([text]), use_cache=False).logits[0, -len(logit_WV) :]
+        worst, scale = float((logit_WV - expected_WV).abs().max()), float(expected_WV.abs().max())
+        assert worst <= TOLERANCE * scale, (worst, scale, len(text), len(logit_WV))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(name, tmp_path):
+    module = module_of(name)
+    assert reason_against(module.config) is None
+    require_same(module, *walked(saved(module, tmp_path)))
+
+
+@torch.inference_mode()
+def test_named_layers_give_their_hidden_states(tmp_path):
+    module = module_of("llama-gqa")
+    found = saved(module, tmp_path)
+    token_T = torch.arange(3, 12)
+    logit_RV, kept = found(
+        token_T, Feed.of([(0, 0, 9)], CPU), caches_of(found, 1), torch.tensor([8]), layers=(0, 1)
+    )
+    expected = module(token_T[None], use_cache=False, output_hidden_states=True)
+    torch.testing.assert_close(logit_RV, expected.logits[0, -1:], rtol=1e-4, atol=1e-5)
+    for state_TH, theirs in zip(kept, expected.hidden_states[1:3], strict=True):
+        torch.testing.assert_close(state_TH, theirs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_decoder_does_not_run():
+    assert reason_against(build("falcon", alibi=True).config) == "alibi: True"
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert reason_against(build("llama-mha", rope_parameters=dynamic).config) == "rope_type: dynamic"
+
+
+assert CAPACITY < CONTEXT
