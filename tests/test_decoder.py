@@ -14,11 +14,13 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder
 from llama_ssp.models.attention import Feed
 from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
 from tests.families import CONTEXT, DECODED, FAMILIES, VOCAB, WHOLE, build
 
 CPU = torch.device("cpu")
+needs_compiler = pytest.mark.slow  # the kernel takes some seconds to build
 TOLERANCE = 1e-5  # of the largest logit
 CAPACITY = 48
 # What each pass feeds: (kept before, fed) a row. Prefill in chunks, ragged steps, rollbacks over stale keys,
@@ -115,6 +117,16 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     module = module_of(name)
     assert reason_against(module.config) is None
     require_same(module, *walked(saved(module, tmp_path)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt_neo", "gpt_oss", "mistral-window", "qwen3"])
+@torch.inference_mode()
+def test_the_kernel_gives_the_same(name, tmp_path):
+    """Ragged rows, windows, soft caps, sinks, heads of odd sizes; garbage in unused slots is never read."""
+    kernel.operators()
+    module = module_of(name)
+    require_same(module, *walked(saved(module, tmp_path), attend=kernel.attend))
 
 
 @torch.inference_mode()
