@@ -13,11 +13,18 @@ from torch import Tensor
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder
 from llama_ssp.models.attention import Feed
+from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as kernel
+from llama_ssp.models.kernels import linear
+from llama_ssp.models.linear import packed
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
+from llama_ssp.models.steps import compiled, marked
+from llama_ssp.speculative.state import Prompt
 from tests.families import CONTEXT, DECODED, FAMILIES, VOCAB, WHOLE, build
+from tests.rig import speculate
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.slow  # the kernel takes some seconds to build
@@ -127,6 +134,53 @@ def test_the_kernel_gives_the_same(name, tmp_path):
     kernel.operators()
     module = module_of(name)
     require_same(module, *walked(saved(module, tmp_path), attend=kernel.attend))
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))
+        for n, length in enumerate((9, 1, 6, 4, 12)[:count])
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
+def test_texts_are_those_of_the_module(name, tmp_path):
+    """Token for token, rows that are refilled and rolled back, with drafts and without."""
+    module = build(name)
+    ours = DecoderModel(saved(module, tmp_path), module.config, "m", VOCAB)
+    theirs = CausalModel(module, "m")
+    for count, k in ((1, 0), (3, 4)):
+        how: dict[str, Any] = {"k": k, "max_new": 30}
+        draft = "ngram" if k else None
+        assert speculate(ours, prompts(count), draft, **how).texts == (  # type: ignore[arg-type]
+            speculate(theirs, prompts(count), draft, **how).texts
+        )
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt_oss"])
+@torch.inference_mode()
+def test_one_program_serves_every_width(name, tmp_path):
+    """One token and several, one row and several, caches of other sizes."""
+    kernel.operators()
+    linear.operators()
+    module = module_of(name)
+    found = saved(module, tmp_path, product=packed)
+    step = compiled(found)
+    compiles = []
+    for rows, start, count, capacity in ((1, 4, 3, 20), (1, 7, 1, 20), (3, 5, 1, 33), (3, 5, 4, 48), (1, 0, 1, 9)):
+        feed = Feed.of([(row * capacity, start, count) for row in range(rows)], CPU)
+        caches = caches_of(found, rows, capacity)
+        for layer in caches:
+            for tensor in layer:
+                tensor.normal_(generator=torch.Generator().manual_seed(start))
+        token_T = torch.arange(rows * count) + 5
+        expected, _ = found(token_T, feed, [(k.clone(), v.clone()) for k, v in caches])
+        arguments = token_T, feed.position_T, feed.first_T, caches
+        logit_TV = step(*(arguments if compiles else marked(*arguments)))
+        compiles.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert (logit_TV - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert len(set(compiles)) == 1
 
 
 @torch.inference_mode()

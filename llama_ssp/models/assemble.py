@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
 from llama_ssp.models.decoder import Attention, Block, Decoder, Mlp, Norm
-from llama_ssp.models.experts import ClampedExperts, Experts, Routing
+from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.linear import Embedding, Head, Summed, dense
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, rotary_parameters, shape_of
@@ -115,24 +115,17 @@ class Assembly:
             up.append(torch.cat([self._need(f"{name}.weight", rows) for name in names_up]))
             down.append(self._need(f"{prefix}{names.expert_down.format(number)}.weight", columns))
         reduce = self.ranks.all_reduce if self.split else None
-        stacks = torch.stack(up), torch.stack(down)
-        return Experts(router, *stacks, self.activation(), routing, reduce=reduce)
+        return Experts(router, torch.stack(up), torch.stack(down), Gate(shape.activation), routing, reduce=reduce)
 
-    def _clamped(self, prefix: str, router: nn.Module, routing: Routing) -> ClampedExperts:
+    def _clamped(self, prefix: str, router: nn.Module, routing: Routing) -> Experts:
         """Weights on disk have inputs first, and gate and up of an output after each other."""
-        (up, up_bias), (down, down_bias) = (
-            (self.read(prefix + name), self.read(f"{prefix}{name}_bias"))
-            for name in (self.names.expert_up[0], self.names.expert_down)
-        )
-        assert up is not None and down is not None and up_bias is not None
-        halves = torch.cat([up[..., ::2], up[..., 1::2]], -1).transpose(1, 2).contiguous()
-        biases = torch.cat([up_bias[..., ::2], up_bias[..., 1::2]], -1), down_bias
-        own = Experts.__new__(ClampedExperts)
-        Experts.__init__(
-            own, router, halves, down.transpose(1, 2).contiguous(), self.activation(), routing, biases
-        )
-        own.alpha, own.limit = self.shape.gate_alpha, self.shape.gate_limit
-        return own
+        up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
+        up, up_bias = (self._need(name) for name in (up_name, f"{up_name}_bias"))
+        down, down_bias = (self._need(name) for name in (down_name, f"{down_name}_bias"))
+        up, up_bias = (torch.cat([each[..., ::2], each[..., 1::2]], -1) for each in (up, up_bias))
+        stacks = (weight.transpose(1, 2).contiguous() for weight in (up, down))
+        gate = Gate(self.shape.activation, self.shape.gate_alpha, self.shape.gate_limit)
+        return Experts(router, *stacks, gate, routing, (up_bias, down_bias))
 
     def columns(self, parts: list[tuple[str, list[Span]]]) -> nn.Module:
         """One layer that is split by its outputs, of the given rows of one or several on disk."""

@@ -1,6 +1,6 @@
 """A mixture of experts: each token goes through the few that a router chooses.
 
-The loop over the chosen experts depends on the tokens, so for torch.compile it is one operator.
+Which experts run depends on the tokens, so for torch.compile all of them together are one operator.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Activation = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Routing:
@@ -24,27 +22,66 @@ class Routing:
     after: bool = False  # weights are a softmax over the chosen alone
 
 
+@dataclass(frozen=True)
+class Gate:
+    """How an expert's gate and the other half make what goes into its second layer.
+
+    With a limit, as in gpt-oss, both are clamped, and the gate is x sigmoid(alpha x).
+    """
+
+    activation: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def __call__(self, gate: Tensor, wide: Tensor) -> Tensor:
+        if not self.limit:
+            from transformers.activations import ACT2FN
+
+            return ACT2FN[self.activation](gate) * wide  # type: ignore[no-any-return]
+        gate, wide = gate.clamp(max=self.limit), wide.clamp(-self.limit, self.limit)
+        return (wide + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+@torch.library.custom_op("llama_ssp::experts", mutates_args=())
+def apply(
+    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
+    up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float, limit: float,
+) -> Tensor:  # fmt: skip
+    """The weighted sum of each token's experts, expert after expert."""
+    y_TH, gated = torch.zeros_like(x_TH), Gate(activation, alpha, limit)
+    for expert in expert_TK.unique().tolist():
+        token_C, place_C = torch.where(expert_TK == expert)
+        up, down = (None if bias is None else bias[expert] for bias in (up_bias, down_bias))
+        gate, wide = functional.linear(x_TH[token_C], up_EFH[expert], up).chunk(2, -1)
+        y_CH = functional.linear(gated(gate, wide), down_EHF[expert], down)
+        y_TH.index_add_(0, token_C, (y_CH * weight_TK[token_C, place_C, None]).to(y_TH.dtype))
+    return y_TH
+
+
+@apply.register_fake
+def _(x_TH: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x_TH)
+
+
 class Experts(nn.Module):
     """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F)."""
 
     def __init__(
-        self, router: nn.Module, up_EFH: Tensor, down_EHF: Tensor, activation: Activation, routing: Routing,
-        biases: tuple[Tensor, Tensor | None] | None = None, reduce: Callable[[Tensor], Tensor] | None = None,
+        self, router: nn.Module, up_EFH: Tensor, down_EHF: Tensor, gate: Gate, routing: Routing,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
+        reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.router, self.activation, self.routing, self.reduce = router, activation, routing, reduce
-        self.up, self.down = (nn.Parameter(weight, requires_grad=False) for weight in (up_EFH, down_EHF))
-        up_bias, down_bias = biases or (None, None)
-        self.up_bias = None if up_bias is None else nn.Parameter(up_bias, requires_grad=False)
-        self.down_bias = None if down_bias is None else nn.Parameter(down_bias, requires_grad=False)
+        self.router, self.gate, self.routing, self.reduce = router, gate, routing, reduce
+        parts = {"up": up_EFH, "down": down_EHF, "up_bias": biases[0], "down_bias": biases[1]}
+        for name, part in parts.items():
+            self.register_buffer(name, part, persistent=False)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        weight_TK, expert_TK = self._chosen(x_TH)
-        y_TH = torch.zeros_like(x_TH)
-        for expert in expert_TK.unique().tolist():
-            token_C, place_C = torch.where(expert_TK == expert)
-            y_CH = self._expert(x_TH[token_C], expert) * weight_TK[token_C, place_C, None]
-            y_TH.index_add_(0, token_C, y_CH.to(y_TH.dtype))
+        gate = self.gate.activation, self.gate.alpha, self.gate.limit
+        y_TH: Tensor = apply(
+            x_TH, *self._chosen(x_TH), self.up, self.down, self.up_bias, self.down_bias, *gate
+        )
         return y_TH if self.reduce is None else self.reduce(y_TH)
 
     def _chosen(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,21 +95,4 @@ class Experts(nn.Module):
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
         return weight_TK.to(x_TH.dtype), expert_TK
 
-    def _expert(self, x_CH: Tensor, number: int) -> Tensor:
-        up, down = (None if bias is None else bias[number] for bias in (self.up_bias, self.down_bias))
-        gate, wide = functional.linear(x_CH, self.up[number], up).chunk(2, -1)
-        return functional.linear(self.activation(gate) * wide, self.down[number], down)
 
-
-class ClampedExperts(Experts):
-    """Experts as gpt-oss has them: both halves are clamped, and the gate is x sigmoid(alpha x)."""
-
-    alpha: float
-    limit: float
-
-    def _expert(self, x_CH: Tensor, number: int) -> Tensor:
-        assert self.up_bias is not None and self.down_bias is not None
-        gate, wide = functional.linear(x_CH, self.up[number], self.up_bias[number]).chunk(2, -1)
-        gate, wide = gate.clamp(max=self.limit), wide.clamp(-self.limit, self.limit)
-        wide = (wide + 1) * gate * torch.sigmoid(gate * self.alpha)
-        return functional.linear(wide, self.down[number], self.down_bias[number])

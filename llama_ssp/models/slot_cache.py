@@ -1,0 +1,50 @@
+"""A key/value cache of fixed size: for each layer one tensor of slots, the rows of the batch after each other.
+
+Row r begins at slot r * capacity, and its position p is at slot r * capacity + p. To roll back is to forget a
+length: slots behind a row's last position are never read (attention.py), and are written again when their
+positions come again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.kv_cache import Tally
+
+
+@dataclass(eq=False)
+class SlotCache:
+    """One model's keys and values, (KV heads, rows * capacity, head size) a layer."""
+
+    rows: int
+    capacity: int
+    layers: list[tuple[Tensor, Tensor]]
+    first: int = 0  # the first row's first slot; of a row that is used alone, its own
+    tally: Tally = field(default_factory=Tally)
+
+    @staticmethod
+    def of(
+        rows: int, capacity: int, shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device,
+        tally: Tally,
+    ) -> SlotCache:  # fmt: skip
+        """`shapes`: KV heads and head size of every layer."""
+        layers = []
+        for heads, size in shapes:
+            made = [torch.empty(heads, rows * capacity, size, dtype=dtype, device=device) for _ in range(2)]
+            for tensor in made:
+                tally.add(tensor)
+            layers.append((made[0], made[1]))
+        return SlotCache(rows, capacity, layers, tally=tally)
+
+    def row(self, index: int) -> SlotCache:
+        """One row as a cache of its own, in the same memory."""
+        return SlotCache(1, self.capacity, self.layers, self.first + index * self.capacity, self.tally)
+
+    def clear(self, row: int) -> None:
+        """Nothing has to be cleared: what is stale is never read."""
+
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer)
