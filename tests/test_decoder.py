@@ -18,7 +18,7 @@ from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels import linear
-from llama_ssp.models.linear import packed
+from llama_ssp.models.linear import Packed
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.steps import compiled, marked
@@ -165,7 +165,7 @@ def test_one_program_serves_every_width(name, tmp_path):
     kernel.operators()
     linear.operators()
     module = module_of(name)
-    found = saved(module, tmp_path, product=packed)
+    found = saved(module, tmp_path, product=Packed())
     step = compiled(found)
     compiles = []
     for rows, start, count, capacity in ((1, 4, 3, 20), (1, 7, 1, 20), (3, 5, 1, 33), (3, 5, 4, 48), (1, 0, 1, 9)):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.comm import ALONE, Ranks
@@ -66,11 +67,17 @@ class Group(Ranks):
         return group if self._watch.rank in chosen else None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # in a compiled step; the step's caller names the rank that fails
+            return functional.all_reduce(tensor, "sum", self._tensors)
         with self._watch.during("summing"):
             dist.all_reduce(tensor, group=self._tensors)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            every = functional.all_gather_tensor(tensor, 0, self._tensors).chunk(self.world)
+            of = dict(zip(sorted(self._members), every, strict=True))
+            return [of[member] for member in self._members]
         return self._gather(tensor, self._tensors, "gathering")
 
     def link(self, one: int, other: int) -> Link | None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
@@ -84,7 +85,12 @@ def dense(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Linear:
     return layer
 
 
-def packed(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
-    """A product with this weight, packed where that can be."""
-    layer = dense(weight_NK, bias_N)
-    return PackedLinear(layer) if packable(layer) else layer
+class Packed:
+    """Makes products with packed weights, all in the same memory; dense ones where they cannot be packed."""
+
+    def __init__(self) -> None:
+        self._memory = LargePages()
+
+    def __call__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
+        layer = dense(weight_NK, bias_N)
+        return PackedLinear(layer, self._memory) if packable(layer) else layer

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.models.kernels.build import load_library
+from llama_ssp.models.kernels.large_pages import LargePages
 
 BLOCK = 32  # outputs that are stored together, as in linear.cpp
 WORD = {torch.float32: 1, torch.bfloat16: 2}  # numbers in a word of 32 bits
@@ -17,10 +18,10 @@ WORD = {torch.float32: 1, torch.bfloat16: 2}  # numbers in a word of 32 bits
 class PackedLinear(nn.Module):
     """The same product as the nn.Linear that it is made of, from a packed weight."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, memory: LargePages | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = nn.Parameter(packed(linear.weight), requires_grad=False)
+        self.packed = nn.Parameter(packed(linear.weight, memory), requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,13 +29,14 @@ class PackedLinear(nn.Module):
         return product
 
 
-def packed(weight_NK: Tensor) -> Tensor:
-    """(blocks, words, BLOCK, numbers in a word); zeros behind the last output."""
+def packed(weight_NK: Tensor, memory: LargePages | None = None) -> Tensor:
+    """(blocks, words, BLOCK, numbers in a word); zeros behind the last output. In `memory`, if there is one."""
     outputs, inputs = weight_NK.shape
     word = WORD[weight_NK.dtype]
     assert inputs % word == 0, "packable() says which weights can be packed"
     padded = nn.functional.pad(weight_NK, (0, 0, 0, -outputs % BLOCK))
-    return padded.view(-1, BLOCK, inputs // word, word).transpose(1, 2).contiguous()
+    found = padded.view(-1, BLOCK, inputs // word, word).transpose(1, 2)
+    return found.contiguous() if memory is None else memory.empty(tuple(found.shape), found.dtype).copy_(found)
 
 
 def packable(layer: nn.Module) -> bool:
