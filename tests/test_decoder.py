@@ -18,7 +18,7 @@ from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels import linear
-from llama_ssp.models.linear import Packed
+from llama_ssp.models.linear import Packed, dense, eight_bit
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.steps import compiled, marked
@@ -45,7 +45,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
     "phi3-window": ("phi3", {"sliding_window": 11}),
     "phi3-partial": (
-        "phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     "linear-scaled": (
         "llama-mha", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
@@ -90,7 +91,8 @@ def caches_of(found: Decoder, rows: int, capacity: int = CAPACITY) -> list[tuple
     for block in found.blocks:
         size = block.attention.head_dim
         heads = block.attention.sizes[1] // size
-        made.append(tuple(torch.full((heads, rows * capacity, size), 7.0) for _ in "kv"))
+        dtype = found.embedding.weight.dtype
+        made.append(tuple(torch.full((heads, rows * capacity, size), 7.0, dtype=dtype) for _ in "kv"))
     return made  # type: ignore[return-value]
 
 
@@ -168,7 +170,13 @@ def test_one_program_serves_every_width(name, tmp_path):
     found = saved(module, tmp_path, product=Packed())
     step = compiled(found)
     compiles = []
-    for rows, start, count, capacity in ((1, 4, 3, 20), (1, 7, 1, 20), (3, 5, 1, 33), (3, 5, 4, 48), (1, 0, 1, 9)):
+    for rows, start, count, capacity in (
+        (1, 4, 3, 20),
+        (1, 7, 1, 20),
+        (3, 5, 1, 33),
+        (3, 5, 4, 48),
+        (1, 0, 1, 9),
+    ):
         feed = Feed.of([(row * capacity, start, count) for row in range(rows)], CPU)
         caches = caches_of(found, rows, capacity)
         for layer in caches:
@@ -181,6 +189,17 @@ def test_one_program_serves_every_width(name, tmp_path):
         compiles.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert (logit_TV - expected).abs().max() <= TOLERANCE * expected.abs().max()
     assert len(set(compiles)) == 1
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_in_8_bit_logits_are_near(tmp_path):
+    module = module_of("llama-gqa")
+    expected, _ = walked(saved(module, tmp_path))
+    how = {"product": eight_bit, "head": dense, "dtype": torch.bfloat16}
+    found, _ = walked(saved(module, tmp_path, **how))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.float() - theirs).norm() <= 0.05 * theirs.norm()
 
 
 @torch.inference_mode()

@@ -27,10 +27,14 @@ Product = Callable[[Tensor, Tensor | None], nn.Module]  # of a weight and a bias
 
 def decoder(
     config: Any, source: Source, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32,
-    product: Product = dense, device: torch.device | None = None,
+    product: Product = dense, head: Product | None = None, device: torch.device | None = None,
 ) -> Decoder:  # fmt: skip
-    """This rank's part of the model; `shape.reason_against` has found nothing against it."""
-    return Assembly(config, source, ranks, dtype, product, device or torch.device("cpu")).whole()
+    """This rank's part of the model; `shape.reason_against` has found nothing against it.
+
+    `product` is the format of linear layers; `head` that of the last one, which is not quantised.
+    """
+    where = device or torch.device("cpu")
+    return Assembly(config, source, ranks, dtype, product, head or product, where).whole()
 
 
 class Assembly:
@@ -38,10 +42,10 @@ class Assembly:
 
     def __init__(
         self, config: Any, source: Source, ranks: Ranks, dtype: torch.dtype, product: Product,
-        device: torch.device,
+        head: Product, device: torch.device,
     ) -> None:  # fmt: skip
         self.config, self.source, self.ranks, self.dtype = config, source, ranks, dtype
-        self.product, self.device = product, device
+        self.product, self.head, self.device = product, head, device
         self.shape: Shape = shape_of(config)
         self.names = self.shape.family.names
         self.heads = head_ranges(self.shape.n_heads, self.shape.n_kv, ranks.world, ranks.rank)
@@ -59,17 +63,20 @@ class Assembly:
         embedding = Embedding(table_VH, shape.embedding_scale, own[0], reduce)
         rows = Cut(ROWS, (own,)) if self.split else None
         head_VH = self.read(f"{names.head}.weight", rows)
-        product = self.product(table_VH if head_VH is None else head_VH, self.read(f"{names.head}.bias", rows))
+        product = self.head(table_VH if head_VH is None else head_VH, self.read(f"{names.head}.bias", rows))
         gather = self.ranks.all_gather if self.split else None
         offset = shape.family.position_rows
         found = Decoder(
             embedding, self.read(f"{names.positions}.weight"), offset or 0,
-            {} if offset is not None else {k: Rotary.of(self.config, k) for k in rotary_parameters(self.config)},
+            {} if offset is not None else self.rotaries(),
             [self.block(f"{names.blocks}.{number}.", block) for number, block in enumerate(shape.blocks)],
             self.norm(names.norm), Head(product, list(map(length, shares)), gather),
             shape.logit_divisor, shape.logit_softcap,
         )  # fmt: skip
         return found.eval().to(self.device)
+
+    def rotaries(self) -> dict[str, Rotary]:
+        return {kind: Rotary.of(self.config, kind) for kind in rotary_parameters(self.config)}
 
     def block(self, prefix: str, own: BlockShape) -> Block:
         names, kinds = self.names, ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -86,8 +93,9 @@ class Assembly:
         sinks = None
         if names.sinks:
             sinks = self.read(prefix + names.sinks, Cut(ROWS, (heads.query,)))
+        qkv = [(prefix + name, spans) for name, spans in zip(names.qkv, self._qkv(), strict=True)]
         return Attention(
-            self.columns([(prefix + name, spans) for name, spans in zip(names.qkv, self._qkv(), strict=True)]),
+            self.columns(qkv),
             self.rows(prefix + names.output, [_times(heads.query, shape.head_dim)]),
             sizes, shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary,
             (norms[0], norms[1]) if norms else None, shape.family.whole_qk_norm, sinks,
@@ -115,7 +123,9 @@ class Assembly:
             up.append(torch.cat([self._need(f"{name}.weight", rows) for name in names_up]))
             down.append(self._need(f"{prefix}{names.expert_down.format(number)}.weight", columns))
         reduce = self.ranks.all_reduce if self.split else None
-        return Experts(router, torch.stack(up), torch.stack(down), Gate(shape.activation), routing, reduce=reduce)
+        return Experts(
+            router, torch.stack(up), torch.stack(down), Gate(shape.activation), routing, reduce=reduce
+        )
 
     def _clamped(self, prefix: str, router: nn.Module, routing: Routing) -> Experts:
         """Weights on disk have inputs first, and gate and up of an output after each other."""

@@ -122,7 +122,9 @@ class Rotary(nn.Module):
     frequency: Tensor
     long_frequency: Tensor | None
 
-    def __init__(self, frequency_R: Tensor, factor: float, long_R: Tensor | None = None, limit: int = 0) -> None:
+    def __init__(
+        self, frequency_R: Tensor, factor: float, long_R: Tensor | None = None, limit: int = 0
+    ) -> None:
         super().__init__()
         self.register_buffer("frequency", frequency_R, persistent=False)
         self.register_buffer("long_frequency", long_R, persistent=False)

@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with an activation; `gated`: the first gives a gate and what it is multiplied with."""
+    """Two linear layers with an activation; `gated`: the first gives a gate and what it multiplies."""
 
     def __init__(self, up: nn.Module, down: nn.Module, activation: Activation, gated: bool) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from llama_ssp.models.slot_cache import SlotCache
 
 
 class DecoderModel:
-    """A decoder, eager. `limit`: texts that grow beyond it are fed anew, with the second scale of positions."""
+    """A decoder, eager. Texts that grow beyond `restart` are fed anew, with the second scale of positions."""
 
     def __init__(self, decoder: Decoder, config: Any, name: str, vocab: int) -> None:
         self.decoder, self.config, self.name, self.vocab = decoder, config, name, vocab
@@ -25,7 +25,9 @@ class DecoderModel:
         table = decoder.embedding.weight
         self.device, self.dtype = table.device, table.dtype
         self.caches = Tally()
-        limits = [p[SCALED_FROM] for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"]
+        limits = [
+            p[SCALED_FROM] for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"
+        ]
         self.restart: int | None = min(limits) if limits and min(limits) < self.context else None
         self._shapes = [
             (block.attention.sizes[1] // block.attention.head_dim, block.attention.head_dim)
@@ -46,7 +48,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
-        """Logits, (B, W, V); of each row's last column only, (B, 1, V), for a pass that is fed for its keys."""
+        """Logits, (B, W, V); or of each row's last column, (B, 1, V), for a pass fed for its keys."""
         count = feed.count
         token_T = token_BW[0] if len(count) == 1 else token_BW[feed.real()]
         logit_RV = self._run(token_T, self._feed(feed, cache), cache, last_only)
@@ -54,7 +56,9 @@ class DecoderModel:
             return logit_RV[None]
         if last_only:
             full = torch.tensor([n > 0 for n in count], device=self.device)
-            return logit_RV.new_zeros(len(count), 1, self.vocab).masked_scatter_(full[:, None, None], logit_RV)
+            return logit_RV.new_zeros(len(count), 1, self.vocab).masked_scatter_(
+                full[:, None, None], logit_RV
+            )
         logit_BWV = logit_RV.new_zeros(len(count), feed.width, self.vocab)
         logit_BWV[feed.real()] = logit_RV
         return logit_BWV
@@ -69,7 +73,9 @@ class DecoderModel:
 
     def _feed(self, feed: Feed, cache: SlotCache) -> attention.Feed:
         starts = zip(feed.start, feed.count, strict=True)
-        rows = [(cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)]
+        rows = [
+            (cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)
+        ]
         made = attention.Feed.of(rows, self.device)
         if self.restart is not None:
             made.long_T = feed.beyond(self.restart)[feed.real()]

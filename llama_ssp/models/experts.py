@@ -94,5 +94,3 @@ class Experts(nn.Module):
         if self.routing.normed:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
         return weight_TK.to(x_TH.dtype), expert_TK
-
-

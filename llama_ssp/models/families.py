@@ -111,7 +111,9 @@ QWEN_MOE_NAMES = Names(
     expert_down="mlp.experts.{}.down_proj",
 )  # fmt: skip
 GPT_OSS_NAMES = Names(
-    sinks="self_attn.sinks", router="mlp.router", expert_up=("mlp.experts.gate_up_proj",),
+    sinks="self_attn.sinks",
+    router="mlp.router",
+    expert_up=("mlp.experts.gate_up_proj",),
     expert_down="mlp.experts.down_proj",
 )
 

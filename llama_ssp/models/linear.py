@@ -7,8 +7,8 @@ have one interface: `forward(x)`, `in_features` and `out_features`.
     PackedLinear     16 and 32 bit, packed for a few rows on a CPU (kernels/linear.py)
     Int8Linear       8 bit (kernels/int8.py)
 
-Of a layer that is split by its outputs (a column-parallel layer) each rank has some outputs, and no message is
-needed. Of one that is split by its inputs (row-parallel) each rank has a term of every output, and the sum
+Of a layer that is split by its outputs (a column-parallel layer) each rank has some outputs, and sends no
+message. Of one that is split by its inputs (row-parallel) each rank has a term of every output, and the sum
 over ranks is the layer's one message; only the first rank has the bias.
 """
 
@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llama_ssp.config import Dtype
+from llama_ssp.models.kernels import int8
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable
+from llama_ssp.models.quantization import quantised, scales_of
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
 Gather = Callable[[Tensor], list[Tensor]]  # every rank's tensor, all of one shape
@@ -83,6 +86,15 @@ def dense(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Linear:
     if bias_N is not None:
         layer.bias = nn.Parameter(bias_N, requires_grad=False)
     return layer
+
+
+def eight_bit(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
+    """A product with this weight in 8 bit, as LLM.int8 quantises it, by our kernel where there is one."""
+    layer = quantised(Dtype.int8, weight_NK, bias_N, weight_NK.device)
+    if not int8.usable(weight_NK.device):
+        return layer
+    int8.operators(weight_NK.device.type)
+    return int8.Int8Linear(layer, next(scales_of(layer)))
 
 
 class Packed:

@@ -1,4 +1,4 @@
-"""What decoder.py needs to know of one model: numbers and names, from its config and its family's row. No torch."""
+"""What decoder.py needs to know of one model: numbers, from its config and its family's row. No torch."""
 
 from __future__ import annotations
 

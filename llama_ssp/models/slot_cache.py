@@ -1,4 +1,4 @@
-"""A key/value cache of fixed size: for each layer one tensor of slots, the rows of the batch after each other.
+"""A key/value cache of fixed size: for each layer one tensor of slots, row after row of the batch.
 
 Row r begins at slot r * capacity, and its position p is at slot r * capacity + p. To roll back is to forget a
 length: slots behind a row's last position are never read (attention.py), and are written again when their

@@ -69,7 +69,7 @@ def traced(decoder: Decoder) -> Step:
 def marked(
     token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]
 ) -> tuple[Tensor, Tensor, Tensor, list[KeysValues]]:
-    """The arguments, with those sizes marked that may differ in the next call; a number of tokens may be 1."""
+    """The arguments, with sizes marked that may differ in the next call; a number of tokens may be 1."""
     for tensor in (token_T, position_T, first_T):
         torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="T")
     for layer in caches:

@@ -1,4 +1,4 @@
-"""A decoder that is cut over ranks gives the whole one's logits, on every rank, from the ranks' slices alone."""
+"""A decoder that is cut over ranks gives the whole one's logits, on every rank, from its slices alone."""
 
 from __future__ import annotations
 

@@ -37,7 +37,5 @@ def _chunk(size: int) -> Tensor:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
         with suppress(OSError, AttributeError):  # no system that can is needed
-            ctypes.CDLL(None).madvise(
-                ctypes.c_void_p(chunk.data_ptr()), ctypes.c_size_t(len(chunk)), advice
-            )
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(chunk.data_ptr()), ctypes.c_size_t(len(chunk)), advice)
     return chunk

@@ -30,13 +30,15 @@ class PackedLinear(nn.Module):
 
 
 def packed(weight_NK: Tensor, memory: LargePages | None = None) -> Tensor:
-    """(blocks, words, BLOCK, numbers in a word); zeros behind the last output. In `memory`, if there is one."""
+    """(blocks, words, BLOCK, numbers in a word); zeros behind the last output; in `memory`, if given."""
     outputs, inputs = weight_NK.shape
     word = WORD[weight_NK.dtype]
     assert inputs % word == 0, "packable() says which weights can be packed"
     padded = nn.functional.pad(weight_NK, (0, 0, 0, -outputs % BLOCK))
     found = padded.view(-1, BLOCK, inputs // word, word).transpose(1, 2)
-    return found.contiguous() if memory is None else memory.empty(tuple(found.shape), found.dtype).copy_(found)
+    return (
+        found.contiguous() if memory is None else memory.empty(tuple(found.shape), found.dtype).copy_(found)
+    )
 
 
 def packable(layer: nn.Module) -> bool:
