@@ -75,8 +75,8 @@ class Group(Ranks):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         if torch.compiler.is_compiling():
-            every = functional.all_gather_tensor(tensor, 0, self._tensors).chunk(self.world)
-            of = dict(zip(sorted(self._members), every, strict=True))
+            every = functional.all_gather_tensor(tensor, 0, self._tensors).view(self.world, *tensor.shape)
+            of = dict(zip(sorted(self._members), every.unbind(), strict=True))
             return [of[member] for member in self._members]
         return self._gather(tensor, self._tensors, "gathering")
 
