@@ -23,7 +23,7 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int64_t TILE = 64;   // slots
-constexpr int64_t PART = 256;  // slots
+constexpr int64_t PART = 1024;  // slots
 constexpr int MOST = 256;      // numbers of a head
 constexpr float LOWEST = -3e38f;
 
@@ -31,6 +31,26 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Words __attribute__((vector_size(64)));
 
 Floats all(float x) { return x - Floats{}; }
+
+constexpr Words COUNTED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+Floats turned(Floats x, int by) {
+  const Words from = (COUNTED + by) & (LANES - 1);
+  return __builtin_shuffle(x, from);
+}
+
+float largest_of(Floats x) {
+  for (int by : {8, 4, 2, 1}) {
+    const Floats other = turned(x, by);
+    x = x > other ? x : other;
+  }
+  return x[0];
+}
+
+float sum_of(Floats x) {
+  for (int by : {8, 4, 2, 1}) x += turned(x, by);
+  return x[0];
+}
 
 // A number format: how many numbers a word of 32 bits has, and the sum of a word's products.
 struct Single {
@@ -161,14 +181,12 @@ struct Tile {
       Floats score = (sums[0] + sums[1] + sums[2] + sums[3]) * model.scale;
       if (model.softcap != 0.0f)
         score = model.softcap - 2 * model.softcap / (exponential(score * (2 / model.softcap)) + 1);
-      Words slot;
-      for (int i = 0; i < LANES; i++) slot[i] = int32_t(block * LANES + i);
+      const Words slot = COUNTED + int32_t(block * LANES);
       score = (slot >= int32_t(from)) & (slot <= int32_t(last)) ? score : all(LOWEST);
       scores[block] = score;
       most = most > score ? most : score;
     }
-    float largest = found.most;
-    for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
+    const float largest = std::max(found.most, largest_of(most));
     const float shrink = std::exp(found.most - largest);
     Floats total = {};
     alignas(64) int32_t weights[TILE];
@@ -177,9 +195,7 @@ struct Tile {
       total += weight;
       write(weight, weights, block);
     }
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += total[i];
-    found.total = found.total * shrink + sum;
+    found.total = found.total * shrink + sum_of(total);
     found.most = largest;
     for (int64_t at = 0; at < model.size; at += 4 * LANES) add_values(weights, blocks, count, at, shrink, model, found);
   }
@@ -218,7 +234,8 @@ void attend_part(const int32_t* queries, const typename Kind::Number* keys, cons
                  const int64_t* positions, const Row& row, int64_t group, int64_t part, const Model& model,
                  Found* found) {
   const int64_t per = model.heads / model.groups, furthest = positions[row.begin + row.count - 1];
-  thread_local Tile<Kind> tile;
+  thread_local Tile<Kind> own;
+  Tile<Kind>& tile = own;
   const int64_t earliest = model.window ? std::max<int64_t>(positions[row.begin] - model.window + 1, 0) : 0;
   const int64_t begin = std::max(part * PART, earliest), end = std::min((part + 1) * PART, furthest + 1);
   const int64_t offset = (group * model.slots + row.first) * model.size;
