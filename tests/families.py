@@ -58,6 +58,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+
 # Those that run in one process only, and are not planned.
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True}),
@@ -70,11 +72,6 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
-}  # fmt: skip
-
-# Those that decoder.py runs beside all of these.
-KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
-DECODED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
         {
@@ -108,7 +105,7 @@ def build(
 
     A `mild` one attends evenly: its logits move little with rounding, its texts vary less.
     """
-    family, own = (FAMILIES | WHOLE | DECODED)[name]
+    family, own = (FAMILIES | WHOLE)[name]
     sizes = dict(SIZES)
     if family == "gpt_neo":
         for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):

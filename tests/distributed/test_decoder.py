@@ -10,7 +10,7 @@ import torch
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.sharding import head_ranges
 from tests.distributed.threads import ranks_of, together
-from tests.families import DECODED, FAMILIES, WHOLE
+from tests.families import FAMILIES, WHOLE
 from tests.test_decoder import PASSES, TOLERANCE, VARIANTS, module_of, saved, walked
 
 WIDE: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -25,7 +25,7 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 VARIANTS.update(UNEVEN)
 UNSPLIT = {"olmo2", "gpt_oss"}  # norms over all heads, and experts with other weights on disk
-NAMES = [name for name in (*FAMILIES, *WHOLE, *DECODED, *VARIANTS) if name not in UNSPLIT]
+NAMES = [name for name in (*FAMILIES, *WHOLE, *VARIANTS) if name not in UNSPLIT]
 
 
 def fits(found: Decoder, world: int) -> bool:
