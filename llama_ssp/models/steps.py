@@ -7,6 +7,7 @@ run eagerly: their time is that of the products.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from llama_ssp.models.slot_cache import SlotCache
 
 Step = Callable[..., Tensor]
 MOST = 128  # tokens of a step
+NUMBERS = itertools.count()  # of the decoders that this process compiles
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False,
     "cpp.threads": 1,  # what is between two linear layers is too little to be divided
@@ -48,12 +50,15 @@ class SteppedModel(DecoderModel):
 def compiled(decoder: Decoder) -> Step:
     """The program, made at the first call, with `marked` arguments.
 
-    It is made from a copy of the code: torch keeps programs by the code they are made from, and no guards
-    are checked that would tell one decoder's from another's.
+    torch keeps programs by code, and no guards are checked that would tell decoders apart: each has code of
+    its own. torch also keeps, by place in the source, which sizes and numbers differed from an earlier
+    decoder's, and would take those for variables, unguarded: `dynamic=False` keeps it to the marked ones.
     """
     step: Any = traced(decoder)
-    own = types.FunctionType(step.__code__.replace(), step.__globals__, None, None, step.__closure__)
-    return torch.compile(own, fullgraph=True, options=OPTIONS)  # type: ignore[no-any-return]
+    name = f"step_{next(NUMBERS)}"
+    code = step.__code__.replace(co_name=name, co_qualname=name)
+    own = types.FunctionType(code, step.__globals__, name, None, step.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)  # type: ignore[no-any-return]
 
 
 def traced(decoder: Decoder) -> Step:
