@@ -58,7 +58,8 @@ def compiled(decoder: Decoder) -> Step:
     name = f"step_{next(NUMBERS)}"
     code = step.__code__.replace(co_name=name, co_qualname=name)
     own = types.FunctionType(code, step.__globals__, name, None, step.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)  # type: ignore[no-any-return]
+    options = dict(OPTIONS)  # torch.compile takes the filter out of the dictionary that it is given
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)  # type: ignore[no-any-return]
 
 
 def traced(decoder: Decoder) -> Step:
