@@ -68,7 +68,8 @@ class Group(Ranks):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # in a compiled step; the step's caller names the rank that fails
-            return functional.all_reduce(tensor, "sum", self._tensors)
+            summed: Tensor = functional.all_reduce(tensor, "sum", self._tensors)
+            return summed
         with self._watch.during("summing"):
             dist.all_reduce(tensor, group=self._tensors)
         return tensor

@@ -133,9 +133,9 @@ class Assembly:
         up, up_bias = (self._need(name) for name in (up_name, f"{up_name}_bias"))
         down, down_bias = (self._need(name) for name in (down_name, f"{down_name}_bias"))
         up, up_bias = (torch.cat([each[..., ::2], each[..., 1::2]], -1) for each in (up, up_bias))
-        stacks = (weight.transpose(1, 2).contiguous() for weight in (up, down))
+        up, down = (weight.transpose(1, 2).contiguous() for weight in (up, down))
         gate = Gate(self.shape.activation, self.shape.gate_alpha, self.shape.gate_limit)
-        return Experts(router, *stacks, gate, routing, (up_bias, down_bias))
+        return Experts(router, up, down, gate, routing, (up_bias, down_bias))
 
     def columns(self, parts: list[tuple[str, list[Span]]]) -> nn.Module:
         """One layer that is split by its outputs, of the given rows of one or several on disk."""

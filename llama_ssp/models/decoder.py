@@ -135,6 +135,8 @@ class Decoder(nn.Module):
         self.position_offset = position_offset
         self.rotaries, self.blocks = nn.ModuleDict(rotaries), nn.ModuleList(blocks)
         self.logit_divisor, self.logit_softcap = logit_divisor, logit_softcap
+        attentions = [block.attention for block in blocks]
+        self.cache_shapes = [(each.sizes[1] // each.head_dim, each.head_dim) for each in attentions]
 
     def forward(
         self, token_T: Tensor, feed: Feed, caches: list[KeysValues], wanted_R: Tensor | None = None,

@@ -29,10 +29,6 @@ class DecoderModel:
             p[SCALED_FROM] for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"
         ]
         self.restart: int | None = min(limits) if limits and min(limits) < self.context else None
-        self._shapes = [
-            (block.attention.sizes[1] // block.attention.head_dim, block.attention.head_dim)
-            for block in decoder.blocks
-        ]
 
     @property
     def weights_bytes(self) -> int:
@@ -44,7 +40,7 @@ class DecoderModel:
         return self.weights_bytes + self.caches.most
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
-        return SlotCache.of(rows, capacity, self._shapes, self.dtype, self.device, self.caches)
+        return SlotCache.of(rows, capacity, self.decoder.cache_shapes, self.dtype, self.device, self.caches)
 
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
@@ -68,7 +64,7 @@ class DecoderModel:
         if last_only:
             counts = torch.tensor([count for _, _, count in feed.rows])
             wanted_R = (counts.cumsum(0) - 1).to(self.device)
-        logit_RV, _ = self.decoder(token_T, feed, cache.layers, wanted_R)
+        logit_RV: Tensor = self.decoder(token_T, feed, cache.layers, wanted_R)[0]
         return logit_RV
 
     def _feed(self, feed: Feed, cache: SlotCache) -> attention.Feed:

@@ -49,7 +49,7 @@ def apply(
 ) -> Tensor:  # fmt: skip
     """The weighted sum of each token's experts, expert after expert."""
     y_TH, gated = torch.zeros_like(x_TH), Gate(activation, alpha, limit)
-    for expert in expert_TK.unique().tolist():
+    for expert in torch.unique(expert_TK).tolist():
         token_C, place_C = torch.where(expert_TK == expert)
         up, down = (None if bias is None else bias[expert] for bias in (up_bias, down_bias))
         gate, wide = functional.linear(x_TH[token_C], up_EFH[expert], up).chunk(2, -1)

@@ -117,7 +117,7 @@ def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
 def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...]:
     count = int(config.num_hidden_layers)
     kinds = getattr(config, "attention_layers", None) or getattr(config, "layer_types", None)
-    window = getattr(config, family.window.key, None) if family.window else None
+    window: int | None = getattr(config, family.window.key, None) if family.window else None
     by_kind = family.window is not None and family.window.partial
     rotated = getattr(config, family.rotary_layers) if family.rotary_layers else [True] * count
     tables = rotary_parameters(config) if family.position_rows is None else {}
@@ -126,10 +126,10 @@ def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...
     found = []
     for layer in range(count):
         kind = kinds[layer] if kinds else ""
-        windowed = window is not None and (not by_kind or kind in LOCAL)
+        own = window if not by_kind or kind in LOCAL else None
         table = None if not tables or not rotated[layer] else kind if kind in tables else next(iter(tables))
         sparse = experts and layer not in dense and (layer + 1) % step == 0
-        found.append(BlockShape(int(window) if windowed else None, table, sparse))
+        found.append(BlockShape(own, table, sparse))
     return tuple(found)
 
 
@@ -145,7 +145,8 @@ def _score_scale(config: Any, family: Family, head_dim: int) -> float:
         return float(config.attention_multiplier)
     if family.plain_scores:
         return 1.0
-    return float(getattr(config, family.scale_key) if family.scale_key else head_dim) ** -0.5
+    divisor = float(getattr(config, family.scale_key)) if family.scale_key else float(head_dim)
+    return float(divisor**-0.5)
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> Any:

@@ -59,14 +59,14 @@ def compiled(decoder: Decoder) -> Step:
     code = step.__code__.replace(co_name=name, co_qualname=name)
     own = types.FunctionType(code, step.__globals__, name, None, step.__closure__)
     options = dict(OPTIONS)  # torch.compile takes the filter out of the dictionary that it is given
-    return torch.compile(own, fullgraph=True, dynamic=False, options=options)  # type: ignore[no-any-return]
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
 
 def traced(decoder: Decoder) -> Step:
     """One step as torch traces it: everything that differs from call to call is an argument."""
 
     def step(token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]) -> Tensor:
-        logit_TV, _ = decoder(token_T, attention.Feed(position_T, first_T, attend), caches)
+        logit_TV: Tensor = decoder(token_T, attention.Feed(position_T, first_T, attend), caches)[0]
         return logit_TV
 
     return step
