@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 from hydra import compose, initialize_config_dir  # noqa: E402
 
 from bench.side_by_side import PROMPTS  # noqa: E402
-from bench.surroundings import processor  # noqa: E402
+from bench.surroundings import processor, write  # noqa: E402
+from bench.words import Words  # noqa: E402
 from llama_ssp.config import DraftSeat, PlacementConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
@@ -46,6 +47,16 @@ from tests.rig import drive, perturbed  # noqa: E402
 
 PATIENCE_S = 3600
 K = 3
+
+
+@dataclass
+class Asked(Words):
+    """The command line."""
+
+    rounds: int = 10000
+    repeats: int = 15
+    new: int = 64
+    write: str = ""
 
 
 class Timed:
@@ -135,15 +146,14 @@ def agreement(rounds: int) -> dict[str, int]:
 
 
 def main() -> None:
-    own = {"rounds": "10000", "repeats": "15", "new": "64", "write": ""}
-    own.update(argument.split("=", 1) for argument in sys.argv[1:])  # type: ignore[misc]
-    found: Cost = on_ranks(2, cost, int(own["repeats"]), int(own["new"]), patience_s=PATIENCE_S)[0]
-    together = agreement(int(own["rounds"]))
+    asked = Asked.of(sys.argv[1:])
+    found: Cost = on_ranks(2, cost, asked.repeats, asked.new, patience_s=PATIENCE_S)[0]
+    together = agreement(asked.rounds)
     text = table(found, together)
     print(text)
     print(json.dumps({**together, "versions": versions()}))
-    if own["write"]:
-        Path(own["write"]).write_text(text, encoding="utf-8")
+    if asked.write:
+        write(asked.write, text)
     sys.exit(1 if together["runs_that_differ_between_ranks"] or together["runs_unlike_one_process"] else 0)
 
 

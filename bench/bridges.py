@@ -26,6 +26,7 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 
 from bench.side_by_side import PROMPTS, by_us, measured  # noqa: E402
 from bench.surroundings import surroundings, write  # noqa: E402
+from bench.words import Words  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
@@ -40,6 +41,17 @@ from tests.renumbered import renumber  # noqa: E402
 from tests.rig import drive  # noqa: E402
 
 REGULAR = "regular (K = 0)"
+
+
+@dataclass
+class Asked(Words):
+    """The command line."""
+
+    repeats: int = 3
+    new: int = 48
+    ks: str = "1,4"
+    temperatures: str = "0,1"
+    write: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,20 +137,19 @@ def rows_of(heat: float, ks: list[int], repeats: int, new: int, scratch: Path) -
 
 
 def main() -> None:
-    own = {"repeats": "3", "new": "48", "ks": "1,4", "temperatures": "0,1", "write": ""}
-    own.update(argument.split("=", 1) for argument in sys.argv[1:])  # type: ignore[misc]
+    asked = Asked.of(sys.argv[1:])
     register()
-    ks, new, repeats = [int(k) for k in own["ks"].split(",")], int(own["new"]), int(own["repeats"])
+    ks = [int(k) for k in asked.ks.split(",")]
     with tempfile.TemporaryDirectory() as scratch:
         tables = {
-            heat: rows_of(heat, ks, repeats, new, Path(scratch))
-            for heat in map(float, own["temperatures"].split(","))
+            heat: rows_of(heat, ks, asked.repeats, asked.new, Path(scratch))
+            for heat in map(float, asked.temperatures.split(","))
         }
-    text = page(tables, repeats, new)
+    text = page(tables, asked.repeats, asked.new)
     print(text)
     print(json.dumps({"rows": [row for rows in tables.values() for row in rows], "versions": versions()}))
-    if own["write"]:
-        write(own["write"], text)
+    if asked.write:
+        write(asked.write, text)
 
 
 def page(tables: dict[float, list[dict]], repeats: int, new: int) -> str:

@@ -24,6 +24,7 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 
 from bench.side_by_side import PROMPTS  # noqa: E402
 from bench.surroundings import surroundings, write  # noqa: E402
+from bench.words import Words  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, Verification, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
@@ -33,6 +34,17 @@ from llama_ssp.speculative.draft_length import FixedDraftLength  # noqa: E402
 from llama_ssp.speculative.generate import Limits, generate  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
+
+
+@dataclass
+class Asked(Words):
+    """The command line."""
+
+    repeats: int = 10
+    new: int = 64
+    ks: str = "1,4,8"
+    samplings: str = "default,nucleus"
+    write: str = ""
 
 
 @dataclass
@@ -98,20 +110,19 @@ def rows_of(sampling: str, ks: list[int], repeats: int, new: int) -> tuple[list[
 
 
 def main() -> None:
-    own = {"repeats": "10", "new": "64", "ks": "1,4,8", "samplings": "default,nucleus", "write": ""}
-    own.update(argument.split("=", 1) for argument in sys.argv[1:])  # type: ignore[misc]
+    asked = Asked.of(sys.argv[1:])
     register()
-    ks, new, repeats = [int(k) for k in own["ks"].split(",")], int(own["new"]), int(own["repeats"])
+    ks = [int(k) for k in asked.ks.split(",")]
     rows, alike = [], True
-    for sampling in own["samplings"].split(","):
-        more, same = rows_of(sampling, ks, repeats, new)
+    for sampling in asked.samplings.split(","):
+        more, same = rows_of(sampling, ks, asked.repeats, asked.new)
         rows += more
         alike = alike and same
-    text = page(rows, alike, repeats, new)
+    text = page(rows, alike, asked.repeats, asked.new)
     print(text)
     print(json.dumps({"rows": rows, "coupled_texts_alike": alike, "versions": versions()}))
-    if own["write"]:
-        write(own["write"], text)
+    if asked.write:
+        write(asked.write, text)
     sys.exit(0 if alike else 1)
 
 
