@@ -40,7 +40,7 @@ from llama_ssp.errors import (
     RunError,
     StorageError,
     UsageError,
-    lacks_memory,
+    machine_error,
     one_line,
 )
 from llama_ssp.planner.resolve import pair_specs
@@ -94,10 +94,8 @@ def _in_words(error: Exception) -> tuple[str, int]:
     """The error's line and exit code. Raises an error of this program itself again."""
     if isinstance(error, RunError):
         return str(error), error.code
-    if lacks_memory(error):  # of any library
-        found = f"{type(error).__name__}: {str(error)[:160]}"
-        fix = "free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt"
-        return str(DistributedError("memory is short", found=found, fix=fix)), DISTRIBUTED
+    if known := machine_error(error):
+        return str(known), known.code
     if isinstance(error, RecursionError):
         return "the configuration is nested too deeply; fix: flatten it", USAGE
     if isinstance(error, BrokenPipeError):

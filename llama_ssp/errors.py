@@ -67,6 +67,31 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said
 
 
+def is_gpu_error(error: BaseException) -> bool:
+    """Whether torch reports a GPU that failed, or one whose memory is full."""
+    if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
+        return True
+    return isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "HIP error"))
+
+
+def machine_error(error: BaseException, where: object = "") -> DistributedError | None:
+    """A lack of memory or an error of a GPU, as what it is, and what helps; None for other errors.
+
+    Of torch's text the first line counts: it names the GPU and the error. What follows is the same for all.
+    """
+    found = f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
+    if lacks_memory(error) and is_gpu_error(error):
+        fix = "ask for less: a smaller batch, prompt or model; or use more ranks (task=plan says how many)"
+        return DistributedError("the GPU's memory is full", where, found, fix=fix)
+    if lacks_memory(error):  # of any library
+        fix = "free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt"
+        return DistributedError("memory is short", where, found, fix=fix)
+    if is_gpu_error(error):
+        fix = "check the GPU (nvidia-smi, dmesg); CUDA_LAUNCH_BLOCKING=1 shows which operation failed"
+        return DistributedError("the GPU has failed", where, found, fix=fix)
+    return None
+
+
 def one_line(text: str) -> str:
     """`text` without line breaks or control characters, so that a log line stays one line."""
     flat = " ".join(text.split())

@@ -23,6 +23,10 @@ from tests.hostile.damage import (
 )
 
 PROMPT = 'task.prompts=["hello"]'
+ILLEGAL = """CUDA error: an illegal memory access was encountered
+Search for `cudaErrorIllegalAddress' in https://docs.nvidia.com for more information.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+"""
 LARGE = ("model=7B", "model.weights=synthetic", "draft=none")
 
 

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.bad_inputs import (
+    ILLEGAL,
     LARGE,
     PROMPT,
     Build,
@@ -393,7 +395,23 @@ def test_short_memory_is_one_line(
     monkeypatch.setattr(reached, fails)
     answer = command(PROMPT)
     assert (answer.code, len(answer.errors)) == (5, 1)
-    assert "memory is short" in answer.errors[0] and type(error).__name__ in answer.errors[0]
+    on_gpu = isinstance(error, OutOfMemoryError)
+    said = "the GPU's memory is full" if on_gpu else "memory is short"
+    assert said in answer.errors[0] and type(error).__name__ in answer.errors[0]
+    assert ("ulimit" in answer.errors[0]) != on_gpu
+
+
+def test_a_gpu_that_fails_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first line of torch's text: the others are the same for every error."""
+
+    def fails(*_: object) -> None:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    monkeypatch.setattr("llama_ssp.tasks.runner.execute", fails)
+    answer = command(PROMPT)
+    assert (answer.code, len(answer.errors)) == (5, 1)
+    assert "found AcceleratorError: CUDA error: an illegal memory access was encountered;" in answer.errors[0]
+    assert "For debugging" not in answer.errors[0]
 
 
 @pytest.mark.slow

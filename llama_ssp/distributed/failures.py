@@ -20,7 +20,15 @@ from llama_ssp.distributed.peers import Peers
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, PAUSED_S
 from llama_ssp.distributed.store import END, EXCUSED, READ, Cause, Place, Store, View, stopped
-from llama_ssp.errors import DISTRIBUTED, INPUT_OUTPUT, OK, DistributedError, JointError, RunError
+from llama_ssp.errors import (
+    DISTRIBUTED,
+    INPUT_OUTPUT,
+    OK,
+    DistributedError,
+    JointError,
+    RunError,
+    machine_error,
+)
 
 BEAT_S = 1.0
 QUIET_S = 3.0  # without a beat, after a connection was lost: that rank is gone
@@ -65,10 +73,15 @@ class Watch(threading.Thread):
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Raises LostPeer for torch's error when another rank is gone, or late beyond its time."""
+        """Raises LostPeer for torch's error when another rank is gone, or late beyond its time.
+
+        A GPU's own error is raised as what it is.
+        """
         try:
             yield
         except RuntimeError as error:
+            if own := machine_error(error, what):
+                raise own from error
             GUARD.end()
             self._broken.set()
             where, found = f"rank {self.rank}, {self.place}, {what}", str(error)[-160:]
@@ -168,6 +181,8 @@ class Watch(threading.Thread):
             return Cause(f"rank {self.rank} gets no answer; {error}; {where}")
         if isinstance(error, RunError):
             return Cause(f"{where}: {error}", error.code)
+        if known := machine_error(error):
+            return Cause(f"{where}: {known}", known.code)
         code = INPUT_OUTPUT if isinstance(error, OSError) else DISTRIBUTED
         return Cause(f"{where}: {type(error).__name__}: {error}", code)
 

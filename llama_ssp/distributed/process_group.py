@@ -8,8 +8,10 @@ next message for this one.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +31,8 @@ from llama_ssp.distributed.rendezvous import meet
 from llama_ssp.distributed.store import END
 from llama_ssp.errors import DistributedError
 
+log = logging.getLogger(__name__)
+NO_GPU, MIG = "none", "MIG"  # in place of a GPU's UUID
 PACKET = 1024  # integers of a message's first broadcast: enough for a round; a list of prompts needs a second
 HEAD = 3  # number, length, checksum
 LOADING = timedelta(minutes=30)  # how long ranks wait for each other while they load
@@ -40,14 +44,17 @@ LATER_S = 10.0  # NCCL ends the process when it gives up: it does so this much l
 class Group(Ranks):
     """Some of the ranks: tensors over one process group, messages over another on the CPU."""
 
-    def __init__(self, members: tuple[int, ...], device: torch.device, watch: Watch) -> None:
-        """`members` are torchrun's numbers. All ranks make the group, members or not."""
-        self._device, self._watch, self.patience_s = device, watch, watch.patience_s
+    def __init__(self, members: tuple[int, ...], backend: str, watch: Watch) -> None:
+        """`members` are torchrun's numbers. All ranks make the group, members or not.
+
+        `backend` is that of tensors, for all groups of a run.
+        """
+        self._backend, self._watch, self.patience_s = backend, watch, watch.patience_s
         self._join(members)
         self._staying: dict[tuple[int, ...], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
         # Messages and barriers use gloo also where tensors use NCCL: a stuck kernel is still reported.
-        ranks, backend = list(members), _backend(device)
+        ranks = list(members)
         patience = timedelta(seconds=self.patience_s)
         later = timedelta(seconds=LATER_S if backend == "nccl" else 0)
         with self._watch.during("making groups"):
@@ -63,7 +70,7 @@ class Group(Ranks):
         chosen = tuple(self._members[member] for member in members)
         if chosen == self._members:
             return self
-        group = Group(chosen, self._device, self._watch) if len(chosen) > 1 else ALONE
+        group = Group(chosen, self._backend, self._watch) if len(chosen) > 1 else ALONE
         return group if self._watch.rank in chosen else None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -93,7 +100,7 @@ class Group(Ranks):
     def may_lose(self, members: tuple[int, ...]) -> None:
         if members and members not in self._staying:
             staying = tuple(rank for rank in self._members if rank not in members)
-            self._staying[members] = Group(staying, self._device, self._watch)
+            self._staying[members] = Group(staying, self._backend, self._watch)
         self._watch.spare = frozenset(members)
 
     def drop_lost(self) -> None:
@@ -218,15 +225,49 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
     """
     if rank_environment().world == 1:
         return ALONE
+    if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
+        torch.cuda.set_device(device)
     store, watch = meet(patience_s)
     try:
         dist.init_process_group("gloo", store=store, timeout=LOADING, rank=watch.rank, world_size=watch.world)
-        return Group(tuple(range(watch.world)), device, watch)
+        backend = _backend(device, store, watch)
+        return Group(tuple(range(watch.world)), backend, watch)
     except BaseException as error:
         raise watch.cause_of(error) from error
 
 
-def _backend(device: torch.device) -> str:
-    """NCCL where every rank of the machine has a GPU of its own."""
-    own = rank_environment().local_world <= torch.cuda.device_count()
-    return "nccl" if device.type == "cuda" and own else "gloo"
+def _backend(device: torch.device, store: Any, watch: Watch) -> str:
+    """The backend of all ranks' tensors: NCCL where every rank has a GPU of its own, else gloo."""
+    with watch.during("comparing GPUs"):
+        store.set(f"gpu/{watch.rank}", gpu_of(device))
+        gpus = [store.get(f"gpu/{rank}").decode() for rank in range(watch.world)]
+    backend, reason = backend_of(gpus)
+    if watch.rank == LEADER and set(gpus) != {NO_GPU}:
+        level = logging.INFO if backend == "nccl" else logging.WARNING
+        log.log(level, "ranks exchange tensors by %s: %s", backend, reason)
+    return backend
+
+
+def gpu_of(device: torch.device) -> str:
+    """The device as NCCL tells devices apart: a GPU by its UUID, also where each rank sees only its own.
+
+    NCCL takes the parts of one GPU (MIG) for the same device.
+    """
+    if device.type != "cuda":
+        return NO_GPU
+    found = torch.cuda.get_device_properties(device)
+    return MIG if MIG in found.name.split() else str(found.uuid)
+
+
+def backend_of(gpus: Sequence[str]) -> tuple[str, str]:
+    """The backend for ranks with these devices, by rank, and why."""
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu == NO_GPU:
+            return "gloo", f"rank {rank} has no GPU, so all go through the host"
+        if gpu == MIG:
+            return "gloo", f"rank {rank} has a part of a GPU (MIG), which NCCL refuses"
+        if gpu in first:
+            return "gloo", f"ranks {first[gpu]} and {rank} share one GPU, which NCCL refuses"
+        first[gpu] = rank
+    return "nccl", "every rank has a GPU of its own"

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.errors import ModelError, RunError, lacks_memory, shortened
+from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, shortened
 from llama_ssp.models.causal_lm import CausalModel, kernels_of, windows_of
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import TESTED, TESTED_FAMILIES
@@ -109,7 +109,7 @@ def _refusing(path: Path) -> Iterator[None]:
     except RunError:
         raise
     except Exception as error:  # a config makes constructors fail in any way
-        if lacks_memory(error):
+        if lacks_memory(error) or is_gpu_error(error):
             raise
         content = read_json(path / "config.json")
         if not _makes_model(content):

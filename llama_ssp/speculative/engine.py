@@ -108,10 +108,14 @@ class RankEngine(ABC):
         self._rounds.flush()
 
     def synchronize(self) -> None:
-        """Waits for the GPUs, so that the leader's clocks are right."""
-        if torch.cuda.is_available():
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(index)
+        """Waits for the GPUs of this rank's models, so that the leader's clocks are right.
+
+        Other GPUs are not touched: the first call to one makes a context there, of half a GiB.
+        """
+        devices = {self._device, self.drafter.device if self.drafter else None}
+        for device in devices:
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
 
 
 class Engine(RankEngine):

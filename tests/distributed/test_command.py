@@ -96,7 +96,11 @@ def vanish_in_the_target(rank: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "said", "codes"),
     [
-        (fail_in_the_target, "rank 1 failed during verify, round 3: MemoryError: nothing left", (5, 5)),
+        (
+            fail_in_the_target,
+            "rank 1 failed during verify, round 3: memory is short; found MemoryError: nothing left; free",
+            (5, 5),
+        ),
         (
             vanish_in_the_target,
             "rank 1 is gone (killed by a signal, or it exited without a word) during verify, round 3",

@@ -35,6 +35,11 @@ class Drafter:
     def forwards(self) -> int:
         return 0
 
+    @property
+    def device(self) -> torch.device | None:
+        """The draft model's device; None without a model on this rank."""
+        return None
+
     def start(self, rows: int, capacity: int) -> None:
         """A new batch."""
 
@@ -72,6 +77,10 @@ class DraftModel(Drafter):
     @property
     def forwards(self) -> int:
         return self._runner.forwards
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.model.device
 
     def start(self, rows: int, capacity: int) -> None:
         self._runner.start(rows, min(capacity, self._runner.model.context))

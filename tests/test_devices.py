@@ -1,0 +1,194 @@
+"""Which GPUs a rank touches, how ranks exchange tensors, what a GPU's error is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.config import SamplingConfig
+from llama_ssp.distributed import process_group
+from llama_ssp.distributed.failures import LostPeer, Watch
+from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
+from llama_ssp.distributed.signals import GUARD
+from llama_ssp.errors import DISTRIBUTED, DistributedError
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
+from llama_ssp.speculative.engine import Engine
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.verification import RULES
+from tests.bad_inputs import ILLEGAL
+
+CPU = torch.device("cpu")
+FULL = """CUDA out of memory. Tried to allocate 20.00 MiB. GPU 3 has a total capacity of 79.11 GiB of which \
+8.00 MiB is free. Process 1 has 79.10 GiB memory in use."""
+
+
+@pytest.fixture
+def synchronised(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A machine of eight GPUs; the devices that are waited for."""
+    seen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
+    return seen
+
+
+def model_on(device: str) -> Any:
+    return SimpleNamespace(device=torch.device(device), restart=None, context=64, vocab=8)
+
+
+def engine_on(target: str, draft: str | None) -> Engine:
+    transform, draws = SamplingTransform(SamplingConfig(), (), 8), CounterDraws(0)
+    drafter = ModelDrafter(ModelRunner(model_on(draft)), transform, draws) if draft else Drafter()
+    return Engine(ModelRunner(model_on(target)), drafter, transform, RULES["token"], draws)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "waited"),
+    [
+        ("cuda:3", None, ["cuda:3"]),
+        ("cuda:3", "cuda:3", ["cuda:3"]),
+        ("cuda:3", "cuda:5", ["cuda:3", "cuda:5"]),
+        ("cuda:3", "cpu", ["cuda:3"]),
+        ("cpu", "cpu", []),
+    ],
+)
+def test_only_the_models_gpus_are_waited_for(
+    target: str, draft: str | None, waited: list[str], synchronised: list[torch.device]
+) -> None:
+    """A call to any other would make a context of half a GiB there, which no plan has."""
+    engine_on(target, draft).synchronize()
+    assert sorted(map(str, synchronised)) == waited
+
+
+def gpu(name: str, uuid: str) -> Any:
+    return SimpleNamespace(name=name, uuid=uuid)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend", "reason"),
+    [
+        ([gpu("NVIDIA H200", str(rank)) for rank in range(8)], "nccl", "every rank has a GPU of its own"),
+        ([gpu("NVIDIA H200", "1")] * 2, "gloo", "ranks 0 and 1 share one GPU"),
+        ([gpu("NVIDIA H200", "1"), None], "gloo", "rank 1 has no GPU"),
+        ([gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "1"), gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "2")],
+         "gloo", "a part of a GPU (MIG)"),
+    ],
+    ids=["own", "shared", "cpu", "mig"],
+)  # fmt: skip
+def test_the_backend_follows_the_gpus_of_all_ranks(
+    gpus: list[Any], backend: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank may see one GPU alone (srun --gpus-per-task=1), so that its count says nothing."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = []
+    for found in gpus:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        names.append(gpu_of(torch.device("cuda:0") if found else CPU))
+    chosen, why = backend_of(names)
+    assert chosen == backend and reason in why
+
+
+class Opened(Exception):
+    """The groups would be made now, by this backend."""
+
+
+class Told:
+    """A store in which rank 1 has written its GPU; a watch without a thread."""
+
+    rank, world = 0, 2
+
+    def __init__(self) -> None:
+        self.said = {"gpu/1": b"b"}
+
+    def set(self, key: str, value: str) -> None:
+        self.said[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.said[key]
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        return error
+
+    during = Watch.during
+
+
+@pytest.mark.parametrize(("own", "backend"), [("a", "nccl"), ("b", "gloo")])
+def test_ranks_say_once_how_they_exchange_tensors(
+    own: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the rank's GPU is the current one: what names no device would make a context on GPU 0."""
+    current: list[torch.device] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu("NVIDIA H200", own))
+    monkeypatch.setattr(process_group, "meet", lambda _: (Told(), Told()))
+    monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
+
+    def opened(_members: Any, backend: str, _watch: Any) -> None:
+        raise Opened(backend)
+
+    monkeypatch.setattr(process_group, "Group", opened)
+    with caplog.at_level("INFO"), pytest.raises(Opened, match=backend):
+        open_ranks(torch.device("cuda:1"))
+    assert current == [torch.device("cuda:1")]
+    assert [line for line in caplog.messages if f"by {backend}" in line] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+class Board:
+    """A store with nothing in it."""
+
+    def clone(self) -> Board:
+        return self
+
+    def blame(self, cause: Any) -> Any:
+        return cause
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    monkeypatch.setattr(GUARD, "on_signal", [])
+    peers = SimpleNamespace(wake=lambda: None)
+    yield Watch(Board(), peers, 1, 2, 1.0, False)  # type: ignore[arg-type]
+    GUARD.disarm("cause")
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "helps"),
+    [
+        (torch.OutOfMemoryError(FULL), "the GPU's memory is full; summing; found OutOfMemoryError: CUDA out "
+         "of memory. Tried to allocate 20.00 MiB. GPU 3 has", "a smaller batch"),
+        (torch.AcceleratorError(ILLEGAL), "the GPU has failed; summing; found AcceleratorError: CUDA error: "
+         "an illegal memory access was encountered; ", "CUDA_LAUNCH_BLOCKING=1"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), "the GPU has failed", ""),
+    ],
+    ids=["full", "illegal", "cublas"],
+)  # fmt: skip
+def test_a_gpus_error_is_no_lost_rank(error: Exception, said: str, helps: str, watch: Watch) -> None:
+    watch.place = type(watch.place)("verify", 3)
+    with pytest.raises(DistributedError) as found, watch.during("summing"):
+        raise error
+    assert not isinstance(found.value, LostPeer)
+    assert said in str(found.value) and helps in str(found.value)
+    assert "docs.nvidia.com" not in str(found.value)
+    cause = watch._own(found.value)
+    assert cause.line.startswith("rank 1 failed during verify, round 3: ") and cause.code == DISTRIBUTED
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(FULL), torch.AcceleratorError(ILLEGAL)])
+def test_a_gpus_error_in_a_pass_is_told_the_same(error: Exception, watch: Watch) -> None:
+    """Outside of what is exchanged, where nothing takes it for another rank's."""
+    line = watch._own(error).line
+    assert "; found " in line and "docs.nvidia.com" not in line
+
+
+def test_a_broken_connection_is_a_lost_rank(watch: Watch) -> None:
+    """A control: what gloo says of a rank that has gone."""
+    with pytest.raises(LostPeer, match="Connection closed by peer"), watch.during("summing"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5")
