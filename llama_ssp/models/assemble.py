@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
-from llama_ssp.models.decoder import Attention, Block, Decoder, Mlp, Norm
+from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.linear import Embedding, Head, Summed, dense
 from llama_ssp.models.safetensors_io import Source
@@ -23,6 +23,7 @@ from llama_ssp.models.shape import BlockShape, Shape, rotary_parameters, shape_o
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
 
 Product = Callable[[Tensor, Tensor | None], nn.Module]  # of a weight and a bias: a format of linear layers
+Stacks = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # of experts: up and down, and their biases
 
 
 def decoder(
@@ -51,6 +52,7 @@ class Assembly:
         self.heads = head_ranges(self.shape.n_heads, self.shape.n_kv, ranks.world, ranks.rank)
         self.mlp = mlp_share(self.shape.ffn, ranks.world, ranks.rank)
         self.split = ranks.world > 1
+        self.reduce = ranks.all_reduce if self.split else None
 
     def whole(self) -> Decoder:
         shape, names, world = self.shape, self.names, self.ranks.world
@@ -59,8 +61,7 @@ class Assembly:
         own = shares[self.ranks.rank]
         table_VH = self.read(f"{names.embedding}.weight", Cut(ROWS, (own,)) if self.split else None)
         assert table_VH is not None
-        reduce = self.ranks.all_reduce if self.split else None
-        embedding = Embedding(table_VH, shape.embedding_scale, own[0], reduce)
+        embedding = Embedding(table_VH, shape.embedding_scale, own[0], self.reduce)
         rows = Cut(ROWS, (own,)) if self.split else None
         head_VH = self.read(f"{names.head}.weight", rows)
         product = self.head(table_VH if head_VH is None else head_VH, self.read(f"{names.head}.bias", rows))
@@ -89,7 +90,6 @@ class Assembly:
     def attention(self, prefix: str, own: BlockShape) -> Attention:
         shape, names, heads = self.shape, self.names, self.heads
         sizes = [count * shape.head_dim for count in (heads.queries, heads.kvs, heads.kvs)]
-        norms = tuple(self.norm(prefix + name) for name in names.qk_norm)
         sinks = None
         if names.sinks:
             sinks = self.read(prefix + names.sinks, Cut(ROWS, (heads.query,)))
@@ -98,8 +98,23 @@ class Assembly:
             self.columns(qkv),
             self.rows(prefix + names.output, [_times(heads.query, shape.head_dim)]),
             sizes, shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary,
-            (norms[0], norms[1]) if norms else None, shape.family.whole_qk_norm, sinks,
+            self.qk_norms(prefix), sinks,
         )  # fmt: skip
+
+    def qk_norms(self, prefix: str) -> nn.Module | None:
+        shape, heads, names = self.shape, self.heads, [prefix + name for name in self.names.qk_norm]
+        if not names:
+            return None
+        if not shape.family.whole_qk_norm:
+            return HeadNorms(*map(self.norm, names))
+        cuts = (Cut(ROWS, (_times(span, shape.head_dim),)) for span in (heads.query, heads.kv))
+        query, key = (
+            self._need(f"{name}.weight", cut).view(-1, shape.head_dim)
+            for name, cut in zip(names, cuts, strict=True)
+        )
+        copies = max(1, self.ranks.world // shape.n_kv)  # of a key, over the ranks
+        sizes = shape.n_heads * shape.head_dim, copies * shape.n_kv * shape.head_dim
+        return WholeNorms((query, key), sizes, shape.epsilon, self.reduce)
 
     def dense_mlp(self, prefix: str) -> Mlp:
         names, width = self.names, self.shape.ffn
@@ -110,32 +125,40 @@ class Assembly:
         return Mlp(up, self.rows(prefix + names.down, [self.mlp]), self.activation(), gated)
 
     def experts(self, prefix: str) -> Experts:
-        shape, names = self.shape, self.names
-        router = dense(*self._plain(prefix + names.router))
+        """Every rank has the router, and its columns of all experts."""
+        shape = self.shape
+        router = dense(*self._plain(prefix + self.names.router))
         routing = Routing(shape.top_k, shape.normed_top, after=shape.family.clamped)
-        if shape.family.clamped:
-            return self._clamped(prefix, router, routing)
+        gate = Gate(shape.activation, shape.gate_alpha, shape.gate_limit)
+        stacks = self._stacked if shape.family.clamped else self._one_by_one
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
-        rows, columns = Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
-        up, down = [], []
-        for number in range(shape.experts):
-            names_up = (prefix + name.format(number) for name in names.expert_up)
-            up.append(torch.cat([self._need(f"{name}.weight", rows) for name in names_up]))
-            down.append(self._need(f"{prefix}{names.expert_down.format(number)}.weight", columns))
-        reduce = self.ranks.all_reduce if self.split else None
-        return Experts(
-            router, torch.stack(up), torch.stack(down), Gate(shape.activation), routing, reduce=reduce
-        )
+        return Experts(router, *stacks(prefix, share), gate, routing, self.reduce)
 
-    def _clamped(self, prefix: str, router: nn.Module, routing: Routing) -> Experts:
-        """Weights on disk have inputs first, and gate and up of an output after each other."""
+    def _one_by_one(self, prefix: str, share: Span) -> Stacks:
+        """Of experts with tensors of their own."""
+        shape, width, rows, columns = self.shape, length(share), Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
+        how: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        up_EFH = torch.empty(shape.experts, 2 * width, shape.dim, **how)
+        down_EHF = torch.empty(shape.experts, shape.dim, width, **how)
+        for number in range(shape.experts):
+            for half_FH, name in zip(up_EFH[number].chunk(2), self.names.expert_up, strict=True):
+                half_FH.copy_(self.source.read(f"{prefix}{name.format(number)}.weight", rows))
+            down = f"{prefix}{self.names.expert_down.format(number)}.weight"
+            down_EHF[number].copy_(self.source.read(down, columns))
+        return up_EFH, down_EHF, None, None
+
+    def _stacked(self, prefix: str, share: Span) -> Stacks:
+        """Of all experts in one tensor: inputs first, and of each output a gate, then what it multiplies."""
         up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
-        up, up_bias = (self._need(name) for name in (up_name, f"{up_name}_bias"))
-        down, down_bias = (self._need(name) for name in (down_name, f"{down_name}_bias"))
+        up, up_bias = (
+            self._need(name, Cut(dim, (_times(share, 2),)))
+            for name, dim in ((up_name, 2), (f"{up_name}_bias", 1))
+        )
         up, up_bias = (torch.cat([each[..., ::2], each[..., 1::2]], -1) for each in (up, up_bias))
-        up, down = (weight.transpose(1, 2).contiguous() for weight in (up, down))
-        gate = Gate(self.shape.activation, self.shape.gate_alpha, self.shape.gate_limit)
-        return Experts(router, up, down, gate, routing, (up_bias, down_bias))
+        down = self._need(down_name, Cut(1, (share,)))
+        up_EFH, down_EHF = (weight.transpose(1, 2).contiguous() for weight in (up, down))
+        down_bias = self._need(f"{down_name}_bias") if self.ranks.rank == 0 else None
+        return up_EFH, down_EHF, up_bias, down_bias
 
     def columns(self, parts: list[tuple[str, list[Span]]]) -> nn.Module:
         """One layer that is split by its outputs, of the given rows of one or several on disk."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.models.attention import Feed, Rotary, Scores, rotate
-from llama_ssp.models.linear import Embedding, Head
+from llama_ssp.models.linear import Embedding, Head, Reduce
 
 KeysValues = tuple[Tensor, Tensor]  # of one layer: (G, N, D) each
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosines and sines by kind of rotary positions
@@ -44,27 +44,60 @@ class Norm(nn.Module):
         return (wide * (self.offset + self.weight.float())).to(x.dtype)
 
 
+class HeadNorms(nn.Module):
+    """Norms of queries and of keys, of every head alone."""
+
+    def __init__(self, query: Norm, key: Norm) -> None:
+        super().__init__()
+        self.query, self.key = query, key
+
+    def forward(self, query_THD: Tensor, key_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query(query_THD), self.key(key_TGD)
+
+
+class WholeNorms(nn.Module):
+    """RMS norms of queries and of keys, over all heads of a token.
+
+    Of a model over ranks, `reduce` adds the squares of all ranks, and weights are those of this rank's heads.
+    `sizes`: how many numbers are squared, of queries and of keys; a key counts on every rank that holds it.
+    """
+
+    def __init__(
+        self, weights: tuple[Tensor, Tensor], sizes: tuple[int, int], epsilon: float, reduce: Reduce | None
+    ) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
+        self.sizes, self.epsilon, self.reduce = sizes, epsilon, reduce
+
+    def forward(self, query_THD: Tensor, key_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        wide = query_THD.float(), key_TGD.float()
+        squares_2T = torch.stack([part.square().sum((1, 2)) for part in wide])
+        if self.reduce is not None:
+            squares_2T = self.reduce(squares_2T)
+        query, key = (
+            (part * torch.rsqrt(squares_2T[i] / size + self.epsilon)[:, None, None] * weight.float())
+            for i, (part, size, weight) in enumerate(zip(wide, self.sizes, self.weights, strict=True))
+        )
+        return query.to(query_THD.dtype), key.to(key_TGD.dtype)
+
+
 class Attention(nn.Module):
     """Heads of this rank: `sizes` are the outputs of the fused layer that are queries, keys and values."""
 
     def __init__(
         self, qkv: nn.Module, output: nn.Module, sizes: list[int], head_dim: int, scores: Scores,
-        rotary: str | None = None, norms: tuple[Norm, Norm] | None = None, whole_norms: bool = False,
-        sink_H: Tensor | None = None,
+        rotary: str | None = None, norms: nn.Module | None = None, sink_H: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.qkv, self.output, self.norms = qkv, output, nn.ModuleList(norms or ())
+        self.qkv, self.output, self.norms = qkv, output, norms
         self.sizes, self.head_dim, self.scores, self.rotary = sizes, head_dim, scores, rotary
-        self.whole_norms = whole_norms
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Feed) -> Tensor:
         query, key, value = self.qkv(x_TH).split(self.sizes, -1)
-        if self.norms and self.whole_norms:
-            query, key = self.norms[0](query), self.norms[1](key)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
-        if self.norms and not self.whole_norms:
-            query, key = self.norms[0](query), self.norms[1](key)
+        if self.norms is not None:
+            query, key = self.norms(query, key)
         if self.rotary is not None:
             query, key = rotate(query, turns[self.rotary]), rotate(key, turns[self.rotary])
         keys_GND, values_GND = cache

@@ -5,12 +5,13 @@ Which experts run depends on the tokens, so for torch.compile all of them togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from llama_ssp.models.linear import Reduce
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,19 @@ def _(x_TH: Tensor, *_: object) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F)."""
+    """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F).
+
+    Over ranks each has some of the F columns of every expert, and the first alone the bias of `down`. The
+    router is on every rank, with the same input, so all choose the same experts.
+    """
 
     def __init__(
-        self, router: nn.Module, up_EFH: Tensor, down_EHF: Tensor, gate: Gate, routing: Routing,
-        biases: tuple[Tensor | None, Tensor | None] = (None, None),
-        reduce: Callable[[Tensor], Tensor] | None = None,
+        self, router: nn.Module, up_EFH: Tensor, down_EHF: Tensor, up_bias_EF: Tensor | None,
+        down_bias_EH: Tensor | None, gate: Gate, routing: Routing, reduce: Reduce | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.router, self.gate, self.routing, self.reduce = router, gate, routing, reduce
-        parts = {"up": up_EFH, "down": down_EHF, "up_bias": biases[0], "down_bias": biases[1]}
+        parts = {"up": up_EFH, "down": down_EHF, "up_bias": up_bias_EF, "down_bias": down_bias_EH}
         for name, part in parts.items():
             self.register_buffer(name, part, persistent=False)
 

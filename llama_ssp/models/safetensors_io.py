@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llama_ssp.models.folder import weight_files
-from llama_ssp.models.sharding import COLUMNS, Cut
+from llama_ssp.models.sharding import Cut
 
 RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the module's
 # Tables that old checkpoints hold and that modules compute.
@@ -57,10 +57,9 @@ def taken(weight: Any, cut: Cut | None) -> Tensor:
     """A copy of the cut part of a tensor or of a slice of a file, or of all of it."""
     if cut is None:
         parts = [weight]
-    elif cut.dim == COLUMNS:
-        parts = [weight[:, first:last] for first, last in cut.spans]
     else:
-        parts = [weight[first:last] for first, last in cut.spans]
+        whole = (slice(None),) * cut.dim
+        parts = [weight[(*whole, slice(first, last))] for first, last in cut.spans]
     if cut is not None and len(parts) > 1:
         return torch.cat(parts, cut.dim)
     copy: Tensor = parts[0].clone(memory_format=torch.contiguous_format)  # a slice may be a view of the file

@@ -72,19 +72,23 @@ def vocab_share(vocab: int, world: int, rank: int) -> Span:
 
 
 def head_ranges(n_heads: int, n_kv: int, world: int, rank: int, where: str = "") -> Heads:
-    """Whole KV groups; where there are fewer KV heads than ranks, several ranks hold the same KV head."""
+    """Whole KV groups; where there are fewer KV heads than ranks, several ranks share a group's queries.
+
+    Each of these ranks holds the group's KV head.
+    """
+    group = n_heads // n_kv
     if world <= n_kv:
         first, last = share(n_kv, world, rank)
-        group = n_heads // n_kv
         return Heads((first * group, last * group), (first, last))
-    if world % n_kv or n_heads % world:
+    copies = world // n_kv
+    if world % n_kv or copies > group:
         found = f"{n_heads} heads, {n_kv} KV heads, {world} ranks"
-        fitting = [n for n in range(1, n_heads + 1) if n <= n_kv or (n % n_kv == 0 and n_heads % n == 0)]
+        fitting = [n for n in range(1, n_heads + 1) if n <= n_kv or n % n_kv == 0]
         what, allowed = "the model's heads cannot be split over the ranks", f"{_in_words(fitting)} ranks"
         raise DistributedError(what, where, found, allowed, OTHER_RANKS)
-    query = share(n_heads, world, rank)
-    kv = query[0] * n_kv // n_heads
-    return Heads(query, (kv, kv + 1))
+    kv = rank // copies
+    first, last = share(group, copies, rank % copies)
+    return Heads((kv * group + first, kv * group + last), (kv, kv + 1))
 
 
 def _in_words(counts: list[int]) -> str:
@@ -95,7 +99,7 @@ def _in_words(counts: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """The rows, or the columns, of a weight that a rank holds: one span, or one for each fused part."""
+    """What a rank holds of a weight, along one dimension: one span, or one for each fused part."""
 
     dim: int
     spans: tuple[Span, ...]

@@ -38,7 +38,7 @@ def test_mlp_keeps_to_its_unit_as_long_as_no_rank_is_empty():
     assert all(first % WIDEST_UNIT == 0 for first, _ in (mlp_share(22016, 3, rank) for rank in range(3)))
 
 
-@pytest.mark.parametrize(("n_heads", "n_kv"), [(7, 7), (12, 3), (8, 1), (8, 2), (52, 52), (64, 8)])
+@pytest.mark.parametrize(("n_heads", "n_kv"), [(7, 7), (12, 3), (8, 1), (71, 1), (8, 2), (52, 52), (64, 8)])
 def test_query_heads_stay_with_their_kv_heads(n_heads: int, n_kv: int):
     for world in range(1, n_heads + 1):
         try:
@@ -57,7 +57,7 @@ def test_query_heads_stay_with_their_kv_heads(n_heads: int, n_kv: int):
 
 @pytest.mark.parametrize(
     ("n_heads", "n_kv", "world", "allowed"),
-    [(12, 3, 4, "1..3, 6, 12"), (7, 7, 8, "1..7"), (8, 1, 3, "1, 2, 4, 8")],
+    [(12, 3, 4, "1..3, 6, 9, 12"), (7, 7, 8, "1..7"), (8, 2, 3, "1, 2, 4, 6, 8")],
 )
 def test_heads_that_cannot_be_split(n_heads: int, n_kv: int, world: int, allowed: str):
     with pytest.raises(DistributedError) as refused:
