@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,15 @@ class Ranks:
 
     def barrier(self) -> None:
         """Waits until every rank is here, for as long as loading may take."""
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, ranks wait for each other's tensors as long as loading may take, also in groups of them.
+
+        It ends when every rank is here. One rank may read or compile for minutes, where another has it kept.
+        """
+        yield
+        self.barrier()
 
     def among(self, members: tuple[int, ...]) -> Ranks | None:
         """These ranks as a group, numbered in this order; None on the others. All ranks call it."""

@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.comm import ALONE, Ranks
@@ -54,13 +55,13 @@ class Group(Ranks):
         self._staying: dict[tuple[int, ...], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
         # Messages and barriers use gloo also where tensors use NCCL: a stuck kernel is still reported.
-        ranks = list(members)
+        ranks, self._inner = list(members), list[Group]()
         patience = timedelta(seconds=self.patience_s)
-        later = timedelta(seconds=LATER_S if backend == "nccl" else 0)
+        self._tensor_patience = patience + timedelta(seconds=LATER_S if backend == "nccl" else 0)
         with self._watch.during("making groups"):
             self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=patience)
             self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
-            self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=patience + later)
+            self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=self._tensor_patience)
 
     def _join(self, members: tuple[int, ...]) -> None:
         self._members, self.world, self._sent = members, len(members), 0
@@ -71,7 +72,10 @@ class Group(Ranks):
         if chosen == self._members:
             return self
         group = Group(chosen, self._backend, self._watch) if len(chosen) > 1 else ALONE
-        return group if self._watch.rank in chosen else None
+        if self._watch.rank not in chosen:
+            return None
+        self._inner += [group] if isinstance(group, Group) else []
+        return group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # in a compiled step; the step's caller names the rank that fails
@@ -152,6 +156,15 @@ class Group(Ranks):
     def barrier(self) -> None:
         with self._watch.during("waiting for the others"):
             dist.barrier(group=self._waiting)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        for group in (self, *self._inner):
+            _set_pg_timeout(LOADING, group._tensors)
+        yield
+        self.barrier()
+        for group in (self, *self._inner):
+            _set_pg_timeout(group._tensor_patience, group._tensors)
 
     def enter(self, phase: str, number: int = 0) -> None:
         self._watch.enter(phase, number)

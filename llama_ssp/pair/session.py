@@ -103,7 +103,8 @@ class PairSession:
     def open(self, cache: ModelCache) -> PairSession:
         """Loads the models after `check`, but for those in the cache; returns the session."""
         self._models = cache.open(self.placements)
-        prepare(self._models, self.run, self.rows)
+        with self.ranks.loading():
+            prepare(self._models, self.run, self.rows)
         return self
 
     def close(self) -> None:

@@ -11,21 +11,27 @@ from typing import Any
 import torch
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.process_group import open_ranks
+from llama_ssp.distributed.process_group import WORKING_S, open_ranks
 from tests.warm import server
 
 PATIENCE_S = 120
 
 
 def on_ranks(
-    world: int, job: Callable[..., Any], *args: Any, patience_s: float = PATIENCE_S
-) -> dict[int, Any]:
-    """{rank: job(ranks, *args)}; a job that raised gives its exception. No process is left behind."""
+    world: int, job: Callable[..., Any], *args: Any, patience_s: float = PATIENCE_S,
+    ranks_patience_s: float = WORKING_S,
+) -> dict[int, Any]:  # fmt: skip
+    """{rank: job(ranks, *args)}; a job that raised gives its exception. No process is left behind.
+
+    `patience_s` is how long the test waits for an answer, `ranks_patience_s` how long ranks wait.
+    """
     context = server()
     results = context.Queue()
     port = _free_port()
     ranks = [
-        context.Process(target=_rank, args=(rank, world, port, results, job, args), daemon=True)
+        context.Process(
+            target=_rank, args=(rank, world, port, results, ranks_patience_s, job, args), daemon=True
+        )
         for rank in range(world)
     ]
     for process in ranks:
@@ -38,13 +44,15 @@ def on_ranks(
             process.kill()
 
 
-def _rank(rank: int, world: int, port: int, results: Any, job: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, world: int, port: int, results: Any, patience_s: float, job: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
-    ranks: Ranks = open_ranks(torch.device("cpu"))
+    ranks: Ranks = open_ranks(torch.device("cpu"), patience_s)
     try:
         results.put((rank, job(ranks, *args)))
     except Exception as error:

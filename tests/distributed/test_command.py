@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,26 @@ def vanish_in_the_target(rank: int) -> None:
 
     if rank == 1:
         CausalModel.logits = vanishing  # type: ignore[method-assign]
+
+
+def compile_late(rank: int) -> None:
+    """The leader compiles, for longer than ranks wait for each other in a round."""
+    from llama_ssp.pair import session
+
+    whole = session.prepare
+
+    def late(*args: Any) -> None:
+        time.sleep(20)
+        whole(*args)
+
+    if rank == 0:
+        session.prepare = late
+
+
+def test_a_rank_that_compiles_is_waited_for(saved: Any, tmp_path: Path):
+    run = (*pair(saved), 'task.prompts=["hello"]', "task.max_new_tokens=4", "placement.timeout_s=15")
+    leader, other = Started(tmp_path / "run", 2, *run, fault=compile_late).finish()
+    assert (leader.code, other.code) == (0, 0), leader.err + other.err
 
 
 @pytest.mark.parametrize(

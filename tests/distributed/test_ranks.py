@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -103,3 +104,31 @@ def threads_left(ranks: Ranks) -> list[str]:
 @pytest.mark.slow
 def test_no_thread_is_left_that_python_would_end_inside_the_store():
     assert all("watch" not in names for names in on_ranks(2, threads_left).values())
+
+
+PATIENCE_S = 4.0
+
+
+def load_late(ranks: Ranks) -> str:
+    """Rank 1 compiles for longer than ranks wait in a round, then again, after loading."""
+    group = ranks.among((1, 0))
+    assert group is not None
+    with ranks.loading():
+        if ranks.rank == 1:
+            time.sleep(1.5 * PATIENCE_S)
+        for one in (group, ranks):
+            one.all_reduce(torch.ones(2))
+    try:
+        if ranks.rank == 1:
+            time.sleep(1.5 * PATIENCE_S)
+        group.all_reduce(torch.ones(2))
+    except DistributedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_loads_late_is_waited_for():
+    """While ranks load, and only then."""
+    said = on_ranks(2, load_late, ranks_patience_s=PATIENCE_S)
+    assert "Timed out waiting 4000ms" in said[0], said
