@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, TimesConf
-from llama_ssp.planner.hardware import machine_of
+from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.planner.hardware import known, machine_of
 from llama_ssp.tasks import calibrate
 from llama_ssp.tasks import microbench as timing
 from llama_ssp.tasks.calibrate import FAR, FITTED, cases, fitted, non_negative, predicted
@@ -73,7 +74,7 @@ def test_figures_are_taken_in_turn_and_the_first_is_dropped():
 
 
 LESS = {
-    timing: {"STREAMED": {"cpu": 2**20}, "SIDE": 256},
+    timing: {"STREAMED": {"cpu": 2**20}, "SIDE": {"cpu": 256}},
     calibrate: {
         "NEW": 4,
         "DEPTHS": (1, 2),
@@ -142,3 +143,14 @@ def test_it_writes_a_cluster_that_plans_use(command, small):
 def test_refusals(command, small, word, said):
     answer = command("task=calibrate", "task.repeats=1", word, "out=null")
     assert answer.code in (2, 6) and said in answer.errors[0] and len(answer.errors) == 1
+
+
+LAUNCH_S = 5e-6
+
+
+def test_a_gpu_streams_bytes_not_launches() -> None:
+    """On the fastest GPU that is known, each matrix takes three launches' time; 8 MiB took a third of one."""
+    fastest = max(preset["gb_s"] for preset in known().values()) * 1e9
+    size = timing.SIDE["cuda"] ** 2 * TORCH_DTYPES[Dtype.bf16].itemsize
+    assert size / fastest > 3 * LAUNCH_S > 2048**2 * 2 / fastest
+    assert timing.STREAMED["cuda"] // size > 1  # several, more than a cache holds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,11 +22,11 @@ from llama_ssp.config.overrides import CONF
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.activations import GPU, Kernels
+from llama_ssp.planner.gpus import SLICES, gpus_here
 from llama_ssp.planner.speed import Times, times_of
 from llama_ssp.planner.workload import GIB, MIB
 
 CPU = "cpu"
-QUERY = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
 CPU_TABLE = Path("/proc/cpuinfo")
 
 
@@ -134,10 +134,15 @@ def _completed(cluster: ClusterConf) -> ClusterConf:
 
 def _this_machine(cluster: ClusterConf) -> ClusterConf:
     """The cluster with this machine's GPUs, or its CPU."""
+    here: dict[str, Any]
     if gpus := gpus_here():
-        name, free = min(gpus, key=lambda gpu: gpu[1])
-        gpu = matching(name, list(_by_gpu())) or name
-        here: dict[str, Any] = {"gpus": len(gpus), "gib": free / GIB}
+        least = min(gpus, key=lambda gpu: gpu.free or sys.maxsize)
+        gpu = matching(least.name, list(_by_gpu())) or least.name
+        here = {"gpus": len(gpus), "gib": least.free / GIB if least.free else None}
+        if least.slices and least.free and gpu in _by_gpu():
+            whole = _by_gpu()[gpu]  # a part has its share of the memory's channels and of the units
+            here["gb_s"] = whole["gb_s"] * min(least.free / GIB / whole["gib"], 1.0)
+            here["tflops"] = whole["tflops"] * least.slices / SLICES
     else:
         gpu, here = CPU, {"gpus": 1, "gib": memory_here() / GIB, "bf16": cpu_has_bf16()}
     return replace(cluster, gpu=gpu, **{key: here[key] for key in here if getattr(cluster, key) is None})
@@ -146,27 +151,13 @@ def _this_machine(cluster: ClusterConf) -> ClusterConf:
 def matching(name: str, gpus: list[str]) -> str | None:
     """The GPU that a driver's name means: "NVIDIA A100-SXM4-40GB" is A100-40, "NVIDIA L4" is L4."""
     words = re.split(r"[^A-Za-z0-9]+", name.upper())
+    if "LAPTOP" in words:  # a slower chip of the same name
+        return None
     for gpu in gpus:
         kind, _, size = gpu.upper().partition("-")
         if kind in words and (not size or any(re.fullmatch(f"{size}(GB)?", word) for word in words)):
             return gpu
     return None
-
-
-@cache
-def gpus_here() -> list[tuple[str, int]]:
-    """Name and free bytes of this machine's visible GPUs, from nvidia-smi."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        output = subprocess.run(QUERY, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = [line.rpartition(",") for line in output.splitlines() if line.strip()]
-    found = [(name.strip(), int(free) * MIB) for name, _, free in lines if free.strip().isdecimal()]
-    if hidden is None:
-        return found
-    seen = [int(part) for part in hidden.split(",") if part.strip().isdecimal()]
-    return [found[index] for index in seen if index < len(found)]
 
 
 def threads_here() -> int:

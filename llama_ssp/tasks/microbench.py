@@ -28,7 +28,10 @@ from llama_ssp.speculative.stats import Counts
 
 now = time.perf_counter  # the clock
 PROMPT = tuple(range(4, 36))
-SIDE = 2048  # of the matrices that are streamed
+# Of the matrices that are streamed. On a GPU one takes several times as long as its launch, or launches
+# would be timed: 128 MiB of bf16 take 16 us at 8 TB/s, a launch about 5.
+SIDE = {"cpu": 2048, "cuda": 8192}
+RESIDUAL = 2048  # numbers of a token's residual, which ranks sum
 STREAMED = {"cpu": 2**28, "cuda": 2**32}  # bytes: more than any cache holds
 GEMM_ROWS = 512  # of a long prompt's chunk
 
@@ -77,15 +80,14 @@ def streaming_s(rows: int, weights: list[torch.Tensor]) -> float:
 
 def streamed(device: torch.device, dtype: Dtype) -> list[torch.Tensor]:
     """Matrices that no cache holds all of."""
-    kind = TORCH_DTYPES[dtype]
-    size = SIDE * SIDE * torch.finfo(kind).bits // 8
-    count = max(STREAMED[device.type] // size, 2)
-    return [torch.ones(SIDE, SIDE, dtype=kind, device=device) for _ in range(count)]
+    kind, side = TORCH_DTYPES[dtype], SIDE[device.type]
+    count = max(STREAMED[device.type] // (side * side * kind.itemsize), 2)
+    return [torch.ones(side, side, dtype=kind, device=device) for _ in range(count)]
 
 
 def sum_s(ranks: Ranks, device: torch.device, dtype: Dtype, calls: int = 50) -> float:
     """Seconds of one sum over the ranks, of a token's residual."""
-    x = torch.zeros(SIDE, dtype=TORCH_DTYPES[dtype], device=device)
+    x = torch.zeros(RESIDUAL, dtype=TORCH_DTYPES[dtype], device=device)
     ranks.barrier()
     began = now()
     for _ in range(calls):

@@ -1,0 +1,94 @@
+"""This machine's GPUs as CUDA will show them, from nvidia-smi and CUDA_VISIBLE_DEVICES. No torch.
+
+A GPU may be divided into parts (MIG), which nvidia-smi lists apart, and of which it does not say the free
+memory. A program sees a single part, whatever there is besides (MIG user guide, "CUDA Device Enumeration").
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass, replace
+from functools import cache
+
+from llama_ssp.planner.workload import MIB
+
+SMI = "nvidia-smi"
+FIGURES = [SMI, "--query-gpu=name,memory.free,uuid,mig.mode.current", "--format=csv,noheader,nounits"]
+LIST = [SMI, "-L"]
+GPU_LINE = re.compile(r"GPU \d+: .*\(UUID: (\S+)\)")
+# A part's name has its slices of the units and its gigabytes: MIG 3g.20gb, 1c.3g.20gb, 1g.10gb+me.
+PART_LINE = re.compile(r"\s+(MIG \S*?(\d+)g\.(\d+)gb\S*)\s+Device.*\(UUID: (\S+)\)")
+SLICES = 7  # of a GPU's units
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU or a part of one: free bytes, None if not known; its parts; the slices of a part, else 0."""
+
+    name: str
+    free: int | None = None
+    uuid: str = ""
+    parts: tuple[Gpu, ...] = ()
+    slices: int = 0
+
+
+@cache
+def gpus_here() -> list[Gpu]:
+    """The GPUs that programs see; one part of a GPU, if there are any."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = _every_gpu()
+    seen = every if shown is None else _named(every, shown.split(","))
+    parts = [part for gpu in seen for part in (gpu.parts or (gpu,)) if part.slices]
+    return parts[:1] or seen
+
+
+def _every_gpu() -> list[Gpu]:
+    gpus, divided = [], False
+    for line in _output(FIGURES):
+        name, free, *rest = (field.strip() for field in f"{line},".split(","))
+        if free:
+            gpus.append(Gpu(name, int(free) * MIB if free.isdecimal() else None, rest[0]))
+            divided |= "Enabled" in rest
+    if not divided:
+        return gpus
+    parts = _parts({gpu.uuid: gpu.name for gpu in gpus})
+    return [replace(gpu, parts=parts.get(gpu.uuid, ())) for gpu in gpus]
+
+
+def _parts(names: dict[str, str]) -> dict[str, tuple[Gpu, ...]]:
+    """The parts of each GPU, by its UUID. A part's memory is that of its profile."""
+    parts: dict[str, tuple[Gpu, ...]] = {}
+    whole = ""
+    for line in _output(LIST):
+        if gpu := GPU_LINE.fullmatch(line):
+            whole = gpu[1]
+        elif part := PART_LINE.fullmatch(line):
+            profile, slices, gigabytes, uuid = part.groups()
+            name = f"{names.get(whole, '')} {profile}"
+            made = Gpu(name, int(gigabytes) * 10**9, uuid, slices=int(slices))
+            parts[whole] = (*parts.get(whole, ()), made)
+    return parts
+
+
+def _named(gpus: list[Gpu], words: list[str]) -> list[Gpu]:
+    """By number, or by the UUID's beginning; CUDA stops at the first word that names nothing."""
+    seen: list[Gpu] = []
+    for word in map(str.strip, words):
+        found = [gpu for number, gpu in enumerate(gpus) if word == str(number)]
+        if word.startswith(("GPU-", "MIG-")):
+            found = [one for gpu in gpus for one in (gpu, *gpu.parts) if one.uuid.startswith(word)]
+        if len(found) != 1:
+            break
+        seen += found
+    return seen
+
+
+def _output(command: list[str]) -> list[str]:
+    """The command's lines; none where it fails."""
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.rstrip() for line in output.splitlines()]
