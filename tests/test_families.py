@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ import transformers
 import yaml
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.config import ModelConf
+from llama_ssp.config import SIZES, Dtype, ModelConf, Weights
 from llama_ssp.config.overrides import CONF
+from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import (
@@ -23,6 +26,9 @@ from llama_ssp.models.families import (
     SPLIT_FAMILIES,
     TESTED_FAMILIES,
 )
+from llama_ssp.planner.speed import pass_cost
+from llama_ssp.planner.weights import parameters
+from llama_ssp.planner.workload import Role
 from tests import checkpoints
 from tests.architectures import DOC, EQUAL, REFUSED, UNBUILT, Finding, document, examine, row_of
 from tests.conftest import Command
@@ -96,6 +102,45 @@ def test_shapes_of_the_families_that_are_not_planned(name: str, kv: int, tmp_pat
     if name == "falcon":
         checkpoints.edit(tmp_path / "config.json", lambda c: c.pop("max_position_embeddings"))
         assert complete(ModelConf(name="local", path=str(tmp_path)), "model")[0].context == 2048
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sizes"),
+    [
+        ("llama-gqa", {}, (0, 0, 0, 0)),
+        ("mixtral", {}, (4, 2, 48, 0)),
+        ("qwen3_moe", {}, (4, 2, 24, 0)),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, (4, 2, 24, 1)),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, (4, 2, 24, 2)),
+        ("gpt_oss", {}, (4, 2, 48, 0)),
+    ],
+)
+def test_shapes_of_experts(
+    name: str, changes: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    module = build(name, **changes)
+    module.save_pretrained(tmp_path)
+    model, _ = complete(ModelConf(name="local", path=str(tmp_path)), "model")
+    assert (model.experts, model.experts_per_token, model.expert_ffn, model.dense_layers) == sizes
+    assert parameters(model) == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(("family", "experts"), [("llama", 4), ("mixtral", 0)])
+def test_sizes_with_experts_are_those_of_a_family_with_experts(family: str, experts: int) -> None:
+    model = ModelConf(name="made", family=family, weights=Weights.synthetic, experts=experts)
+    with pytest.raises(ModelError, match=f"{family} with {experts} experts"):
+        complete(model, "model")
+
+
+def test_a_pass_reads_the_experts_that_its_tokens_choose() -> None:
+    """Of 4 experts a token reads 2; two tokens read 3 on average, as half of the second's are the first's."""
+    sizes = {name: 8 for name in SIZES} | {"dim": 64, "n_kv_heads": 4}
+    model = ModelConf(name="made", family="mixtral", **sizes, experts=4, experts_per_token=2, expert_ffn=32)
+    cost = pass_cost(Role("", model, Dtype.bf16), 1)
+    one = 2 * 3 * 32 * 64 * 8  # bytes of an expert, in all layers
+    assert [(cost.read(n) - cost.weights) / one for n in (1, 2, 100)] == pytest.approx([2, 3, 4])
+    wide = replace(model, experts_per_token=4)
+    assert pass_cost(Role("", wide, Dtype.bf16), 1).flops - cost.flops == 2 * one
 
 
 def test_what_is_not_planned_or_split_says_so_by_name(command: Command, tmp_path: Path) -> None:

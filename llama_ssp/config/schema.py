@@ -66,7 +66,8 @@ USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither g
 class ModelConf:
     """One model: its files, its number format, and its shape, so that planning needs no file.
 
-    A size of 0 (preset `local`) is read from the checkpoint's config.json.
+    A size of 0 (preset `local`) is read from the checkpoint's config.json. Of a model with experts,
+    `dense_layers` is how many layers have none, but an MLP of width `ffn`.
     """
 
     name: str = MISSING
@@ -86,6 +87,10 @@ class ModelConf:
     head_dim: int = number(0, 0, MAX_INT)
     dim: int = number(0, 0, MAX_INT)
     ffn: int = number(0, 0, MAX_INT)
+    experts: int = number(0, 0, MAX_INT)
+    experts_per_token: int = number(0, 0, MAX_INT)
+    expert_ffn: int = number(0, 0, MAX_INT)
+    dense_layers: int = number(0, 0, MAX_INT)
     vocab: int = number(0, 0, MAX_INT)
     context: int = number(0, 0, MAX_INT)
     tied: bool = False

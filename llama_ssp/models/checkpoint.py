@@ -17,7 +17,16 @@ from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
-from llama_ssp.models.families import SCALED_BY_PASS, TESTED, TESTED_FAMILIES, Window, family_of
+from llama_ssp.models.families import (
+    EXPERTS,
+    SCALED_BY_PASS,
+    TESTED,
+    TESTED_FAMILIES,
+    Family,
+    Window,
+    expert_layers,
+    family_of,
+)
 from llama_ssp.models.folder import MODEL_FOLDER, REFETCH, header, read_json, require_safe, weight_files
 
 log = logging.getLogger(__name__)
@@ -51,6 +60,7 @@ class Checkpoint:
 def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:
     """The model with the shape that its checked folder says, and the folder; None for a synthetic model."""
     if model.weights is Weights.synthetic:
+        _require_experts(model, role)
         return model, None
     path = find(model, role)
     return with_shape(model, inspect(path), role), path
@@ -60,12 +70,23 @@ def outlined(model: ModelConf, role: str) -> ModelConf:
     """The model with its shape from config.json alone; a preset that has the shape needs no files."""
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
+        _require_experts(model, role)
         return model
     local = model.path is not None or model.repo is None
     path = find(model, role) if local else _hub_copy(model, role, "config.json").parent
     config = _read_config(path)
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
     return replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied))
+
+
+def _require_experts(model: ModelConf, role: str) -> None:
+    """Refuses sizes without experts for a family that has them, and with experts for one that has none."""
+    if bool(family_of(model.family).names.router) != bool(model.experts):
+        what = "the family has no experts" if model.experts else "the family has experts"
+        fix = f"correct {role}.experts, {role}.experts_per_token and {role}.expert_ffn"
+        raise ModelError(
+            what, f"{role} {model.name}", f"{model.family} with {model.experts} experts", fix=fix
+        )
 
 
 def find(model: ModelConf, role: str) -> Path:
@@ -215,6 +236,7 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
     one_kv = family.multi_query and not newer
     kv_heads = 1 if one_kv else size("num_key_value_heads", "num_kv_heads", default=heads)
     window = _window(config, family.window, layers)
+    ffn = size(family.mlp_key, "intermediate_size", "ffn_dim", "n_inner", default=4 * dim)
     shape = {
         "family": config["model_type"],
         "n_layers": layers,
@@ -222,7 +244,8 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "n_kv_heads": kv_heads,
         "head_dim": size("head_dim", default=dim // heads),
         "dim": dim,
-        "ffn": size("intermediate_size", "ffn_dim", "n_inner", default=4 * dim),
+        "ffn": ffn,
+        **_experts(checkpoint, family, layers, ffn),
         "vocab": size("vocab_size"),
         "context": context_within(size(*POSITIONS, default=family.context), config),
         "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
@@ -234,6 +257,20 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ModelError(what, checkpoint.path, found, allowed, REFETCH)
     _compare_tensors(checkpoint, shape["vocab"], dim, layers)
     return shape
+
+
+def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:
+    """The sizes of experts; zeros for a family that has none, or that this program does not know."""
+    if not family.names.router:
+        return dict.fromkeys(("experts", "experts_per_token", "expert_ffn", "dense_layers"), 0)
+    dense = checkpoint.config.get("mlp_only_layers")
+    step = _size(checkpoint, ("decoder_sparse_step",), 1)
+    return {
+        "experts": _size(checkpoint, EXPERTS, None),
+        "experts_per_token": _size(checkpoint, ("num_experts_per_tok",), None),
+        "expert_ffn": _size(checkpoint, ("moe_intermediate_size",), ffn),
+        "dense_layers": expert_layers(layers, dense if isinstance(dense, list) else (), step).count(False),
+    }
 
 
 def _size(checkpoint: Checkpoint, names: tuple[str, ...], default: int | None) -> int:

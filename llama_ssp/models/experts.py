@@ -79,7 +79,7 @@ class Experts(nn.Module):
         self.router, self.gate, self.routing, self.reduce = router, gate, routing, reduce
         parts = {"up": up_EFH, "down": down_EHF, "up_bias": up_bias_EF, "down_bias": down_bias_EH}
         for name, part in parts.items():
-            self.register_buffer(name, part, persistent=False)
+            self.register_parameter(name, None if part is None else nn.Parameter(part, requires_grad=False))
 
     def forward(self, x_TH: Tensor) -> Tensor:
         gate = self.gate.activation, self.gate.alpha, self.gate.limit

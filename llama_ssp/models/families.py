@@ -7,7 +7,7 @@ but in one process, without a plan, and after a trial (self_check.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -150,6 +150,7 @@ class Family:
     scaled_embedding: bool = False
     rotary: float = 1.0  # how much of a head is rotated
     position_rows: int | None = None  # of a learned table of positions, beyond the context; None: rotary
+    rotary_kinds: int = 1  # tables of rotary positions, for kinds of layers
     mlp_key: str = "intermediate_size"  # of the MLP's width in config.json
     mlp_states: int = 3  # tensors of the MLP's width that exist at once: gate, activation, product
     tied: bool = False  # where config.json does not say
@@ -190,7 +191,8 @@ class Family:
 QWEN_WINDOW = Window(partial=True, switched=True)
 FAMILIES = {
     "falcon": Family(
-        NEOX, split=False, grouped=False, multi_query=True, context=2048, layer_norm=True,
+        NEOX, split=False, deepspeed=False, grouped=False, multi_query=True, context=2048, layer_norm=True,
+        mlp_key="ffn_hidden_size", mlp_states=2,
         names=FALCON_NAMES, qkv_by_group=True, parallel=("parallel_attn", "new_decoder_architecture"),
         needs={"alibi": False},
     ),
@@ -199,9 +201,9 @@ FAMILIES = {
         scaled_embedding=True, tied=True, names=SANDWICHED, scale_key="query_pre_attn_scalar",
     ),
     "gemma3_text": Family(
-        LLAMA, split=False, qk_norm=True, window=Window(default=4096, partial=True), norms=4, norm_offset=1,
-        scaled_embedding=True, tied=True, names=replace(SANDWICHED, qk_norm=QK_NORMS),
-        scale_key="query_pre_attn_scalar",
+        LLAMA, split=False, deepspeed=False, qk_norm=True, window=Window(default=4096, partial=True), norms=4,
+        norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
+        names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
     ),
     "gpt_neo": Family(
         GPT_NEO, ("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
@@ -214,14 +216,15 @@ FAMILIES = {
         qkv_by_group=True, parallel=("use_parallel_residual",),
     ),
     "gpt_oss": Family(
-        LLAMA, split=False, window=Window(default=128, partial=True), names=GPT_OSS_NAMES, clamped=True,
+        LLAMA, ("q_proj", "k_proj", "v_proj", "o_proj"), split=False, deepspeed=False,
+        window=Window(default=128, partial=True), names=GPT_OSS_NAMES, clamped=True,
     ),
-    "granite": Family(LLAMA, split=False, multipliers=True),
+    "granite": Family(LLAMA, split=False, deepspeed=False, multipliers=True),
     "llama": Family(LLAMA),
     "mistral": Family(LLAMA, window=Window(default=4096)),
-    "mixtral": Family(LLAMA, split=False, window=Window(), names=MIXTRAL_NAMES),
+    "mixtral": Family(LLAMA, split=False, deepspeed=False, window=Window(), names=MIXTRAL_NAMES),
     "olmo2": Family(
-        LLAMA, split=False, qk_norm=True, whole_qk_norm=True,
+        LLAMA, split=False, deepspeed=False, qk_norm=True, whole_qk_norm=True,
         names=replace(SANDWICHED, before_attention=(), before_mlp=(), qk_norm=QK_NORMS),
     ),
     "opt": Family(
@@ -236,10 +239,12 @@ FAMILIES = {
     "qwen2": Family(LLAMA, ("q_proj", "k_proj", "v_proj"), window=QWEN_WINDOW),
     "qwen3": Family(LLAMA, qk_norm=True, window=QWEN_WINDOW, names=replace(LLAMA_NAMES, qk_norm=QK_NORMS)),
     "qwen3_moe": Family(
-        LLAMA, split=False, qk_norm=True, window=Window(switched=True), names=QWEN_MOE_NAMES,
+        LLAMA, split=False, deepspeed=False, qk_norm=True, window=Window(switched=True), names=QWEN_MOE_NAMES,
         normed_top="norm_topk_prob",
     ),
-    "smollm3": Family(LLAMA, split=False, window=QWEN_WINDOW, rotary_layers="no_rope_layers"),
+    "smollm3": Family(
+        LLAMA, split=False, deepspeed=False, window=QWEN_WINDOW, rotary_layers="no_rope_layers"
+    ),
 }  # fmt: skip
 UNKNOWN = Family(LLAMA, split=False)
 
@@ -253,6 +258,14 @@ DEEPSPEED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.s
 SCALED_BY_PASS = ("phimoe",)
 # A choice among the tokens of a pass that has more of them than this key of the config says:
 READ_TOGETHER_BEYOND = {"doge": "keep_window_size"}
+
+
+EXPERTS = ("num_local_experts", "num_experts")  # keys of how many there are in a layer
+
+
+def expert_layers(layers: int, dense: Collection[int], step: int) -> list[bool]:
+    """Which layers have experts: every `step`-th, but not those of the list of dense ones."""
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
 
 
 def family_of(name: str) -> Family:

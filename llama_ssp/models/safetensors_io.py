@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llama_ssp.models.folder import weight_files
+from llama_ssp.models.shape import stored_shapes
 from llama_ssp.models.sharding import Cut
 
 RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the module's
@@ -19,7 +20,7 @@ COMPUTED = (".inv_freq", ".masked_bias", ".attention.bias", ".attn.bias")
 
 
 class Source(Protocol):
-    """Weights by the names that the module gives them."""
+    """Weights by the names of `stored_shapes`."""
 
     shapes: dict[str, tuple[int, ...]]
 
@@ -32,7 +33,7 @@ class FileSource:
 
     def __init__(self, folder: Path, module: Any) -> None:
         self._opened = ExitStack()
-        known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        known = set(stored_shapes(module))
         self._places: dict[str, tuple[Any, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(weight_files(folder)):

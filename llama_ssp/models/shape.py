@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llama_ssp.models.families import FAMILIES, Family
+from llama_ssp.models.families import EXPERTS, FAMILIES, Family, expert_layers
 
 ALL = "all"  # the kind of rotary positions where there is one
 LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
-WIDTHS = ("ffn_hidden_size", "ffn_dim", "intermediate_size")  # keys of the MLP's width
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 ACTIVATIONS = ("hidden_activation", "activation_function", "activation", "hidden_act")
-EXPERTS = ("num_local_experts", "num_experts")
 SCALED_AT_RUN_TIME = ("dynamic",)  # kinds of rotary positions that follow the longest text of a pass
 
 
@@ -77,7 +75,7 @@ def shape_of(config: Any) -> Shape:
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
     many = family.multipliers
     experts = int(_first(config, EXPERTS) or 0) if family.names.router else 0
-    ffn = int(_first(config, WIDTHS) or 4 * config.hidden_size)
+    ffn = int(getattr(config, family.mlp_key) or 4 * config.hidden_size)
     return Shape(
         family=family,
         dim=int(config.hidden_size),
@@ -114,6 +112,25 @@ def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     return nested or ({ALL: found} if found else {})
 
 
+def stored_shapes(module: Any) -> dict[str, tuple[int, ...]]:
+    """The tensors of a module, by their names in a checkpoint, where an expert may have its own."""
+    found = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+    family = FAMILIES.get(module.config.model_type)
+    if family is None or family.clamped or not family.names.router:
+        return found
+    shape, names = shape_of(module.config), family.names
+    routed = [f"{names.blocks}.{number}." for number, block in enumerate(shape.blocks) if block.experts]
+    mlps = tuple(f"{prefix}mlp." for prefix in routed)
+    found = {name: sizes for name, sizes in found.items() if not name.startswith(mlps)}
+    for prefix in routed:
+        found[f"{prefix}{names.router}.weight"] = shape.experts, shape.dim
+        for expert in range(shape.experts):
+            ups = dict.fromkeys(names.expert_up, (shape.expert_ffn, shape.dim))
+            for name, sizes in {**ups, names.expert_down: (shape.dim, shape.expert_ffn)}.items():
+                found[f"{prefix}{name.format(expert)}.weight"] = sizes
+    return found
+
+
 def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...]:
     count = int(config.num_hidden_layers)
     kinds = getattr(config, "attention_layers", None) or getattr(config, "layer_types", None)
@@ -121,15 +138,14 @@ def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...
     by_kind = family.window is not None and family.window.partial
     rotated = getattr(config, family.rotary_layers) if family.rotary_layers else [True] * count
     tables = rotary_parameters(config) if family.position_rows is None else {}
-    dense = set(getattr(config, "mlp_only_layers", None) or ())
-    step = int(getattr(config, "decoder_sparse_step", None) or 1)
+    dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", None)
+    sparse = expert_layers(count, dense or (), step or 1)
     found = []
     for layer in range(count):
         kind = kinds[layer] if kinds else ""
         own = window if not by_kind or kind in LOCAL else None
         table = None if not tables or not rotated[layer] else kind if kind in tables else next(iter(tables))
-        sparse = experts and layer not in dense and (layer + 1) % step == 0
-        found.append(BlockShape(own, table, sparse))
+        found.append(BlockShape(own, table, experts and sparse[layer]))
     return tuple(found)
 
 

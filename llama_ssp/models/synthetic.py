@@ -19,16 +19,22 @@ from torch import Tensor, nn
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import attention_of
-from llama_ssp.models.families import FAMILIES, Linear, family_of
+from llama_ssp.models.families import FAMILIES, family_of
+from llama_ssp.models.safetensors_io import taken
+from llama_ssp.models.shape import stored_shapes
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
 
 HALF = 32  # signs of a token; each stands twice, once negated, so that a vector's mean is zero
 SPREAD = 3.0  # standard deviation of the logits
 TILE = 2**18  # numbers of noise, which are repeated
-WRITERS = (Linear.OUTPUT, Linear.DOWN)  # write into the residual stream
-# Modules with weights of zero: these, and tables of positions.
-QUIET = {name for family in FAMILIES.values() for name, linear in family.layers.items() if linear in WRITERS}
-QUIET |= {"wpe", "embed_positions"}
+# What writes into the residual stream, by the last part of the name: its weights, and the biases of stacked
+# experts, are zero.
+WRITERS = {
+    name.rpartition(".")[2]
+    for names in (family.names for family in FAMILIES.values())
+    for name in (names.output, names.down, names.expert_down, names.positions)
+    if name
+}
 
 
 def config_for(model: ModelConf) -> Any:
@@ -51,6 +57,16 @@ def config_for(model: ModelConf) -> Any:
         shape[family.window.key] = model.sliding_window
         if family.window.switched:
             shape |= {"use_sliding_window": True, "max_window_layers": model.n_layers // 2}
+    if family.multi_query:
+        shape |= {"new_decoder_architecture": model.n_kv_heads > 1, "num_kv_heads": model.n_kv_heads}
+    if model.experts:
+        dense = list(range(model.dense_layers))
+        shape |= {
+            "num_local_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "moe_intermediate_size": model.expert_ffn,
+            **({"mlp_only_layers": dense} if dense else {}),
+        }
     if family.masks_inside:
         shape["attention_types"] = [[["global", "local"], model.n_layers // 2]]
     try:
@@ -85,13 +101,15 @@ class SyntheticSource:
             what, found = "the model is too narrow for synthetic weights", f"dim {model.dim}"
             raise ModelError(what, model.name, found, f"{2 * HALF} or more", "widen it")
         parameters = dict(module.named_parameters(remove_duplicate=False))
+        # Experts by either name: a module has them stacked.
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self.shapes |= stored_shapes(module)
         self._dtype: torch.dtype = module.dtype
         self._device = device
         self._norm_offset = family_of(model.family).norm_offset
         generator = torch.Generator().manual_seed(model.seed)
         noise = (torch.randn(TILE, generator=generator) * 0.02).to(device, self._dtype)
-        longest = max(math.prod(shape[1:]) for shape in self.shapes.values())
+        longest = max(shape[-1] for shape in self.shapes.values())
         self._noise = noise.repeat(1 + -(-longest // TILE))
         tables = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
         self._tables = {name for name, parameter in parameters.items() if any(parameter is t for t in tables)}
@@ -101,28 +119,31 @@ class SyntheticSource:
         self._scale = SPREAD / HALF**0.5 / 2 / (model.dim / (2 * HALF)) ** 0.5
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
-        rows = ((0, self.shapes[name][0]),)
+        shape = self.shapes[name]
+        rows = (0, math.prod(shape[:-1]))
+        if len(shape) == 1:
+            return taken(self._vector(name).to(self._device, self._dtype), cut)
         if cut is None:
-            return self._part(name, rows[0], None)
+            return self._part(name, rows, None).view(shape)
+        if len(shape) > 2:  # stacked experts, of which a part is made by way of the whole
+            return taken(self._part(name, rows, None).view(shape), cut)
         if cut.dim == COLUMNS:
-            return torch.cat([self._part(name, rows[0], columns) for columns in cut.spans], COLUMNS)
+            return torch.cat([self._part(name, rows, columns) for columns in cut.spans], COLUMNS)
         return torch.cat([self._part(name, span, None) for span in cut.spans])
 
     def _part(self, name: str, rows: Span, columns: Span | None) -> Tensor:
-        shape = self.shapes[name]
-        if len(shape) == 1:
-            return self._vector(name)[rows[0] : rows[1]].to(self._device, self._dtype)
-        count, (first, last) = rows[1] - rows[0], columns or (0, math.prod(shape[1:]))
+        """Of a matrix; a tensor of more dimensions is one with the last one's columns."""
+        width = self.shapes[name][-1]
+        count, (first, last) = rows[1] - rows[0], columns or (0, width)
         if name in self._tables:
-            part = torch.zeros(count, shape[1], dtype=self._dtype, device=self._device)
+            part = torch.zeros(count, width, dtype=self._dtype, device=self._device)
             part[:, : 2 * HALF] = self._codes[rows[0] : rows[1]].to(part)
             return part[:, first:last].contiguous()
-        if name.split(".")[-2] in QUIET:
-            part = torch.zeros(count, last - first, dtype=self._dtype, device=self._device)
-        else:  # these numbers do not matter, and a 30B model has many: one tile of noise, repeated
-            start = (torch.arange(*rows, device=self._device) * math.prod(shape[1:])) % TILE + first
-            part = self._noise.unfold(0, last - first, 1)[start]
-        return part.view(count, -1, *shape[2:])
+        if name.removesuffix(".weight").removesuffix("_bias").rpartition(".")[2] in WRITERS:
+            return torch.zeros(count, last - first, dtype=self._dtype, device=self._device)
+        # These numbers do not matter, and a 30B model has many: one tile of noise, repeated.
+        start = (torch.arange(*rows, device=self._device) * width) % TILE + first
+        return self._noise.unfold(0, last - first, 1)[start]
 
     def _vector(self, name: str) -> Tensor:
         """A bias of zeros, or a norm that changes nothing; the last has the signs of the distribution."""

@@ -21,6 +21,7 @@ from llama_ssp.models.families import family_of
 from llama_ssp.models.parallel_layers import RowParallel, cut_embedding, gather_head, set_head_counts
 from llama_ssp.models.quantization import QUANTISED, quantised
 from llama_ssp.models.safetensors_io import Source
+from llama_ssp.models.shape import stored_shapes
 from llama_ssp.models.sharding import COLUMNS, CUTS, ROWS, Cut, Sizes, unsplit, vocab_share
 
 CPU = torch.device("cpu")
@@ -150,8 +151,8 @@ def _tied(
 
 
 def differences(module: Any, source: Source) -> dict[str, list[str]]:
-    """How the source's tensors differ from the module's parameters, in the words of transformers' report."""
-    wanted = {n: tuple(p.shape) for n, p in module.named_parameters(remove_duplicate=False)}
+    """How the source's tensors differ from those of the module, in the words of transformers' report."""
+    wanted = stored_shapes(module)
     tied = {"lm_head.weight"} if getattr(module.config, "tie_word_embeddings", False) else set()
     found = source.shapes
     other = [n for n in wanted.keys() & found.keys() if found[n] != wanted[n]]

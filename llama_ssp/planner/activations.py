@@ -153,6 +153,12 @@ class Forward:
 
     def _fed(self) -> int:
         """The feed-forward layer, and its output."""
+        part = self.part
+        dense = self._dense() if part.expert_layers < part.layers else 0
+        return self.tokens * max(dense, self._routed()) + self._kept_scores()
+
+    def _dense(self) -> int:
+        """An MLP, a token."""
         part, w = self.part, self.w
         halves = 2 if part.family.fused_mlp else 1  # gate and up are one product
         inside = part.ffn * w * part.family.mlp_states
@@ -160,7 +166,15 @@ class Forward:
             up = part.ffn * w + _int8(part.dim, halves * part.ffn)
             inside = max(inside, up, part.ffn * w * halves + _int8(part.ffn, part.dim))
         out = part.ffn * w * halves + self._sums() * part.dim * w
-        return self.tokens * max(inside, out) + self._kept_scores()
+        return max(inside, out)
+
+    def _routed(self) -> int:
+        """Experts, a token, if all choose the same one: its inputs, what it makes of them, and the sum."""
+        part, w = self.part, self.w
+        if not part.expert_layers:
+            return 0
+        choice = part.experts * (FP32 + w) + part.experts_per_token * (2 * FP32 + 3 * INT)
+        return choice + w * (3 * part.dim + 5 * part.expert_ffn)
 
     def _dequantised(self) -> int:
         """4 bit: a layer's largest matrix, in 16 bit."""

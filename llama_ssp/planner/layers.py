@@ -17,6 +17,7 @@ from llama_ssp.planner.memory import peak_lines, peaks, rank_work, segments, ten
 from llama_ssp.planner.weights import (
     CACHE,
     EMBEDDING,
+    EXPERTS,
     HEAD,
     LAYERS,
     NORMS,
@@ -62,7 +63,7 @@ def layers_lines(
 ) -> Iterator[tuple[MemoryLine, ...]]:
     """The memory lines of every GPU, without those of libraries."""
     for at, stage in enumerate(stages(target.model, target.dtype, gpus)):
-        part = replace(target, model=replace(target.model, n_layers=max(stage.layers, 1)))
+        part = replace(target, model=_of_layers(target.model, max(stage.layers, 1)))
         other = draft if at == 0 else None
         alone = Placement(Splitting.tensor, 1, (LEADER,), () if other is None else (LEADER,))
         own = rank_work(part, other, alone, work, LEADER, kernels)
@@ -81,7 +82,7 @@ def _held(
     missing = {
         *(() if stage.embedding else (EMBEDDING, POSITIONS)),
         *(() if stage.head else (HEAD,)),
-        *(() if stage.layers else (LAYERS, SCALES, CACHE, NORMS)),
+        *(() if stage.layers else (LAYERS, EXPERTS, SCALES, CACHE, NORMS)),
     }
     for line in lines:
         if line.name not in (*WEIGHTS, CACHE) or (line.role == TARGET and line.name in missing):
@@ -99,11 +100,16 @@ def _on_stage(parts: Parts, at: int, stage: Stage) -> Parts:
 
 def _module_bytes(model: ModelConf, dtype: Dtype) -> dict[str, int]:
     """Bytes of the embedding, a layer, the last norm and the head, quantised ones without scales."""
-    one, two = (held(Part.of(replace(model, n_layers=n)), dtype) for n in (1, 2))
-    layer = {group: two[group] - one[group] for group in (LAYERS, NORMS)}
+    one, two = (held(Part.of(_of_layers(model, n)), dtype) for n in (1, 2))
+    layer = {group: two.get(group, 0) - one.get(group, 0) for group in (LAYERS, EXPERTS, NORMS)}
     return {
         EMBEDDING: one[EMBEDDING] + one.get(POSITIONS, 0),
-        LAYERS: layer[LAYERS] + layer[NORMS],
+        LAYERS: sum(layer.values()),
         NORMS: one[NORMS] - layer[NORMS],
         HEAD: one.get(HEAD, 0),
     }
+
+
+def _of_layers(model: ModelConf, layers: int) -> ModelConf:
+    """The model with fewer layers, all of them with experts if any has."""
+    return replace(model, n_layers=layers, dense_layers=0)

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from llama_ssp.config import Overlap, TimesConf
-from llama_ssp.planner.weights import BUFFERS, EMBEDDING, POSITIONS, Part, held, weights, width
+from llama_ssp.planner.weights import BUFFERS, EMBEDDING, EXPERTS, POSITIONS, Part, held, weights, width
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
 
@@ -56,7 +56,7 @@ class PassCost:
     """What the busiest rank of a role reads and computes in a pass.
 
     `weights` in bytes, `slot` in bytes of a row's cache for each slot, `flops` for each token, `sums` over
-    ranks, `width` in bytes of a token's state.
+    ranks, `width` in bytes of a token's state. Each token chooses the share `chosen` of `experts`, in bytes.
     """
 
     ranks: int
@@ -67,6 +67,12 @@ class PassCost:
     sums: int
     width: int
     vocab: int
+    experts: float = 0.0
+    chosen: float = 0.0
+
+    def read(self, tokens: int) -> float:
+        """Bytes of weights that a pass reads: tokens choose experts independently, some of them the same."""
+        return self.weights + self.experts * (1 - (1 - self.chosen) ** tokens)
 
 
 def calibrated() -> tuple[float, float, float, float]:
@@ -108,18 +114,27 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
 def pass_cost(role: Role, ranks: int) -> PassCost:
     """The cost for the first rank, which holds what does not divide evenly."""
     part = Part.of(role.model, ranks)
-    not_read = (POSITIONS, BUFFERS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS)
-    read = sum(size for group, size in held(part, role.dtype).items() if group not in not_read)
-    numbers = sum(weight.count * weight.times for weight in weights(part) if weight.group not in not_read)
-    w, sums = width(role.dtype), 2 * part.layers + PASS_SUMS if ranks > 1 else 0
+    not_read = (POSITIONS, BUFFERS, EXPERTS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS, EXPERTS)
+    found = held(part, role.dtype)
+    read = sum(size for group, size in found.items() if group not in not_read)
+    chosen = part.experts_per_token / part.experts if part.expert_layers else 0.0
+    shares = {**dict.fromkeys(not_read, 0.0), EXPERTS: chosen}  # of a group's numbers, for each token
+    numbers = sum(weight.count * weight.times * shares.get(weight.group, 1.0) for weight in weights(part))
+    w, sums = width(role.dtype), _layer_sums(part) * part.layers + PASS_SUMS if ranks > 1 else 0
     slot = 2.0 * part.layers * part.key_width * w
-    return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, sums, part.dim * w, part.whole_vocab)
+    own = sums, part.dim * w, part.whole_vocab, found.get(EXPERTS, 0), chosen
+    return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, *own)
+
+
+def _layer_sums(part: Part) -> int:
+    """All-reduces of a layer: behind attention, behind the MLP, and in norms over the heads of all ranks."""
+    return 2 + part.family.whole_qk_norm
 
 
 def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) -> float:
     """Seconds of one pass over `each` tokens of each row, which attends to `slots` cached ones."""
     tokens, ranks = rows * each, cost.ranks
-    reading = cost.weights / times.bytes_per_s * between(times.rows_cost, tokens)
+    reading = cost.read(tokens) / times.bytes_per_s * between(times.rows_cost, tokens)
     computing = cost.flops * tokens / times.flops_per_s
     attending = cost.slot * rows * slots / times.bytes_per_s
     traffic = 2 * cost.width * tokens * (ranks - 1) / ranks / times.link_per_s

@@ -19,9 +19,10 @@ NF4_BLOCK = 64  # weights that share an fp32 scale
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 
 # The groups of tensors.
-WEIGHTS = "embedding", "head", "layers", "norms", "quantisation scales", "positions", "buffers"
-EMBEDDING, HEAD, LAYERS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
+WEIGHTS = "embedding", "head", "layers", "experts", "norms", "quantisation scales", "positions", "buffers"
+EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
 CACHE = "cache"  # keys and values
+MLP = Linear.UP, Linear.GATE_UP, Linear.DOWN
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Part:
     vocab: int
     widest: int
     embedding_rows: int
+    experts: int
+    experts_per_token: int
+    expert_ffn: int
+    expert_layers: int
 
     @staticmethod
     def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
@@ -51,7 +56,10 @@ class Part:
         rows = vocab if not leader_looks_up or world == 1 else 1 if rank else model.vocab
         whole = family_of(model.family), model.n_layers, model.dim, model.head_dim, model.context, model.tied
         own = heads.queries, heads.kvs, length(mlp_share(model.ffn, world, rank)), vocab, widest, rows
-        return Part(*whole, model.vocab, world, *own)
+        sparse = model.n_layers - model.dense_layers if model.experts else 0
+        expert_ffn = length(mlp_share(model.expert_ffn, world, rank)) if sparse else 0
+        experts = model.experts, model.experts_per_token, expert_ffn, sparse
+        return Part(*whole, model.vocab, world, *own, *experts)
 
     @property
     def query_width(self) -> int:
@@ -63,8 +71,8 @@ class Part:
 
     @property
     def largest_matrix(self) -> int:
-        """Numbers in the largest of a layer's matrices."""
-        return max(outputs * inputs for outputs, inputs, _ in _matrices(self))
+        """Numbers in the largest of a layer's matrices that may be quantised; experts are not."""
+        return max(weight.count for weight in weights(self) if weight.linear)
 
     @property
     def rotary_width(self) -> int:
@@ -95,21 +103,28 @@ def weights(part: Part) -> Iterator[Weight]:
     yield Weight(EMBEDDING, part.embedding_rows, dim)
     if family.position_rows is not None:
         yield Weight(POSITIONS, part.context + family.position_rows, dim)
-    for outputs, inputs, bias in _matrices(part):
-        yield Weight(LAYERS, outputs, inputs, layers, linear=True)
+    for outputs, inputs, times, bias in _matrices(part):
+        yield Weight(LAYERS, outputs, inputs, times, linear=True)
         if bias:
-            yield Weight(LAYERS, outputs, 1, layers)
+            yield Weight(LAYERS, outputs, 1, times)
+    if part.expert_layers:
+        yield from _experts(part)
+    if family.names.sinks:
+        yield Weight(LAYERS, part.queries, 1, layers)
     yield Weight(NORMS, dim, 1, layers * vectors * family.norms)
     if family.qk_norm:
-        yield Weight(NORMS, part.head_dim, 1, 2 * layers)
+        widths = part.query_width, part.key_width
+        for width_ in widths if family.whole_qk_norm else 2 * (part.head_dim,):
+            yield Weight(NORMS, width_, 1, layers)
     yield Weight(NORMS, dim, 1, vectors)
     if not part.tied or part.embedding_rows < part.vocab:
         yield Weight(HEAD, part.vocab, dim)
 
 
-def _matrices(part: Part) -> Iterator[tuple[int, int, bool]]:
-    """A layer's matrices, (outputs, inputs, with bias), in the order in which they are read."""
+def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool]]:
+    """The matrices of attention and of MLPs, (outputs, inputs, how many, with bias), as they are read."""
     dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
+    dense = part.layers - part.expert_layers
     sides = {
         Linear.QUERY: (queries, dim),
         Linear.KV: (keys, dim),
@@ -121,7 +136,21 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, bool]]:
         Linear.DOWN: (dim, ffn),
     }
     for name, linear in part.family.layers.items():
-        yield *sides[linear], name in part.family.biased
+        times = dense if linear in MLP else part.layers
+        if times:
+            yield *sides[linear], times, name in part.family.biased
+
+
+def _experts(part: Part) -> Iterator[Weight]:
+    """Router and experts, of which each rank has some columns; stacked, and not quantised."""
+    count, times, wide = part.experts, part.expert_layers, 2 * part.expert_ffn
+    yield Weight(LAYERS, count, part.dim, times)
+    yield Weight(EXPERTS, count * wide, part.dim, times)
+    yield Weight(EXPERTS, count * part.dim, part.expert_ffn, times)
+    if part.family.clamped:  # biases, also of the router
+        yield Weight(LAYERS, count, 1, times)
+        yield Weight(EXPERTS, count * wide, 1, times)
+        yield Weight(EXPERTS, count * part.dim, 1, times)
 
 
 def parameters(model: ModelConf) -> int:
@@ -136,7 +165,7 @@ def buffers(part: Part, dtype: Dtype) -> list[int]:
         return [1] * part.layers
     if family.position_rows is not None:
         return []
-    return [width(dtype)] * family.scaled_embedding + 2 * [4 * (part.rotary_width // 2)]
+    return [width(dtype)] * family.scaled_embedding + 2 * family.rotary_kinds * [4 * (part.rotary_width // 2)]
 
 
 def width(dtype: Dtype) -> int:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.models.assemble import decoder
+from llama_ssp.models.attention import Feed
 from llama_ssp.models.decoder import Decoder, WholeNorms
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
+from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.sharding import head_ranges
+from llama_ssp.models.synthetic import SyntheticSource
+from llama_ssp.models.synthetic import build as build_synthetic
+from llama_ssp.planner.weights import BUFFERS, Part, held, parameters
 from tests.distributed.threads import ranks_of, together
 from tests.families import FAMILIES, WHOLE
-from tests.test_decoder import PASSES, TOLERANCE, VARIANTS, module_of, saved, walked
+from tests.test_decoder import CPU, PASSES, TOLERANCE, VARIANTS, caches_of, module_of, saved, walked
 
 
 def uneven(name: str) -> dict[str, Any]:
@@ -82,3 +91,40 @@ def test_a_norm_of_one_ranks_heads_alone_is_seen(tmp_path):
             block.attention.norms.reduce = None
     (found, _) = together([lambda part=part: walked(part)[0] for part in parts], ranks)
     assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) > 1e-2
+
+
+SYNTHETIC = ModelConf(
+    name="made", weights=Weights.synthetic, n_layers=4, n_heads=6, n_kv_heads=3, head_dim=16, dim=96, ffn=148,
+    vocab=101, context=64,
+)  # fmt: skip
+
+
+def synthetic(family: str) -> ModelConf:
+    row = FAMILY_ROWS[family]
+    model = replace(SYNTHETIC, family=family, n_kv_heads=3 if row.grouped or row.multi_query else 6)
+    if not row.names.router:
+        return model
+    mixed = {"expert_ffn": 36, "dense_layers": 1} if row.normed_top else {"expert_ffn": 148}
+    return replace(model, experts=4, experts_per_token=2, **mixed)
+
+
+@pytest.mark.parametrize("family", TESTED_FAMILIES)
+@torch.inference_mode()
+def test_synthetic_parts_give_the_logits_of_the_whole_and_have_the_planned_sizes(family):
+    model, ranks = synthetic(family), ranks_of(3)
+    module = build_synthetic(model, torch.float32)
+    source = SyntheticSource(module, model, CPU, drafts=False)
+    token_T, feed = 7 * torch.arange(9), Feed.of([(0, 0, 9)], CPU)
+    parts = [decoder(module.config, source, rank) for rank in (ALONE, *ranks)]
+    runs = [lambda part=part: part(token_T, feed, caches_of(part, 1))[0] for part in parts]
+    expected = runs[0]()
+    for found in together(runs[1:], ranks):
+        assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert parameters(model) == sum(p.numel() for p in module.parameters())
+    for number, part in enumerate(parts):
+        world, rank = (3, number - 1) if number else (1, 0)
+        planned = held(Part.of(model, world, rank), Dtype.fp32)
+        excess = sum(planned.values()) - planned.get(BUFFERS, 0) - sum(p.nbytes for p in part.parameters())
+        # Biases of layers that are summed over ranks are planned for every rank.
+        biases = 4 * model.n_layers * model.dim * (2 + model.experts)
+        assert 0 <= excess <= biases if rank else excess == 0

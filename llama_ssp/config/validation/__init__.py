@@ -67,6 +67,10 @@ def _check_model(role: str, model: ModelConf) -> None:
     if model.weights is Weights.synthetic:
         for name in SIZES:
             between(f"{role}.{name}", getattr(model, name), 1, MAX_INT)
+    if model.experts:
+        between(f"{role}.experts_per_token", model.experts_per_token, 1, model.experts)
+        between(f"{role}.expert_ffn", model.expert_ffn, 1, MAX_INT)
+        between(f"{role}.dense_layers", model.dense_layers, 0, model.n_layers)
     if model.n_kv_heads and model.n_heads % model.n_kv_heads:
         what = f"{role}.n_heads is not a multiple of {role}.n_kv_heads"
         found, allowed = f"{model.n_heads} and {model.n_kv_heads}", "whole groups of query heads per KV head"
