@@ -3,8 +3,8 @@
     python bench/adaptive.py [agreements=0.05,0.3,0.6,0.8,0.95] [ks=1,2,3,4,6,8,12,16] [new=192] [repeats=5]
                              [threads=2] [write=FILE.md]
 
-The pair is that of bench/fast.py, compiled once: between agreements only the draft's weights change. Costs
-are measured once, as a run measures them. In each repeat every contender gets one turn on every prompt, and
+The pair is that of bench/fast.py, another one for each agreement. Costs are measured as a run measures them,
+when the pair is ready. In each repeat every contender gets one turn on every prompt, and
 every turn begins without any knowledge of the pair. Required: adaptive K within 3 % of the best fixed K,
 which may be 0; at agreement 0.05 at least 0.97 times as fast as regular sampling.
 
@@ -30,13 +30,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from contenders import PROMPTS, by_us, opened  # noqa: E402
-from fast import CPU, Asked, Taken, faster, sizes  # noqa: E402
+from fast import Asked, Taken, faster, sizes  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402
-from llama_ssp.models.causal_lm import CausalModel  # noqa: E402
-from llama_ssp.models.kernels.linear import pack  # noqa: E402
-from llama_ssp.models.loader import DRAFT, load  # noqa: E402
+from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 from llama_ssp.speculative.stats import Counts, RowStep  # noqa: E402
 
@@ -104,30 +102,23 @@ def usual_ms(ways: Iterable[Way]) -> dict[Kind, float]:
     return {kind: median(times) for kind, times in taken.items()}
 
 
-@torch.no_grad()
-def redrafted(draft: CausalModel, agreement: float) -> None:
-    """Gives the compiled draft the weights of a draft with this agreement."""
-    other = load(sizes(agreement)[1], None, Dtype.bf16, CPU, DRAFT).module
-    pack(other)
-    for own, new in zip(draft.module.parameters(), other.parameters(), strict=True):
-        own.copy_(new)
+def pair_of(agreement: float, small: bool, slots: int) -> PairSession:
+    """The pair with this agreement, ready."""
+    target, draft = (replace(model, dtype=Dtype.bf16) for model in sizes(agreement, small))
+    run = RunConf(model=target, draft=draft, engine=Steps.compiled)
+    return opened(replace(run, speculation=replace(run.speculation, adaptive=True)), slots)
 
 
 def main() -> None:
     asked = Ours.of(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.set_num_threads(asked.threads)
-    target, draft = sizes(asked.agreement)
-    run = RunConf(model=replace(target, dtype=Dtype.bf16), draft=replace(draft, dtype=Dtype.bf16))
-    run = replace(run, engine=Steps.compiled, speculation=replace(run.speculation, adaptive=True))
-    ready = opened(run, max(map(len, PROMPTS)) + asked.new)
-    pair = ready.models
-    assert pair.draft is not None and ready.costs is not None
     fixed = [0, *(int(k) for k in asked.ks.split(","))]
     tables: dict[str, list[list[str]]] = {}
     missed: dict[str, list[str]] = {CLOCK: [], EVENED: []}
     for agreement in map(float, asked.agreements.split(",")):
-        redrafted(pair.draft, agreement)
+        ready = pair_of(agreement, asked.small, max(map(len, PROMPTS)) + asked.new)
+        assert ready.costs is not None
         ways = {str(k): Way(k) for k in fixed} | {"adaptive": Way(None)}
         for repeat in range(asked.repeats + 1):  # the first does not count
             for name, way in ways.items():
@@ -150,9 +141,9 @@ def main() -> None:
     spent = ", ".join(f"K = {k} {1000 * ready.costs.round(k):.2f}" for k in (0, 1, 4, 16))
     text = "\n".join(
         [
-            "# Adaptive K beside every fixed K, ms a token", "", *surroundings(pair.devices),
+            "# Adaptive K beside every fixed K, ms a token", "", *surroundings(ready.models.devices),
             f"Temperature 1, {asked.new} new tokens, {len(PROMPTS)} prompts, batch 1, {asked.threads} "
-            f"threads, {asked.repeats} repeats. Rounds, as measured for adapting: {spent} ms.",
+            f"threads, {asked.repeats} repeats. Rounds of the last pair, as measured: {spent} ms.",
             f"Asked: {NEAR:.3f} over best, and at {HARDLY} {NEVER_SLOWER} over regular. Missed "
             + ", ".join(f"{how}: {' '.join(where) or 'nowhere'}" for how, where in missed.items()) + ".",
             *(

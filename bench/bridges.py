@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 
+from bench.contenders import text_logits  # noqa: E402
 from bench.side_by_side import PROMPTS, by_us, measured  # noqa: E402
 from bench.surroundings import surroundings, write  # noqa: E402
 from bench.words import Words  # noqa: E402
@@ -102,9 +103,7 @@ def ceiling(one: Opened, new: int) -> float | None:
         ids = tokens.encode(text)
         engine = one.pair.engine(0, regular(one.run), frozenset())
         (written,) = drive(engine, [Prompt(str(number), tuple(ids))], k=0, max_new=new).texts
-        assert target is not None
-        with torch.inference_mode():
-            logits = target.module(torch.tensor([[*ids, *written]])).logits[0, len(ids) - 1 : -1]
+        logits = text_logits(target, (*ids, *written))[len(ids) - 1 : -1]
         logits = logits[:, : len(shared)].float()
         probs = (logits / heat).softmax(-1) if heat else one_hot(logits.argmax(-1), logits)
         shares += (probs @ shared).tolist()

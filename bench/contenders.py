@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from llama_ssp.config import Drafting, RunConf
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.pair.assembly import lookahead_for
@@ -34,10 +35,10 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def opened(run: RunConf, slots: int) -> PairSession:
+def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
     """The run's pair, ready; its tokenizer has bytes for tokens."""
-    placement = resolve(run.placement, 1, run.draft is not None)
-    return PairSession(PairSpec(run, None, None, placement)).load(1, slots)
+    placement = resolve(run.placement, ranks.world, run.draft is not None)
+    return PairSession(PairSpec(run, None, None, placement), ranks).load(1, slots)
 
 
 def by_us(
@@ -115,19 +116,29 @@ def rounds(
             "target": lambda step=target, s=state: step(s.lengths[0]),
             "round": lambda e=engine, s=state, k=k: one_round(e, s, k),
         }
-        taken: dict[str, list[float]] = {name: [] for name in works}
-        for _ in range(turns):
-            for name, work in works.items():
-                work()  # the cache holds the same for each
-                wait()
-                began = clock()
-                work()
-                wait()
-                taken[name].append(1000 * (clock() - began))
+        taken = in_turn(works, turns, clock)
         least = {name: median(times) for name, times in taken.items()}
         over = [r / (k * d + t) for d, t, r in zip(*taken.values(), strict=True)]
         lines.append([str(k), *(f"{ms:.2f}" for ms in least.values()), f"{median(over):.2f}"])
     return lines
+
+
+def in_turn(
+    works: dict[str, Callable[[], object]], turns: int, clock: Callable[[], float] = time.perf_counter,
+    meet: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Milliseconds of every turn of each work; `meet` begins a turn of all ranks together."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(turns):
+        for name, work in works.items():
+            meet()
+            work()  # the processor's cache holds the same for each
+            wait()
+            began = clock()
+            work()
+            wait()
+            taken[name].append(1000 * (clock() - began))
+    return taken
 
 
 def alone(model: Any, length: int, width: int) -> Callable[[], object]:
@@ -147,6 +158,14 @@ def behind(model: Any, longest: int, width: int) -> Callable[[int], object]:
         return model.logits(text[:, :width], feed, cache, False)
 
     return step
+
+
+def text_logits(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
+    """The logits at every position of one text, (T, V)."""
+    feed = Feed((0,), (len(ids),), len(ids), model.device)
+    ids_1T = torch.tensor([ids], device=model.device)
+    found: torch.Tensor = model.logits(ids_1T, feed, model.new_cache(1, len(ids)), False)[0]
+    return found
 
 
 def one_round(engine: Any, state: Any, k: int) -> None:

@@ -1,6 +1,7 @@
 """Our loop against transformers' regular and assisted generation: one pair, one interleaved run.
 
     python bench/fast.py [repeats=5] [new=96] [ks=2,4,8] [agreement=0.89] [threads=2] [write=FILE.md]
+    python bench/fast.py small=true        # little models: its code alone
 
 The pair is synthetic (llama_ssp/models/synthetic.py): 222 million and 7 million parameters, bf16, with this
 mean acceptance probability. In every repeat each contender gets one turn on every prompt. Ratios are computed
@@ -9,7 +10,8 @@ those after the prompt (contenders.py).
 
 The last lines compare a round with its parts: K steps of the draft and one of the target, alone. Each
 contender is compared with its bounds: the bytes that its own forward passes read over the bandwidth measured
-here, and, for ours, its steps alone. With write= the same figures are written as JSON and a plot.
+here, and, for ours, its steps alone. Then come what is required of starts, of prefill and of the pair that
+ships (required.py). With write= the same figures are written as JSON and a plot.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,13 +30,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contenders import PROMPTS, alone, by_transformers, by_us, opened, rounds  # noqa: E402
+from bars import Bar, bars_table, most  # noqa: E402
+from contenders import PROMPTS, by_transformers, by_us, opened, rounds  # noqa: E402
 from pictures import plot_contenders, write_json  # noqa: E402
+from required import prefill_bars, shipped_bars, start_bars, steps_ms  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
-from llama_ssp.models.loader import DRAFT, load  # noqa: E402
+from llama_ssp.models.loader import DRAFT, load_module  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.speed import pass_cost  # noqa: E402
 from llama_ssp.planner.workload import Role  # noqa: E402
@@ -46,6 +50,8 @@ from llama_ssp.tasks.microbench import shape  # noqa: E402
 log = logging.getLogger("bench")
 CPU = torch.device("cpu")
 VOCAB = 8192
+OVER_BYTES, BEST_OVER_BYTES = 1.35, 2.2  # the most that is asked of regular sampling, and at the best K
+VERIFYING, OVER_REGULAR = 5, 1.25  # tokens of a step, and the most over a step of one
 
 
 @dataclass
@@ -58,6 +64,7 @@ class Asked(Words):
     agreement: float = 0.89
     threads: int = 2
     peers: str = "4,8,12,heuristic,dynamic"
+    small: bool = False
     write: str = ""
 
 
@@ -104,18 +111,17 @@ def passes_of(counts: Counts) -> Both:
     return Both(counted["row_rounds"] / tokens, counted["tokens_drafted"] / tokens)
 
 
-def sizes(agreement: float) -> tuple[ModelConf, ModelConf]:
-    """The pair: hidden 1024 x 16 layers, and hidden 256 x 4 layers."""
-    target, draft = shape(16, 1024, VOCAB), shape(4, 256, VOCAB, agreement=agreement)
+def sizes(agreement: float, small: bool = False) -> tuple[ModelConf, ModelConf]:
+    """The pair: hidden 1024 x 16 layers, and hidden 256 x 4 layers; a small one has 2 layers, and 1."""
+    layers = (2, 1) if small else (16, 4)
+    target, draft = shape(layers[0], 1024, VOCAB), shape(layers[1], 256, VOCAB, agreement=agreement)
     return replace(target, context=4608), replace(draft, context=4608)
 
 
-def contenders(asked: Asked, pair: PairSession, eager: PairSession) -> tuple[dict[str, Taken], Meter]:
-    """All contenders, and the meter that counts transformers' passes."""
-    target, draft = (
-        load(model, None, Dtype.bf16, CPU, role).module
-        for model, role in zip(sizes(asked.agreement), ("model", DRAFT), strict=True)
-    )
+def contenders(
+    asked: Asked, pair: PairSession, eager: PairSession, target: Any, draft: Any
+) -> dict[str, Taken]:
+    """All contenders; `target` and `draft` are transformers' modules of the same pair."""
     found = {
         "transformers, regular": Taken(lambda i: by_transformers(target, None, "", asked.new, i)),
         "transformers, regular, static cache": Taken(
@@ -132,7 +138,7 @@ def contenders(asked: Asked, pair: PairSession, eager: PairSession) -> tuple[dic
     for k in map(int, asked.ks.split(",")):
         found[f"ours, K = {k}"] = Taken(lambda i, k=k: by_us(pair, asked.new, i, k))
     found["ours, adaptive"] = Taken(lambda i: by_us(pair, asked.new, i, None))
-    return found, Meter(target, draft)
+    return found
 
 
 def measure(found: dict[str, Taken], repeats: int, read: Callable[[], Both] | None = None) -> None:
@@ -157,17 +163,6 @@ def read_per_s(turns: int = 9) -> float:
         large.sum()
         taken.append(time.perf_counter() - began)
     return large.nbytes / min(taken)
-
-
-def regular_ms(target: Any, clock: Callable[[], float], turns: int = 25) -> float:
-    """The only step of regular sampling, alone, measured as contenders.rounds measures the others."""
-    step, taken = alone(target, 64, 1), []
-    for _ in range(turns):
-        step()
-        began = clock()
-        step()
-        taken.append(1000 * (clock() - began))
-    return median(taken)
 
 
 def steps_alone(parts: list[list[str]], regular: float, found: dict[str, Taken]) -> dict[str, float]:
@@ -228,27 +223,40 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return aligned(lines, 1)
 
 
-def bars(found: dict[str, Taken]) -> list[tuple[str, float, float, float, float]]:
-    """The requirements: name, required figure, and the median, least and most."""
-    ours = [taken for name, taken in found.items() if name.startswith("ours, K") and "eager" not in name]
-    best = min([*ours, found["ours, adaptive"]], key=lambda taken: median(taken.ms))
+def bars(found: dict[str, Taken], rows: list[dict[str, Any]], steps: dict[str, list[float]]) -> list[Bar]:
+    """What is required of texts and of steps."""
+    compiled = {name: taken for name, taken in found.items() if "eager" not in name}
+    ours = {name: taken for name, taken in compiled.items() if name.startswith(("ours, K", "ours, adaptive"))}
+    best = min(ours, key=lambda name: median(ours[name].ms))
     peers = {name.rpartition(" ")[2]: taken for name, taken in found.items() if "assisted" in name}
     chosen = [peers[how] for how in ("4", "8", "heuristic") if how in peers]
-    plain = found["transformers, regular"]
-    rows: list[tuple[str, float, Taken, list[Taken]]] = [
-        ("speculative over transformers assisted, best of 4, 8, heuristic", 2.3, best, chosen),
-        ("speculative over transformers assisted, best of all", 1.8, best, list(peers.values())),
-        ("speculative over transformers regular", 6.5, best, [plain]),
-        ("regular over transformers regular", 1.6, found["ours, regular"], [plain]),
+    plain, regular = found["transformers, regular"], found["ours, regular"]
+    known: list[tuple[str, float, Taken, list[Taken]]] = [
+        ("speculative over transformers assisted, best of 4, 8, heuristic", 2.3, ours[best], chosen),
+        ("speculative over transformers assisted, best of all", 1.8, ours[best], list(peers.values())),
+        ("speculative over transformers regular", 6.5, ours[best], [plain]),
+        ("regular over transformers regular", 1.6, regular, [plain]),
     ]
-    return [(name, least, *faster(one, others)) for name, least, one, others in rows if others]
+    over = {row["contender"]: row["ms_per_token"] / row["bytes_bound_ms_per_token"] for row in rows}
+    verifying = [five / one for one, five in zip(steps["1"], steps[str(VERIFYING)], strict=True)]
+    return [
+        *(faster_bar(name, least, one, others) for name, least, one, others in known if others),
+        most("regular / its bytes", over["ours, regular"], OVER_BYTES),
+        most(f"{best} / its bytes", over[best], BEST_OVER_BYTES),
+        most(f"a step of {VERIFYING} tokens / of 1", median(verifying), OVER_REGULAR),
+    ]
+
+
+def faster_bar(name: str, least: float, one: Taken, others: list[Taken]) -> Bar:
+    middle, low, high = faster(one, others)
+    return Bar(name, middle, least, note=f"{low:.2f}..{high:.2f}")
 
 
 def main() -> None:
     asked = Asked.of(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.set_num_threads(asked.threads)
-    target, draft = sizes(asked.agreement)
+    target, draft = sizes(asked.agreement, asked.small)
     run = RunConf(model=replace(target, dtype=Dtype.bf16), draft=replace(draft, dtype=Dtype.bf16))
     run = replace(run, speculation=replace(run.speculation, adaptive=True))  # so that costs are measured
     slots = max(map(len, PROMPTS)) + asked.new
@@ -256,18 +264,20 @@ def main() -> None:
     pair = opened(replace(run, engine=Steps.compiled), slots)
     start_s = time.perf_counter() - began
     eager = opened(replace(run, engine=Steps.eager), slots)
-    found, meter = contenders(asked, pair, eager)
+    modules = [
+        load_module(model, None, Dtype.bf16, CPU, role)
+        for model, role in zip((target, draft), ("model", DRAFT), strict=True)
+    ]
+    meter, found = Meter(*modules), contenders(asked, pair, eager, *modules)
     measure(found, asked.repeats, lambda: meter.read(asked.new))
     bandwidth = read_per_s()
     clock, said = (time.process_time, "CPU time") if asked.threads == 1 else (time.perf_counter, "time")
     parts = rounds(pair, [int(k) for k in asked.ks.split(",")], clock)
     read = Both(*(pass_cost(Role("", model, Dtype.bf16), 1).weights for model in (target, draft)))
-    steps = steps_alone(parts, regular_ms(pair.models.target, clock), found)
-    rows = figures(found, read, bandwidth, steps)
-    met = [
-        [name, f"{least}x", f"{middle:.2f}x", f"{low:.2f}..{high:.2f}", "yes" if middle >= least else "NO"]
-        for name, least, middle, low, high in bars(found)
-    ]
+    each = steps_ms(pair, (1, VERIFYING), clock)
+    rows = figures(found, read, bandwidth, steps_alone(parts, median(each["1"]), found))
+    required = bars(found, rows, each) + prefill_bars(pair, modules[0])
+    required += start_bars(asked.threads, asked.small) + shipped_bars(asked.repeats, asked.new)
     text = "\n".join(
         [
             "# A pair of 222M and 7M, bf16: ours beside transformers", "", *surroundings(pair.models.devices),
@@ -278,18 +288,14 @@ def main() -> None:
             f"target, {read.draft / 1e6:.1f} MB of the draft. `bytes` and `steps` are ms/token that reading "
             "the weights of its passes takes, and that its steps take alone.",
             "", "```", *table(rows), "```", "", "```",
-            *aligned([["faster", "asked", "found", "least..most", "met"], *met], 1), "```", "",
+            *bars_table(required), "```", "",
             f"A round beside its parts, by {said}:", "", "```", *aligned(parts, 0), "```", "",
         ]
     )  # fmt: skip
     print(text)
     summary = {
         "contenders": rows, "rounds": parts, "bandwidth_gb_s": bandwidth / 1e9, "start_s": start_s,
-        "asked": [
-            {"what": name, "asked": least, "found": middle, "least": low, "most": high}
-            for name, least, middle, low, high in bars(found)
-        ],
-        "versions": versions(),
+        "bars": [asdict(bar) for bar in required], "versions": versions(),
     }  # fmt: skip
     print(json.dumps(summary))
     if asked.write:

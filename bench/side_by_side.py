@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -29,6 +30,7 @@ from surroundings import surroundings, write  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
 from llama_ssp.config.overrides import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
+from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import RankModels  # noqa: E402
 from llama_ssp.pair.batches import TimedRun  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
@@ -67,7 +69,9 @@ def main() -> None:
     asked = [float(heat) for heat in own["temperatures"].split(",") if heat] or [run.sampling.temperature]
     runs = {heat: replace(run, sampling=replace(run.sampling, temperature=heat)) for heat in asked}
     ks = [int(k) for k in own["ks"].split(",")]
-    works = {heat: contenders(pair, own_run, new, ks) for heat, own_run in runs.items()}
+    placed = pair.placements[0]
+    module = load_module(placed.model, placed.path, placed.dtype, placed.device, placed.role)
+    works = {heat: contenders(pair, module, own_run, new, ks) for heat, own_run in runs.items()}
     found = measured(works, int(own["repeats"]))
     text = table(found, run, pair.models, new)
     print(text)
@@ -77,10 +81,10 @@ def main() -> None:
         write(own["write"], text)
 
 
-def contenders(pair: PairSession, run: RunConf, new: int, ks: list[int]) -> dict[str, Turn]:
-    """All contenders at a temperature."""
+def contenders(pair: PairSession, module: Any, run: RunConf, new: int, ks: list[int]) -> dict[str, Turn]:
+    """All contenders at a temperature; `module` is transformers' own of the target."""
     found: dict[str, Turn] = {
-        "transformers generate": lambda i: by_transformers(pair, run, new, i),
+        "transformers generate": lambda i: by_transformers(pair, module, run, new, i),
         REGULAR: lambda i: by_us(pair, run, new, i, 0),
     }
     for k in ks:
@@ -133,16 +137,18 @@ def by_us(pair: PairSession, run: RunConf, new: int, seed: int, k: int) -> tuple
     return 1000 * spent / (new * len(PROMPTS)), counts
 
 
-def by_transformers(pair: PairSession, run: RunConf, new: int, seed: int) -> tuple[float, Counts]:
-    """Milliseconds a token of `generate` on the same module with the same temperature."""
-    target, heat = pair.models.target, run.sampling.temperature
+def by_transformers(
+    pair: PairSession, module: Any, run: RunConf, new: int, seed: int
+) -> tuple[float, Counts]:
+    """Milliseconds a token of `generate` with the same weights and temperature."""
+    heat = run.sampling.temperature
     how = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {"do_sample": False}
     spent = 0.0
     for text in PROMPTS:
-        ids = torch.tensor([pair.tokens.encode(text)], device=target.device)
+        ids = torch.tensor([pair.tokens.encode(text)], device=module.device)
         for length, sign in ((1, -1), (new + 1, 1)):
             began = time.perf_counter()
-            target.module.generate(
+            module.generate(
                 ids, attention_mask=torch.ones_like(ids), min_new_tokens=length, max_new_tokens=length,
                 eos_token_id=None, pad_token_id=0, **how,
             )  # fmt: skip

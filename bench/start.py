@@ -16,17 +16,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from words import Words  # noqa: E402
+
 STARTS = ("eager", "eager", "compiled", "compiled")  # the first one fills the caches of the system
 ASKED = 1 / 3
 
 
-def begin(engine: str, threads: int) -> None:
+@dataclass
+class Asked(Words):
+    """The command line. With `engine` this process is a start."""
+
+    threads: int = 2
+    small: bool = False
+    engine: str = ""
+    write: str = ""
+
+
+def begin(asked: Asked) -> None:
     """A start: the pair, ready to generate."""
     import torch
     from contenders import opened
@@ -34,52 +46,51 @@ def begin(engine: str, threads: int) -> None:
 
     from llama_ssp.config import Dtype, RunConf, Steps
 
-    torch.set_num_threads(threads)
-    target, draft = sizes(0.89)
+    torch.set_num_threads(asked.threads)
+    target, draft = sizes(0.89, asked.small)
     run = RunConf(model=replace(target, dtype=Dtype.bf16), draft=replace(draft, dtype=Dtype.bf16))
     began = time.perf_counter()
-    pair = opened(replace(run, engine=Steps[engine]), 128).models
+    pair = opened(replace(run, engine=Steps[asked.engine]), 128).models
     print(json.dumps({"ready_s": time.perf_counter() - began, "devices": pair.devices}))
 
 
-def started(engine: str, threads: str, caches: str) -> tuple[float, float, dict[str, str]]:
+def started(engine: str, threads: int, small: bool, caches: str) -> tuple[float, float, dict[str, str]]:
     """Seconds until the pair is ready, those of the whole process, and the devices."""
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, __file__, f"threads={threads}", f"engine={engine}"], check=True, text=True,
-        stdout=subprocess.PIPE, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches},
+        [sys.executable, __file__, f"threads={threads}", f"engine={engine}", f"small={str(small).lower()}"],
+        check=True, text=True, stdout=subprocess.PIPE, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches},
     )  # fmt: skip
     found = json.loads(done.stdout)
     return found["ready_s"], time.perf_counter() - began, found["devices"]
 
 
 def main() -> None:
-    own = {"threads": "2", "write": "", "engine": ""}
-    own.update(argument.split("=", 1) for argument in sys.argv[1:])
-    if own["engine"]:
-        begin(own["engine"], int(own["threads"]))
+    asked = Asked.of(sys.argv[1:])
+    if asked.engine:
+        begin(asked)
         return
     from surroundings import surroundings, write
 
     from llama_ssp.report.tables import aligned
 
     with tempfile.TemporaryDirectory() as caches:
-        _, eager, first, second = (started(engine, own["threads"], caches) for engine in STARTS)
+        _, eager, first, second = (started(engine, asked.threads, asked.small, caches) for engine in STARTS)
     names = {"eager": eager, "compiled, first": first, "compiled, second": second}
     rows = [["start", "pair ready, s", "whole process, s"]]
     rows += [[name, f"{ready:.1f}", f"{whole:.1f}"] for name, (ready, whole, _) in names.items()]
     share = (second[0] - eager[0]) / (first[0] - eager[0])
     text = "\n".join(
         [
-            "# How long a start takes", "", *surroundings(eager[2]), f"{own['threads']} threads.",
+            "# How long a start takes", "", *surroundings(eager[2]), f"{asked.threads} threads.",
             "", "```", *aligned(rows, 0), "```", "",
             f"Compiling: {first[0] - eager[0]:.1f} s, then {second[0] - eager[0]:.1f} s, a share of "
             f"{share:.2f}; of whole processes {second[1] / first[1]:.2f}.", "",
         ]
     )  # fmt: skip
     print(text)
-    if own["write"]:
-        write(own["write"], text)
+    if asked.write:
+        write(asked.write, text)
     sys.exit(int(share > ASKED))
 
 

@@ -40,6 +40,26 @@ def test_growth_is_measured_at_every_point(tmp_path: Path):
     assert report.with_suffix(".svg").read_text().startswith("<?xml")
 
 
+def test_two_ranks_and_their_parts():
+    """Figures of little models mean nothing; every one is there, and those that are asked are judged."""
+    small = ("small=true", "engine=eager", "turns=1", "repeats=1", "new=4")
+    code, text, found = bench("ranks.py", *small, f"against={ROOT}", "asked=0")
+    bars = {bar["what"]: bar for bar in found["bars"]}
+    assert all(bar["found"] > 0 for bar in bars.values()) and "K = 4: there over here" in bars
+    judged = [bar for bar in bars.values() if bar["asked"]]
+    assert len(judged) == 2 and all(bar["at_most"] for bar in judged)
+    assert code == int(any(bar["found"] > bar["asked"] for bar in judged))
+    assert text.count("NO, by") == sum(bar["found"] > bar["asked"] for bar in judged)
+
+
+def test_all_that_is_required_of_one_process_is_measured():
+    few = ("small=true", "repeats=1", "new=4", "ks=4", "peers=4", "threads=1")
+    _, text, found = bench("fast.py", *few)
+    for what in ("regular / its bytes", "a step of 5 tokens", "prefill of 2048", "cold start", "warm start"):
+        assert any(bar["what"].startswith(what) and bar["asked"] for bar in found["bars"])
+    assert all(bar["found"] > 0 for bar in found["bars"]) and "the pair that ships" in text
+
+
 @pytest.mark.parametrize("part", ["regular", "syncs", "small"])
 def test_the_parts_for_a_gpu(part: str):
     """int8 compiles; it is left to whoever has the time."""
