@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from llama_ssp.models.kernels import int8_triton  # noqa: E402
+from llama_ssp.models.attention import Feed, Scores, attend_rows  # noqa: E402
+from llama_ssp.models.kernels import attention, attention_triton, int8_triton  # noqa: E402
 
 tl = triton.language
+CPU = torch.device("cpu")
 GENERATIONS = (80, 86, 89, 90, 100)
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KiB that a program may have
 
 
-def products(bias: str) -> dict[str, Any]:
+def products(bias: str | None) -> dict[str, Any]:
     """The arguments of the kernel for 8 bit: their types, and the constants among them."""
     return {
         "x_ptr": "*bf16", "code_ptr": "*i8", "scale_ptr": "*fp32", "bias_ptr": bias, "y_ptr": "*bf16",
@@ -27,16 +37,47 @@ def products(bias: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-KERNELS = [
-    (int8_triton.multiply, products(bias), int8_triton.WARPS, int8_triton.STAGES) for bias in ("", "*bf16")
-]
+def parts(
+    size: int, kind: str, tokens: int, groups: int, group: int, window: int = 0, softcap: float = 0.0
+) -> dict[str, Any]:
+    """Of attention's first kernel, as `attend` calls it."""
+    bytes_ = {"bf16": 2, "fp16": 2, "fp32": 4}[kind]
+    pointers = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), f"*{kind}")
+    places = dict.fromkeys(("first_ptr", "position_ptr"), "*i64")
+    sums = dict.fromkeys(("sum_ptr", "top_ptr", "total_ptr"), "*fp32")
+    scores = {"SCALE": 0.125, "WINDOW": window, "SOFTCAP": softcap}
+    sizes = attention_triton.constants(tokens, group, size, bytes_)
+    counts = {"tokens": "i32", "slots": "i32", "PARTS": attention_triton.parts_of(tokens, groups)}
+    return {**pointers, **places, **sums, **scores, **sizes, **counts}
+
+
+def merged(size: int, kind: str, tokens: int, groups: int, sinks: str | None) -> dict[str, Any]:
+    """Of attention's second kernel."""
+    sums = dict.fromkeys(("sum_ptr", "top_ptr", "total_ptr"), "*fp32")
+    sizes = {
+        "SIZE": size,
+        "PARTS": attention_triton.parts_of(tokens, groups),
+        "CHUNK": attention_triton.CHUNK,
+    }
+    return {**sums, "sink_ptr": sinks, "y_ptr": f"*{kind}", "heads": "i32", **sizes}
+
+
+HOW = attention_triton.WARPS, attention_triton.STAGES
+KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
+    "int8": (int8_triton.multiply, products(None), int8_triton.WARPS, int8_triton.STAGES),
+    "int8-bias": (int8_triton.multiply, products("*bf16"), int8_triton.WARPS, int8_triton.STAGES),
+    "llama": (attention_triton.attend_part, parts(128, "bf16", 1, 8, 4), *HOW),
+    "llama-verify": (attention_triton.attend_part, parts(128, "fp16", 9, 8, 8), *HOW),
+    "gemma2": (attention_triton.attend_part, parts(256, "bf16", 5, 4, 2, 4096, 50.0), *HOW),
+    "odd": (attention_triton.attend_part, parts(80, "fp32", 5, 32, 1), *HOW),
+    "merge": (attention_triton.merge_parts, merged(128, "bf16", 5, 8, None), *HOW),
+    "merge-sinks": (attention_triton.merge_parts, merged(80, "fp32", 5, 1, "*fp32"), *HOW),
+}
 
 
 def compiled(kernel: Any, arguments: dict[str, Any], generation: int, warps: int, stages: int) -> Any:
     """The kernel for a GPU of this generation; pointers are those of whole tensors, so they are aligned."""
-    constants = {
-        name: given or None for name, given in arguments.items() if not isinstance(given, str) or not given
-    }
+    constants = {name: given for name, given in arguments.items() if not isinstance(given, str)}
     signature = {name: "constexpr" if name in constants else given for name, given in arguments.items()}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -49,9 +90,152 @@ def compiled(kernel: Any, arguments: dict[str, Any], generation: int, warps: int
 
 @pytest.mark.few(3)  # a second each, unless triton's cache has it
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("case", range(len(KERNELS)))
-def test_kernels_compile(case: int, generation: int):
-    kernel, arguments, warps, stages = KERNELS[case]
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile(name: str, generation: int):
+    kernel, arguments, warps, stages = KERNELS[name]
     found = compiled(kernel, arguments, generation, warps, stages)
     assert "cubin" in found.asm
     assert found.metadata.shared <= SHARED[generation] * 1024
+
+
+# Head size, heads, KV heads; window, soft cap, sinks; of each row its first slot, its start and its tokens.
+RAGGED = [(0, 5, 3), (20, 0, 1), (100, 70, 5), (300, 99, 1)]
+CASES: list[tuple[int, int, int, int | None, float | None, bool, list[tuple[int, int, int]]]] = [
+    (64, 2, 2, None, None, False, RAGGED),
+    (80, 6, 2, 11, None, True, RAGGED),
+    (96, 8, 1, None, 3.0, False, RAGGED),
+    (128, 4, 1, 40, 3.0, True, RAGGED),
+    (256, 2, 1, 30, None, False, RAGGED),
+    (64, 71, 1, None, None, True, RAGGED[:2]),  # more heads than a product has rows
+    (16, 8, 2, 20, None, False, [(40, 37, 40), (0, 3, 1)]),  # more tokens than a program serves
+    (64, 2, 1, None, None, False, [(7, 0, 1)]),
+]
+
+
+def inputs(case: int) -> tuple[Feed, tuple[Any, ...]]:
+    """Random arguments of `attend`; what has not been written, or is stale, is NaN."""
+    size, heads, groups, window, softcap, sinks, rows = CASES[case]
+    torch.manual_seed(case)
+    feed = Feed.of(rows, CPU)
+    query_THD = torch.randn(len(feed.position_T), heads, size)
+    caches = [torch.full((groups, 420, size), torch.nan) for _ in "kv"]
+    for first, start, count in rows:
+        for cache_GND in caches:
+            written = slice(first, first + start + count)
+            cache_GND[:, written] = torch.randn(groups, start + count, size)
+    scores = Scores(2 * size**-0.5, window, softcap)
+    return feed, (query_THD, *caches, scores, torch.randn(heads) if sinks else None)
+
+
+def by_kernel(
+    feed: Feed, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    """`Feed.attend` by the kernel for GPUs."""
+    numbers = scores.scale, scores.window or 0, scores.softcap or 0.0
+    return attention_triton.attend(query, keys, values, feed.first_T, feed.position_T, *numbers, sinks)
+
+
+def interpreted(function: Callable[[], None]) -> None:
+    """Runs a function of this module where kernels are interpreted, which triton decides at its import."""
+    code = f"from tests import test_triton; test_triton.{function.__name__}()"
+    where = Path(__file__).resolve().parents[1]
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=where, check=True, env={**os.environ, "TRITON_INTERPRET": "1"}
+    )
+
+
+def small() -> None:
+    """Parts and tiles of a few slots, so that short texts have several."""
+    attention_triton.UNIT, attention_triton.TILE_BYTES = 32, 4096
+    attention_triton.PROGRAMS = attention_triton.LEAST_PARTS = 4
+
+
+@pytest.mark.slow  # half a minute in the interpreter
+def test_attention_is_that_of_the_reference():
+    interpreted(require_attention)
+
+
+def require_attention() -> None:
+    """And a kernel that looks one slot too far, has no sinks or no soft cap, or reads a NaN, is found out."""
+    small()
+    for case in range(len(CASES)):
+        feed, (*tensors, scores, sinks) = inputs(case)
+        expected = attend_rows(feed, *tensors, scores, sinks)
+        torch.testing.assert_close(by_kernel(feed, *tensors, scores, sinks), expected, rtol=1e-5, atol=1e-5)
+    feed, (*tensors, scores, sinks) = inputs(3)
+    expected = attend_rows(feed, *tensors, scores, sinks)
+    for other, own in (
+        (Scores(scores.scale, 41, scores.softcap), sinks), (Scores(scores.scale, 40), sinks), (scores, None),
+    ):  # fmt: skip
+        assert not torch.allclose(by_kernel(feed, *tensors, other, own), expected, rtol=1e-3, atol=1e-3)
+    tensors[2][:, 100 + 60] = torch.nan  # seen by the third row alone
+    damaged_T = by_kernel(feed, *tensors, scores, sinks).isnan().any(-1).all(-1)
+    assert torch.equal(damaged_T, feed.first_T == 100)
+
+
+@pytest.mark.slow  # a process of its own
+def test_attention_reads_the_cache_once():
+    interpreted(require_one_reading)
+
+
+def require_one_reading() -> None:
+    """Of all tokens of a row and all heads of a KV head together; a window alone, in whole tiles."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    small()
+    feed, (*tensors, _, sinks) = inputs(2)
+    keys_GND = tensors[1]
+    begin, end, loads = keys_GND.data_ptr(), keys_GND.data_ptr() + keys_GND.nbytes, []
+    plain = InterpreterBuilder.create_masked_load
+
+    def counted(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        inside = (pointers.data >= begin) & (pointers.data < end) & mask.data
+        loads.append(int(inside.sum()))
+        return plain(self, pointers, mask, *rest)
+
+    InterpreterBuilder.create_masked_load = counted
+    by_kernel(feed, *tensors, Scores(0.1), sinks)
+    texts = [start + count for _, start, count in RAGGED]
+    assert sum(loads) == sum(texts) * keys_GND.shape[2]
+    loads.clear()
+    by_kernel(feed, *tensors, Scores(0.1, 1), sinks)
+    tile = attention_triton.constants(1, 1, keys_GND.shape[2], 4)["TILE"]
+    assert sum(loads) <= len(RAGGED) * (tile + 5) * keys_GND.shape[2]
+
+
+@pytest.mark.slow  # half a minute in the interpreter
+def test_attention_in_a_whole_model():
+    interpreted(require_model)
+
+
+@torch.inference_mode()
+def require_model() -> None:
+    """Windows and sinks of real layers; ragged rows, rollbacks, slots that are garbage."""
+    from tempfile import TemporaryDirectory
+
+    from tests.test_decoder import module_of, require_same, saved, walked
+
+    small()
+    attention_triton.UNIT = 16
+    with TemporaryDirectory() as folder:
+        module = module_of("gpt_oss")
+        require_same(module, *walked(saved(module, Path(folder)), attend=by_kernel))
+
+
+def test_the_number_of_parts():
+    """A power of two; it falls with the number of tokens, which bounds the memory of what parts give."""
+    for groups in (1, 2, 8, 32, 52):
+        found = [attention_triton.parts_of(tokens, groups) for tokens in (1, 16, 17, 64, 128, 1000)]
+        assert found == sorted(found, reverse=True) and all(n & (n - 1) == 0 for n in found)
+        assert found[0] <= attention_triton.MOST_PARTS and found[-1] >= attention_triton.LEAST_PARTS
+
+
+def test_the_operator_of_gpus():
+    attention.operators("cuda")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(attention.OPERATOR, "CUDA")
+    with FakeTensorMode():
+        query_THD, cache_GND = torch.empty(5, 8, 64, device="cuda"), torch.empty(2, 100, 64, device="cuda")
+        place_T = torch.empty(5, dtype=torch.int64, device="cuda")
+        feed = Feed(place_T, place_T, attention.attend)
+        found = attention.attend(feed, query_THD, cache_GND, cache_GND, Scores(1.0), None)
+    assert found.shape == query_THD.shape and found.device.type == "cuda"

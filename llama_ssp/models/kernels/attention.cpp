@@ -342,10 +342,5 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Ten
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(llama_ssp, library) {
-  library.def(
-      "attend(Tensor query, Tensor keys, Tensor values, Tensor first, Tensor position, float scale, int window, "
-      "float softcap, Tensor? sinks) -> Tensor");
-}
-
+// attention.py has the schema: GPUs have another kernel.
 TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("attend", &attend); }

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over the cache on a CPU, by attention.cpp: the cache is read once."""
+"""Attention of a few new tokens over the cache, which is read once: attention.cpp, or triton on a GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from llama_ssp.models.kernels.build import load_library
 if TYPE_CHECKING:
     from llama_ssp.models.attention import Feed, Scores
 
+OPERATOR = "llama_ssp::attend"
 WIDEST_HEAD = 256  # numbers, as in attention.cpp
 
 
@@ -29,7 +30,20 @@ def attend(
 
 
 @functools.cache
-def operators() -> None:
-    """Registers the operator in torch."""
-    load_library(Path(__file__).with_suffix(".cpp"))
-    torch.library.register_fake("llama_ssp::attend", lambda query, *_: torch.empty_like(query))
+def operators(device: str = "cpu") -> None:
+    """Registers the operator in torch for this kind of device."""
+    _define()
+    if device == "cpu":
+        load_library(Path(__file__).with_suffix(".cpp"))
+    else:
+        from llama_ssp.models.kernels import attention_triton
+
+        torch.library.impl(OPERATOR, device)(attention_triton.attend)
+
+
+@functools.cache
+def _define() -> None:
+    tensors = "Tensor query, Tensor keys, Tensor values, Tensor first, Tensor position"
+    numbers = "float scale, int window, float softcap"
+    torch.library.define(OPERATOR, f"({tensors}, {numbers}, Tensor? sinks) -> Tensor")
+    torch.library.register_fake(OPERATOR, lambda query, *_: query.new_empty(query.shape))
