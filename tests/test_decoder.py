@@ -167,7 +167,7 @@ STEPS = ((1, 4, 3, 20), (1, 7, 1, 20), (3, 5, 1, 33), (3, 5, 4, 48), (1, 0, 1, 9
 
 
 @needs_compiler
-@pytest.mark.parametrize("other", ["llama-gqa", "llama-mha", "gpt_oss"])
+@pytest.mark.parametrize("other", ["llama-gqa", "llama-mha", "gpt_oss", "mixtral", "qwen3_moe"])
 @torch.inference_mode()
 def test_one_program_serves_every_width(other, tmp_path):
     """One token and several, one row and several, caches of other sizes.
