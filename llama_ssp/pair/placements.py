@@ -15,6 +15,7 @@ from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.loader import DRAFT, require_supported
 from llama_ssp.models.sharding import is_planned
+from llama_ssp.planner.engine import tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit
@@ -24,13 +25,6 @@ from llama_ssp.text.pairing import Pairing
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
 
 log = logging.getLogger(__name__)
-
-# The configuration and the machine alone decide which steps are compiled, never a clock: compiled and eager
-# steps round differently in 16 bit, and a text should not depend on how busy the machine was.
-COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8)
-# What compiled steps save, and what compiling costs, on two cores (bench/fast.py); for engine=auto.
-SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
-COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
 
 
 @dataclass(frozen=True)
@@ -176,14 +170,11 @@ def compiles(
     degree: int,
 ) -> bool:  # fmt: skip
     """Whether this role's steps are compiled. Where that is asked for and cannot be, the log says why."""
-    if run.engine is Steps.eager:
-        return False
-    reason = impossible(device, dtype, splitting, degree)
+    reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, device.type == "cpu")
+    reason = reason or impossible(device, degree) or (unproven(device) if run.engine is Steps.auto else None)
     if reason is None and run.engine is Steps.auto:
-        reason = unproven(device) or unprofitable(run, model, dtype)
-        if reason is None:
-            log.info("engine: %s %s has compiled steps", role, model.name)
-    elif reason is not None:
+        log.info("engine: %s %s has compiled steps", role, model.name)
+    elif reason is not None and run.engine is not Steps.eager:
         level = logging.DEBUG if run.engine is Steps.auto else logging.WARNING
         log.log(level, "engine: %s %s runs eagerly: %s", role, model.name, reason)
     return reason is None
@@ -194,12 +185,10 @@ def quickens(run: RunConf, dtype: Dtype, splitting: Splitting) -> bool:
     return run.engine is Steps.compiled and dtype is Dtype.int8 and splitting is Splitting.tensor
 
 
-def impossible(device: torch.device, dtype: Dtype, splitting: Splitting, degree: int) -> str | None:
-    """Why steps cannot be compiled; None if they can."""
-    if degree > 1 or splitting is not Splitting.tensor:
-        return "the model is spread over ranks or devices"
-    if dtype not in COMPILED_DTYPES:
-        return f"steps are compiled in bf16, fp32 and int8, not in {dtype.value}"
+def impossible(device: torch.device, degree: int) -> str | None:
+    """Why steps cannot be compiled here; None if they can."""
+    if degree > 1:
+        return "the model is spread over ranks"
     if device.type == "cpu" and compiler() is None:
         return "there is no C++ compiler (CXX, g++ or clang++)"
     return None
@@ -208,13 +197,3 @@ def impossible(device: torch.device, dtype: Dtype, splitting: Splitting, degree:
 def unproven(device: torch.device) -> str | None:
     """Why engine=auto does not compile on this device; None if it may."""
     return None if device.type == "cpu" else f"graphs on {device.type} have to be asked for: engine=compiled"
-
-
-def unprofitable(run: RunConf, model: ModelConf, dtype: Dtype) -> str | None:
-    """Why engine=auto does not compile for so few tokens; None if compiling saves more than it takes."""
-    width = {Dtype.bf16: 2, Dtype.int8: 1}.get(dtype, 4)
-    saved = SAVED_S_PER_BYTE * width * parameters(model) + SAVED_S_PER_LAYER * model.n_layers
-    tokens = getattr(run.task, "repeats", 1) * getattr(run.task, "max_new_tokens", 0)
-    if tokens * saved < COMPILING_S + COMPILING_S_PER_LAYER * model.n_layers:
-        return f"{tokens} tokens save less than compiling takes"
-    return None

@@ -9,6 +9,7 @@ from typing import Any
 from llama_ssp.config import Overlap, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.planner.advice import Largest, advice, largest, overrides
+from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.fit import FitVerdict, RankMemory
 from llama_ssp.planner.search import Option, PlanRequest, option, regular_ms, search
 from llama_ssp.planner.speed import (
@@ -47,6 +48,12 @@ class Plan:
     @property
     def speedup(self) -> float:
         return self.regular_ms / self.chosen.ms_per_token
+
+    @property
+    def eager(self) -> dict[str, str]:
+        """Why steps of the chosen placement run eagerly, by role; of no role whose steps are compiled."""
+        reasons = {one.role: self.request.why_eager(one, self.chosen.placement) for one in self.request.roles}
+        return {role: reason for role, reason in reasons.items() if reason is not None}
 
     @property
     def fewest(self) -> Option | None:
@@ -96,6 +103,7 @@ class Plan:
             "prefill_ms": self.prefill_ms,
             "band": self.request.band,
             "overlap": self.overlap(),
+            "eager_steps": self.eager,
         }
         return {
             "verdict": chosen.verdict.value,
@@ -150,7 +158,9 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     regular = chosen.regular_ms if by_layers else regular_ms(request, options, worlds)
     drafts = len(chosen.times.verify) > 1
     cost = pass_cost(request.target, len(chosen.placement.target))
-    prefill = prefill_s(cost, request.machine.times, work.rows, work.prompt_tokens, work.prefill_chunk)
+    least_s = 0.0 if request.machine.is_cpu else launching_s(cost)  # passes over prompts are never graphs
+    rows, prompt, chunk = work.rows, work.prompt_tokens, work.prefill_chunk
+    prefill = prefill_s(cost, request.machine.times, rows, prompt, chunk, least_s)
     points = [at_acceptance(chosen.times, a, regular) for a in ACCEPTANCES] if drafts else []
     pays_from = break_even(chosen.times, regular) if drafts else None
     most, changes = largest(request, chosen), advice(request, chosen, worlds)

@@ -16,6 +16,7 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.advice import advice
+from llama_ssp.planner.engine import tokens_generated
 from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
 from llama_ssp.planner.hardware import CPU, machine_of
 from llama_ssp.planner.memory import SEGMENTS
@@ -83,7 +84,10 @@ def request_of(
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
     acceptance, k_max = getattr(task, "acceptance", run.plan.acceptance), max(spec.k_max, spec.k)
-    return PlanRequest(machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap)
+    return PlanRequest(
+        machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,
+        tokens_generated(run),
+    )  # fmt: skip
 
 
 def predict(run: RunConf, placement: Placement, **what: Any) -> Prediction | None:

@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting
+from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting, Steps
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split
+from llama_ssp.planner.engine import as_run, why_eager
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
-from llama_ssp.planner.speed import WIDE_BAND, RoundTimes, forward_s, pass_cost
+from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, forward_s, pass_cost
 from llama_ssp.planner.weights import BYTES
-from llama_ssp.planner.workload import Role, Workload
+from llama_ssp.planner.workload import TARGET, Role, Workload
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
 MANY_RANKS = 256  # over more of them a draft is split over powers of two only
@@ -27,7 +28,10 @@ PROB_BYTES = 4  # of a probability that is sent to the leader
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model."""
+    """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model.
+
+    `tokens` are those that the task generates: what compiled steps save depends on them.
+    """
 
     machine: Machine
     target: Role
@@ -37,6 +41,8 @@ class PlanRequest:
     k_max: int = 16
     text_drafts: bool = False
     overlap: Overlap = Overlap.auto
+    engine: Steps = Steps.auto
+    tokens: int = 0
 
     @property
     def roles(self) -> list[Role]:
@@ -46,7 +52,13 @@ class PlanRequest:
     def band(self) -> float:
         """How far off the predicted times may be."""
         quantised = any(BYTES[role.dtype] < BYTES[Dtype.bf16] for role in self.roles)
-        return WIDE_BAND if quantised else self.machine.times.band
+        launched = self.engine is Steps.eager and not self.machine.is_cpu  # what a launch takes is estimated
+        return WIDE_BAND if quantised or launched else self.machine.times.band
+
+    def why_eager(self, role: Role, placement: Placement) -> str | None:
+        """Why the role's steps run eagerly with this placement; None if they are compiled."""
+        splitting = placement.splitting if role.role == TARGET else Splitting.tensor
+        return why_eager(self.engine, self.tokens, role.model, role.dtype, splitting, self.machine.is_cpu)
 
 
 @dataclass(frozen=True)
@@ -145,13 +157,20 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
 
 def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     """Seconds of a draft step, and of verifying 0, 1, ... drafts, with this placement."""
-    times, work, draft = request.machine.times, request.work, request.draft
+    machine, work, draft = request.machine, request.work, request.draft
+    times = machine.times
     slots = work.prompt_tokens + work.new_tokens / 2  # halfway through the texts
+
+    def step_s(role: Role, cost: PassCost, each: int) -> float:
+        eager = request.why_eager(role, placement) is not None
+        spent = forward_s(cost, times, work.rows, each, slots)
+        return as_run(spent, cost, times, eager, machine.is_cpu)
+
     step = 0.0
     if draft is not None and placement.draft:
         cost = pass_cost(draft, placement.draft_degree)
         probs = work.rows * cost.vocab
-        step = forward_s(cost, times, work.rows, 1, slots) + probs * times.probs
+        step = step_s(draft, cost, 1) + probs * times.probs
         if placement.draft_apart:
             step += probs * PROB_BYTES / times.link_per_s
     target = pass_cost(request.target, len(placement.target))
@@ -159,7 +178,7 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
 
     def verify_s(k: int) -> float:
         probs = work.rows * (k + 1) * target.vocab
-        spent = forward_s(target, times, work.rows, k + 1, slots) + probs * times.probs + times.round
+        spent = step_s(request.target, target, k + 1) + probs * times.probs + times.round
         return spent + (times.check + probs * times.accept if k else 0.0) + messages
 
     drafts = (draft is not None and bool(placement.draft)) or request.text_drafts

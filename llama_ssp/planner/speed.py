@@ -142,10 +142,12 @@ def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) 
     return max(reading, computing) + attending + cost.layers * times.layer + times.step + reducing
 
 
-def prefill_s(cost: PassCost, times: Times, rows: int, prompt: int, chunk: int) -> float:
-    """Seconds of prefill, a chunk of each row at a time."""
+def prefill_s(
+    cost: PassCost, times: Times, rows: int, prompt: int, chunk: int, least_s: float = 0.0
+) -> float:
+    """Seconds of prefill, a chunk of each row at a time; a pass takes `least_s` at least."""
     starts = range(0, prompt, chunk)
-    return sum(forward_s(cost, times, rows, min(chunk, prompt - at), at) for at in starts)
+    return sum(max(forward_s(cost, times, rows, min(chunk, prompt - at), at), least_s) for at in starts)
 
 
 def between(points: tuple[tuple[int, float], ...], at: int) -> float:

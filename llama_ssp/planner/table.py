@@ -162,6 +162,8 @@ def _words(plan: Plan) -> Iterator[str]:
     if (overlap := plan.overlap()) is not None and overlap["goes_ahead"]:
         guess = f"the draft runs ahead, and its guess holds in {overlap['guess_holds_share']:.0%} of rounds"
         yield f"{guess}; waiting instead takes {overlap['ms_per_token_waiting']:.2f} ms/token"
+    if plan.eager:
+        yield f"steps run eagerly: {'; '.join(f'{role}, {reason}' for role, reason in plan.eager.items())}"
     machine = plan.request.machine
     yield f"times within {plan.request.band:.0%}, constants of {machine.times.source}"
     if machine.nodes > 1 and not machine.is_cpu and plan.chosen.placement.world > machine.gpus:

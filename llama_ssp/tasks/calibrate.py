@@ -29,6 +29,7 @@ from llama_ssp.config import (
     Dtype,
     PlacementConf,
     RunConf,
+    Steps,
     TimesConf,
     home_expanded,
 )
@@ -98,7 +99,9 @@ def measured(
     """
     device = device_of(run.placement.target_device, "placement.target_device")
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
-    player = Player(run, ranks, NEW)
+    # A CPU's constants are of eager steps, a GPU's of graphs: so the plan takes them (planner/engine.py).
+    engine = Steps.eager if device.type == "cpu" else Steps.auto
+    player = Player(replace(run, engine=engine), ranks, NEW)
     player.play(cases()[0])  # a first model brings libraries with it
     taken_by_libraries, weights = _taken(device, player.held_bytes), streamed(device, dtype)
     long = weights[: max(len(weights) // LONG_PART, 1)]

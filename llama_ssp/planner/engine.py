@@ -1,0 +1,71 @@
+"""Which steps are compiled, for the plan and for the run alike, and what an eager step costs more. No torch.
+
+The configuration and the machine alone decide, never a clock: compiled and eager steps round differently in
+16 bit, and a text should not depend on how busy the machine was.
+"""
+
+from __future__ import annotations
+
+from llama_ssp.config import Dtype, ModelConf, RunConf, Splitting, Steps
+from llama_ssp.models.sharding import is_planned
+from llama_ssp.planner.speed import PassCost, Times
+from llama_ssp.planner.weights import BYTES, parameters
+
+COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8)
+# What compiled steps save, and what compiling costs, on two cores (bench/fast.py).
+SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
+COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
+# On a GPU the host launches each operation of an eager step. The numbers of operations were counted (far.py,
+# Llama), the times are estimates: a launch by Python, and a sum over ranks by torch.distributed.
+LAYER_OPERATIONS, STEP_OPERATIONS = 45, 15
+LAUNCH_S, SUM_S = 8e-6, 22e-6
+
+
+def why_eager(
+    engine: Steps, tokens: int, model: ModelConf, dtype: Dtype, splitting: Splitting, on_cpu: bool
+) -> str | None:
+    """Why the model's steps run eagerly; None if they are compiled. `tokens`: what the task generates."""
+    if engine is Steps.eager:
+        return "engine=eager"
+    if splitting is not Splitting.tensor:
+        return f"placement.splitting={splitting.value}"
+    if not is_planned(model):
+        return f"architecture {model.family} has no row in models/families.py"
+    if dtype not in COMPILED_DTYPES:
+        return f"steps are compiled in bf16, fp32 and int8, not in {dtype.value}"
+    if engine is Steps.auto and on_cpu and _is_unprofitable(model, dtype, tokens):
+        return f"{tokens} tokens save less than compiling takes"
+    return None
+
+
+def tokens_generated(run: RunConf) -> int:
+    """How many tokens the task generates at most for one prompt, as often as it does."""
+    return int(getattr(run.task, "repeats", 1) * getattr(run.task, "max_new_tokens", 0))
+
+
+def as_run(forward_s: float, cost: PassCost, times: Times, eager: bool, on_cpu: bool) -> float:
+    """Seconds of a step by the engine that runs it, from those by the constants.
+
+    A CPU's constants are of eager steps (task=calibrate), a GPU's of graphs. An eager step on a GPU takes as
+    long as the host needs to launch it, if that is longer.
+    """
+    if on_cpu:
+        saved = 0.0 if eager else _saved_s(cost.weights, cost.layers)
+        return max(forward_s - saved, min(forward_s, cost.weights / times.bytes_per_s))
+    return max(forward_s, launching_s(cost)) if eager else forward_s
+
+
+def launching_s(cost: PassCost) -> float:
+    """Seconds that the host takes to launch an eager pass on a GPU."""
+    launches = cost.layers * LAYER_OPERATIONS + STEP_OPERATIONS
+    return launches * LAUNCH_S + cost.sums * SUM_S
+
+
+def _is_unprofitable(model: ModelConf, dtype: Dtype, tokens: int) -> bool:
+    saved_s = tokens * _saved_s(BYTES[dtype] * parameters(model), model.n_layers)
+    return saved_s < COMPILING_S + COMPILING_S_PER_LAYER * model.n_layers
+
+
+def _saved_s(weights: float, layers: int) -> float:
+    """What a compiled step saves on a CPU, of weights in bytes."""
+    return SAVED_S_PER_BYTE * weights + SAVED_S_PER_LAYER * layers

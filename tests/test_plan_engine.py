@@ -1,0 +1,107 @@
+"""The plan's times are those of the engine that will run, and it says where steps run eagerly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from llama_ssp.config import Dtype, RunConf, Splitting, Steps
+from llama_ssp.planner.engine import as_run, launching_s, tokens_generated, why_eager
+from llama_ssp.planner.plan import make_plan
+from llama_ssp.planner.search import PlanRequest
+from llama_ssp.planner.speed import forward_s, pass_cost
+from llama_ssp.planner.table import rendered
+from llama_ssp.planner.workload import TARGET, Role
+from tests.conftest import Command
+from tests.plans import machine, model, request
+
+H100, CPU = machine("dgx_h100"), machine("cpu", gib=64.0)
+ENOUGH = 10**6  # tokens for which compiling pays
+
+
+@pytest.mark.parametrize(
+    ("engine", "tokens", "name", "dtype", "splitting", "on_cpu", "reason"),
+    [
+        (Steps.auto, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
+        (Steps.compiled, 0, "7B", Dtype.int8, Splitting.tensor, True, None),
+        (Steps.auto, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, True, None),
+        (Steps.eager, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, False, "engine=eager"),
+        (Steps.compiled, ENOUGH, "7B", Dtype.bf16, Splitting.layers, False, "placement.splitting=layers"),
+        (Steps.compiled, ENOUGH, "7B", Dtype.bf16, Splitting.deepspeed, False, "deepspeed"),
+        (Steps.compiled, ENOUGH, "7B", Dtype.nf4, Splitting.tensor, False, "not in nf4"),
+        (Steps.compiled, ENOUGH, "other", Dtype.bf16, Splitting.tensor, False, "other has no row"),
+        (Steps.auto, 1, "7B", Dtype.bf16, Splitting.tensor, True, "1 tokens save less than compiling"),
+    ],
+)  # fmt: skip
+def test_why_steps_run_eagerly(
+    engine: Steps,
+    tokens: int,
+    name: str,
+    dtype: Dtype,
+    splitting: Splitting,
+    on_cpu: bool,
+    reason: str | None,
+) -> None:
+    conf = replace(model("7B"), family="other") if name == "other" else model(name)
+    found = why_eager(engine, tokens, conf, dtype, splitting, on_cpu)
+    assert found is None if reason is None else reason in str(found)
+
+
+def on_gpu(engine: Steps, ranks: int = 8, **changes: object) -> PlanRequest:
+    return replace(request("30B", None, machine("dgx_h100", gpus=ranks)), engine=engine, **changes)
+
+
+def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
+    """30B over 8: a graph reads its bytes in a few ms; eagerly 2,715 launches and 122 sums take 24 ms."""
+    graphs, eager = (make_plan(on_gpu(how)).options for how in (Steps.auto, Steps.eager))
+    by_world = [{one.placement.world: one.regular_ms for one in each} for each in (graphs, eager)]
+    assert by_world[0][8] < 8 < 20 < by_world[1][8] < 30
+    assert on_gpu(Steps.eager).band > on_gpu(Steps.auto).band
+    assert by_world[1][1] == pytest.approx(max(by_world[0][1], 21.7), rel=0.01)
+
+
+def test_a_long_pass_is_no_slower_eagerly() -> None:
+    """Its arithmetic takes longer than its launches."""
+    cost = pass_cost(Role(TARGET, model("30B"), Dtype.bf16), 1)
+    long = forward_s(cost, H100.times, 1, 4096, 0)
+    assert long > launching_s(cost)
+    assert as_run(long, cost, H100.times, True, False) == long
+
+
+def test_compiled_steps_on_a_cpu_take_less_than_its_constants_say() -> None:
+    """Which are of eager steps; never less than the bytes."""
+    cost = pass_cost(Role(TARGET, model("7B"), Dtype.bf16), 1)
+    eager = forward_s(cost, CPU.times, 1, 1, 64)
+    assert as_run(eager, cost, CPU.times, True, True) == eager
+    compiled = as_run(eager, cost, CPU.times, False, True)
+    assert cost.weights / CPU.times.bytes_per_s <= compiled < eager
+    assert as_run(1e-3, cost, CPU.times, False, True) == 1e-3
+
+
+def test_the_plan_says_which_steps_run_eagerly() -> None:
+    said = "steps run eagerly: model, engine=eager"
+    assert said in rendered(make_plan(on_gpu(Steps.eager)), False)
+    graphs = make_plan(on_gpu(Steps.auto))
+    assert "eagerly" not in rendered(graphs, False) and graphs.document()["best"]["eager_steps"] == {}
+
+
+def test_of_a_target_by_layers_the_draft_is_compiled() -> None:
+    two = replace(request("30B", "7B", machine("dgx_h100", gpus=1)), engine=Steps.auto)
+    layers = replace(make_plan(two).chosen.placement, splitting=Splitting.layers)
+    assert two.why_eager(two.target, layers) == "placement.splitting=layers"
+    assert two.draft is not None and two.why_eager(two.draft, layers) is None
+
+
+def test_the_command_plans_with_the_runs_engine(command: Command) -> None:
+    run = ("task=plan", "cluster=h200x8", "cluster.gpus=1", "model=7B", "draft=none", "output=json")
+    graphs, eager = (json.loads(command(*run, f"engine={how}").out) for how in ("auto", "eager"))
+    assert eager["best"]["ms_per_token"] > 1.5 * graphs["best"]["ms_per_token"]
+    assert eager["best"]["eager_steps"] == {"model": "engine=eager"}
+
+
+def test_what_a_task_generates() -> None:
+    run = RunConf(model=model("7B"))
+    run.task.max_new_tokens = 64  # type: ignore[attr-defined]
+    assert tokens_generated(run) == 64
