@@ -19,8 +19,9 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from llama_ssp.models import experts  # noqa: E402
 from llama_ssp.models.attention import Feed, Scores, attend_rows  # noqa: E402
-from llama_ssp.models.kernels import attention, attention_triton, int8_triton  # noqa: E402
+from llama_ssp.models.kernels import attention, attention_triton, experts_triton, int8_triton  # noqa: E402
 
 tl = triton.language
 CPU = torch.device("cpu")
@@ -62,6 +63,17 @@ def merged(size: int, kind: str, tokens: int, groups: int, sinks: str | None) ->
     return {**sums, "sink_ptr": sinks, "y_ptr": f"*{kind}", "heads": "i32", **sizes}
 
 
+def chosen(kind: str, tokens: int, top_k: int, own_rows: bool, bias: bool) -> dict[str, Any]:
+    """Of the products with experts: of tokens, or of pairs, which have rows of their own."""
+    pairs, bytes_ = tokens * top_k, 4 if kind == "fp32" else 2
+    pointers = {"x_ptr": f"*{kind}", "expert_ptr": "*i64", "weight_ptr": f"*{kind}"}
+    others = {"bias_ptr": f"*{kind}" if bias else None, "y_ptr": f"*{kind}"}
+    sizes = dict.fromkeys(("pairs", "outputs", "inputs"), "i32")
+    rows = pairs if own_rows else tokens
+    return {**pointers, **others, **sizes, **experts_triton.constants(pairs, rows, bytes_)}
+
+
+WAYS = experts_triton.WARPS, experts_triton.STAGES
 HOW = attention_triton.WARPS, attention_triton.STAGES
 KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
     "int8": (int8_triton.multiply, products(None), int8_triton.WARPS, int8_triton.STAGES),
@@ -70,6 +82,9 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
     "llama-verify": (attention_triton.attend_part, parts(128, "fp16", 9, 8, 8), *HOW),
     "gemma2": (attention_triton.attend_part, parts(256, "bf16", 5, 4, 2, 4096, 50.0), *HOW),
     "odd": (attention_triton.attend_part, parts(80, "fp32", 5, 32, 1), *HOW),
+    "mixtral": (experts_triton.multiply, chosen("bf16", 1, 2, False, False), *WAYS),
+    "qwen3-moe": (experts_triton.multiply, chosen("fp16", 128, 8, True, False), *WAYS),
+    "gpt-oss": (experts_triton.multiply, chosen("fp32", 5, 4, False, True), *WAYS),
     "merge": (attention_triton.merge_parts, merged(128, "bf16", 5, 8, None), *HOW),
     "merge-sinks": (attention_triton.merge_parts, merged(80, "fp32", 5, 1, "*fp32"), *HOW),
 }
@@ -220,6 +235,28 @@ def require_model() -> None:
     with TemporaryDirectory() as folder:
         module = module_of("gpt_oss")
         require_same(module, *walked(saved(module, Path(folder)), attend=by_kernel))
+
+
+@pytest.mark.slow  # a process of its own
+def test_experts_are_those_of_the_reference():
+    interpreted(require_experts)
+
+
+def require_experts() -> None:
+    """Tokens that choose the same experts, more than a product has rows; weights that do not fill blocks."""
+    for seed, (tokens, count, top_k, dim, wide) in enumerate(
+        [(1, 4, 2, 72, 40), (5, 8, 4, 64, 32), (20, 3, 2, 40, 50), (9, 32, 4, 24, 16)]
+    ):
+        torch.manual_seed(seed)
+        choice_TK = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
+        up, down = torch.randn(count, 2 * wide, dim), torch.randn(count, dim, wide)
+        biases = (torch.randn(count, 2 * wide), torch.randn(count, dim)) if seed % 2 else (None, None)
+        arguments = torch.randn(tokens, dim), torch.rand(tokens, top_k), choice_TK, up, down, *biases
+        gate = ("silu", 1.7, 7.0) if seed % 2 else ("silu", 0.0, 0.0)
+        expected = experts.apply(*arguments, *gate)
+        torch.testing.assert_close(experts.apply_on_gpu(*arguments, *gate), expected, rtol=1e-4, atol=1e-3)
+        choice_TK[-1] = choice_TK[-1].roll(1)
+        assert not torch.allclose(experts.apply_on_gpu(*arguments, *gate), expected, rtol=1e-2, atol=1e-1)
 
 
 def test_the_number_of_parts():

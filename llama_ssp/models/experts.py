@@ -48,8 +48,17 @@ def apply(
     x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
     up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of each token's experts, expert after expert."""
-    y_TH, gated = torch.zeros_like(x_TH), Gate(activation, alpha, limit)
+    """The weighted sum of each token's experts."""
+    gated = Gate(activation, alpha, limit)
+    return _one_by_one(x_TH, weight_TK, expert_TK, up_EFH, down_EHF, up_bias, down_bias, gated)
+
+
+def _one_by_one(
+    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
+    up_bias: Tensor | None, down_bias: Tensor | None, gated: Gate,
+) -> Tensor:  # fmt: skip
+    """Expert after expert, of those that are chosen."""
+    y_TH = torch.zeros_like(x_TH)
     for expert in torch.unique(expert_TK).tolist():
         token_C, place_C = torch.where(expert_TK == expert)
         up, down = (None if bias is None else bias[expert] for bias in (up_bias, down_bias))
@@ -57,6 +66,23 @@ def apply(
         y_CH = functional.linear(gated(gate, wide), down_EHF[expert], down)
         y_TH.index_add_(0, token_C, (y_CH * weight_TK[token_C, place_C, None]).to(y_TH.dtype))
     return y_TH
+
+
+@apply.register_kernel("cuda")
+def apply_on_gpu(
+    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
+    up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float, limit: float,
+) -> Tensor:  # fmt: skip
+    """Of a step: without waiting for the choice, so that it can be part of a graph."""
+    from llama_ssp.models.kernels import experts_triton
+
+    gated = Gate(activation, alpha, limit)
+    if expert_TK.numel() > experts_triton.MOST or x_TH.dtype not in experts_triton.DTYPES:
+        return _one_by_one(x_TH, weight_TK, expert_TK, up_EFH, down_EHF, up_bias, down_bias, gated)
+    expert_P = expert_TK.flatten()
+    gate, wide = experts_triton.products(x_TH, expert_P, up_EFH, up_bias).chunk(2, -1)
+    y_PH = experts_triton.products(gated(gate, wide), expert_P, down_EHF, down_bias)
+    return (y_PH.view(*expert_TK.shape, -1) * weight_TK[..., None]).sum(1)
 
 
 @apply.register_fake
