@@ -11,7 +11,7 @@ import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed import process_group
-from llama_ssp.distributed.failures import LostPeer, Watch
+from llama_ssp.distributed.failures import LostPeer, Watch, _is_broken_collective
 from llama_ssp.distributed.process_group import backend_of, gpu_of, open_ranks
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DISTRIBUTED, DistributedError
@@ -192,3 +192,21 @@ def test_a_broken_connection_is_a_lost_rank(watch: Watch) -> None:
     """A control: what gloo says of a rank that has gone."""
     with pytest.raises(LostPeer, match="Connection closed by peer"), watch.during("summing"):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5")
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms"
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (RuntimeError(GLOO), True),
+        (torch.distributed.DistBackendError("NCCL error: unhandled system error"), True),
+        (RuntimeError("shape mismatch"), False),
+        (torch.OutOfMemoryError(FULL), False),
+        (torch.AcceleratorError(ILLEGAL), False),
+        (ValueError(GLOO), False),
+    ],
+)
+def test_what_a_collective_in_a_compiled_step_raises_is_known(error: Exception, broken: bool) -> None:
+    assert _is_broken_collective(error) == broken

@@ -82,11 +82,14 @@ class Watch(threading.Thread):
         except RuntimeError as error:
             if own := machine_error(error, what):
                 raise own from error
-            GUARD.end()
-            self._broken.set()
-            where, found = f"rank {self.rank}, {self.place}, {what}", str(error)[-160:]
-            fix = "look for the first error of the other ranks"
-            raise LostPeer("another rank has gone or does not answer", where, found, fix=fix) from error
+            raise self._lost_peer(error, what) from error
+
+    def _lost_peer(self, error: BaseException, what: str) -> LostPeer:
+        GUARD.end()
+        self._broken.set()
+        where, found = f"rank {self.rank}, {self.place}, {what}", str(error)[-160:]
+        fix = "look for the first error of the other ranks"
+        return LostPeer("another rank has gone or does not answer", where, found, fix=fix)
 
     def stop(self) -> None:
         """Ends the thread: the run is over."""
@@ -119,6 +122,8 @@ class Watch(threading.Thread):
         A rank that may be lost ends by itself, and with code 0: a launcher would take another for the run's.
         """
         GUARD.end()
+        if _is_broken_collective(error):
+            error = self._lost_peer(error, "in a compiled step")
         if self.rank in self.spare and not isinstance(error, KeyboardInterrupt):
             left_alone = isinstance(error, LinkLost | LostPeer)
             if not left_alone or self._is_excused(error) or not self._find(FIND_S):
@@ -275,3 +280,9 @@ class Watch(threading.Thread):
     def _kill_keeper(self) -> None:
         if self._hosted:
             self._peers.signal(LEADER, signal.SIGKILL)
+
+
+def _is_broken_collective(error: BaseException) -> bool:
+    """Whether gloo or NCCL raised it: in a compiled step there is no `during` around a collective."""
+    from_torch = type(error).__module__ == "torch.distributed" and isinstance(error, RuntimeError)
+    return from_torch or (type(error) is RuntimeError and "/gloo/" in str(error))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed import _functional_collectives as functional
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import PACKET, differing, open_ranks
@@ -132,3 +133,20 @@ def test_a_rank_that_loads_late_is_waited_for():
     """While ranks load, and only then."""
     said = on_ranks(2, load_late, ranks_patience_s=PATIENCE_S)
     assert "Timed out waiting 4000ms" in said[0], said
+
+
+def sum_with_the_gone(ranks: Ranks) -> str:
+    """Rank 1 has gone when rank 0 sums as a compiled step does."""
+    if ranks.rank == 1:
+        return ""
+    try:
+        functional.all_reduce(torch.ones(2), "sum", ranks._tensors) + 0  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        return str(ranks.cause_of(error))
+    return "summed"
+
+
+@pytest.mark.slow
+def test_a_rank_lost_in_a_compiled_step_is_named():
+    """Not the rank that waited for it."""
+    assert "rank 1 is gone" in on_ranks(2, sum_with_the_gone)[0]
