@@ -1,18 +1,23 @@
 // Attention of a few new tokens over a long cache on a CPU: every key and every value is read once.
 //
-// The queries of a KV head, of all its heads and of all new tokens of a row, are taken together. The row's slots are
-// divided into parts of PART, whose results are merged, so that threads share long texts. In a part, keys and values
-// are rearranged in the cache of the processor, TILE slots at a time: then a register holds one word of 16 keys, or of
-// 16 numbers of a value, and a query's word is multiplied with all of them at once. What a query gets does not depend
-// on the other queries, on the number of threads, or on anything behind its position.
+// The cache is plain: a slot's numbers stand together. The slots of a row of the batch are divided into parts of PART,
+// which the threads share and whose results are merged, and a part into tiles of TILE. All queries of a KV head, of
+// all its heads and of all tokens of the row, take a tile together. Keys and values of the tile are rearranged in the
+// processor's cache, so that a register has one word (one number of 32 bits, or two of 16) of LANES keys, or words of
+// LANES numbers of the values. Then scores and sums of values are the same product, and no sum goes over lanes.
+//
+// What a query gets does not depend on other queries, on the number of threads, or on slots behind its position: parts
+// and tiles begin at fixed positions, and a slot that a query does not see adds nothing, to the bit.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <utility>
 #include <vector>
 #if defined(__AVX512BF16__)
@@ -21,306 +26,356 @@
 
 namespace {
 
-constexpr int LANES = 16;
-constexpr int64_t TILE = 64;   // slots
-constexpr int64_t PART = 1024;  // slots
-constexpr int MOST = 256;      // numbers of a head
-constexpr float LOWEST = -3e38f;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, WIDE = 4;  // numbers of a register; registers of the tile in one product
+#else
+constexpr int LANES = 8, WIDE = 2;
+#endif
+constexpr int QUERIES = 4;               // in one product: QUERIES * WIDE sums fill half of the registers
+constexpr int64_t TILE = LANES * WIDE;   // slots
+constexpr int64_t PART = 8 * 64;         // slots
+constexpr int64_t MOST = 256;            // numbers of a head
+constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Words __attribute__((vector_size(64)));
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int16_t Halves __attribute__((vector_size(4 * LANES)));
 
-Floats all(float x) { return x - Floats{}; }
+constexpr auto EVERY = std::make_integer_sequence<int, LANES>{};
 
-constexpr Words COUNTED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-Floats turned(Floats x, int by) {
-  const Words from = (COUNTED + by) & (LANES - 1);
-  return __builtin_shuffle(x, from);
+template <int... lane>
+constexpr Words counted(std::integer_sequence<int, lane...>) {
+  return Words{lane...};
 }
 
-float largest_of(Floats x) {
-  for (int by : {8, 4, 2, 1}) {
-    const Floats other = turned(x, by);
-    x = x > other ? x : other;
-  }
-  return x[0];
+Floats all_lanes(float x) { return x - Floats{}; }
+
+Floats larger(Floats x, Floats y) { return x > y ? x : y; }
+
+// All lanes of the result: `combine` over all lanes of x.
+template <class Combine>
+Floats over_lanes(Floats x, Combine combine) {
+#pragma GCC unroll 4
+  for (int by = LANES / 2; by; by /= 2) x = combine(x, __builtin_shuffle(x, (counted(EVERY) + by) & (LANES - 1)));
+  return x;
 }
 
-float sum_of(Floats x) {
-  for (int by : {8, 4, 2, 1}) x += turned(x, by);
-  return x[0];
+// 2 to the power x, for x <= 126, with an error of 1e-7: exactly 1 for 0, and exactly 0 from -127 down.
+Floats power(Floats x) {
+  x = larger(all_lanes(-127.0f), x);
+  const Floats shifted = x + 12582912.0f, r = x - (shifted - 12582912.0f);  // rounded: the number is in the low bits
+  const Floats y = ((((1.32647e-3f * r + 9.67151e-3f) * r + 5.550734e-2f) * r + 2.4022242e-1f) * r + 6.9314698e-1f) * r;
+  return (Floats)((Words)(y + 1.0f) + ((Words)shifted << 23));
 }
 
-// A number format: how many numbers a word of 32 bits has, and the sum of a word's products.
+// A number format: how many numbers a word of 32 bits has, the sum of a word's products, and weights as words.
 struct Single {
   using Number = float;
   static constexpr int PER = 1;
   static Floats add(Floats sum, Words w, int32_t x) { return sum + (Floats)w * (Floats)(x - Words{}); }
+  static void zip(Words (&)[1]) {}
+  static void write(Floats weight, int32_t* to) { std::memcpy(to, &weight, sizeof weight); }
 };
 
 struct Brain {
   using Number = c10::BFloat16;
   static constexpr int PER = 2;
+
   static Floats add(Floats sum, Words w, int32_t x) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
-#else
+#else  // a number of 16 bits is the upper half of one of 32
     const Words both = x - Words{};
     const int32_t upper = int32_t(0xffff0000);
     return sum + (Floats)(w << 16) * (Floats)(both << 16) + (Floats)(w & upper) * (Floats)(both & upper);
 #endif
   }
+
+  // Numbers of two slots, to words of one number of each slot.
+  static void zip(Words (&slots)[2]) { zip(slots, std::make_integer_sequence<int, 2 * LANES>{}); }
+
+  template <int... i>
+  static void zip(Words (&slots)[2], std::integer_sequence<int, i...>) {
+    const Halves a = (Halves)slots[0], b = (Halves)slots[1];
+    slots[0] = (Words)__builtin_shufflevector(a, b, (i % 2 * 2 * LANES + i / 2)...);
+    slots[1] = (Words)__builtin_shufflevector(a, b, (i % 2 * 2 * LANES + i / 2 + LANES)...);
+  }
+
+  static void write(Floats weight, int32_t* to) {
+#if defined(__AVX512BF16__)
+    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)weight);
+#else
+    Number narrow[LANES];
+    for (int i = 0; i < LANES; i++) narrow[i] = weight[i];
+#endif
+    std::memcpy(to, &narrow, sizeof narrow);
+  }
 };
 
-Floats exponential(Floats x) {
-  x = x < -87.0f ? all(-87.0f) : x;
-  const Floats shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
-  const Floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Floats y = all(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    y = y * r + c;
-  y = y * r * r + r + 1.0f;
-  return (Floats)((Words)y + (((Words)shifted - 0x4b400000) << 23));
+// In each four lanes, the first two words of a and b (or with `part` 1 the last two), in turn.
+template <int part, int... lane>
+Words zipped(Words a, Words b, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(a, b, (lane / 4 * 4 + lane % 4 / 2 + 2 * part + lane % 2 * LANES)...);
 }
 
-template <int step, int... lane>
-void exchange(Words& a, Words& b, std::integer_sequence<int, lane...>) {
-  const Words low = __builtin_shufflevector(a, b, (lane & step ? LANES + lane - step : lane)...);
-  b = __builtin_shufflevector(a, b, (lane & step ? LANES + lane : lane + step)...);
-  a = low;
+// Every second four lanes of a, and then of b.
+template <int part, int... lane>
+Words fours(Words a, Words b, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(a, b, (lane / 4 * 8 + lane % 4 + 4 * part)...);
 }
 
-template <int step>
-void stage(Words (&rows)[LANES]) {
-  for (int i = 0; i < LANES; i++)
-    if (!(i & step)) exchange<step>(rows[i], rows[i + step], std::make_integer_sequence<int, LANES>{});
+// By instructions that many processors have: within fours of rows and lanes, and then fours as a whole.
+inline __attribute__((always_inline)) void transpose(Words (&rows)[LANES]) {
+  constexpr int FOURS = LANES / 4;
+  Words next[LANES];
+#pragma GCC unroll 2
+  for (int round = 0; round < 2; round++) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i += 2) {
+      const int from = i / 4 * 4 + i % 4 / 2;
+      next[i] = zipped<0>(rows[from], rows[from + 2], EVERY);
+      next[i + 1] = zipped<1>(rows[from], rows[from + 2], EVERY);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = next[i];
+  }
+#pragma GCC unroll 2
+  for (int round = 1; round < FOURS; round *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES / 2; i++) {
+      const int from = i / 4 * 8 + i % 4;
+      next[i] = fours<0>(rows[from], rows[from + 4], EVERY);
+      next[i + LANES / 2] = fours<1>(rows[from], rows[from + 4], EVERY);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = next[i];
+  }
 }
-
-void transpose(Words (&rows)[LANES]) { stage<1>(rows), stage<2>(rows), stage<4>(rows), stage<8>(rows); }
 
 struct Model {
-  int64_t heads, groups, size, slots, words;  // words of a head, padded to whole registers
-  int64_t window;                             // 0: none
-  float scale, softcap;                       // softcap 0: none
+  int64_t heads, groups, size, slots;
+  int64_t window;        // 0: none
+  float scale, softcap;  // softcap 0: none
+  int64_t words = 0, registers = 0;  // of a query, padded with zeros, and of what a part gives for it
 };
 
-// Tokens of one row of the batch.
-struct Row {
-  int64_t begin, count, first;  // tokens, and the row's first slot
+// What a part gives for a query: the largest score, a sum of weights in each lane, and the sums of values. A weight is
+// 2 to the power score - largest score.
+enum { LARGEST, TOTAL, SUMS };
+
+struct Query {
+  const int32_t* words;
+  int64_t position;
+  Floats* found;
 };
 
-// What a part gives for a query: the largest score, the sum of exponentials, and the sum of values.
-struct Found {
-  float most = LOWEST, total = 0;
-  float sums[MOST] = {};
-};
-
-template <class Kind>
-Words piece(const typename Kind::Number* row, int64_t word, int64_t size) {
-  Words found = {};
-  const int64_t at = word * Kind::PER, left = std::min<int64_t>(LANES * Kind::PER, size - at);
-  if (left == LANES * Kind::PER)
-    std::memcpy(&found, row + at, sizeof found);
-  else if (left > 0)
-    std::memcpy(&found, row + at, left * sizeof *row);
-  return found;
+// Adds to the sums the products of words of `count` rows with WIDE registers for each word.
+template <class Kind, int count>
+void multiply(const int32_t* const* rows, int64_t words, const Words (*wide)[WIDE], Floats* const* sums) {
+  Floats own[count][WIDE];
+#pragma GCC unroll 4
+  for (int row = 0; row < count; row++)
+#pragma GCC unroll 4
+    for (int i = 0; i < WIDE; i++) own[row][i] = sums[row][i];
+  for (int64_t word = 0; word < words; word++)
+#pragma GCC unroll 4
+    for (int row = 0; row < count; row++)
+#pragma GCC unroll 4
+      for (int i = 0; i < WIDE; i++) own[row][i] = Kind::add(own[row][i], wide[word][i], rows[row][word]);
+#pragma GCC unroll 4
+  for (int row = 0; row < count; row++)
+#pragma GCC unroll 4
+    for (int i = 0; i < WIDE; i++) sums[row][i] = own[row][i];
 }
 
-// Keys and values of a tile, rearranged, and the queries.
+template <class Kind, int... counts>
+constexpr auto for_counts(std::integer_sequence<int, counts...>) {
+  return std::array{&multiply<Kind, counts + 1>...};
+}
+
+// A tile of slots, and its keys and values, rearranged.
 template <class Kind>
-struct Tile {
+struct alignas(64) Tile {
   using Number = typename Kind::Number;
-  Words keys[TILE / LANES][MOST / Kind::PER];       // by 16 slots and word: that word of the 16 keys
-  Words values[TILE / Kind::PER][MOST / LANES];     // by word of slots and 16 numbers of the value
-  Floats scores[TILE / LANES];
+  static constexpr int PER = Kind::PER;
+  static constexpr auto multiplies = for_counts<Kind>(std::make_integer_sequence<int, QUERIES>{});
+  Words keys[MOST / PER][WIDE];                 // by word: that word of the keys
+  Words values[MOST / TILE][TILE / PER][WIDE];  // by TILE numbers and word of slots: those numbers of the values
+  int64_t first, slots;
 
-  // Of slots first, first + 1, ...; those from `count` on repeat the last.
-  void read(const Number* key, const Number* value, int64_t count, const Model& model) {
-    for (int64_t block = 0; block < TILE / LANES; block++) {
-      if (block * LANES >= count) break;
-      for (int64_t word = 0; word < model.words; word += LANES) {
+  // LANES words of a slot, from a number on, with zeros behind its end. Those of the next tile are called for.
+  Words piece(const Number* numbers, int64_t slot, int64_t at, int64_t size) const {
+    const Number* from = numbers + (first + std::min(slot, slots - 1)) * size + at;
+    __builtin_prefetch(from + TILE * size);
+    Words found = {};
+    if (size - at >= LANES * PER)
+      std::memcpy(&found, from, sizeof found);
+    else
+      std::memcpy(&found, from, (size - at) * sizeof(Number));
+    return found;
+  }
+
+  // Keys of slots that the tile does not have are arbitrary; of values, a whole word is read.
+  void read(const Number* key, const Number* value, int64_t size) {
+    for (int64_t slot = 0; slot < slots; slot += LANES)
+      for (int64_t at = 0; at < size; at += LANES * PER) {
         Words rows[LANES];
-        for (int64_t i = 0; i < LANES; i++)
-          rows[i] = piece<Kind>(key + std::min(block * LANES + i, count - 1) * model.size, word, model.size);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) rows[i] = piece(key, slot + i, at, size);
         transpose(rows);
-        std::copy(rows, rows + LANES, keys[block] + word);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) keys[at / PER + i][slot / LANES] = rows[i];
+      }
+    for (int64_t slot = 0; slot < slots; slot += PER)
+      for (int64_t at = 0; at < size; at += LANES * PER) {
+        Words found[PER];
+        for (int i = 0; i < PER; i++) found[i] = piece(value, slot + i, at, size);
+        Kind::zip(found);
+        std::copy_n(found, PER, &values[at / TILE][slot / PER][at % TILE / LANES]);
+      }
+  }
+
+  // Makes one query's scores of the tile into weights, and what it has found relative to the new largest score.
+  void weigh(Floats (&scores)[WIDE], const Query& query, const Model& model, int32_t* weights) const {
+    const int64_t last = query.position - first, from = model.window ? last - model.window + 1 : 0;
+    float scale = model.scale * LOG2E;
+    if (model.softcap != 0.0f) {
+      const float cap = model.softcap * LOG2E, twice = 2 * scale / model.softcap;
+#pragma GCC unroll 4
+      for (Floats& score : scores) score = cap - 2 * cap / (power(-larger(-score * twice, all_lanes(-126.0f))) + 1.0f);
+      scale = 1;
+    }
+    if (from > 0 || last < TILE - 1) {
+#pragma GCC unroll 4
+      for (int i = 0; i < WIDE; i++) {
+        const Words slot = counted(EVERY) + i * LANES;
+        scores[i] = (slot >= int32_t(from)) & (slot <= int32_t(last)) ? scores[i] : all_lanes(-INFINITY);
       }
     }
-    for (int64_t slot = 0; slot < count; slot += Kind::PER) {
-      const Number* one = value + slot * model.size;
-      const Number* other = value + std::min(slot + 1, count - 1) * model.size;
-      for (int64_t at = 0; at < model.size; at += LANES) interleave(one, other, at, model.size, values[slot / Kind::PER][at / LANES]);
+    Floats most = all_lanes(LOWEST);
+#pragma GCC unroll 4
+    for (const Floats& score : scores) most = larger(most, score);
+    most = over_lanes(most, larger) * scale;
+    Floats* found = query.found;
+    if (most[0] > found[LARGEST][0]) {
+      const Floats shrink = power(found[LARGEST] - most);
+      for (int64_t i = TOTAL; i < model.registers; i++) found[i] *= shrink;
+      found[LARGEST] = most;
     }
-  }
-
-  static void interleave(const Number* one, const Number* other, int64_t at, int64_t size, Words& found) {
-    if constexpr (Kind::PER == 1) {
-      found = piece<Kind>(one, at, size);
-    } else {
-      typedef uint16_t Halves __attribute__((vector_size(32)));
-      typedef int32_t Whole __attribute__((vector_size(64)));
-      Halves low = {}, high = {};
-      const size_t bytes = 2 * std::min<int64_t>(LANES, size - at);
-      if (bytes == sizeof low)
-        std::memcpy(&low, one + at, sizeof low), std::memcpy(&high, other + at, sizeof high);
-      else
-        std::memcpy(&low, one + at, bytes), std::memcpy(&high, other + at, bytes);
-      found = __builtin_convertvector(low, Whole) | (__builtin_convertvector(high, Whole) << 16);
-    }
-  }
-
-  // Adds the tile's slots from..last, of which it holds `count`, to what the query has found.
-  void attend(const int32_t* query, int64_t count, int64_t from, int64_t last, const Model& model, Found& found) {
-    const int64_t blocks = (std::min(count, last + 1) + LANES - 1) / LANES;
-    Floats most = all(LOWEST);
-    for (int64_t block = 0; block < blocks; block++) {
-      Floats sums[4] = {};
-      for (int64_t word = 0; word < model.words; word += 4)
-        for (int i = 0; i < 4; i++) sums[i] = Kind::add(sums[i], keys[block][word + i], query[word + i]);
-      Floats score = (sums[0] + sums[1] + sums[2] + sums[3]) * model.scale;
-      if (model.softcap != 0.0f)
-        score = model.softcap - 2 * model.softcap / (exponential(score * (2 / model.softcap)) + 1);
-      const Words slot = COUNTED + int32_t(block * LANES);
-      score = (slot >= int32_t(from)) & (slot <= int32_t(last)) ? score : all(LOWEST);
-      scores[block] = score;
-      most = most > score ? most : score;
-    }
-    const float largest = std::max(found.most, largest_of(most));
-    const float shrink = std::exp(found.most - largest);
-    Floats total = {};
-    alignas(64) int32_t weights[TILE];
-    for (int64_t block = 0; block < blocks; block++) {
-      const Floats weight = scores[block] == LOWEST ? all(0) : exponential(scores[block] - largest);
+    most = found[LARGEST];
+    Floats total = found[TOTAL];
+#pragma GCC unroll 4
+    for (int i = 0; i < WIDE; i++) {
+      const Floats weight = power(scores[i] * scale - most);
       total += weight;
-      write(weight, weights, block);
+      Kind::write(weight, weights + i * LANES / PER);
     }
-    found.total = found.total * shrink + sum_of(total);
-    found.most = largest;
-    for (int64_t at = 0; at < model.size; at += 4 * LANES) add_values(weights, blocks, count, at, shrink, model, found);
+    found[TOTAL] = total;
   }
 
-  // Up to four registers of the values' sum.
-  void add_values(const int32_t* weights, int64_t blocks, int64_t count, int64_t at, float shrink, const Model& model,
-                  Found& found) {
-    Floats sums[4];
-    std::memcpy(&sums, found.sums + at, sizeof sums);
-    for (Floats& sum : sums) sum *= shrink;
-    const int64_t words = (std::min(blocks * LANES, count) + Kind::PER - 1) / Kind::PER;
-    for (int64_t word = 0; word < words; word++)
-      for (int i = 0; i < 4; i++) sums[i] = Kind::add(sums[i], values[word][at / LANES + i], weights[word]);
-    std::memcpy(found.sums + at, &sums, sizeof sums);
+  // Adds the tile to what the queries have found, QUERIES at a time. Scores become weights behind the sums of values of
+  // the queries before: meanwhile the processor can begin the next scores, which do not need these weights.
+  void attend(const std::vector<Query>& queries, const Model& model) const {
+    Floats scores[QUERIES][WIDE], *sums[QUERIES];
+    alignas(64) int32_t weights[QUERIES][TILE / PER];
+    const int32_t* rows[QUERIES];
+    const int64_t all = queries.size();
+    for (int64_t before = 0, at = 0, count; before < all; before = at, at += count) {
+      count = std::min<int64_t>(QUERIES, all - at);
+      if (count > 0) {
+        for (int64_t i = 0; i < count; i++) rows[i] = queries[at + i].words, sums[i] = scores[i];
+        std::fill_n(scores[0], QUERIES * WIDE, Floats{});
+        multiplies[count - 1](rows, model.words, keys, sums);
+      }
+      if (at > 0) {
+        const int64_t done = at - before;
+        for (int64_t i = 0; i < done; i++) rows[i] = weights[i], sums[i] = queries[before + i].found + SUMS;
+        for (int64_t panel = 0; panel * TILE < model.size; panel++) {
+          multiplies[done - 1](rows, (slots + PER - 1) / PER, values[panel], sums);
+          for (int64_t i = 0; i < done; i++) sums[i] += WIDE;
+        }
+      }
+      for (int64_t i = 0; i < count; i++) weigh(scores[i], queries[at + i], model, weights[i]);
+    }
   }
 
-  static void write(Floats weight, int32_t* weights, int64_t block) {
-    if constexpr (Kind::PER == 1) {
-      std::memcpy(weights + block * LANES, &weight, sizeof weight);
-    } else {
-#if defined(__AVX512BF16__)
-      const __m256bh narrow = _mm512_cvtneps_pbh((__m512)weight);
-      std::memcpy(weights + block * LANES / 2, &narrow, sizeof narrow);
-#else
-      Number narrow[LANES];
-      for (int i = 0; i < LANES; i++) narrow[i] = weight[i];
-      std::memcpy(weights + block * LANES / 2, &narrow, sizeof narrow);
-#endif
+  // All queries of a KV head of a row of the batch, over one part of the row's slots.
+  void attend_part(const Number* key, const Number* value, const std::vector<Query>& queries, int64_t part,
+                   const Model& model) {
+    const int64_t end = std::min((part + 1) * PART, queries.back().position + 1);
+    first = part * PART;
+    if (model.window) first = std::max(first, (queries[0].position - model.window + 1) / TILE * TILE);
+    for (; first < end; first += TILE) {
+      slots = std::min(TILE, end - first);
+      read(key, value, model.size);
+      attend(queries, model);
     }
   }
 };
 
-// All queries of a row and a KV head, over one part of the row's slots.
-template <class Kind>
-void attend_part(const int32_t* queries, const typename Kind::Number* keys, const typename Kind::Number* values,
-                 const int64_t* positions, const Row& row, int64_t group, int64_t part, const Model& model,
-                 Found* found) {
-  const int64_t per = model.heads / model.groups, furthest = positions[row.begin + row.count - 1];
-  thread_local Tile<Kind> own;
-  Tile<Kind>& tile = own;
-  const int64_t earliest = model.window ? std::max<int64_t>(positions[row.begin] - model.window + 1, 0) : 0;
-  const int64_t begin = std::max(part * PART, earliest), end = std::min((part + 1) * PART, furthest + 1);
-  const int64_t offset = (group * model.slots + row.first) * model.size;
-  for (int64_t slot = begin; slot < end; slot += TILE) {
-    const int64_t count = std::min(TILE, end - slot);
-    tile.read(keys + offset + slot * model.size, values + offset + slot * model.size, count, model);
-    for (int64_t token = 0; token < row.count; token++) {
-      const int64_t position = positions[row.begin + token], last = std::min(position - slot, count - 1);
-      const int64_t from = model.window ? std::max<int64_t>(position - model.window + 1 - slot, 0) : 0;
-      if (last < from) continue;
-      for (int64_t head = 0; head < per; head++) {
-        const int64_t query = (row.begin + token) * model.heads + group * per + head;
-        tile.attend(queries + query * model.words, count, from, last, model, found[token * per + head]);
-      }
-    }
-  }
-}
-
-// One query's result from those of its parts, which are `stride` apart.
+// One query's result from those of its parts, which are `stride` registers apart.
 template <class Number>
-void merge(const Found* parts, int64_t count, int64_t stride, const float* sink, int64_t size, Number* y) {
-  float most = sink ? *sink : LOWEST;
-  for (int64_t part = 0; part < count; part++) most = std::max(most, parts[part * stride].most);
-  float total = sink ? std::exp(*sink - most) : 0, sums[MOST] = {};
+void merge(const Floats* parts, int64_t count, int64_t stride, const float* sink, int64_t size, Number* y) {
+  const Floats sunk = all_lanes(sink ? *sink * LOG2E : LOWEST);
+  Floats most = sunk, total = {}, sums[MOST / LANES] = {};
+  for (int64_t part = 0; part < count; part++) most = larger(most, parts[part * stride + LARGEST]);
   for (int64_t part = 0; part < count; part++) {
-    const Found& one = parts[part * stride];
-    const float weight = one.total > 0 ? std::exp(one.most - most) : 0;
-    total += one.total * weight;
-    if (weight > 0)
-      for (int64_t i = 0; i < size; i++) sums[i] += one.sums[i] * weight;
+    const Floats* one = parts + part * stride;
+    const Floats weight = power(one[LARGEST] - most);
+    total += one[TOTAL] * weight;
+    for (int64_t i = 0; i * LANES < size; i++) sums[i] += one[SUMS + i] * weight;
   }
-  for (int64_t i = 0; i < size; i++) y[i] = static_cast<Number>(sums[i] / total);
-}
-
-std::vector<Row> rows_of(const int64_t* firsts, int64_t tokens) {
-  std::vector<Row> rows;
-  for (int64_t token = 0; token < tokens; token++) {
-    if (rows.empty() || firsts[token] != rows.back().first)
-      rows.push_back({token, 1, firsts[token]});
-    else
-      rows.back().count++;
-  }
-  return rows;
+  total = over_lanes(total, std::plus<Floats>()) + power(sunk - most);
+  for (int64_t i = 0; i < size; i++) y[i] = static_cast<Number>(sums[i / LANES][i % LANES] / total[0]);
 }
 
 template <class Kind>
 void run(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const int64_t* firsts,
          const int64_t* positions, const float* sinks, Model model, at::Tensor& y) {
   using Number = typename Kind::Number;
-  const int64_t tokens = query.size(0), per = model.heads / model.groups;
-  const int64_t register_ = LANES * Kind::PER;
-  model.words = (model.size + register_ - 1) / register_ * LANES;
-  std::vector<int32_t> queries(tokens * model.heads * model.words);  // padded with zeros
-  const Number* from = query.const_data_ptr<Number>();
-  for (int64_t i = 0; i < tokens * model.heads; i++)
-    std::memcpy(queries.data() + i * model.words, from + i * model.size, model.size * sizeof(Number));
+  const int64_t tokens = query.size(0), per = model.heads / model.groups, all = tokens * model.heads;
+  model.words = (model.size + LANES * Kind::PER - 1) / (LANES * Kind::PER) * LANES;
+  model.registers = SUMS + (model.size + TILE - 1) / TILE * WIDE;
+  std::vector<int32_t> words(all * model.words);
+  for (int64_t i = 0; i < all; i++)
+    std::memcpy(&words[i * model.words], query.const_data_ptr<Number>() + i * model.size, model.size * sizeof(Number));
   struct Item {
-    int64_t row, group, part, found;
+    int64_t begin, end, group, part, place;  // tokens of a row of the batch; the part's number among those they see
   };
-  const std::vector<Row> rows = rows_of(firsts, tokens);
   std::vector<Item> items;
-  std::vector<int64_t> parts, places;  // of each row
-  int64_t results = 0;
-  for (size_t i = 0; i < rows.size(); i++) {
-    parts.push_back(positions[rows[i].begin + rows[i].count - 1] / PART + 1);
-    places.push_back(results);
+  std::vector<int64_t> parts(tokens);  // of the token's row
+  for (int64_t begin = 0, end; begin < tokens; begin = end) {
+    for (end = begin + 1; end < tokens && firsts[end] == firsts[begin];) end++;
+    const int64_t from = model.window ? std::max<int64_t>(positions[begin] - model.window + 1, 0) / PART : 0;
+    std::fill(&parts[begin], &parts[end], positions[end - 1] / PART + 1 - from);
     for (int64_t group = 0; group < model.groups; group++)
-      for (int64_t part = 0; part < parts.back(); part++, results += rows[i].count * per)
-        items.push_back({int64_t(i), group, part, results});
+      for (int64_t i = 0; i < parts[begin]; i++) items.push_back({begin, end, group, from + i, i});
   }
-  std::vector<Found> found(results);
-  at::parallel_for(0, int64_t(items.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      attend_part<Kind>(queries.data(), keys.const_data_ptr<Number>(), values.const_data_ptr<Number>(), positions,
-                        rows[items[i].row], items[i].group, items[i].part, model, found.data() + items[i].found);
+  const int64_t most = *std::max_element(parts.begin(), parts.end()), stride = all * model.registers;
+  const at::Tensor results = at::empty({most * stride * LANES}, at::kFloat);
+  Floats* found = reinterpret_cast<Floats*>(results.mutable_data_ptr<float>());
+  at::parallel_for(0, int64_t(items.size()), 1, [&](int64_t from, int64_t to) {
+    thread_local Tile<Kind> tile;
+    for (int64_t item = from; item < to; item++) {
+      const auto [begin, end, group, part, place] = items[item];
+      std::vector<Query> queries;
+      for (int64_t token = begin; token < end; token++)
+        for (int64_t i = token * model.heads + group * per; i < token * model.heads + (group + 1) * per; i++) {
+          Floats* own = found + place * stride + i * model.registers;
+          std::fill_n(own, model.registers, Floats{});
+          own[LARGEST] = all_lanes(LOWEST);
+          queries.push_back({&words[i * model.words], positions[token], own});
+        }
+      const int64_t offset = (group * model.slots + firsts[begin]) * model.size;
+      tile.attend_part(keys.const_data_ptr<Number>() + offset, values.const_data_ptr<Number>() + offset, queries, part,
+                       model);
+    }
   });
-  Number* to = y.mutable_data_ptr<Number>();
-  for (size_t i = 0; i < rows.size(); i++)
-    for (int64_t group = 0; group < model.groups; group++)
-      for (int64_t one = 0; one < rows[i].count * per; one++) {
-        const int64_t stride = rows[i].count * per, head = group * per + one % per;
-        const Found* own = found.data() + places[i] + group * parts[i] * stride + one;
-        merge(own, parts[i], stride, sinks ? sinks + head : nullptr, model.size,
-              to + ((rows[i].begin + one / per) * model.heads + head) * model.size);
-      }
+  at::parallel_for(0, all, 32, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++)
+      merge(found + i * model.registers, parts[i / model.heads], stride, sinks ? sinks + i % model.heads : nullptr,
+            model.size, y.mutable_data_ptr<Number>() + i * model.size);
+  });
 }
 
 at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& first,
@@ -331,7 +386,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Ten
   const at::Tensor dense = query.contiguous(), firsts = first.contiguous(), positions = position.contiguous();
   at::Tensor y = at::empty_like(dense);
   const at::Tensor wide = sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
-  const Model model{query.size(1), keys.size(0), query.size(2), keys.size(1), 0, window, float(scale), float(softcap)};
+  const Model model{query.size(1), keys.size(0), query.size(2), keys.size(1), window, float(scale), float(softcap)};
   const auto go = query.scalar_type() == at::kFloat ? &run<Single> : &run<Brain>;
   TORCH_CHECK(query.scalar_type() == at::kFloat || (query.scalar_type() == at::kBFloat16 && query.size(2) % 2 == 0),
               "only float, and bfloat16 with heads of even size");

@@ -1,0 +1,96 @@
+"""Attention of steps on a CPU (kernels/attention.cpp): as exact as torch's; a token's result is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.models.attention import Feed, Scores, attend_rows
+from llama_ssp.models.kernels import attention as kernel
+
+pytestmark = pytest.mark.slow  # the kernel takes some seconds to build
+
+CPU = torch.device("cpu")
+CAPACITY = 1200
+# First slot, start and tokens of each row: parts and tiles of the kernel begin within the texts.
+ROWS = [(0, 1021, 5), (CAPACITY, 0, 1), (2 * CAPACITY, 126, 3), (3 * CAPACITY, 520, 1), (4 * CAPACITY, 61, 5)]
+HEADS = ((1, 1), (4, 4), (6, 2), (8, 1), (16, 2), (11, 1))  # queries' and keys'
+SIZES = (64, 80, 96, 128, 256, 20)
+KINDS = {
+    "plain": (Scores(0.125), False), "window": (Scores(0.125, window=70), False),
+    "far window": (Scores(0.2, window=600), False), "softcap": (Scores(0.3, softcap=2.0), False),
+    "sinks": (Scores(0.125, window=33), True),
+}  # fmt: skip
+TOLERANCE = 1e-5  # in fp32, of the largest number
+
+
+def parts(
+    heads: int, groups: int, size: int, dtype: torch.dtype, sinks: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys, values and sinks. Slots that no token sees are not numbers."""
+    torch.manual_seed(heads + size)
+    query_THD = torch.randn(sum(count for _, _, count in ROWS), heads, size)
+    keys_GND, values_GND = (torch.full((groups, len(ROWS) * CAPACITY, size), torch.nan) for _ in "kv")
+    for first, start, count in ROWS:
+        for tensor in (keys_GND, values_GND):
+            tensor[:, first : first + start + count] = torch.randn(groups, start + count, size)
+    sink_H = torch.randn(heads) if sinks else None
+    return query_THD.to(dtype), keys_GND.to(dtype), values_GND.to(dtype), sink_H
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "size"), [*((h, 64) for h in HEADS), *(((16, 2), s) for s in SIZES[1:])])
+@torch.inference_mode()
+def test_results_are_those_of_torch(heads, size, kind):
+    kernel.operators()
+    scores, sinks = KINDS[kind]
+    feed = Feed.of(ROWS, CPU)
+    given = parts(*heads, size, torch.float32, sinks)
+    found, expected = (attend(feed, *given[:3], scores, given[3]) for attend in (kernel.attend, attend_rows))
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+@torch.inference_mode()
+def test_in_bf16_they_are_as_near_to_the_exact_ones(size, kind):
+    """Torch's attention rounds at the same places; exact is the result in fp64, of the rounded numbers."""
+    kernel.operators()
+    scores, sinks = KINDS[kind]
+    feed = Feed.of(ROWS, CPU)
+    given = parts(16, 2, size, torch.bfloat16, sinks)
+    exact = attend_rows(feed, *(part.double() for part in given[:3]), scores, given[3])
+    off = [
+        float((attend(feed, *given[:3], scores, given[3]).double() - exact).norm() / exact.norm())
+        for attend in (kernel.attend, attend_rows)
+    ]
+    assert off[0] <= 1.05 * off[1]
+
+
+def alone(token: int) -> Feed:
+    """A step of one of the tokens, whose row's slots have been written."""
+    places = [(first, start + i, 1) for first, start, count in ROWS for i in range(count)]
+    return Feed.of([places[token]], CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(16, 2), (11, 1), (4, 4)])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_a_tokens_result_does_not_depend_on_others(kind, heads, dtype):
+    """To the bit: with later tokens of its row, with other rows, and by itself."""
+    kernel.operators()
+    scores, sinks = KINDS[kind]
+    query_THD, keys_GND, values_GND, sink_H = parts(*heads, 64, dtype, sinks)
+    together = kernel.attend(Feed.of(ROWS, CPU), query_THD, keys_GND, values_GND, scores, sink_H)
+
+    def same(token: int) -> bool:
+        own = kernel.attend(alone(token), query_THD[[token]], keys_GND, values_GND, scores, sink_H)
+        return torch.equal(own[0], together[token])
+
+    assert all(same(token) for token in range(len(query_THD)))
+    first, start, _ = ROWS[0]
+    values_GND[:, first + start - 20] *= 1.5  # control: a value of its own row
+    assert not same(0)
+    assert same(len(query_THD) - 1)
