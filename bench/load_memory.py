@@ -33,8 +33,8 @@ from safetensors.torch import save_file  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, Weights  # noqa: E402
 from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
 from llama_ssp.models.kv_cache import Feed  # noqa: E402
-from llama_ssp.models.loader import load_part  # noqa: E402
-from llama_ssp.models.synthetic import SyntheticSource, build, config_for  # noqa: E402
+from llama_ssp.models.loader import load  # noqa: E402
+from llama_ssp.models.synthetic import SyntheticSource, config_for  # noqa: E402
 from llama_ssp.planner.weights import parameters  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 
@@ -78,9 +78,9 @@ def shape(gib: float) -> ModelConf:
 def write_checkpoint(model: ModelConf, folder: Path) -> None:
     """A file a layer, as on the hub; at most one of them in memory."""
     folder.mkdir()
-    config_for(model).save_pretrained(folder)
-    module: Any = build(model, torch.bfloat16)
-    source = SyntheticSource(module, model, CPU, drafts=False)
+    config = config_for(model)
+    config.save_pretrained(folder)
+    source = SyntheticSource.of_config(config, model, torch.bfloat16, CPU, drafts=False)
     files: dict[str, list[str]] = {}
     for name in source.shapes:
         part = name.split(".layers.")[1].split(".")[0] if ".layers." in name else "tables"
@@ -126,7 +126,7 @@ def load_and_watch(found: Path) -> None:
     watch = Watch()
     before, began = anonymous(), time.perf_counter()
     path = Path(job["checkpoint"]) if way == "files" else None
-    part = load_part(model, path, Dtype(dtype), CPU, "model", ranks)
+    part = load(model, path, Dtype(dtype), CPU, "model", ranks)
     spent = time.perf_counter() - began
     peak, after = watch.end(), anonymous()
     tokens = torch.ones(1, 1, dtype=torch.int64)

@@ -33,7 +33,7 @@ from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights  # noqa: 
 from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
 from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
 from llama_ssp.distributed.roles import Roles  # noqa: E402
-from llama_ssp.models.loader import load, load_part  # noqa: E402
+from llama_ssp.models.loader import load  # noqa: E402
 from llama_ssp.models.synthetic import build  # noqa: E402
 from llama_ssp.planner.activations import (  # noqa: E402
     DRAFT_PREFILL,
@@ -176,7 +176,7 @@ def actual(case: Case, ranks: Ranks) -> int:
     if case.world == 1:
         model = load(role.model, None, role.dtype, CPU, TARGET)
     else:
-        model = load_part(role.model, None, role.dtype, CPU, TARGET, ranks)
+        model = load(role.model, None, role.dtype, CPU, TARGET, ranks)
     transform, draws, runner = (
         SamplingTransform(SamplingConfig(), (), VOCAB),
         CounterDraws(0),

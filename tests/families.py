@@ -10,9 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llama_ssp.models.assemble import decoder
 from llama_ssp.models.causal_lm import kernels_of
+from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.safetensors_io import taken
+from llama_ssp.models.sharding import Cut
 
 VOCAB, CONTEXT = 97, 160
 SIZES: dict[str, Any] = {
@@ -206,3 +211,19 @@ def tiny(architecture: str, **changes: Any) -> Any:
             if parameter.ndim > 1:
                 parameter.mul_(8.0)
     return model.float().eval()
+
+
+class Weights:
+    """The weights of a module that is in memory, by the names that its checkpoint gives them."""
+
+    def __init__(self, module: Any) -> None:
+        self._weights = dict(module.state_dict())
+        self.shapes = {name: tuple(weight.shape) for name, weight in self._weights.items()}
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        return taken(self._weights[name], cut)
+
+
+def decoder_of(module: Any, **how: Any) -> Decoder:
+    """The module as a decoder of our own, in its number format; of families without experts."""
+    return decoder(module.config, Weights(module), **{"dtype": module.dtype, **how})

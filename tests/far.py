@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -24,11 +23,13 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 torch.inference_mode = torch.no_grad  # of which views of tensors like these cannot be made
 
 from llama_ssp.config import SamplingConfig  # noqa: E402
-from llama_ssp.models.causal_lm import CausalModel  # noqa: E402
-from llama_ssp.models.compile import traced  # noqa: E402
-from llama_ssp.models.cuda_graphs import GraphedModel  # noqa: E402
+from llama_ssp.distributed.comm import ALONE  # noqa: E402
+from llama_ssp.models import steps  # noqa: E402
+from llama_ssp.models.attention import Feed, Scores  # noqa: E402
+from llama_ssp.models.decoder import Decoder  # noqa: E402
+from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
-from tests.families import build  # noqa: E402
+from tests.families import build, decoder_of  # noqa: E402
 from tests.rig import perturbed, speculate  # noqa: E402
 
 _setup_privateuseone_for_python_backend("far")
@@ -123,7 +124,7 @@ def _far(one: Any, known: dict[int, FarTensor]) -> Any:
     return known[id(one)] if id(one) in known else FarTensor(one)
 
 
-def brought(module: nn.Module) -> Any:
+def brought(module: Decoder) -> Any:
     """The module on the device, its weights copied before anything is counted."""
     module = deepcopy(module)
     for layer in module.modules():
@@ -136,14 +137,26 @@ def brought(module: nn.Module) -> Any:
     return module
 
 
-class Replayed(GraphedModel):
-    """Graphs without their capture: the step itself, each time."""
+class Replayed(steps.SteppedModel):
+    """Steps as they are traced, uncompiled."""
 
-    def _compiled(self, kind: Any) -> Any:
-        return traced(self)
+    def _first(self, arguments: steps.Arguments) -> Tensor:
+        self._step = steps.traced(self.decoder)
+        return self._step(*arguments)
 
-    def _captured(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return call
+
+def attend(
+    feed: Feed, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, _sinks: Tensor | None
+) -> Tensor:
+    """As the kernels of steps, of plain operations: every token against every slot, by a mask."""
+    place_T1, first_T1 = feed.slot_T[:, None], feed.first_T[:, None]
+    slot_N = torch.arange(keys_GND.shape[1], device=query_THD.device)
+    seen_TN = (slot_N <= place_T1) & (slot_N >= first_T1)
+    copies = query_THD.shape[1] // keys_GND.shape[0]
+    keys_HND, values_HND = (each.repeat_interleave(copies, 0) for each in (keys_GND, values_GND))
+    score_HTN = query_THD.transpose(0, 1) @ keys_HND.transpose(1, 2) * scores.scale
+    prob_HTN = score_HTN.masked_fill(~seen_TN, -torch.inf).softmax(-1)
+    return (prob_HTN @ values_HND.nan_to_num()).transpose(0, 1)
 
 
 CONTROLS = {
@@ -159,23 +172,26 @@ CONTROLS = {
 
 # rows, rule, controls, steps: every one of each at least once
 CASES = (
-    (1, "block", "plain", "eager"), (2, "block", "penalised", "eager"), (1, "coupled", "greedy", "graphs"),
-    (2, "coupled", "filtered", "graphs"), (1, "token", "penalised", "graphs"),
+    (1, "block", "plain", "eager"), (2, "block", "penalised", "eager"), (1, "coupled", "greedy", "compiled"),
+    (2, "coupled", "filtered", "compiled"), (1, "token", "penalised", "compiled"),
     (2, "token", "greedy", "eager"),
 )  # fmt: skip
 
 
 def main() -> None:
     """One line a case: what it was, whether texts are the same as on the host, and what was seen."""
-    target, draft = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
+    steps.attention_kernel.attend = attend
+    modules = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
+    config, decoders = modules[0].config, [decoder_of(module) for module in modules]
     for case in CASES:
-        rows, rule, controls, steps = case
+        rows, rule, controls, engine = case
         prompts = [Prompt(str(row), tuple(range(3, 9 - 2 * row))) for row in range(rows)]
         how: Any = {"k": 3, "rule": rule, "max_new": 8, "sampling": CONTROLS[controls]}
-        near = speculate(CausalModel(target, "target"), prompts, CausalModel(draft, "draft"), **how)
+        here = [DecoderModel(one, config, "near") for one in decoders]
+        near = speculate(here[0], prompts, here[1], **how)
         with Watch() as watch:
-            pair = [CausalModel(brought(one), "far", device=FAR) for one in (target, draft)]
-            pair = [Replayed(one) for one in pair] if steps == "graphs" else pair
+            kind = Replayed if engine == "compiled" else DecoderModel
+            pair = [kind(brought(one), config, "far", ALONE) for one in decoders]
             far = speculate(pair[0], prompts, pair[1], **how)
         said = {"same": far.texts == near.texts, "rounds": far.rounds, "seen": watch.seen}
         print(json.dumps({"case": case, **said}))

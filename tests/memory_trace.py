@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llama_ssp.config import Weights
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.assemble import decoder
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.sharding import Cut
-from llama_ssp.models.synthetic import build
-from llama_ssp.models.tensor_parallel import cut_module
+from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.planner.workload import DRAFT, Role
 from llama_ssp.speculative.model_runner import ModelRunner
 
@@ -147,13 +147,11 @@ def _at_depth(role: Role, layers: int) -> Role:
 
 
 def _trace(role: Role, passes: list[Pass], rows: int, capacity: int, world: int, rank: int) -> Traced:
-    module: Any = build(role.model, TORCH_DTYPES[role.dtype])
-    module.tie_weights()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        causal = _filled(module, role, world, rank)
+        causal = _filled(role, world, rank)
         count, runner = LiveBytes(), ModelRunner(causal, prefill_chunk=capacity)
         token_BS = torch.zeros(rows, capacity + 1, dtype=torch.int64)
-        count.ignore([*causal.module.parameters(), *causal.module.buffers(), token_BS])
+        count.ignore([*causal.decoder.parameters(), *causal.decoder.buffers(), token_BS])
         runner.start(rows, capacity)
         peaks = []
         for step in passes:
@@ -166,10 +164,11 @@ def _trace(role: Role, passes: list[Pass], rows: int, capacity: int, world: int,
 
 
 class BlankSource:
-    """Weights of a module, without what is in them; a tied head is not among them."""
+    """Weights without what is in them; a tied head is not among them."""
 
-    def __init__(self, module: Any) -> None:
-        self.shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    def __init__(self, role: Role, config: Any) -> None:
+        how = role.model, torch.float32, torch.device("cpu")
+        self.shapes = SyntheticSource.of_config(config, *how, drafts=False).shapes
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
         shape = list(self.shapes[name])
@@ -178,24 +177,16 @@ class BlankSource:
         return torch.empty(shape)
 
 
-def _filled(module: Any, role: Role, world: int, rank: int) -> CausalModel:
+def _filled(role: Role, world: int, rank: int) -> DecoderModel:
     """Cut as the loader cuts, and made of nothing."""
-    module.to = lambda *_: module  # it is nowhere, so it need not be moved
-    source = BlankSource(module)
-    if world > 1:
-        ranks, cpu = FakeRanks(rank, world), torch.device("cpu")
-        cut_module(module, source, ranks, role.dtype, cpu, drafts=role.role == DRAFT)
-    else:
-        for name, parameter in list(module.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            made = nn.Parameter(source.read(name, None).to(parameter.dtype), requires_grad=False)
-            module.get_submodule(owner)._parameters[leaf] = made
-        module.tie_weights()
-    return CausalModel(module, role.model.name, role.model.vocab)
+    config, ranks = config_for(role.model), FakeRanks(rank, world)
+    drafts = role.role == DRAFT
+    made = decoder(config, BlankSource(role, config), ranks, TORCH_DTYPES[role.dtype], drafts=drafts)
+    return DecoderModel(made, config, role.model.name, ranks)
 
 
-def _held(causal: CausalModel) -> int:
+def _held(causal: DecoderModel) -> int:
     """Memory of parameters and buffers, shared ones once."""
-    tensors = [*causal.module.parameters(), *causal.module.buffers()]
+    tensors = [*causal.decoder.parameters(), *causal.decoder.buffers()]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

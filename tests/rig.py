@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
@@ -56,9 +57,9 @@ class Run:
 
 
 def speculate(
-    target: CausalModel,
+    target: Model,
     prompts: list[Prompt],
-    draft: CausalModel | str | None,
+    draft: Model | str | None,
     *,
     k: int,
     rule: str = "block",
@@ -76,10 +77,10 @@ def speculate(
         source(RULES[rule], seed),
     )
     drafter: Drafter = Drafter()
-    if isinstance(draft, CausalModel):
-        drafter = ModelDrafter(ModelRunner(draft, chunk), transform, draws)
-    elif draft == "ngram":
+    if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
+    elif draft is not None:
+        drafter = ModelDrafter(ModelRunner(draft, chunk), transform, draws)
     engine = Engine(runner(target, chunk), drafter, transform, RULES[rule], draws)
     return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive)
 

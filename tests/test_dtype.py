@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import device_of
-from llama_ssp.models.loader import load, load_part
+from llama_ssp.models.interface import Model
+from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.loader import load
 from llama_ssp.planner.weights import Part, held
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.near_ties import Finding, check_greedy
@@ -40,15 +43,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def opened(path: Path, dtype: Dtype) -> CausalModel:
+def opened(path: Path, dtype: Dtype) -> Any:
     return load(ModelConf(name="tiny", path=str(path)), path, dtype, CPU, "model")
 
 
-def logits_of(model: CausalModel) -> torch.Tensor:
+def logits_of(model: Model) -> torch.Tensor:
     text = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        logits: torch.Tensor = model.module(text).logits[0].double()
-    return logits
+    feed = Feed((0,), (40,), 40, CPU)
+    return model.logits(text, feed, model.new_cache(1, 40), last_only=False)[0].double()
 
 
 def prompts() -> list[Prompt]:
@@ -60,8 +62,7 @@ def test_weights_are_held_as_asked(
     checkpoint: Path, dtype: Dtype, held: torch.dtype, tolerance: float
 ) -> None:
     model = opened(checkpoint, dtype)
-    assert {p.dtype for p in model.module.parameters()} == {held} == {model.dtype}
-    assert model.new_cache(1, 4).nbytes() == 0
+    assert {p.dtype for p in model.decoder.parameters()} == {held} == {model.dtype}
     run = speculate(model, prompts(), model, k=4, max_new=12)
     assert [len(text) for text in run.texts] == [12] * 3 and run.accepted > 0
     logits, exact = logits_of(model), logits_of(opened(checkpoint, Dtype.fp32))
@@ -72,8 +73,8 @@ def test_int8_loads_and_runs(checkpoint: Path) -> None:
     from bitsandbytes.nn import Linear8bitLt
 
     model = opened(checkpoint, Dtype.int8)
-    layers = [module for module in model.module.modules() if isinstance(module, Linear8bitLt)]
-    assert len(layers) == 3 * 7  # q, k, v, o, gate, up, down; the head stays as it is
+    layers = [module for module in model.decoder.modules() if isinstance(module, Linear8bitLt)]
+    assert len(layers) == 3 * 4  # qkv, o, gate and up, down; the head stays as it is
     assert all(layer.weight.dtype is torch.int8 for layer in layers)
     assert model.dtype is torch.bfloat16
     assert model.weights_bytes < opened(checkpoint, Dtype.bf16).weights_bytes
@@ -104,16 +105,16 @@ def test_nf4_loads_and_runs(tmp_path: Path) -> None:
 
     build("llama-gqa", mild=True, hidden_size=128, intermediate_size=192).save_pretrained(tmp_path)
     model = opened(tmp_path, Dtype.nf4)
-    layers = [module for module in model.module.modules() if isinstance(module, Linear4bit)]
-    assert len(layers) == 3 * 7
+    layers = [module for module in model.decoder.modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 3 * 4
     assert all(layer.weight.quant_state.quant_type == "nf4" for layer in layers)
     assert not any(layer.weight.quant_state.nested for layer in layers), "scales are not quantised"
     assert model.dtype is torch.bfloat16
     wide = opened(tmp_path, Dtype.bf16)
     assert model.weights_bytes < opened(tmp_path, Dtype.int8).weights_bytes < wide.weights_bytes
-    for name, layer in model.module.named_modules():
+    for name, layer in model.decoder.named_modules():
         if layer in layers:
-            exact = opened(tmp_path, Dtype.fp32).module.get_submodule(name).weight.detach()
+            exact = opened(tmp_path, Dtype.fp32).decoder.get_submodule(name).weight.detach()
             held = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
             assert NF4_LOSS[0] < float((held - exact).norm() / exact.norm()) < NF4_LOSS[1], name
     run = speculate(model, prompts(), wide, k=4, max_new=12)
@@ -140,7 +141,7 @@ def test_what_is_held_is_what_is_planned(dtype: Dtype) -> None:
     scales = held(Part.of(WIDE), dtype).get("quantisation scales", 0)
     assert model.weights_bytes == planned or (packed and model.weights_bytes > planned - scales)
     for rank in ranks_of(2):
-        part = load_part(replace(WIDE, dtype=dtype), None, dtype, CPU, "model", rank)
+        part = load(replace(WIDE, dtype=dtype), None, dtype, CPU, "model", rank)
         assert part.weights_bytes == sum(held(Part.of(WIDE, 2, rank.rank), dtype).values())
 
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.compile import CompiledModel
 from llama_ssp.models.kernels import int8
 from llama_ssp.models.kernels.int8 import OPERATOR, ROWS, Int8Linear, operators, usable
 from llama_ssp.models.loader import load
-from llama_ssp.models.quantization import quantised, quicken, scales_of
+from llama_ssp.models.quantization import quantised, scales_of
+from llama_ssp.models.steps import SteppedModel
 from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked
 from tests.families import build
@@ -81,12 +80,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
 @needs_compiler
 def test_weights_are_those_of_the_layer_and_many_rows_its_own():
     layer, _ = held(64, 128, True)
-    model = torch.nn.Sequential(layer)
+    operators("cpu")
     x = rows_of(ROWS + 1, 128)
     plain = layer.eval()(x)
-    quicken(model)
-    fast = model[0]
-    assert isinstance(fast, Int8Linear)
+    fast = Int8Linear(layer, next(scales_of(layer)))
     assert torch.equal(fast(x), plain)
     assert not torch.equal(fast(x[1:]), layer(x[1:]))
     assert fast.codes.data_ptr() == layer.weight.data_ptr() == layer.state.CB.data_ptr()
@@ -125,17 +122,17 @@ def test_a_compiled_model_is_nearer_to_the_wide_one_than_llm_int8(tmp_path: Path
         "num_hidden_layers": 1,
     }
     build("llama-gqa", mild=True, **changes).save_pretrained(tmp_path)
-    wide, narrow, eager, fast = (
+    wide, narrow, eager = (
         load(ModelConf(name="small"), tmp_path, dtype, CPU, "model")
-        for dtype in (Dtype.fp32, Dtype.bf16, Dtype.int8, Dtype.int8)
+        for dtype in (Dtype.fp32, Dtype.bf16, Dtype.int8)
     )
-    bytes_ = fast.weights_bytes - fast.module.lm_head.weight.nbytes
-    fast = CompiledModel(fast)
-    assert fast.weights_bytes - fast.module.lm_head.packed.nbytes == bytes_
+    fast = load(ModelConf(name="small"), tmp_path, Dtype.int8, CPU, "model", fast=True)
+    head, packed = eager.decoder.head.product.weight.nbytes, fast.decoder.head.product.packed.nbytes
+    assert fast.weights_bytes - packed == eager.weights_bytes - head
     exact = walked(wide)
     least, ours, theirs = (off(walked(model), exact) for model in (narrow, fast, eager))
     assert least < ours < theirs
-    assert not fast._failed and fast._steps
+    assert isinstance(fast, SteppedModel) and fast._step is not None
 
 
 @pytest.mark.slow  # a process of its own: triton must know before it is imported that it is to interpret
@@ -165,17 +162,6 @@ def require_kernel_for_gpus() -> None:
             require_near(found, x, weight, layer.bias, 2 * torch.finfo(dtype).eps)
             assert torch.equal(int8_triton.linear_int8(x[:1], *how)[0], found[0])
         assert int8_triton.linear_int8(x[:0], *how).shape == (0, shape[0])
-
-
-def test_causal_models_know_their_bytes():
-    """Codes that stand in a layer twice by name count once."""
-    causal = CausalModel(build("llama-gqa", dtype=torch.bfloat16), "m")
-    proj = causal.module.model.layers[0].mlp.up_proj
-    layer = quantised(Dtype.int8, proj.weight.data, None, CPU)
-    causal.module.model.layers[0].mlp.up_proj = layer
-    before = causal.weights_bytes
-    causal.module.model.layers[0].mlp.up_proj = Int8Linear(layer, next(scales_of(layer)))
-    assert causal.weights_bytes == before
 
 
 @pytest.mark.parametrize(("capability", "triton", "expected"), [

@@ -13,9 +13,10 @@ import torch
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, ModelError, StorageError, UsageError
 from llama_ssp.models import device_map as layers
+from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.device_map import load_layers, spread_of
 from llama_ssp.models.kv_cache import Feed, RaggedCache
-from llama_ssp.models.loader import load, shaped
+from llama_ssp.models.loader import load_module, shaped
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_tensor import walked
 from tests.families import FAMILIES, WHOLE, build
@@ -37,6 +38,11 @@ def saved(folder: Path, name: str, **changes: Any) -> Path:
     return folder
 
 
+def plain_of(model: ModelConf, folder: Path | None, dtype: Dtype = Dtype.fp32) -> CausalModel:
+    """transformers' module in one place."""
+    return CausalModel(load_module(model, folder, dtype, CPU, "model"), "plain")
+
+
 def on_disk(causal: Any) -> int:
     return sum(device == "disk" for device in getattr(causal.module, "hf_device_map", {}).values())
 
@@ -45,7 +51,7 @@ def on_disk(causal: Any) -> int:
 @pytest.mark.parametrize("name", [*FAMILIES, *WHOLE])
 def test_layers_on_disk_change_no_bit(name: str, tmp_path: Path):
     folder = saved(tmp_path / "model", name)
-    plain = load(MODEL, folder, Dtype.fp32, CPU, "model")
+    plain = plain_of(MODEL, folder)
     spread = load_layers(MODEL, folder, Dtype.fp32, LITTLE, tmp_path / "spill", "model")
     assert on_disk(spread) and spread.device == CPU and spread.vocab == plain.vocab
     assert spread.weights_bytes < plain.weights_bytes and spread.parameters == plain.parameters
@@ -59,9 +65,7 @@ def test_all_in_one_place_is_the_plain_model(tmp_path: Path):
     folder = saved(tmp_path, "llama-gqa")
     spread = load_layers(MODEL, folder, Dtype.fp32, {}, None, "model")
     assert on_disk(spread) == 0
-    for ours, theirs in zip(
-        walked(spread), walked(load(MODEL, folder, Dtype.fp32, CPU, "model")), strict=True
-    ):
+    for ours, theirs in zip(walked(spread), walked(plain_of(MODEL, folder)), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -71,7 +75,7 @@ def test_synthetic_layers_on_disk(tmp_path: Path):
         model = replace(MADE, seed=seed)
         spread = load_layers(model, None, Dtype.fp32, LITTLE, tmp_path, "model")
         assert on_disk(spread) and any(tmp_path.iterdir())
-        plain = load(model, None, Dtype.fp32, CPU, "model")
+        plain = plain_of(model, None)
         for ours, theirs in zip(walked(spread), walked(plain), strict=True):
             assert torch.equal(ours, theirs)
     del spread
@@ -83,7 +87,7 @@ def test_synthetic_layers_on_disk(tmp_path: Path):
 def test_quantised_layers_in_one_place(dtype: Dtype, tmp_path: Path):
     folder = saved(tmp_path, "llama-gqa", mild=True, hidden_size=64, intermediate_size=128)
     spread = load_layers(MODEL, folder, dtype, {}, None, "model")
-    for ours, theirs in zip(walked(spread), walked(load(MODEL, folder, dtype, CPU, "model")), strict=True):
+    for ours, theirs in zip(walked(spread), walked(plain_of(MODEL, folder, dtype)), strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.config import Dtype
+from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.checkpoint import Checkpoint, shape_of
-from llama_ssp.models.compile import CompiledModel, compiled
+from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.interface import Model
 from llama_ssp.models.self_check import require_faithful
+from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -23,7 +27,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests import checkpoints
 from tests.conftest import Command
-from tests.families import VOCAB, tiny
+from tests.families import VOCAB, decoder_of, tiny
 from tests.rig import GREEDY, Contrary, drive_refilled, perturbed, speculate
 
 LIMIT = 32  # up to which positions have their first scale
@@ -34,6 +38,7 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"max_position_embeddings": 96}),  # keeps the keys it has
     "dynamic": ("llama", {"max_position_embeddings": 96}),
 }
+SCALED["phi3-module"] = SCALED["phi3"]  # as an architecture without a row runs
 
 
 def scaled(name: str, **more: Any) -> Any:
@@ -58,12 +63,20 @@ def scaled_texts(name: str) -> dict[Prompt, list[int]]:
     return found
 
 
-def draft_of(kind: str, name: str) -> CausalModel | None:
+def model_of(name: str, noise: float = 0.0) -> Model:
+    """The decoder of our own, or transformers' module."""
+    module = perturbed(scaled(name), noise) if noise else scaled(name)
+    if name in ("dynamic", "phi3-module"):
+        return CausalModel(module, name)
+    return DecoderModel(decoder_of(module), module.config, name)
+
+
+def draft_of(kind: str, name: str) -> Model | None:
     if kind == "none":
         return None
     if kind == "never":
         return Contrary(scaled(name), name)
-    return CausalModel(perturbed(scaled(name), 0.02) if kind == "sometimes" else scaled(name), name)
+    return model_of(name, 0.02 if kind == "sometimes" else 0.0)
 
 
 @pytest.mark.few(2)
@@ -72,7 +85,7 @@ def draft_of(kind: str, name: str) -> CausalModel | None:
 def test_scaled_positions_go_on_as_in_transformers(name: str, draft: str) -> None:
     """Beyond the length at which the scale changes, each row by its own text, in one batch."""
     expected, other = scaled_texts(name), draft_of(draft, name)
-    run = speculate(CausalModel(scaled(name), name), list(expected), other, k=4 if other else 0, chunk=7)
+    run = speculate(model_of(name), list(expected), other, k=4 if other else 0, chunk=7)
     assert run.texts == list(expected.values())
     assert (run.accepted > 0) is (draft in ("sometimes", "always"))
     assert run.accepted < run.drafted or draft in ("always", "none")
@@ -80,11 +93,12 @@ def test_scaled_positions_go_on_as_in_transformers(name: str, draft: str) -> Non
 
 @pytest.mark.slow
 def test_scaled_positions_in_compiled_steps() -> None:
-    target = compiled(CausalModel(scaled("phi3"), "phi3"))
-    assert isinstance(target, CompiledModel)
+    assert has_kernels("phi3", Dtype.fp32, torch.device("cpu"))
+    module = scaled("phi3")
+    target = SteppedModel(decoder_of(module), module.config, "phi3", ALONE)
     prompt, text = next(iter(scaled_texts("phi3").items()))
     run = speculate(target, [prompt], draft_of("sometimes", "phi3"), k=4)
-    assert run.texts == [text] and target._steps and not target._failed
+    assert run.texts == [text] and target._step is not None
 
 
 @pytest.mark.parametrize("name", ["phi3", "llama"])
@@ -92,7 +106,8 @@ def test_the_scale_matters(name: str) -> None:
     """With one scale for all lengths other texts are written: the test above would notice."""
     architecture, changes = SCALED[name]
     short = {**LONGROPE, "long_factor": LONGROPE["short_factor"]}
-    target = CausalModel(tiny(architecture, rope_parameters=short, **changes), name)
+    module = tiny(architecture, rope_parameters=short, **changes)
+    target = DecoderModel(decoder_of(module), module.config, name)
     run = speculate(target, list(scaled_texts(name)), None, k=0)
     pairs = zip(run.texts, scaled_texts(name).values(), strict=True)
     assert all(text != other for text, other in pairs)
@@ -101,16 +116,16 @@ def test_the_scale_matters(name: str) -> None:
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rows_are_refilled(name: str) -> None:
     """A prompt that is read in chunks, between the rounds of others, has its whole length's scale at once."""
-    expected, target = scaled_texts(name), CausalModel(scaled(name), name)
+    expected, target = scaled_texts(name), model_of(name)
     transform, draws = SamplingTransform(GREEDY, (), target.vocab), CounterDraws(0)
-    drafter = ModelDrafter(ModelRunner(CausalModel(perturbed(scaled(name), 0.02), name)), transform, draws)
+    drafter = ModelDrafter(ModelRunner(model_of(name, 0.02)), transform, draws)
     engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
     found = drive_refilled(engine, list(expected), 2, k=4, longest=80)
     assert found == {prompt.id: text for prompt, text in expected.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", ["phi3", "llama", "dynamic"])
 def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
     name: str, command: Command, tmp_path: Path
 ) -> None:

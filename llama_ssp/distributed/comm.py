@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ class Ranks:
     rank: int = LEADER
     world: int = 1
     patience_s: float = 0.0  # how long one rank waits for another
+    label: str = ""  # of the group and this rank's place in it: compiled steps of another group are others
 
     @property
     def is_leader(self) -> bool:
@@ -33,6 +34,10 @@ class Ranks:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; all have one shape."""
         return [tensor]
+
+    def during(self, what: str) -> AbstractContextManager[None]:
+        """Around code that exchanges tensors by itself: its errors are told as those of the other ranks."""
+        return nullcontext()
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         """The leader's integers, on every rank; what the other ranks pass is ignored."""

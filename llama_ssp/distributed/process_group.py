@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,15 @@ class Group(Ranks):
         self._inner += [group] if isinstance(group, Group) else []
         return group
 
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return f"{self._tensors.group_name}: {self.rank} of {self._members}"
+
+    def during(self, what: str) -> AbstractContextManager[None]:
+        return self._watch.during(what)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # in a compiled step; the step's caller names the rank that fails
+        if torch.compiler.is_compiling():  # in a compiled step, which is called in `during`
             summed: Tensor = functional.all_reduce(tensor, "sum", self._tensors)
             return summed
         with self._watch.during("summing"):
@@ -227,7 +234,7 @@ def flat(node: Any, prefix: str = "") -> dict[str, str]:
     return {key: text for items in inner for key, text in items}
 
 
-def checksum(values: list[int]) -> int:
+def checksum(values: Iterable[int]) -> int:
     return zlib.crc32(",".join(map(str, values)).encode())
 
 

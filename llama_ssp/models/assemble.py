@@ -17,25 +17,48 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
-from llama_ssp.models.linear import Embedding, Head, Summed, dense
-from llama_ssp.models.safetensors_io import Source
-from llama_ssp.models.shape import BlockShape, Shape, rotary_parameters, shape_of
+from llama_ssp.models.host_memory import return_memory
+from llama_ssp.models.linear import Embedding, Head, Product, Summed, dense
+from llama_ssp.models.safetensors_io import Source, taken
+from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
 
-Product = Callable[[Tensor, Tensor | None], nn.Module]  # of a weight and a bias: a format of linear layers
+Sizes = tuple[int, ...]  # of a tensor
 Stacks = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # of experts: up and down, and their biases
+ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
 
 
 def decoder(
     config: Any, source: Source, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32,
     product: Product = dense, head: Product | None = None, device: torch.device | None = None,
+    drafts: bool = False,
 ) -> Decoder:  # fmt: skip
     """This rank's part of the model; `shape.reason_against` has found nothing against it.
 
-    `product` is the format of linear layers; `head` that of the last one, which is not quantised.
+    `product` is the format of linear layers; `head` that of the last one, which is not quantised. Of a model
+    that drafts the first rank alone has token ids, and the embedding.
     """
     where = device or torch.device("cpu")
-    return Assembly(config, source, ranks, dtype, product, head or product, where).whole()
+    return Assembly(config, source, ranks, dtype, product, head or product, where, drafts).whole()
+
+
+def wanted(config: Any) -> dict[str, Sizes]:
+    """The tensors that the model has on disk, by name; of a tied model also the head, which may be absent."""
+    outline = Outline({f"{shape_of(config).family.names.head}.weight": ()})
+    meta = torch.device("meta")
+    whole = Assembly(config, outline, ALONE, torch.float32, dense, dense, meta, drafts=False)
+    whole.whole()
+    return whole.wanted
+
+
+class Outline:
+    """A source with names alone."""
+
+    def __init__(self, shapes: dict[str, Sizes]) -> None:
+        self.shapes = shapes
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        raise NotImplementedError
 
 
 class Assembly:
@@ -43,48 +66,75 @@ class Assembly:
 
     def __init__(
         self, config: Any, source: Source, ranks: Ranks, dtype: torch.dtype, product: Product,
-        head: Product, device: torch.device,
+        head: Product, device: torch.device, drafts: bool,
     ) -> None:  # fmt: skip
         self.config, self.source, self.ranks, self.dtype = config, source, ranks, dtype
-        self.product, self.head, self.device = product, head, device
+        self.product, self.head, self.device, self.drafts = product, head, device, drafts
         self.shape: Shape = shape_of(config)
         self.names = self.shape.family.names
         self.heads = head_ranges(self.shape.n_heads, self.shape.n_kv, ranks.world, ranks.rank)
         self.mlp = mlp_share(self.shape.ffn, ranks.world, ranks.rank)
         self.split = ranks.world > 1
+        self.norms = norms_of(config)
+        self.wanted: dict[str, Sizes] = {}  # the tensors that were asked for, as they are on disk
         self.reduce = ranks.all_reduce if self.split else None
 
     def whole(self) -> Decoder:
         shape, names, world = self.shape, self.names, self.ranks.world
-        vocab = self.source.shapes[f"{names.embedding}.weight"][0]
-        shares = [vocab_share(vocab, world, rank) for rank in range(world)]
-        own = shares[self.ranks.rank]
-        table_VH = self.read(f"{names.embedding}.weight", Cut(ROWS, (own,)) if self.split else None)
-        assert table_VH is not None
-        embedding = Embedding(table_VH, shape.embedding_scale, own[0], self.reduce)
-        rows = Cut(ROWS, (own,)) if self.split else None
-        head_VH = self.read(f"{names.head}.weight", rows)
-        product = self.head(table_VH if head_VH is None else head_VH, self.read(f"{names.head}.bias", rows))
+        shares = [vocab_share(shape.vocab, world, rank) for rank in range(world)]
+        embedding, head_VH = self.tables(shares[self.ranks.rank])
+        product = self.head(head_VH, None)
         gather = self.ranks.all_gather if self.split else None
         offset = shape.family.position_rows
         found = Decoder(
-            embedding, self.read(f"{names.positions}.weight"), offset or 0,
+            embedding, self.positions(), offset or 0,
             {} if offset is not None else self.rotaries(),
             [self.block(f"{names.blocks}.{number}.", block) for number, block in enumerate(shape.blocks)],
             self.norm(names.norm), Head(product, list(map(length, shares)), gather),
             shape.logit_divisor, shape.logit_softcap,
         )  # fmt: skip
-        return found.eval().to(self.device)
+        return found.eval()
+
+    def tables(self, own: Span) -> tuple[Embedding, Tensor]:
+        """The embedding, and the head's weight: of a tied model, rows of the same table if they are here."""
+        names, held, first, whole = self.names, own, own[0], (self.shape.vocab, self.shape.dim)
+        if self.drafts and self.split:
+            held, first = ((0, whole[0]), 0) if self.ranks.rank == 0 else ((0, 1), whole[0])  # no token's row
+        table_VH = self.read(f"{names.embedding}.weight", whole, self._vocab_cut(held))
+        here = held[0] <= own[0] and own[1] <= held[1]
+        same_VH = table_VH[own[0] - held[0] : own[1] - held[0]] if here else None
+        cut, head = self._vocab_cut(own), f"{names.head}.weight"
+        if self.shape.tied and head not in self.source.shapes:
+            head_VH = self.read(f"{names.embedding}.weight", whole, cut) if same_VH is None else same_VH
+        else:
+            head_VH = self.read(head, whole, cut)
+            if self.shape.tied and same_VH is not None and not same_VH.is_meta:
+                head_VH = same_VH if torch.equal(head_VH, same_VH) else head_VH
+        reduce = self.ranks.all_reduce if self.split else None
+        return Embedding(table_VH, self.shape.embedding_scale, first, reduce), head_VH
+
+    def positions(self) -> Tensor | None:
+        offset = self.shape.family.position_rows
+        if offset is None:
+            return None
+        rows = int(self.config.max_position_embeddings) + offset
+        return self.read(f"{self.names.positions}.weight", (rows, self.shape.dim))
+
+    def _vocab_cut(self, rows: Span) -> Cut | None:
+        return Cut(ROWS, (rows,)) if self.split else None
 
     def rotaries(self) -> dict[str, Rotary]:
-        return {kind: Rotary.of(self.config, kind) for kind in rotary_parameters(self.config)}
+        kinds = rotary_parameters(self.config)
+        return {kind: Rotary.of(self.config, kind).to(self.device) for kind in kinds}
 
     def block(self, prefix: str, own: BlockShape) -> Block:
-        names, kinds = self.names, ("before_attention", "after_attention", "before_mlp", "after_mlp")
-        norms = {kind: self._first_norm(prefix, getattr(names, kind)) for kind in kinds}
+        norms: dict[str, nn.Module] = {
+            place: self.norm(prefix + name) if name else nn.Identity() for place, name in self.norms.items()
+        }
         attention = self.attention(prefix, own)
         mlp = self.experts(prefix) if own.experts else self.dense_mlp(prefix)
         shared = self.shape.parallel and isinstance(norms["before_mlp"], nn.Identity)
+        return_memory()  # parts that were joined, or quantised
         return Block(attention, mlp, norms, self.shape.residual_scale, self.shape.parallel, shared)
 
     def attention(self, prefix: str, own: BlockShape) -> Attention:
@@ -92,12 +142,12 @@ class Assembly:
         sizes = [count * shape.head_dim for count in (heads.queries, heads.kvs, heads.kvs)]
         sinks = None
         if names.sinks:
-            sinks = self.read(prefix + names.sinks, Cut(ROWS, (heads.query,)))
-        qkv = [(prefix + name, spans) for name, spans in zip(names.qkv, self._qkv(), strict=True)]
+            sinks = self.read(prefix + names.sinks, (shape.n_heads,), Cut(ROWS, (heads.query,)))
+        qkv = [(prefix + name, *rows) for name, rows in zip(names.qkv, self._qkv(), strict=True)]
+        inputs, span = shape.n_heads * shape.head_dim, _times(heads.query, shape.head_dim)
         return Attention(
-            self.columns(qkv),
-            self.rows(prefix + names.output, [_times(heads.query, shape.head_dim)]),
-            sizes, shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary,
+            self.columns(qkv, ATTENTION), self.rows(prefix + names.output, inputs, [span], ATTENTION), sizes,
+            shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary,
             self.qk_norms(prefix), sinks,
         )  # fmt: skip
 
@@ -106,11 +156,14 @@ class Assembly:
         if not names:
             return None
         if not shape.family.whole_qk_norm:
-            return HeadNorms(*map(self.norm, names))
-        cuts = (Cut(ROWS, (_times(span, shape.head_dim),)) for span in (heads.query, heads.kv))
+            return HeadNorms(*(self.norm(name, shape.head_dim) for name in names))
         query, key = (
-            self._need(f"{name}.weight", cut).view(-1, shape.head_dim)
-            for name, cut in zip(names, cuts, strict=True)
+            self.read(
+                f"{name}.weight", (count * shape.head_dim,), Cut(ROWS, (_times(span, shape.head_dim),))
+            ).view(-1, shape.head_dim)
+            for name, span, count in zip(
+                names, (heads.query, heads.kv), (shape.n_heads, shape.n_kv), strict=True
+            )
         )
         copies = max(1, self.ranks.world // shape.n_kv)  # of a key, over the ranks
         sizes = shape.n_heads * shape.head_dim, copies * shape.n_kv * shape.head_dim
@@ -121,16 +174,17 @@ class Assembly:
         fused = self.shape.family.fused_mlp
         gated = fused or len(names.up) == 2
         spans = [self.mlp, _behind(self.mlp, width)] if fused else [self.mlp]
-        up = self.columns([(prefix + name, spans) for name in names.up])
-        return Mlp(up, self.rows(prefix + names.down, [self.mlp]), self.activation(), gated)
+        up = self.columns([(prefix + name, width * (1 + fused), spans) for name in names.up], MLP)
+        return Mlp(up, self.rows(prefix + names.down, width, [self.mlp], MLP), self.activation(), gated)
 
     def experts(self, prefix: str) -> Experts:
         """Every rank has the router, and its columns of all experts."""
-        shape = self.shape
-        router = dense(*self._plain(prefix + self.names.router))
-        routing = Routing(shape.top_k, shape.normed_top, after=shape.family.clamped)
+        shape, name, clamped = self.shape, prefix + self.names.router, self.shape.family.clamped
+        bias = self.read(f"{name}.bias", (shape.experts,)) if clamped else None
+        router = dense(self.read(f"{name}.weight", (shape.experts, shape.dim)), bias)
+        routing = Routing(shape.top_k, shape.normed_top, after=clamped)
         gate = Gate(shape.activation, shape.gate_alpha, shape.gate_limit)
-        stacks = self._stacked if shape.family.clamped else self._one_by_one
+        stacks = self._stacked if clamped else self._one_by_one
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
         return Experts(router, *stacks(prefix, share), gate, routing, self.reduce)
 
@@ -140,46 +194,52 @@ class Assembly:
         how: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         up_EFH = torch.empty(shape.experts, 2 * width, shape.dim, **how)
         down_EHF = torch.empty(shape.experts, shape.dim, width, **how)
+        whole = shape.expert_ffn, shape.dim
         for number in range(shape.experts):
             for half_FH, name in zip(up_EFH[number].chunk(2), self.names.expert_up, strict=True):
-                half_FH.copy_(self.source.read(f"{prefix}{name.format(number)}.weight", rows))
+                half_FH.copy_(self.read(f"{prefix}{name.format(number)}.weight", whole, rows))
             down = f"{prefix}{self.names.expert_down.format(number)}.weight"
-            down_EHF[number].copy_(self.source.read(down, columns))
+            down_EHF[number].copy_(self.read(down, whole[::-1], columns))
         return up_EFH, down_EHF, None, None
 
     def _stacked(self, prefix: str, share: Span) -> Stacks:
         """Of all experts in one tensor: inputs first, and of each output a gate, then what it multiplies."""
         up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
-        up, up_bias = (
-            self._need(name, Cut(dim, (_times(share, 2),)))
-            for name, dim in ((up_name, 2), (f"{up_name}_bias", 1))
-        )
+        experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
+        both = (_times(share, 2),)
+        up = self.read(up_name, (experts, dim, 2 * width), Cut(2, both))
+        up_bias = self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, both))
         up, up_bias = (torch.cat([each[..., ::2], each[..., 1::2]], -1) for each in (up, up_bias))
-        down = self._need(down_name, Cut(1, (share,)))
+        down = self.read(down_name, (experts, width, dim), Cut(1, (share,)))
         up_EFH, down_EHF = (weight.transpose(1, 2).contiguous() for weight in (up, down))
-        down_bias = self._need(f"{down_name}_bias") if self.ranks.rank == 0 else None
+        down_bias = self.read(f"{down_name}_bias", (experts, dim)) if self.ranks.rank == 0 else None
         return up_EFH, down_EHF, up_bias, down_bias
 
-    def columns(self, parts: list[tuple[str, list[Span]]]) -> nn.Module:
-        """One layer that is split by its outputs, of the given rows of one or several on disk."""
+    def columns(self, parts: list[tuple[str, int, list[Span]]], part: int) -> nn.Module:
+        """One layer that is split by its outputs, of the given rows of one or several on disk.
+
+        Of each its name, the number of its outputs, and the rows.
+        """
         weights, biases = [], []
-        for name, spans in parts:
+        for name, outputs, spans in parts:
             cut = Cut(ROWS, tuple(spans))
-            weights.append(self._need(f"{name}.weight", cut))
-            bias = self.read(f"{name}.bias", cut)
-            biases += [] if bias is None else [bias]
+            weights.append(self._read_for_product(f"{name}.weight", (outputs, self.shape.dim), cut))
+            if self.shape.family.has_bias(self.config, name, part):
+                biases.append(self.read(f"{name}.bias", (outputs,), cut))
         return self.product(_joined(weights), _joined(biases) if biases else None)
 
-    def rows(self, name: str, spans: list[Span]) -> nn.Module:
-        """A layer that is split by its inputs."""
-        weight = self._need(f"{name}.weight", Cut(COLUMNS, tuple(spans)) if self.split else None)
-        bias = self.read(f"{name}.bias") if self.ranks.rank == 0 else None
-        made = self.product(weight, bias)
+    def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
+        """A layer that is split by its inputs; the first rank has the bias."""
+        cut, dim = Cut(COLUMNS, tuple(spans)) if self.split else None, self.shape.dim
+        weight = self._read_for_product(f"{name}.weight", (dim, inputs), cut)
+        has_bias = self.ranks.rank == 0 and self.shape.family.has_bias(self.config, name, part)
+        made = self.product(weight, self.read(f"{name}.bias", (dim,)) if has_bias else None)
         return Summed(made, self.ranks.all_reduce) if self.split else made
 
-    def norm(self, name: str) -> Norm:
-        weight, bias = self._plain(name)
-        family = self.shape.family
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        size, family = size or self.shape.dim, self.shape.family
+        weight = self.read(f"{name}.weight", (size,))
+        bias = self.read(f"{name}.bias", (size,)) if family.layer_norm else None
         return Norm(weight, bias, self.shape.epsilon, family.layer_norm, family.norm_offset)
 
     def activation(self) -> Callable[[Tensor], Tensor]:
@@ -188,37 +248,31 @@ class Assembly:
         made: Callable[[Tensor], Tensor] = ACT2FN[self.shape.activation]
         return made
 
-    def read(self, name: str, cut: Cut | None = None) -> Tensor | None:
-        """The tensor, or the cut part; None if the checkpoint does not have it."""
-        if name not in self.source.shapes:
-            return None
-        return self.source.read(name, cut).to(self.device, self.dtype)
+    def read(self, name: str, shape: Sizes, cut: Cut | None = None) -> Tensor:
+        """The tensor of this shape, or the cut part."""
+        return self._read_for_product(name, shape, cut).to(self.device)
 
-    def _need(self, name: str, cut: Cut | None = None) -> Tensor:
-        return self.source.read(name, cut).to(self.device, self.dtype)
+    def _read_for_product(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor:
+        """The product moves it to the device: quantising begins on the CPU."""
+        self.wanted[name] = shape
+        if self.device.type == "meta":
+            return taken(torch.empty(shape, dtype=self.dtype, device=self.device), cut)
+        return self.source.read(name, cut).to(self.dtype)
 
-    def _plain(self, name: str) -> tuple[Tensor, Tensor | None]:
-        return self._need(f"{name}.weight"), self.read(f"{name}.bias")
-
-    def _first_norm(self, prefix: str, names: tuple[str, ...]) -> nn.Module:
-        found = (prefix + name for name in names if f"{prefix}{name}.weight" in self.source.shapes)
-        name = next(found, None)
-        return nn.Identity() if name is None else self.norm(name)
-
-    def _qkv(self) -> list[list[Span]]:
-        """Which rows of each weight on disk this rank has, in the order of queries, keys, values."""
+    def _qkv(self) -> list[tuple[int, list[Span]]]:
+        """Of each weight on disk, in the order of queries, keys, values: its outputs, and this rank's."""
         shape, heads, size = self.shape, self.heads, self.shape.head_dim
+        queries, keys = shape.n_heads * size, shape.n_kv * size
+        query, kv = _times(heads.query, size), _times(heads.kv, size)
         if len(self.names.qkv) == 3:
-            return [[_times(span, size)] for span in (heads.query, heads.kv, heads.kv)]
+            return [(queries, [query]), (keys, [kv]), (keys, [kv])]
         if not shape.family.qkv_by_group:
-            keys, values = shape.n_heads * size, (shape.n_heads + shape.n_kv) * size
-            kv = _times(heads.kv, size)
-            return [[_times(heads.query, size), _behind(kv, keys), _behind(kv, values)]]
+            return [(queries + 2 * keys, [query, _behind(kv, queries), _behind(kv, queries + keys)])]
         per = shape.n_heads // shape.n_kv  # queries of a group; its key and its value follow them
-        query = [head + 2 * (head // per) for head in range(*heads.query)]
-        keys_ = [group * (per + 2) + per for group in range(*heads.kv)]
-        order = [*query, *keys_, *(place + 1 for place in keys_)]
-        return [[_times(span, size) for span in _runs(order)]]
+        order = [head + 2 * (head // per) for head in range(*heads.query)]
+        places = [group * (per + 2) + per for group in range(*heads.kv)]
+        order += [*places, *(place + 1 for place in places)]
+        return [(queries + 2 * keys, [_times(span, size) for span in _runs(order)])]
 
 
 def _times(span: Span, size: int) -> Span:

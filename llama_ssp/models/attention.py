@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.models.shape import ALL, rotary_parameters
+from llama_ssp.models.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Feed:
         rows = [row for row in rows if row[2]]
         position = [start + i for _, start, count in rows for i in range(count)]
         first = [slot for slot, _, count in rows for _ in range(count)]
-        position_T, first_T = torch.tensor([position, first], device=device)
+        position_T, first_T = sent([position, first], device)
         return Feed(position_T, first_T, attend or attend_rows, tuple(rows))
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.causal_lm import context_of
 from llama_ssp.models.checkpoint import SCALED_FROM
 from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.families import family_of
 from llama_ssp.models.kv_cache import Feed, Tally
+from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.transfer import sent
 
 
 class DecoderModel:
     """A decoder, eager. Texts that grow beyond `restart` are fed anew, with the second scale of positions."""
 
-    def __init__(self, decoder: Decoder, config: Any, name: str, vocab: int) -> None:
-        self.decoder, self.config, self.name, self.vocab = decoder, config, name, vocab
+    def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks = ALONE) -> None:
+        self.decoder, self.config, self.name, self.ranks = decoder, config, name, ranks
+        self.vocab = int(config.vocab_size)
         self.context = context_of(config)
         table = decoder.embedding.weight
         self.device, self.dtype = table.device, table.dtype
@@ -28,11 +34,12 @@ class DecoderModel:
         limits = [
             p[SCALED_FROM] for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"
         ]
-        self.restart: int | None = min(limits) if limits and min(limits) < self.context else None
+        self._limit: int | None = min(limits) if limits and min(limits) < self.context else None
+        self.restart = self._limit if family_of(config.model_type).rereads else None
 
     @property
     def weights_bytes(self) -> int:
-        tensors = *self.decoder.parameters(), *self.decoder.buffers()
+        tensors = *self.decoder.parameters(), *self.decoder.buffers(), *scales_of(self.decoder)
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     @property
@@ -45,34 +52,38 @@ class DecoderModel:
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
         """Logits, (B, W, V); or of each row's last column, (B, 1, V), for a pass fed for its keys."""
-        count = feed.count
-        token_T = token_BW[0] if len(count) == 1 else token_BW[feed.real()]
-        logit_RV = self._run(token_T, self._feed(feed, cache), cache, last_only)
-        if len(count) == 1:
-            return logit_RV[None]
+        rows, width = token_BW.shape
+        # Padding is left out: the place of every token among the (B, W) columns.
+        places = [row * width + column for row, count in enumerate(feed.count) for column in range(count)]
+        padded = len(places) < rows * width
+        place_T = sent(places, self.device) if padded else None
+        token_T = token_BW.flatten() if place_T is None else token_BW.flatten()[place_T]
+        logit_RV = self._run(token_T, self._feed(feed, cache, place_T), cache, last_only)
         if last_only:
-            full = torch.tensor([n > 0 for n in count], device=self.device)
-            return logit_RV.new_zeros(len(count), 1, self.vocab).masked_scatter_(
-                full[:, None, None], logit_RV
-            )
-        logit_BWV = logit_RV.new_zeros(len(count), feed.width, self.vocab)
-        logit_BWV[feed.real()] = logit_RV
-        return logit_BWV
+            places, width = [row for row, count in enumerate(feed.count) if count], 1
+            padded = len(places) < rows
+            place_T = sent(places, self.device) if padded else None
+        if place_T is not None:
+            logit_RV = logit_RV.new_zeros(rows * width, self.vocab).index_copy_(0, place_T, logit_RV)
+        return logit_RV.view(rows, width, self.vocab)
 
     def _run(self, token_T: Tensor, feed: attention.Feed, cache: SlotCache, last_only: bool) -> Tensor:
         wanted_R = None
         if last_only:
-            counts = torch.tensor([count for _, _, count in feed.rows])
-            wanted_R = (counts.cumsum(0) - 1).to(self.device)
+            ends = list(accumulate(count for _, _, count in feed.rows))
+            wanted_R = sent([end - 1 for end in ends], self.device)
         logit_RV: Tensor = self.decoder(token_T, feed, cache.layers, wanted_R)[0]
         return logit_RV
 
-    def _feed(self, feed: Feed, cache: SlotCache) -> attention.Feed:
+    def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Feed:
         starts = zip(feed.start, feed.count, strict=True)
         rows = [
             (cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)
         ]
         made = attention.Feed.of(rows, self.device)
-        if self.restart is not None:
-            made.long_T = feed.beyond(self.restart)[feed.real()]
+        # A token's position alone says its scale, but while a long text is first read.
+        limit = self._limit
+        if limit is not None and any(g > limit > s for g, s in zip(feed.given, feed.start, strict=False)):
+            long_T = feed.beyond(limit).flatten()
+            made.long_T = long_T if place_T is None else long_T[place_T]
         return made

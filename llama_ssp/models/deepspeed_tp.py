@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import Ranks
@@ -23,7 +24,6 @@ from llama_ssp.errors import DistributedError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.loader import load_module, require_finite
-from llama_ssp.models.parallel_layers import RowParallel
 from llama_ssp.models.sharding import require_deepspeed
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def load_deepspeed(
         raise DistributedError(what, where, found, fix=f"use {OWN}") from error
     causal = CausalModel(_summed_by(engine.module, ranks), model.name)
     if model.scan:
-        require_finite(causal)
+        require_finite(causal.module, causal.name)
     log.info("%s: %s on %s, by DeepSpeed over %d ranks", where, dtype.value, device, ranks.world)
     return causal
 
@@ -84,3 +84,22 @@ def _summed_by(module: Any, ranks: Ranks) -> Any:
             layer.mp_group = None
             module.set_submodule(name, RowParallel(layer, ranks))
     return module
+
+
+class RowParallel(nn.Module):
+    """A linear layer, in any number format, with some of the inputs: sums over ranks, adds the bias once."""
+
+    def __init__(self, inner: Any, ranks: Ranks) -> None:
+        super().__init__()
+        self.bias: Tensor | None = inner.bias
+        inner.bias = None
+        self.inner, self.ranks = inner, ranks
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.inner.weight
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ranks.all_reduce(self.inner(x))
+        return y if self.bias is None else y + self.bias

@@ -7,9 +7,10 @@ but in one process, without a plan, and after a trial (self_check.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Any
 
 
 class Linear(Enum):
@@ -48,8 +49,7 @@ PHI3 = {
 class Names:
     """Names of weights in a checkpoint, as decoder.py needs them; the defaults are Llama's.
 
-    Those of a block follow `blocks` and its number. Of norms with several names the first that the checkpoint
-    has counts; a norm that it does not have is left out. Experts have `{}` for their number, or one tensor.
+    Those of a block follow `blocks` and its number. Experts have `{}` for their number, or one tensor.
     """
 
     embedding: str = "model.embed_tokens"
@@ -57,10 +57,10 @@ class Names:
     blocks: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
-    before_attention: tuple[str, ...] = ("input_layernorm",)
-    after_attention: tuple[str, ...] = ()
-    before_mlp: tuple[str, ...] = ("post_attention_layernorm",)
-    after_mlp: tuple[str, ...] = ()
+    before_attention: str = "input_layernorm"  # norms; without a name there is none
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qk_norm: tuple[str, ...] = ()
     sinks: str = ""
@@ -75,8 +75,8 @@ class Names:
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 LLAMA_NAMES = Names()
 SANDWICHED = replace(
-    LLAMA_NAMES, after_attention=("post_attention_layernorm",), before_mlp=("pre_feedforward_layernorm",),
-    after_mlp=("post_feedforward_layernorm",),
+    LLAMA_NAMES, after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
 )  # fmt: skip
 NEOX_NAMES = Names(
     "gpt_neox.embed_in", "", "gpt_neox.layers", "gpt_neox.final_layer_norm",
@@ -85,21 +85,30 @@ NEOX_NAMES = Names(
 )  # fmt: skip
 FALCON_NAMES = Names(
     "transformer.word_embeddings", "", "transformer.h", "transformer.ln_f",
-    before_attention=("ln_attn", "input_layernorm"), before_mlp=("ln_mlp", "post_attention_layernorm"),
     qkv=("self_attention.query_key_value",), output="self_attention.dense", up=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
 )  # fmt: skip
 GPT_NEO_NAMES = Names(
     "transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f",
-    before_attention=("ln_1",), before_mlp=("ln_2",),
+    before_attention="ln_1", before_mlp="ln_2",
     qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
     output="attn.attention.out_proj", up=("mlp.c_fc",), down="mlp.c_proj",
 )  # fmt: skip
 OPT_NAMES = Names(
     "model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.layers",
-    "model.decoder.final_layer_norm", before_attention=("self_attn_layer_norm",),
-    before_mlp=("final_layer_norm",), output="self_attn.out_proj", up=("fc1",), down="fc2",
+    "model.decoder.final_layer_norm", before_attention="self_attn_layer_norm",
+    before_mlp="final_layer_norm", output="self_attn.out_proj", up=("fc1",), down="fc2",
 )  # fmt: skip
+
+
+def _falcon_norms(config: Any) -> tuple[str, str]:
+    """Attention and MLP have one input, after one norm or a norm each; or the MLP follows attention."""
+    if not config.parallel_attn:
+        return "input_layernorm", "post_attention_layernorm"
+    both = (config.num_ln_in_parallel_attn or 1 + config.new_decoder_architecture) == 2
+    return ("ln_attn", "ln_mlp") if both else ("input_layernorm", "")
+
+
 MIXTRAL_NAMES = Names(
     router="block_sparse_moe.gate",
     expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
@@ -133,8 +142,9 @@ class Family:
     """One architecture; the defaults are Llama's."""
 
     layers: Mapping[str, Linear]  # the linear layers of a block by name, in the order of the forward pass
-    biased: tuple[str, ...] = ()  # those with a bias
-    split: bool = True  # over ranks by tensor_parallel.py, and planned
+    biased: tuple[str, ...] = ()  # those with a bias, where the config does not say
+    bias_keys: tuple[str, str] = ("", "")  # of the config: whether attention's layers, the MLP's, have one
+    split: bool = True  # over ranks, and planned
     deepspeed: bool = True  # DeepSpeed splits it right; it cuts fused MLPs wrongly
 
     grouped: bool = True  # config.json has a number of KV heads and a head size
@@ -155,8 +165,10 @@ class Family:
     mlp_states: int = 3  # tensors of the MLP's width that exist at once: gate, activation, product
     tied: bool = False  # where config.json does not say
     context: int | None = None  # where config.json does not say
+    rereads: bool = False  # a text that outgrows the first scale of positions is read anew (longrope)
 
     names: Names = LLAMA_NAMES
+    norm_names: Callable[[Any], tuple[str, str]] | None = None  # before attention and MLP, by the config
     qkv_by_group: bool = False  # fused: queries, key and value of the first KV head, then of the next
     parallel: tuple[str, ...] = ()  # keys of the config; if one is set, attention and MLP have one input
     whole_qk_norm: bool = False  # over all heads of a token at once
@@ -167,6 +179,11 @@ class Family:
     normed_top: str | None = None  # of the config: experts' weights sum to one; None: always
     clamped: bool = False  # experts interleave gate and up, clamp both, and weigh after the choice
     needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
+
+    def has_bias(self, config: Any, layer: str, part: int) -> bool:
+        """Whether a layer has a bias, by its name; `part` is 0 for attention's layers, 1 for the MLP's."""
+        usual = layer.rpartition(".")[2] in self.biased
+        return bool(getattr(config, self.bias_keys[part], usual)) if self.bias_keys[part] else usual
 
     @property
     def eager(self) -> bool:
@@ -188,21 +205,23 @@ class Family:
         return 2 if has_both else 1
 
 
+ATTENTION_BIAS, BIASES = ("attention_bias", ""), ("attention_bias", "mlp_bias")
 QWEN_WINDOW = Window(partial=True, switched=True)
 FAMILIES = {
     "falcon": Family(
         NEOX, split=False, deepspeed=False, grouped=False, multi_query=True, context=2048, layer_norm=True,
-        mlp_key="ffn_hidden_size", mlp_states=2,
-        names=FALCON_NAMES, qkv_by_group=True, parallel=("parallel_attn", "new_decoder_architecture"),
+        mlp_key="ffn_hidden_size", mlp_states=2, names=FALCON_NAMES, norm_names=_falcon_norms,
+        bias_keys=("bias", "bias"), qkv_by_group=True, parallel=("parallel_attn", "new_decoder_architecture"),
         needs={"alibi": False},
     ),
     "gemma2": Family(
-        LLAMA, softcap=True, window=Window(default=4096, partial=True), norms=4, norm_offset=1,
-        scaled_embedding=True, tied=True, names=SANDWICHED, scale_key="query_pre_attn_scalar",
+        LLAMA, bias_keys=ATTENTION_BIAS, softcap=True, window=Window(default=4096, partial=True), norms=4,
+        norm_offset=1, scaled_embedding=True, tied=True, names=SANDWICHED, scale_key="query_pre_attn_scalar",
     ),
     "gemma3_text": Family(
-        LLAMA, split=False, deepspeed=False, qk_norm=True, window=Window(default=4096, partial=True), norms=4,
-        norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
+        LLAMA, bias_keys=ATTENTION_BIAS, split=False, deepspeed=False, qk_norm=True,
+        window=Window(default=4096, partial=True), norms=4, norm_offset=1, scaled_embedding=True,
+        rotary_kinds=2, tied=True,
         names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
     ),
     "gpt_neo": Family(
@@ -212,38 +231,42 @@ FAMILIES = {
         names=GPT_NEO_NAMES, plain_scores=True,
     ),
     "gpt_neox": Family(
-        NEOX, tuple(NEOX), grouped=False, layer_norm=True, rotary=0.25, mlp_states=2, names=NEOX_NAMES,
-        qkv_by_group=True, parallel=("use_parallel_residual",),
+        NEOX, tuple(NEOX), ATTENTION_BIAS, grouped=False, layer_norm=True, rotary=0.25, mlp_states=2,
+        names=NEOX_NAMES, qkv_by_group=True, parallel=("use_parallel_residual",),
     ),
     "gpt_oss": Family(
-        LLAMA, ("q_proj", "k_proj", "v_proj", "o_proj"), split=False, deepspeed=False,
+        LLAMA, ("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION_BIAS, split=False, deepspeed=False,
         window=Window(default=128, partial=True), names=GPT_OSS_NAMES, clamped=True,
     ),
-    "granite": Family(LLAMA, split=False, deepspeed=False, multipliers=True),
-    "llama": Family(LLAMA),
+    "granite": Family(LLAMA, bias_keys=BIASES, split=False, deepspeed=False, multipliers=True),
+    "llama": Family(LLAMA, bias_keys=BIASES),
     "mistral": Family(LLAMA, window=Window(default=4096)),
     "mixtral": Family(LLAMA, split=False, deepspeed=False, window=Window(), names=MIXTRAL_NAMES),
     "olmo2": Family(
-        LLAMA, split=False, deepspeed=False, qk_norm=True, whole_qk_norm=True,
-        names=replace(SANDWICHED, before_attention=(), before_mlp=(), qk_norm=QK_NORMS),
+        LLAMA, bias_keys=ATTENTION_BIAS, split=False, deepspeed=False, qk_norm=True, whole_qk_norm=True,
+        names=replace(SANDWICHED, before_attention="", before_mlp="", qk_norm=QK_NORMS),
     ),
     "opt": Family(
-        OPT, tuple(OPT), grouped=False, layer_norm=True, position_rows=2, mlp_key="ffn_dim",
-        mlp_states=2, tied=True, names=OPT_NAMES,
+        OPT, tuple(OPT), ("enable_bias", "enable_bias"), grouped=False, layer_norm=True, position_rows=2,
+        mlp_key="ffn_dim", mlp_states=2, tied=True, names=OPT_NAMES,
         needs={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
     "phi3": Family(
-        PHI3, deepspeed=False, window=Window(), mlp_states=4,
+        PHI3, deepspeed=False, window=Window(), mlp_states=4, rereads=True,
         names=replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     ),
     "qwen2": Family(LLAMA, ("q_proj", "k_proj", "v_proj"), window=QWEN_WINDOW),
-    "qwen3": Family(LLAMA, qk_norm=True, window=QWEN_WINDOW, names=replace(LLAMA_NAMES, qk_norm=QK_NORMS)),
+    "qwen3": Family(
+        LLAMA, bias_keys=ATTENTION_BIAS, qk_norm=True, window=QWEN_WINDOW,
+        names=replace(LLAMA_NAMES, qk_norm=QK_NORMS),
+    ),
     "qwen3_moe": Family(
-        LLAMA, split=False, deepspeed=False, qk_norm=True, window=Window(switched=True), names=QWEN_MOE_NAMES,
-        normed_top="norm_topk_prob",
+        LLAMA, bias_keys=ATTENTION_BIAS, split=False, deepspeed=False, qk_norm=True,
+        window=Window(switched=True), names=QWEN_MOE_NAMES, normed_top="norm_topk_prob",
     ),
     "smollm3": Family(
-        LLAMA, split=False, deepspeed=False, window=QWEN_WINDOW, rotary_layers="no_rope_layers"
+        LLAMA, bias_keys=BIASES, split=False, deepspeed=False, window=QWEN_WINDOW,
+        rotary_layers="no_rope_layers",
     ),
 }  # fmt: skip
 UNKNOWN = Family(LLAMA, split=False)

@@ -175,18 +175,3 @@ class _Row(RaggedCache):
     def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.whole._layer(index, key, value)
         return keys[self.index : self.index + 1], values[self.index : self.index + 1]
-
-
-class StepCache(RaggedCache):
-    """The cache during one compiled step: all tensors are arguments of the step."""
-
-    def __init__(
-        self, layers: list[tuple[Tensor, Tensor]], slots_BW: Tensor, span: int, masks: dict[str, Tensor]
-    ) -> None:
-        self._given, self._slots_BW, self._span, self.masks = layers, slots_BW, span, masks
-
-    def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self._given[index]
-
-    def _slots_on(self, device: torch.device) -> Tensor:
-        return self._slots_BW

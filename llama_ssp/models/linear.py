@@ -24,10 +24,11 @@ from llama_ssp.config import Dtype
 from llama_ssp.models.kernels import int8
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable
-from llama_ssp.models.quantization import quantised, scales_of
+from llama_ssp.models.quantization import QUANTISED, quantised, scales_of
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
 Gather = Callable[[Tensor], list[Tensor]]  # every rank's tensor, all of one shape
+Product = Callable[[Tensor, Tensor | None], nn.Module]  # of a weight and a bias: a format of linear layers
 
 
 class Summed(nn.Module):
@@ -88,13 +89,37 @@ def dense(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Linear:
     return layer
 
 
-def eight_bit(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
-    """A product with this weight in 8 bit, as LLM.int8 quantises it, by our kernel where there is one."""
-    layer = quantised(Dtype.int8, weight_NK, bias_N, weight_NK.device)
-    if not int8.usable(weight_NK.device):
-        return layer
-    int8.operators(weight_NK.device.type)
-    return int8.Int8Linear(layer, next(scales_of(layer)))
+def formats(dtype: Dtype, device: torch.device, fast: bool) -> tuple[Product, Product]:
+    """The formats of linear layers and of the head, which is not quantised; `fast`: by our own kernels.
+
+    Weights may be where they were read, and are moved to the device.
+    """
+
+    def moved(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
+        return dense(weight_NK.to(device), bias_N)
+
+    def small(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
+        layer = quantised(dtype, weight_NK, bias_N, device)
+        ours = fast and dtype is Dtype.int8 and int8.usable(device)
+        return int8.Int8Linear(layer, next(scales_of(layer))) if ours else layer
+
+    plain = Packed() if fast and device.type == "cpu" else moved
+    return small if dtype in QUANTISED else plain, plain
+
+
+def format_of(dtype: Dtype, device: torch.device, quick: bool) -> Product:
+    """The format of linear layers on the device; weights come from where they are read, the CPU if quantised.
+
+    `quick`: 8 bit with our own kernel.
+    """
+
+    def made(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
+        if dtype not in QUANTISED:
+            return dense(weight_NK.to(device), None if bias_N is None else bias_N.to(device))
+        layer = quantised(dtype, weight_NK, bias_N, device)
+        return int8.Int8Linear(layer, next(scales_of(layer))) if quick else layer
+
+    return made
 
 
 class Packed:

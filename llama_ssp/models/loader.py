@@ -14,18 +14,24 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.distributed.comm import Ranks
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, shortened
+from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.causal_lm import CausalModel, kernels_of, windows_of
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.families import TESTED, TESTED_FAMILIES
+from llama_ssp.models.families import TESTED, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, read_json
+from llama_ssp.models.host_memory import return_memory
+from llama_ssp.models.interface import Model
+from llama_ssp.models.linear import formats
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.self_check import require_faithful
-from llama_ssp.models.sharding import require_quantised
-from llama_ssp.models.synthetic import SyntheticSource, build
-from llama_ssp.models.tensor_parallel import cut_module, differences, fill_module, require_filled
+from llama_ssp.models.shape import reason_against
+from llama_ssp.models.sharding import require_quantised, unsplit
+from llama_ssp.models.steps import SteppedModel, has_kernels
+from llama_ssp.models.synthetic import SyntheticSource, build, config_for, fill_module, require_filled
 
 log = logging.getLogger(__name__)
 
@@ -33,42 +39,66 @@ DRAFT = "draft"
 ALLOWED, ANOTHER = f"{TESTED} and other causal models", "choose another model"
 
 
-def load(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> CausalModel:
-    """The whole model on one device, ready to run; a family without a row in families.py is tried first."""
+def load(
+    model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str, ranks: Ranks = ALONE,
+    fast: bool = False,
+) -> Model:  # fmt: skip
+    """The model on one device, ready to run; over several ranks this rank's part, from its slices alone.
+
+    `fast`: with compiled steps. A model that decoder.py does not have runs as transformers' module, eagerly,
+    in one process; an architecture without a row in families.py is tried first. Only draft rank 0 has token
+    ids, so of a draft only this rank holds the embedding.
+    """
+    config = config_of(model, path, role)
+    against = reason_against(config)
+    if against is None:
+        return _decoder(model, config, path, dtype, device, role, ranks, fast)
+    if ranks.world > 1:
+        raise unsplit(f"{role} {model.name}", against)
     require_quantised(model)
     causal = CausalModel(load_module(model, path, dtype, device, role), model.name)
     ready(causal, model)
-    log.info("%s %s: %s on %s", role, model.name, dtype.value, device)
+    log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
     return causal
+
+
+def _decoder(
+    model: ModelConf, config: Any, path: Path | None, dtype: Dtype, device: torch.device, role: str,
+    ranks: Ranks, fast: bool,
+) -> DecoderModel:  # fmt: skip
+    require_quantised(model, ranks.world)
+    fast = fast and has_kernels(model.name, dtype, device)
+    held, drafts = TORCH_DTYPES[dtype], role == DRAFT
+    how = ranks, held, *formats(dtype, device, fast), device, drafts
+    if path is None:
+        source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
+        made = decoder(config, source, *how)
+    else:
+        prefix = family_of(config.model_type).names.embedding.partition(".")[0]
+        with _refusing(path), closing(FileSource(path, names := wanted(config), prefix)) as files:
+            _require_complete(path, differences(names, files.shapes, config))
+            made = decoder(config, files, *how)
+    return_memory()
+    if model.scan:
+        require_finite(made, model.name)
+    over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
+    log.info("%s %s: %s on %s%s", role, model.name, dtype.value, device, over)
+    return (SteppedModel if fast else DecoderModel)(made, config, model.name, ranks)
+
+
+def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
+    """transformers' config, of config.json, or without a path of the model's sizes."""
+    if path is not None:
+        return require_supported(path)
+    with _possible(model, role):
+        return config_for(model)
 
 
 def load_module(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> Any:
+    """transformers' module with its weights."""
     if path is None:
         return made(shaped(model, None, dtype, role), model, dtype, device, role)
     return read(path, dtype, {"": device})
-
-
-def load_part(
-    model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str, ranks: Ranks
-) -> CausalModel:
-    """This rank's part of the model, made of the rank's slices alone; together the ranks give all logits.
-
-    Only draft rank 0 has the token ids, so of a draft only this rank holds the embedding table.
-    """
-    module, drafts = shaped(model, path, dtype, role), role == DRAFT
-    if path is None:
-        source = SyntheticSource(module, model, _made_on(device, dtype), drafts)
-        vocab = cut_module(module, source, ranks, dtype, device, drafts)
-    else:
-        with _refusing(path), closing(FileSource(path, module)) as files:
-            _require_complete(path, differences(module, files))
-            vocab = cut_module(module, files, ranks, dtype, device, drafts)
-    require_filled(module)
-    causal = CausalModel(module, model.name, vocab)
-    if model.scan:
-        require_finite(causal)
-    log.info("%s %s: %s on %s, over %d ranks", role, model.name, dtype.value, device, ranks.world)
-    return causal
 
 
 def ready(causal: CausalModel, model: ModelConf) -> None:
@@ -77,20 +107,27 @@ def ready(causal: CausalModel, model: ModelConf) -> None:
     if config.model_type not in TESTED_FAMILIES or getattr(config, "alibi", False):  # as some falcons have
         require_faithful(causal)
     if model.scan:
-        require_finite(causal)
+        require_finite(causal.module, causal.name)
 
 
 def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
     """The module with real buffers and no weights: of config.json, or without a path of the model's sizes."""
     if path is None:
-        try:
+        with _possible(model, role):
             return build(model, TORCH_DTYPES[dtype])
-        except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
-            what, fix = "the sizes do not make a model", "take them from a model's config.json"
-            raise ModelError(what, f"{role} {model.name}", str(error)[:200], fix=fix) from None
     config = require_supported(path)
     with _refusing(path):
         return _empty(config, TORCH_DTYPES[dtype])
+
+
+@contextmanager
+def _possible(model: ModelConf, role: str) -> Iterator[None]:
+    """Turns what transformers raises for sizes that contradict each other into a ModelError."""
+    try:
+        yield
+    except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
+        what, fix = "the sizes do not make a model", "take them from a model's config.json"
+        raise ModelError(what, f"{role} {model.name}", str(error)[:200], fix=fix) from None
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
@@ -195,6 +232,20 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     return module
 
 
+def differences(
+    names: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], config: Any
+) -> dict[str, list[str]]:
+    """How the tensors on disk differ from those that the model has, in the words of transformers' report."""
+    other = [name for name in names.keys() & found.keys() if found[name] != names[name]]
+    head = f"{family_of(config.model_type).names.head}.weight"
+    tied = {head} if getattr(config, "tie_word_embeddings", False) else set()
+    return {
+        "missing_keys": sorted(names.keys() - found.keys() - tied),
+        "mismatched_keys": sorted(f"{name}: {found[name]} not {names[name]}" for name in other),
+        "unexpected_keys": sorted(found.keys() - names.keys()),
+    }
+
+
 def _require_complete(path: Path, report: dict[str, Any]) -> None:
     """Refuses a tensor that is missing or misshapen: transformers would fill it at random."""
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
@@ -207,9 +258,8 @@ def _require_complete(path: Path, report: dict[str, Any]) -> None:
 
 def made(module: Any, model: ModelConf, dtype: Dtype, device: torch.device, role: str) -> Any:
     """The module with weights from its seed."""
-    source = SyntheticSource(module, model, _made_on(device, dtype), drafts=role == DRAFT)
+    source = SyntheticSource.of_module(module, model, _made_on(device, dtype), drafts=role == DRAFT)
     fill_module(module, source, dtype, device)
-    module.tie_weights()
     require_filled(module)
     return module
 
@@ -219,15 +269,15 @@ def _made_on(device: torch.device, dtype: Dtype) -> torch.device:
     return torch.device("cpu") if dtype in QUANTISED else device
 
 
-def require_finite(causal: CausalModel) -> None:
+def require_finite(module: torch.nn.Module, name: str) -> None:
     """Refuses a NaN or an infinity in any weight, also in those that are brought when their layer runs."""
     from accelerate.utils import align_module_device
 
-    for name, layer in causal.module.named_modules():
+    for where, layer in module.named_modules():
         with align_module_device(layer):
             for leaf, tensor in layer.state_dict().items():
                 if "." in leaf.removeprefix("weight."):
                     continue  # of a layer inside this one
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    what, where = "a weight is not a finite number", f"{causal.name}: {name}.{leaf}"
-                    raise ModelError(what, where, fix=REFETCH)
+                    what = "a weight is not a finite number"
+                    raise ModelError(what, f"{name}: {where}.{leaf}", fix=REFETCH)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype
 from llama_ssp.errors import ModelError
-from llama_ssp.models.kernels import int8
 from llama_ssp.models.sharding import NF4_BLOCK
 
 OUTLIERS = 6.0  # activations beyond it are multiplied in 16 bit (LLM.int8)
@@ -71,15 +70,6 @@ def choose_kernels(module: nn.Module) -> None:
             raise ModelError(what, name, layer.in_features, allowed, "use int8 or bf16, or other ranks")
         if layer.out_features % PACKED_ROWS:
             layer.support_avx512bf16_for_cpu = False
-
-
-def quicken(module: nn.Module) -> None:
-    """Gives 8-bit layers our own kernel for a few rows, if there is one; it reads the weights they hold."""
-    for name, layer in list(module.named_modules()):
-        eight = isinstance(layer, nn.Linear) and layer.weight.dtype is torch.int8
-        if eight and int8.usable(layer.weight.device):
-            int8.operators(layer.weight.device.type)
-            module.set_submodule(name, int8.Int8Linear(layer, next(scales_of(layer))))
 
 
 def scales_of(module: nn.Module) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,16 +12,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llama_ssp.models.folder import weight_files
-from llama_ssp.models.shape import stored_shapes
 from llama_ssp.models.sharding import Cut
 
-RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the module's
-# Tables that old checkpoints hold and that modules compute.
+RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
+# Tables that old checkpoints hold and that models compute.
 COMPUTED = (".inv_freq", ".masked_bias", ".attention.bias", ".attn.bias")
 
 
 class Source(Protocol):
-    """Weights by the names of `stored_shapes`."""
+    """Weights by the names that the model gives them."""
 
     shapes: dict[str, tuple[int, ...]]
 
@@ -31,15 +31,15 @@ class Source(Protocol):
 class FileSource:
     """The weights of a folder, which `inspect` has checked."""
 
-    def __init__(self, folder: Path, module: Any) -> None:
+    def __init__(self, folder: Path, known: Collection[str], prefix: str) -> None:
+        """`known`: the model's names of its tensors; `prefix`: their first part, which may lack on disk."""
         self._opened = ExitStack()
-        known = set(stored_shapes(module))
         self._places: dict[str, tuple[Any, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(weight_files(folder)):
             handle = self._opened.enter_context(safe_open(file, framework="pt"))
             for key in handle.keys():  # noqa: SIM118, a handle cannot be iterated
-                name = _module_name(key, known, module.base_model_prefix)
+                name = _model_name(key, known, prefix)
                 if name not in known and name.endswith(COMPUTED):
                     continue
                 self._places[name] = (handle, key)
@@ -67,8 +67,8 @@ def taken(weight: Any, cut: Cut | None) -> Tensor:
     return copy
 
 
-def _module_name(key: str, known: set[str], prefix: str) -> str:
-    """The module's name for a tensor on disk."""
+def _model_name(key: str, known: Collection[str], prefix: str) -> str:
+    """The model's name for a tensor on disk."""
     for old, new in RENAMED.items():
         if key not in known and key.startswith(old):
             key = new + key.removeprefix(old)

@@ -11,6 +11,7 @@ ALL = "all"  # the kind of rotary positions where there is one
 LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 ACTIVATIONS = ("hidden_activation", "activation_function", "activation", "hidden_act")
+NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 SCALED_AT_RUN_TIME = ("dynamic",)  # kinds of rotary positions that follow the longest text of a pass
 
 
@@ -105,30 +106,20 @@ def shape_of(config: Any) -> Shape:
     )  # fmt: skip
 
 
+def norms_of(config: Any) -> dict[str, str]:
+    """The names of a block's norms by their place; an empty name where there is none."""
+    family = FAMILIES[config.model_type]
+    found = {place: getattr(family.names, place) for place in NORMS}
+    if family.norm_names is not None:
+        found["before_attention"], found["before_mlp"] = family.norm_names(config)
+    return found
+
+
 def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """The parameters of rotary positions by kind of layer; one kind, ALL, where all layers have the same."""
     found = getattr(config, "rope_parameters", None) or {}
     nested = {kind: parameters for kind, parameters in found.items() if isinstance(parameters, dict)}
     return nested or ({ALL: found} if found else {})
-
-
-def stored_shapes(module: Any) -> dict[str, tuple[int, ...]]:
-    """The tensors of a module, by their names in a checkpoint, where an expert may have its own."""
-    found = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
-    family = FAMILIES.get(module.config.model_type)
-    if family is None or family.clamped or not family.names.router:
-        return found
-    shape, names = shape_of(module.config), family.names
-    routed = [f"{names.blocks}.{number}." for number, block in enumerate(shape.blocks) if block.experts]
-    mlps = tuple(f"{prefix}mlp." for prefix in routed)
-    found = {name: sizes for name, sizes in found.items() if not name.startswith(mlps)}
-    for prefix in routed:
-        found[f"{prefix}{names.router}.weight"] = shape.experts, shape.dim
-        for expert in range(shape.experts):
-            ups = dict.fromkeys(names.expert_up, (shape.expert_ffn, shape.dim))
-            for name, sizes in {**ups, names.expert_down: (shape.dim, shape.expert_ffn)}.items():
-                found[f"{prefix}{name.format(expert)}.weight"] = sizes
-    return found
 
 
 def _blocks(config: Any, family: Family, experts: bool) -> tuple[BlockShape, ...]:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.config import ModelConf
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
+from llama_ssp.models.assemble import wanted
 from llama_ssp.models.causal_lm import attention_of
+from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import FAMILIES, family_of
+from llama_ssp.models.quantization import QUANTISED, quantised
 from llama_ssp.models.safetensors_io import taken
-from llama_ssp.models.shape import stored_shapes
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
 
 HALF = 32  # signs of a token; each stands twice, once negated, so that a vector's mean is zero
@@ -42,6 +44,9 @@ def config_for(model: ModelConf) -> Any:
     from transformers import AutoConfig
 
     family = family_of(model.family)
+    if model.head_dim % 2 and family.position_rows is None:
+        what = "rotary positions need an even head size"
+        raise ModelError(what, f"model {model.name}", model.head_dim, fix="correct head_dim")
     shape: dict[str, Any] = {
         "vocab_size": model.vocab,
         "hidden_size": model.dim,
@@ -79,13 +84,10 @@ def config_for(model: ModelConf) -> Any:
 
 
 def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
-    """The module with real buffers, and parameters without memory."""
+    """transformers' module with real buffers, and parameters without memory."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    if model.head_dim % 2 and family_of(model.family).position_rows is None:
-        what = "rotary positions need an even head size"
-        raise ModelError(what, f"model {model.name}", model.head_dim, fix="correct head_dim")
     config = config_for(model)
     with init_empty_weights(include_buffers=False):
         how = {"dtype": dtype, "attn_implementation": attention_of(config)}
@@ -96,27 +98,44 @@ def build(model: ModelConf, dtype: torch.dtype) -> nn.Module:
 class SyntheticSource:
     """Weights from the seed, made when they are read; a part is made alone and equals that part of all."""
 
-    def __init__(self, module: Any, model: ModelConf, device: torch.device, drafts: bool) -> None:
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], tables: set[str], final_norm: str, model: ModelConf,
+        dtype: torch.dtype, device: torch.device, drafts: bool,
+    ) -> None:  # fmt: skip
+        """`shapes` by name; the names of the embedding and the head, and of the norm before the head."""
         if model.dim < 2 * HALF:
             what, found = "the model is too narrow for synthetic weights", f"dim {model.dim}"
             raise ModelError(what, model.name, found, f"{2 * HALF} or more", "widen it")
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        # Experts by either name: a module has them stacked.
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        self.shapes |= stored_shapes(module)
-        self._dtype: torch.dtype = module.dtype
+        self.shapes, self._tables, self._final_norm, self._dtype = shapes, tables, final_norm, dtype
         self._device = device
         self._norm_offset = family_of(model.family).norm_offset
         generator = torch.Generator().manual_seed(model.seed)
         noise = (torch.randn(TILE, generator=generator) * 0.02).to(device, self._dtype)
         longest = max(shape[-1] for shape in self.shapes.values())
         self._noise = noise.repeat(1 + -(-longest // TILE))
-        tables = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
-        self._tables = {name for name, parameter in parameters.items() if any(parameter is t for t in tables)}
-        self._final_norm = f"{_final_norm(module)}.weight"
         self._codes = _codes(model, drafts)
         # A normed vector has entries sqrt(dim / 2H); HALF products of signs, each standing twice.
         self._scale = SPREAD / HALF**0.5 / 2 / (model.dim / (2 * HALF)) ** 0.5
+
+    @staticmethod
+    def of_module(module: Any, model: ModelConf, device: torch.device, drafts: bool) -> SyntheticSource:
+        """The weights of a module of transformers."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        both = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
+        tables = {name for name, parameter in parameters.items() if any(parameter is t for t in both)}
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        return SyntheticSource(shapes, tables, _final_norm(module), model, module.dtype, device, drafts)
+
+    @staticmethod
+    def of_config(
+        config: Any, model: ModelConf, dtype: torch.dtype, device: torch.device, drafts: bool
+    ) -> SyntheticSource:
+        """The weights of a decoder of our own."""
+        names, shapes = family_of(config.model_type).names, wanted(config)
+        tables = {f"{name}.weight" for name in (names.embedding, names.head)}
+        if config.tie_word_embeddings:
+            del shapes[f"{names.head}.weight"]
+        return SyntheticSource(shapes, tables, f"{names.norm}.weight", model, dtype, device, drafts)
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
         shape = self.shapes[name]
@@ -155,6 +174,37 @@ class SyntheticSource:
         return vector - self._norm_offset if name.endswith("weight") else vector
 
 
+def fill_module(module: Any, source: SyntheticSource, dtype: Dtype, device: torch.device) -> None:
+    """Gives every parameter its value on the device; quantised layers are made on the CPU."""
+    held, head = TORCH_DTYPES[dtype], module.get_output_embeddings()
+    tied = bool(getattr(module.config, "tie_word_embeddings", False))
+    for name, layer in list(module.named_modules()):
+        shrinks = dtype in QUANTISED and isinstance(layer, nn.Linear) and layer is not head
+        values: dict[str, Tensor] = {}
+        for leaf, parameter in layer._parameters.items():
+            key = f"{name}.{leaf}" if name else leaf
+            if parameter is None or (layer is head and tied):
+                continue
+            # Quantising begins on the CPU, and ends on the device.
+            values[leaf] = source.read(key, None).to(torch.device("cpu") if shrinks else device, held)
+        if shrinks:
+            module.set_submodule(name, quantised(dtype, values["weight"], values.get("bias"), device))
+            continue
+        for leaf, value in values.items():
+            layer._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        for leaf, buffer in layer._buffers.items():
+            layer._buffers[leaf] = None if buffer is None else buffer.to(device)
+    module.tie_weights()
+
+
+def require_filled(module: nn.Module) -> None:
+    """Refuses a module with a weight that was not read."""
+    empty = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
+    if empty:
+        what, found = "weights were not read", f"{len(empty)}: {empty[0]}"
+        raise ModelError(what, type(module).__name__, found, fix="report it")
+
+
 def agreement_at(flipped: float, vocab: int, seed: int, tokens: int = 64) -> float:
     """The mean overlap of the shared distribution with that of a draft that flips this share of signs."""
     signs_VH = _signs(vocab, seed)
@@ -186,13 +236,13 @@ def _codes(model: ModelConf, drafts: bool) -> Tensor:
 
 
 def _final_norm(module: Any) -> str:
-    """The name of the norm before the head: the last one outside of all layers."""
+    """The name of the weight of the norm before the head: the last norm outside of all layers."""
     norms: list[str] = [
         name
         for name, m in module.named_modules()
         if not any(part.isdigit() for part in name.split(".")) and "norm" in type(m).__name__.lower()
     ]
-    return norms[-1]
+    return f"{norms[-1]}.weight"
 
 
 def _signs(vocab: int, seed: int) -> Tensor:

@@ -20,14 +20,13 @@ from llama_ssp.config import (
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.roles import Roles, roles_of
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.compile import CompiledModel, Kind, compiled, quickened
-from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import fingerprint
-from llama_ssp.models.loader import DRAFT, load, load_part
+from llama_ssp.models.interface import Model
+from llama_ssp.models.loader import DRAFT, load
+from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.placements import ModelPlacement
 from llama_ssp.report.run_folder import Progress
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
@@ -53,8 +52,8 @@ class RankModels:
     `vocab` and `context` are the target's, `draft_context` and `draft_dtype` the draft model's.
     """
 
-    target: CausalModel | None
-    draft: CausalModel | None
+    target: Model | None
+    draft: Model | None
     devices: dict[str, str]
     roles: Roles
     vocab: int
@@ -76,7 +75,7 @@ class ModelCache:
         self._essential = placement.on_draft_loss is OnDraftLoss.stop
         self._patience_s = placement.draft_timeout_s
         self._roles: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
-        self._held: list[tuple[ModelPlacement, CausalModel]] = []
+        self._held: list[tuple[ModelPlacement, Model]] = []
 
     def open(self, found: list[ModelPlacement]) -> RankModels:
         """Loads this rank's part of the pair, after freeing the models that the pair does not need."""
@@ -110,7 +109,7 @@ class ModelCache:
         self._ranks.may_lose(() if self._essential else self._roles[key].apart)
         return self._roles[key]
 
-    def _model(self, placed: ModelPlacement, roles: Roles) -> CausalModel | None:
+    def _model(self, placed: ModelPlacement, roles: Roles) -> Model | None:
         """This rank's part of the model; None where it has none."""
         group = roles.draft if placed.role == DRAFT else roles.target
         if group is None:
@@ -123,37 +122,25 @@ class ModelCache:
         return model
 
 
-def prepare(pair: RankModels, run: RunConf, rows: int) -> None:
-    """Compiles the steps that batches of `rows` texts need, before anything is timed."""
-    several, drafted = rows > 1, run.speculation.may_draft
-    wanted: list[tuple[CompiledModel, Kind]] = []
-    if isinstance(pair.target, CompiledModel):
-        wanted.append((pair.target, (several, drafted or not several)))
-    if isinstance(pair.draft, CompiledModel):
-        kinds = [(True, False), (True, True)] if several else [(False, True)]
-        wanted += [(pair.draft, kind) for kind in kinds]
+def prepare(pair: RankModels) -> None:
+    """Compiles the models' steps before anything is timed. Ranks wait for those of one model."""
+    wanted = [model for model in (pair.target, pair.draft) if isinstance(model, SteppedModel)]
     if wanted:
-        with Progress("compile", len(wanted), "steps") as progress:
-            for model, kind in wanted:
-                model.prepare(kind)
+        with Progress("compile", len(wanted), "models") as progress:
+            for model in wanted:
+                model.prepare()
                 progress.advance(1)
 
 
-def _loaded(placed: ModelPlacement, group: Ranks) -> CausalModel:
+def _loaded(placed: ModelPlacement, group: Ranks) -> Model:
     """By the engine that the placement names."""
     what = placed.model, placed.path, placed.dtype
     if placed.splitting is Splitting.layers:
         offload = home_expanded(placed.offload) if placed.offload else None
         return load_layers(*what, placed.max_memory, offload, placed.role)
-    if group.world == 1:
-        causal = load(*what, placed.device, placed.role)
-        if not placed.compiled:
-            return causal
-        return GraphedModel(causal) if placed.device.type == "cuda" else compiled(causal)
-    if placed.splitting is Splitting.deepspeed:
+    if placed.splitting is Splitting.deepspeed and group.world > 1:
         return load_deepspeed(*what, placed.device, placed.role, group)
-    part = load_part(*what, placed.device, placed.role, group)
-    return quickened(part) if placed.quickened else part
+    return load(*what, placed.device, placed.role, group, placed.compiled)
 
 
 def rule_of(run: RunConf) -> Rule:

@@ -43,7 +43,6 @@ class ModelPlacement:
     offload: str | None
     pairing: Pairing
     compiled: bool = False
-    quickened: bool = False
 
     @property
     def degree(self) -> int:
@@ -76,10 +75,10 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     else:
         splitting, ranks, copies = placement.splitting, placement.target, False
     memory = {str(key): size for key, size in conf.max_memory.items()}
-    compiled = compiles(run, role, model, device, dtype, splitting, 1 if copies else len(ranks))
+    compiled = compiles(run, role, model, device, dtype, splitting)
     return ModelPlacement(
         role, model, path, device, dtype, splitting, ranks, copies, memory,
-        conf.offload_folder, Pairing.of(run), compiled, not compiled and quickens(run, dtype, splitting),
+        conf.offload_folder, Pairing.of(run), compiled,
     )  # fmt: skip
 
 
@@ -166,12 +165,11 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
 
 
 def compiles(
-    run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting,
-    degree: int,
-) -> bool:  # fmt: skip
+    run: RunConf, role: str, model: ModelConf, device: torch.device, dtype: Dtype, splitting: Splitting
+) -> bool:
     """Whether this role's steps are compiled. Where that is asked for and cannot be, the log says why."""
     reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, device.type == "cpu")
-    reason = reason or impossible(device, degree) or (unproven(device) if run.engine is Steps.auto else None)
+    reason = reason or impossible(device) or (unproven(device) if run.engine is Steps.auto else None)
     if reason is None and run.engine is Steps.auto:
         log.info("engine: %s %s has compiled steps", role, model.name)
     elif reason is not None and run.engine is not Steps.eager:
@@ -180,15 +178,8 @@ def compiles(
     return reason is None
 
 
-def quickens(run: RunConf, dtype: Dtype, splitting: Splitting) -> bool:
-    """Whether 8-bit layers use our kernel, also where steps cannot be compiled: over ranks."""
-    return run.engine is Steps.compiled and dtype is Dtype.int8 and splitting is Splitting.tensor
-
-
-def impossible(device: torch.device, degree: int) -> str | None:
+def impossible(device: torch.device) -> str | None:
     """Why steps cannot be compiled here; None if they can."""
-    if degree > 1:
-        return "the model is spread over ranks"
     if device.type == "cpu" and compiler() is None:
         return "there is no C++ compiler (CXX, g++ or clang++)"
     return None

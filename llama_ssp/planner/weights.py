@@ -122,23 +122,23 @@ def weights(part: Part) -> Iterator[Weight]:
 
 
 def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool]]:
-    """The matrices of attention and of MLPs, (outputs, inputs, how many, with bias), as they are read."""
-    dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
+    """The matrices of attention and of MLPs, (outputs, inputs, how many, with bias), as they are held.
+
+    Queries, keys and values are one matrix, and so are gate and up.
+    """
+    dim, queries, layers = part.dim, part.query_width, part.family.layers
     dense = part.layers - part.expert_layers
-    sides = {
-        Linear.QUERY: (queries, dim),
-        Linear.KV: (keys, dim),
-        Linear.QKV: (queries + 2 * keys, dim),
-        Linear.QKV_BY_HEAD: (queries + 2 * keys, dim),
-        Linear.OUTPUT: (dim, queries),
-        Linear.UP: (ffn, dim),
-        Linear.GATE_UP: (2 * ffn, dim),
-        Linear.DOWN: (dim, ffn),
-    }
-    for name, linear in part.family.layers.items():
-        times = dense if linear in MLP else part.layers
-        if times:
-            yield *sides[linear], times, name in part.family.biased
+
+    def biased(*kinds: Linear) -> bool:
+        return any(kind in kinds and name in part.family.biased for name, kind in layers.items())
+
+    gated = list(layers.values()).count(Linear.UP) == 2 or Linear.GATE_UP in layers.values()
+    qkv = Linear.QUERY, Linear.KV, Linear.QKV, Linear.QKV_BY_HEAD
+    yield queries + 2 * part.key_width, dim, part.layers, biased(*qkv)
+    yield dim, queries, part.layers, biased(Linear.OUTPUT)
+    if dense:
+        yield part.ffn * (1 + gated), dim, dense, biased(Linear.UP, Linear.GATE_UP)
+        yield dim, part.ffn, dense, biased(Linear.DOWN)
 
 
 def _experts(part: Part) -> Iterator[Weight]:
@@ -158,14 +158,11 @@ def parameters(model: ModelConf) -> int:
     return sum(weight.count * weight.times for weight in weights(Part.of(model)))
 
 
-def buffers(part: Part, dtype: Dtype) -> list[int]:
-    """Bytes of the buffers that a module computes: rotary frequencies (twice), opened masks, a scale."""
-    family = part.family
-    if family.masks_inside:
-        return [1] * part.layers
-    if family.position_rows is not None:
+def buffers(part: Part) -> list[int]:
+    """Bytes of the buffers that a model computes: frequencies of rotary positions."""
+    if part.family.position_rows is not None:
         return []
-    return [width(dtype)] * family.scaled_embedding + 2 * family.rotary_kinds * [4 * (part.rotary_width // 2)]
+    return part.family.rotary_kinds * [4 * (part.rotary_width // 2)]
 
 
 def width(dtype: Dtype) -> int:
@@ -186,7 +183,7 @@ def tensors(part: Part, dtype: Dtype) -> Iterator[tuple[str, int, int]]:
     for weight in weights(part):
         for group, bytes_ in sizes_of(weight, dtype):
             yield group, bytes_, weight.times
-    for bytes_ in buffers(part, dtype):
+    for bytes_ in buffers(part):
         yield BUFFERS, bytes_, 1
 
 
@@ -205,7 +202,7 @@ def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class RolePart:
-    """One rank's part of a role: weights, and caches of `capacity` tokens and a spare slot."""
+    """One rank's part of a role: weights, and caches of `capacity` tokens."""
 
     role: str
     part: Part
@@ -221,7 +218,7 @@ class RolePart:
 
     def keys(self, rows: int) -> int:
         """How many numbers the keys of one layer are, in one cache."""
-        return rows * self.part.key_width * (self.capacity + 1)
+        return rows * self.part.key_width * self.capacity
 
     def keys_bytes(self, rows: int) -> int:
         return self.keys(rows) * width(self.dtype)

@@ -38,7 +38,7 @@ class Workload:
 
     @property
     def slots(self) -> int:
-        """The capacity requested of the caches, which add one spare slot and stop at a model's context."""
+        """The capacity requested of the caches, which stop at a model's context."""
         return self.prompt_tokens + self.new_tokens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama_ssp.distributed.process_group import checksum
 from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative import native
@@ -46,6 +48,7 @@ class RankEngine(ABC):
         self.part: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch's
         self.watch: Watch | None = None
         self._rounds, self._enter, self._device = self._protocol(roles), roles.everyone.enter, device
+        self._target_ranks = roles.target
 
     @property
     def target_forwards(self) -> int:
@@ -66,6 +69,7 @@ class RankEngine(ABC):
         `longest` is the length, prompt and answer, of texts that may be admitted to its rows later.
         """
         self._enter("prefill")
+        self._require_same(prompts)
         own = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
         state = State(prompts, min(max(own, longest), self.context), self._device)
         if self.target:
@@ -80,11 +84,18 @@ class RankEngine(ABC):
         """Replaces an ended row by a new prompt, and prefills it."""
         self.flush()  # forwards between rounds follow the last decision, on every rank
         self._enter("prefill")
+        self._require_same([prompt])
         state.replace(row, prompt)
         if self.target:
             self.target.refill(state.token_BS, row, state.lengths[row])
         if self.drafter:
             self.drafter.refill(state, row)
+
+    def _require_same(self, prompts: list[Prompt]) -> None:
+        """Before ranks sum parts of prompts: sums of other prompts would be wrong, or never end."""
+        if self._target_ranks is not None:
+            found = {prompt.id: [len(prompt.token_ids), checksum(prompt.token_ids)] for prompt in prompts}
+            self._target_ranks.require_same("prompts", json.dumps(found))
 
     @abstractmethod
     def draft(self, state: State, wanted: list[int]) -> Proposal:

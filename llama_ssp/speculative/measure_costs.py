@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 
 from llama_ssp.config import RunConf
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
@@ -23,7 +23,7 @@ TURNS = 4
 SHORT_S = 0.1  # if all rounds are shorter, every K is measured
 
 
-def measured(target: CausalModel, draft: CausalModel, run: RunConf, rows: int, slots: int) -> Costs | None:
+def measured(target: Model, draft: Model, run: RunConf, rows: int, slots: int) -> Costs | None:
     """Seconds of whole rounds, probabilities and draws included; None where texts are too short to tell.
 
     On meaningless texts, half as long as texts may get. The least of a few turns counts, as other load only

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.models.interface import Cache, Model
+from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.transfer import sent
 
 LAG = 2  # tokens that a draft model lacks after full acceptance; they are fed in one forward
@@ -20,7 +20,7 @@ LAG = 2  # tokens that a draft model lacks after full acceptance; they are fed i
 class ModelRunner:
     """Runs a model on one batch, holds its cache, and counts forwards."""
 
-    def __init__(self, model: CausalModel, prefill_chunk: int = 512) -> None:
+    def __init__(self, model: Model, prefill_chunk: int = 512) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.forwards = 0
@@ -29,11 +29,12 @@ class ModelRunner:
         # A draft's runner may mix both scales: its tokens are drawn from the distribution that results.
         self.limit: int | None = model.restart
         self._given: list[int] = []  # the length of each text when it was first fed
-        self._cache: RaggedCache | None = None
+        self._cache: Cache | None = None
 
     def start(self, rows: int, capacity: int) -> None:
         """A new batch: an empty cache."""
         self.cached, self._given = [0] * rows, [0] * rows
+        self._cache = None  # first: its memory may be needed
         self._cache = self.model.new_cache(rows, capacity)
 
     def prefill(self, token_BS: Tensor, ends: list[int]) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.compile import CompiledModel
+from llama_ssp.models.interface import Model
 from llama_ssp.models.kernels.build import complaint, library
+from llama_ssp.models.steps import SteppedModel
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.rng import RACES, CounterDraws, Draws, Purpose, Slot, heat
 from llama_ssp.speculative.state import Proposal, State
@@ -112,8 +112,8 @@ def by_kernel(draws: CounterDraws) -> CounterDraws:
     return HostDraws(draws.seed, draws.own)
 
 
-def draws_for(target: CausalModel | None, rule: Rule, seed: int) -> CounterDraws:
+def draws_for(target: Model | None, rule: Rule, seed: int) -> CounterDraws:
     """This rank's draws: by the kernel where the target's steps are compiled for a CPU."""
     draws = source(rule, seed)
-    is_compiled = isinstance(target, CompiledModel) and target.device.type == "cpu"
+    is_compiled = isinstance(target, SteppedModel) and target.device.type == "cpu"
     return by_kernel(draws) if is_compiled else draws

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits
@@ -93,7 +93,7 @@ def agreements(
 
 
 def fork_chances(
-    model: CausalModel | None, found: Sequence[GreedyMatch], transform: SamplingTransform, chunk: int
+    model: Model | None, found: Sequence[GreedyMatch], transform: SamplingTransform, chunk: int
 ) -> tuple[list[Chances | None], int]:
     """The model's probabilities of the two tokens at each fork, and the forward passes that took.
 

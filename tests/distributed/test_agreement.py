@@ -15,8 +15,9 @@ from torch import Tensor
 from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConfig, Splitting, Verification
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.pair import assembly as pairs
 from llama_ssp.pair.assembly import RankModels
 from tests.distributed.pairs import RAGGED, Case, opened, refilled, written
@@ -90,8 +91,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     perturbed(build("llama-mha"), 0.05).save_pretrained(draft)
     with pytest.MonkeyPatch.context() as patch:
         lock = threading.Lock()  # building modules is not for threads
-        for name in ("load", "load_part"):
-            patch.setattr(pairs, name, _one_at_a_time(getattr(pairs, name), lock))
+        patch.setattr(pairs, "load", _one_at_a_time(pairs.load, lock))
         yield Models(target, draft, opened(target, draft, PlacementConf(), ALONE))
 
 
@@ -211,29 +211,34 @@ def test_stopping_early_leaves_the_ranks_in_step(models: Models):
             assert same(run, expected), name
 
 
-class Noisy(CausalModel):
+class Noisy(DecoderModel):
     """One rank's logits are off by noise: its own decisions would differ."""
 
-    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+    def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
         logits = super().logits(token_BW, feed, cache, last_only)
         return logits + 50 * torch.randn(logits.shape)
 
 
-class Damaged(CausalModel):
+class Damaged(DecoderModel):
     """The second row's logits are no numbers."""
 
-    def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
+    def logits(self, token_BW: Tensor, feed: Feed, cache: SlotCache, last_only: bool) -> Tensor:
         logits = super().logits(token_BW, feed, cache, last_only).clone()
         logits[1:2] = torch.nan
         return logits
 
 
-def with_target(models: Models, name: str, rank: int, kind: type[CausalModel]) -> Models:
+def changed_to(kind: type[DecoderModel], model: Any) -> DecoderModel:
+    """The same weights in a model of this kind."""
+    return kind(model.decoder, model.config, "other", model.ranks)
+
+
+def with_target(models: Models, name: str, rank: int, kind: type[DecoderModel]) -> Models:
     """The pair with another target on one rank."""
     ranks, held = models.open(name)
     pair, run = held[rank]
     assert pair.target is not None
-    other = replace(pair, target=kind(pair.target.module, "other", pair.target.vocab))
+    other = replace(pair, target=changed_to(kind, pair.target))
     changed = [*held[:rank], (other, run), *held[rank + 1 :]]
     return replace(models, held={name: (ranks, changed)})
 
@@ -250,7 +255,7 @@ def test_a_copy_that_drafts_otherwise_is_put_right(models: Models):
     ranks, held = models.open("2 copies")
     pair, run = held[1]
     assert pair.draft is not None
-    noisy = replace(pair, draft=Noisy(pair.draft.module, "noisy", pair.draft.vocab))
+    noisy = replace(pair, draft=changed_to(Noisy, pair.draft))
     changed = replace(models, held={"2 copies": (ranks, [held[0], (noisy, run)])})
     for found in on_placement(changed, "2 copies", case):
         assert same(found, models.expected(case))
@@ -277,7 +282,7 @@ def test_many_noisy_rounds(models: Models):
         rounds, seed = rounds + runs[0].rounds, seed + 1
 
 
-def test_texts_of_different_lengths_are_found_within_a_round(models: Models):
+def test_prompts_that_differ_are_found_before_they_are_read(models: Models):
     ranks, held = models.open("3 leader")
     longer = [*RAGGED[:2], replace(RAGGED[2], token_ids=(*RAGGED[2].token_ids, 5)), RAGGED[3]]
     prompts = [RAGGED, RAGGED, longer]
@@ -285,7 +290,7 @@ def test_texts_of_different_lengths_are_found_within_a_round(models: Models):
         lambda pair=pair, own=own: written(*pair, Case(0), own)
         for pair, own in zip(held, prompts, strict=True)
     ]
-    with pytest.raises(DistributedError, match="out of step: their texts differ in length"):
+    with pytest.raises(DistributedError, match="the ranks differ in prompts"):
         together(jobs, ranks)
     models.held.clear()  # this meeting has been broken off
 

@@ -16,7 +16,7 @@ from llama_ssp.models.decoder import Decoder, WholeNorms
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.sharding import head_ranges
-from llama_ssp.models.synthetic import SyntheticSource
+from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.models.synthetic import build as build_synthetic
 from llama_ssp.planner.weights import BUFFERS, Part, held, parameters
 from tests.distributed.threads import ranks_of, together
@@ -112,14 +112,15 @@ def synthetic(family: str) -> ModelConf:
 @torch.inference_mode()
 def test_synthetic_parts_give_the_logits_of_the_whole_and_have_the_planned_sizes(family):
     model, ranks = synthetic(family), ranks_of(3)
-    module = build_synthetic(model, torch.float32)
-    source = SyntheticSource(module, model, CPU, drafts=False)
+    config = config_for(model)
+    source = SyntheticSource.of_config(config, model, torch.float32, CPU, drafts=False)
     token_T, feed = 7 * torch.arange(9), Feed.of([(0, 0, 9)], CPU)
-    parts = [decoder(module.config, source, rank) for rank in (ALONE, *ranks)]
+    parts = [decoder(config, source, rank) for rank in (ALONE, *ranks)]
     runs = [lambda part=part: part(token_T, feed, caches_of(part, 1))[0] for part in parts]
     expected = runs[0]()
     for found in together(runs[1:], ranks):
         assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    module = build_synthetic(model, torch.float32)
     assert parameters(model) == sum(p.numel() for p in module.parameters())
     for number, part in enumerate(parts):
         world, rank = (3, number - 1) if number else (1, 0)

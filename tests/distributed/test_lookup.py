@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.models.kv_cache import Feed
-from llama_ssp.models.loader import DRAFT, load, load_part
+from llama_ssp.models.loader import DRAFT, load
 from tests.distributed.threads import ThreadRank, ranks_of, together
 from tests.families import VOCAB, build
 
@@ -21,7 +21,7 @@ MODEL = ModelConf(name="small")
 TOKENS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(2))
 
 
-def logits(model: CausalModel, token_BW: Tensor) -> Tensor:
+def logits(model: Model, token_BW: Tensor) -> Tensor:
     feed = Feed((0,) * 2, (7, 4), 10, CPU)
     return model.logits(token_BW, feed, model.new_cache(2, 10), last_only=False)
 
@@ -33,8 +33,8 @@ def test_others_compute_their_share_of_what_they_do_not_see(family: str, tmp_pat
     build(family).save_pretrained(tmp_path)
     whole = logits(load(MODEL, tmp_path, Dtype.fp32, CPU, DRAFT), TOKENS)
     ranks = ranks_of(2)
-    parts = [load_part(MODEL, tmp_path, Dtype.fp32, CPU, DRAFT, rank) for rank in ranks]
-    rows = [part.module.get_input_embeddings().weight.shape[0] for part in parts]
+    parts = [load(MODEL, tmp_path, Dtype.fp32, CPU, DRAFT, rank) for rank in ranks]
+    rows = [part.decoder.embedding.weight.shape[0] for part in parts]
     assert rows == [VOCAB, 1]
 
     def one(rank: ThreadRank) -> Any:

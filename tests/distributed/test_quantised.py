@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.compile import quickened
 from llama_ssp.models.kernels.int8 import Int8Linear
-from llama_ssp.models.loader import load, load_part
-from llama_ssp.models.parallel_layers import RowParallel
+from llama_ssp.models.linear import Summed
+from llama_ssp.models.loader import load
 from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.safetensors_io import taken
-from llama_ssp.models.sharding import NF4_BLOCK, ROWS, Sizes, require_split
-from llama_ssp.models.tensor_parallel import cuts_of
+from llama_ssp.models.shape import shape_of
+from llama_ssp.models.sharding import NF4_BLOCK, ROWS, Cut, Span, head_ranges, mlp_share, require_split
 from tests.distributed.test_tensor import randomised_biases, walked
 from tests.distributed.threads import ranks_of, together
 from tests.families import build
@@ -71,6 +69,21 @@ def numbers(layer: Any) -> tuple[Tensor, Tensor]:
     return layer.weight.data.view(rows, -1), layer.weight.quant_state.absmax.view(rows, -1)
 
 
+def rows_of(config: Any, world: int, rank: int) -> dict[str, Cut]:
+    """The rank's rows of layers that are cut by their outputs."""
+    shape = shape_of(config)
+    heads, mlp = head_ranges(shape.n_heads, shape.n_kv, world, rank), mlp_share(shape.ffn, world, rank)
+
+    def at(begin: int, span: Span, size: int = 1) -> Span:
+        return (begin + span[0]) * size, (begin + span[1]) * size
+
+    fused = at(0, heads.query), at(shape.n_heads, heads.kv), at(shape.n_heads + shape.n_kv, heads.kv)
+    qkv = tuple(at(0, span, shape.head_dim) for span in fused)
+    gated = shape.family.fused_mlp or len(shape.family.names.up) == 2
+    up = (mlp, at(shape.ffn, mlp)) if gated else (mlp,)
+    return {"attention.qkv": Cut(ROWS, qkv), "mlp.up": Cut(ROWS, up)}
+
+
 @pytest.mark.parametrize("dtype", QUANTISED)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)
@@ -79,21 +92,18 @@ def test_parts_hold_the_whole_layers_numbers_and_lose_no_accuracy(
 ):
     folder, ranks = folders[name], ranks_of(world)
     plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, dtype))
-    parts = [load_part(MODEL, folder, dtype, CPU, "model", rank) for rank in ranks]
-    cut_outputs = 0
+    parts = [load(MODEL, folder, dtype, CPU, "model", rank) for rank in ranks]
     for rank, part in enumerate(parts):
-        for layer, cut in cuts_of(plain.module, Sizes.of(plain.module.config, world, rank)).items():
-            ours = part.module.get_submodule(layer)
-            if cut.dim == ROWS:
-                for held, full in zip(numbers(ours), numbers(whole.module.get_submodule(layer)), strict=True):
-                    assert torch.equal(held, taken(full, cut)), layer
-                cut_outputs += 1
-            else:
-                assert isinstance(ours, RowParallel) and isinstance(ours.inner, kinds())
-                assert ours.inner.bias is None
-        assert type(part.module.get_output_embeddings()).__mro__[1] is nn.Linear
-        assert part.module.get_output_embeddings().weight.dtype is torch.bfloat16
-    assert cut_outputs >= world * 3 * 2
+        for block, full in zip(part.decoder.blocks, whole.decoder.blocks, strict=True):
+            for layer, cut in rows_of(plain.config, world, rank).items():
+                both = numbers(block.get_submodule(layer)), numbers(full.get_submodule(layer))
+                for held, all_rows in zip(*both, strict=True):
+                    assert torch.equal(held, taken(all_rows, cut)), layer
+            for layer in (block.attention.output, block.mlp.down):
+                assert isinstance(layer, Summed) and isinstance(layer.product, kinds())
+                assert rank == 0 or layer.product.bias is None
+        assert type(part.decoder.head.product) is nn.Linear
+        assert part.decoder.head.product.weight.dtype is torch.bfloat16
     exact = walked(plain)
     single = off(walked(whole), exact)
     found = together([lambda part=part: walked(part) for part in parts], ranks)
@@ -113,12 +123,12 @@ MADE = ModelConf(
 def test_synthetic_weights_are_quantised_after_they_are_made(dtype: Dtype):
     """Over ranks as in one process, and the distribution, which is in 16 bit, stays."""
     whole = load(MADE, None, dtype, CPU, "model")
-    layers = [m for m in whole.module.modules() if isinstance(m, kinds())]
-    assert len(layers) == 2 * 7
+    layers = [m for m in whole.decoder.modules() if isinstance(m, kinds())]
+    assert len(layers) == 2 * 4
     expected, exact = walked(whole), walked(load(MADE, None, Dtype.bf16, CPU, "model"))
     assert off(expected, exact) < 0.02
     ranks = ranks_of(2)
-    parts = [load_part(MADE, None, dtype, CPU, "model", rank) for rank in ranks]
+    parts = [load(MADE, None, dtype, CPU, "model", rank) for rank in ranks]
     for logits in together([lambda part=part: walked(part) for part in parts], ranks):
         assert off(logits, exact) < 0.02
 
@@ -128,8 +138,8 @@ def test_parts_multiply_with_our_kernel_and_lose_no_accuracy(folders: dict[str, 
     for name in ("replicated-kv", "opt"):
         folder, ranks = folders[name], ranks_of(2)
         plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, Dtype.int8))
-        parts = [quickened(load_part(MODEL, folder, Dtype.int8, CPU, "model", rank)) for rank in ranks]
-        inner = [layer.inner for layer in parts[0].module.modules() if isinstance(layer, RowParallel)]
+        parts = [load(MODEL, folder, Dtype.int8, CPU, "model", rank, fast=True) for rank in ranks]
+        inner = [layer.product for layer in parts[0].decoder.modules() if isinstance(layer, Summed)]
         assert inner and all(isinstance(layer, Int8Linear) for layer in inner)
         exact = walked(plain)
         found = together([lambda part=part: walked(part) for part in parts], ranks)
@@ -158,8 +168,8 @@ def test_a_checkpoint_of_unknown_shape_is_refused_too(tmp_path: Path):
             how()
 
 
-def parts(folder: Path) -> list[CausalModel]:
-    return [load_part(MODEL, folder, Dtype.nf4, CPU, "model", rank) for rank in ranks_of(2)]
+def parts(folder: Path) -> list[Any]:
+    return [load(MODEL, folder, Dtype.nf4, CPU, "model", rank) for rank in ranks_of(2)]
 
 
 def test_outputs_that_the_fast_kernel_does_not_take(tmp_path: Path):

@@ -6,7 +6,6 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.draft_link import Link
+from llama_ssp.errors import DistributedError
 
 PATIENCE_S = 60
 
@@ -71,11 +71,11 @@ class QueueLink:
         pass
 
 
-class ThreadRank:
+class ThreadRank(Ranks):
     """One thread's `Ranks`; counts what it takes part in."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.world, self.is_leader = rank, meeting.world, rank == 0
+        self.rank, self.world = rank, meeting.world
         self._meeting, self.patience_s = meeting, float(PATIENCE_S)
         self.counts = {"sums": 0, "gathers": 0, "messages": 0, "letters": 0}
 
@@ -104,12 +104,6 @@ class ThreadRank:
         far = other if self.rank == one else one
         return QueueLink(self._meeting.post(self.rank, far), self._meeting.post(far, self.rank))
 
-    def may_lose(self, members: tuple[int, ...]) -> None:
-        pass
-
-    def drop_lost(self) -> None:
-        pass
-
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self.counts["messages"] += 1
         return list(self._meeting.exchange(self.rank, values)[0])
@@ -118,22 +112,11 @@ class ThreadRank:
         return list(self._meeting.exchange(self.rank, values))
 
     def require_same(self, what: str, text: str) -> None:
-        assert len(set(self._meeting.exchange(self.rank, text))) == 1, what
+        if len(set(self._meeting.exchange(self.rank, text))) > 1:
+            raise DistributedError(f"the ranks differ in {what}")
 
     def barrier(self) -> None:
         self._meeting.exchange(self.rank, None)
-
-    def enter(self, phase: str, number: int = 0) -> None:
-        pass
-
-    def keep_errors_in(self, folder: Path | None) -> None:
-        pass
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        return error
-
-    def close(self) -> None:
-        pass
 
 
 def ranks_of(world: int) -> list[ThreadRank]:

@@ -10,8 +10,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.profiled import WAITS, called, total
 from llama_ssp.config import SamplingConfig
-from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.cuda_graphs import GraphedModel
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.steps import SteppedModel
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -19,7 +20,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from tests.families import build
+from tests.families import build, decoder_of
 from tests.rig import perturbed, speculate
 
 pytestmark = [
@@ -31,11 +32,11 @@ SAMPLED = SamplingConfig(temperature=0.9, top_k=20)
 PROMPTS = [Prompt(str(row), tuple(range(3, 9 - 2 * row))) for row in range(2)]
 
 
-def on_gpu(graphs: bool, noise: float = 0.0) -> CausalModel:
+def on_gpu(graphs: bool, noise: float = 0.0) -> DecoderModel:
     """A small Llama in fp32, the draft's with noise; as it is, or in graphs."""
     module = perturbed(build("llama-gqa"), noise) if noise else build("llama-gqa")
-    model = CausalModel(module.to(f"cuda:{LAST}"), "model")
-    return GraphedModel(model) if graphs else model
+    decoder = decoder_of(module, device=torch.device(f"cuda:{LAST}"))
+    return (SteppedModel if graphs else DecoderModel)(decoder, module.config, "model", ALONE)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

@@ -45,15 +45,6 @@ def packable(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and layer.in_features % WORD.get(layer.weight.dtype, 1 << 30) == 0
 
 
-def pack(module: nn.Module) -> None:
-    """Packs every linear layer in place, one after the other: at most one weight is held twice."""
-    operators()
-    for name, layer in list(module.named_modules()):
-        if packable(layer):
-            assert isinstance(layer, nn.Linear)
-            module.set_submodule(name, PackedLinear(layer))
-
-
 @functools.cache
 def operators() -> None:
     """Registers the operator in torch."""

@@ -139,7 +139,7 @@ class DraftShard(DraftModel):
     """Computes its share of a split draft model's forwards, in step with the rank that draws.
 
     It does not need the drawn tokens: that rank holds the whole embedding, and the all-reduce after each
-    look-up sends the embedded rows here (models/tensor_parallel.py).
+    look-up sends the embedded rows here (models/assemble.py).
     """
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:

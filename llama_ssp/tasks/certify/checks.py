@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 
 from llama_ssp.config import CertifyConf
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.near_ties import Finding, check_greedy
@@ -37,7 +37,7 @@ def level_of(task: CertifyConf) -> float:
 
 
 def check_probs(
-    sampler: Sampler, witness: Witness, model: CausalModel | None, transform: SamplingTransform,
+    sampler: Sampler, witness: Witness, model: Model | None, transform: SamplingTransform,
     prompts: Sequence[Prompt], task: CertifyConf, leads: bool,
 ) -> Check | None:  # fmt: skip
     """Runs the prompts once, then computes what verification committed against the target's own
@@ -144,7 +144,7 @@ def check_samples(
 
 
 def check_greedy_texts(
-    model: CausalModel | None, subject: Sampler, regular: Sampler, wrong: Sampler | None, k: int,
+    model: Model | None, subject: Sampler, regular: Sampler, wrong: Sampler | None, k: int,
     prompts: Sequence[Prompt], task: CertifyConf,
 ) -> list[Check]:  # fmt: skip
     """Greedy texts with and without speculation; those of a wrong rule, if given, must not pass."""

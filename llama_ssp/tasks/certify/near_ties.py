@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 
@@ -90,7 +90,7 @@ class GreedyReport:
 
 
 def check_greedy(
-    model: CausalModel, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
+    model: Model, prompts: Sequence[Prompt], plain: Texts, speculative: Texts, k: int, *,
     rows: int = 8, chunk: int = 512,
 ) -> GreedyReport:  # fmt: skip
     """Compares the tokens that plain and speculative decoding with at most `k` drafts gave each prompt.
@@ -125,7 +125,7 @@ def check_greedy(
 
 
 def _ways(
-    model: CausalModel, texts: Texts, starts: list[int], width: int, rows: int, chunk: int
+    model: Model, texts: Texts, starts: list[int], width: int, rows: int, chunk: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """A text's number and the logits of its next positions, (W, V), until all are fed: singly, in blocks,
     and in blocks without other rows."""
@@ -153,7 +153,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 class Feeder:
     """Feeds finished texts to a model, and returns the logits of each position."""
 
-    def __init__(self, model: CausalModel, texts: Texts, starts: Sequence[int], chunk: int) -> None:
+    def __init__(self, model: Model, texts: Texts, starts: Sequence[int], chunk: int) -> None:
         """Every prompt, the first `starts` tokens, is prefilled as in a run, without its last token."""
         self._lengths = [len(text) for text in texts]
         self._token_BS = pad_sequence([torch.tensor(text) for text in texts], True).to(model.device)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.tasks.certify.near_ties import Feeder, largest_of
 from llama_ssp.tasks.certify.plain_filters import TINY, cut
@@ -74,9 +74,7 @@ class Reference:
     The last has one row: a batch of few tokens may be multiplied by another kernel, which rounds differently.
     """
 
-    def __init__(
-        self, model: CausalModel, rounds: Sequence[Round], width: int, rows: int, chunk: int
-    ) -> None:
+    def __init__(self, model: Model, rounds: Sequence[Round], width: int, rows: int, chunk: int) -> None:
         self._rounds = rounds
         order = list(range(len(rounds)))
         other, third = order[::-1], [*order[1::2], *order[::2]]
@@ -136,7 +134,7 @@ def typical_excess(departures: Sequence[Departure], noise: Noise) -> bool:
 
 
 def _logits(
-    model: CausalModel, rounds: Sequence[Round], order: list[int], width: int, rows: int, chunk: int
+    model: Model, rounds: Sequence[Round], order: list[int], width: int, rows: int, chunk: int
 ) -> list[Tensor]:
     """The logits of each round's last count + 1 positions, fed `width` tokens at a time."""
     found: dict[int, Tensor] = {}
