@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -29,17 +29,23 @@ class Bar:
     @property
     def verdict(self) -> str:
         """`met`, or by how much not: in percent, of a count in numbers."""
+        if self.found is None:
+            return "not measured"
         if self.met is not False:
-            return "met" if self.met else "" if self.asked is None else "not measured"
-        assert self.found is not None and self.asked is not None
+            return "met" if self.met else ""
+        assert self.asked is not None
         far = abs(self.found - self.asked)
         by = f"{100 * far / self.asked:.0f} %" if self.asked else f"{far:g}"
         return f"NO, by {by}"
 
+    def document(self) -> dict[str, object]:
+        """For JSON, with the verdict."""
+        return {**vars(self), "verdict": self.verdict}
+
     def cells(self) -> list[str]:
         limit = "" if self.asked is None else f"{'<=' if self.at_most else '>='} {self.asked:.4g}"
         found = "-" if self.found is None else f"{self.found:.4g}"
-        return [self.what, limit, found, self.note, self.verdict]
+        return [self.what, limit, found, self.note[:60], self.verdict]
 
 
 HEAD = ["what", "asked", "found", "", "met"]
@@ -50,9 +56,27 @@ def most(what: str, found: float | None, asked: float, note: str = "") -> Bar:
     return Bar(what, found, asked, True, note)
 
 
-def equal(what: str, differing: int, of: int) -> Bar:
-    """How many of some things differ: none may."""
-    return most(what, differing, 0, f"differ, of {of}")
+def counted(differing: int, of: int, what: str) -> Bar:
+    """How many of some things are not as they should be: none may."""
+    return most(what, differing, 0, f"of {of}")
+
+
+def needs(what: str, thing: str = "a GPU") -> Bar:
+    """A figure that cannot be measured here."""
+    return Bar(what, None, note=f"needs {thing}")
+
+
+def failed(what: str, why: object) -> Bar:
+    """Something that should have ended and did not."""
+    return Bar(f"{what}: ends", 0, 1, note=" ".join(str(why).split())[:200])
+
+
+def safely(what: str, bars: Iterator[Bar]) -> Iterator[Bar]:
+    """The figures; an error ends them, and is one of them."""
+    try:
+        yield from bars
+    except Exception as error:  # whatever a device or a library raises: other figures follow
+        yield failed(what, f"{type(error).__name__}: {error}")
 
 
 def bars_table(bars: Sequence[Bar]) -> list[str]:

@@ -32,3 +32,13 @@ def called(events: Iterable[Any], part: str) -> Counter[str]:
 
 def total(calls: Counter[str], names: Iterable[str]) -> int:
     return sum(calls[name] for name in names)
+
+
+def idle_share(spans: Iterable[Any]) -> float:
+    """The share of the time, from the first span's start to the last end, in which none of them runs."""
+    found = sorted(spans, key=lambda span: span.start)
+    busy, end = 0.0, found[0].start
+    for span in found:
+        busy += max(span.end - max(span.start, end), 0.0)
+        end = max(end, span.end)
+    return float(1 - busy / (end - found[0].start))

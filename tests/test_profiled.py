@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.profiled import GRAPHS, LAUNCHES, WAITS, called, total
+from bench.profiled import GRAPHS, LAUNCHES, WAITS, called, idle_share, total
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU) -> Any:
@@ -57,3 +57,8 @@ def test_torchs_own_events_have_what_is_read() -> None:
         x.mul(4)
     calls = called(seen.events(), "round")
     assert calls["aten::mul"] == 2 and calls["aten::add"] == 0
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    spans = [SimpleNamespace(start=start, end=end) for start, end in ((10, 14), (0, 4), (1, 2), (13, 20))]
+    assert idle_share(spans) == pytest.approx(0.3)  # from 4 to 10

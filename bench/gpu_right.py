@@ -1,0 +1,268 @@
+"""Parts of bench/gpu.py: is what a GPU writes right? Each part yields figures as they are found.
+
+As a script it is a rank of the command that runs out of memory, started by torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from bars import Bar, counted, most, needs, safely
+
+from llama_ssp import SamplingConfig, SpeculationConfig, load_pair
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER
+from llama_ssp.speculative.model_runner import ModelRunner
+from tests.families import build
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = ROOT / "launch" / "run.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENGINES = ("eager", "compiled")
+FP32 = ["model.dtype=fp32"]
+OFF_BY = 1e-4  # of the largest logit: rounding is below 1e-5, programs with a wrong size were off by 1.7e-3
+# Capacities of caches and lengths of texts: below, at and above whole buckets of 256 slots, full and not.
+CACHES = ((20, 12), (255, 40), (256, 256), (300, 200), (300, 300), (512, 300), (1000, 40), (1000, 1000))
+PROMPTS = ["def hello(name):", "7 * 8 =", "The capital of France is the largest of all the"]
+FEW_BYTES = 0.01  # of the GPU's memory, for the rank that runs out of it
+WINDOW = 64  # tokens that a family with windows sees
+LIMIT_S = 100 if torch.cuda.is_available() else 400  # of a command
+
+
+def logits(small: bool) -> Iterator[Bar]:
+    """Logits of each engine through load_pair, of random models whose texts depend on all that is before."""
+    for family in ("llama-gqa", "mistral-window"):
+        yield from safely(family, _logits_of(family, small))
+
+
+def _logits_of(family: str, small: bool) -> Iterator[Bar]:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        _write(family, Path(folder), small)
+        words = {engine: [f"engine={engine}", *FP32] for engine in ENGINES}
+        eager, compiled = (
+            stack.enter_context(load_pair(folder, batch_size=3, max_tokens=1000, overrides=words[engine]))
+            for engine in ENGINES
+        )
+        for capacity, length in CACHES:
+            off = []
+            for rows, width in product((1, 3), (1, 5)):
+                case = rows, capacity, length, width
+                expected, found = (_logits(pair, *case) for pair in (eager, compiled))
+                off.append((_off(found, expected), _off(_logits(eager, *case, other=True), expected)))
+            what = f"{family}, capacity {capacity}, length {length}: logits off by, of the largest"
+            yield most(what, max(one for one, _ in off), OFF_BY)
+            least = min(one for _, one in off)
+            yield Bar("control: off by, if an early token is another", least, 10 * OFF_BY)
+
+
+def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _write(family: str, folder: Path, small: bool) -> None:
+    """A random checkpoint with the shipped tokenizer."""
+    sizes: dict[str, Any] = {"hidden_size": 64 if small else 256, "num_attention_heads": 8}
+    sizes |= {"intermediate_size": 512, "vocab_size": 4096, "max_position_embeddings": 2048}
+    if family == "mistral-window":
+        sizes["sliding_window"] = WINDOW
+    module = build(family, mild=True, **sizes)
+    module.save_pretrained(folder)
+    for file in (SHIPPED_FOLDER / "demo").glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+
+def _logits(
+    pair: Any, rows: int, capacity: int, length: int, width: int, other: bool = False
+) -> torch.Tensor:
+    """The logits of each row's last `width` tokens, by the runner of the engine; rows differ in length."""
+    model = pair._session.models.target
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(3, 4000, (rows, capacity), generator=generator)
+    ends = [max(length - 3 * row, width + 1) for row in range(rows)]
+    if other:
+        for row, end in enumerate(ends):
+            ids[row, max(end - width - WINDOW // 2, 0)] += 1  # every family sees it
+    runner = ModelRunner(model)
+    runner.start(rows, capacity)
+    ids = ids.to(model.device)
+    runner.prefill(ids, [end - width for end in ends])
+    return runner.logits(ids, ends, [width] * rows).float().cpu()
+
+
+def texts(small: bool) -> Iterator[Bar]:
+    """Sampled texts of the shipped pair in fp32: the same by each engine, from one pair for all of them."""
+    lengths = (5, 40) if small else (5, 40, 600)
+    for rows in (1, 3):
+        yield from safely(f"texts of {rows} rows", _texts_of(rows, lengths))
+
+
+def _texts_of(rows: int, lengths: tuple[int, ...]) -> Iterator[Bar]:
+    cuda, captures = torch.cuda.is_available(), _Captures()
+    written: dict[str, dict[str, list[Any]]] = {}
+    for engine in ENGINES:
+        words = [f"engine={engine}", *FP32, "draft.dtype=fp32"]
+        with load_pair("demo", "demo_draft", batch_size=rows, max_tokens=1000, overrides=words) as pair:
+            captures.news()
+            for k, prompts in product((0, 4), [[one] for one in PROMPTS] if rows == 1 else [PROMPTS]):
+                own = written.setdefault(f"K = {k}", {}).setdefault(engine, [])
+                own += [_text(pair, prompts, k, length) for length in lengths]
+                if cuda and rows == 1 and engine == "compiled":
+                    captures.after(f"K = {k}")
+    for key, by in written.items():
+        differing = sum(a != b for a, b in zip(*by.values(), strict=True))
+        yield counted(differing, len(by["eager"]), f"rows {rows}, {key}: texts that differ between engines")
+    if rows == 1:
+        yield from captures.bars() if cuda else [needs("captures of the second and third prompt")]
+
+
+def _text(pair: Any, prompts: list[str], k: int, length: int) -> list[list[int]]:
+    how = {"sampling": SamplingConfig(), "speculation": SpeculationConfig(k=k), "seed": 7}
+    return [one.token_ids for one in pair.generate(prompts, max_new_tokens=length, **how)]
+
+
+class _Captures:
+    """Counts the graphs that are captured, and the memory that stays reserved."""
+
+    def __init__(self) -> None:
+        self._count, self._known = 0, 0
+        self._found: dict[str, list[tuple[int, float]]] = {}
+        begin: Any = torch.cuda.CUDAGraph.capture_begin
+
+        def counting(*args: Any, **how: Any) -> Any:
+            self._count += 1
+            return begin(*args, **how)
+
+        torch.cuda.CUDAGraph.capture_begin = counting  # type: ignore[method-assign]
+
+    def news(self) -> int:
+        """Captures since the last call."""
+        new, self._known = self._count - self._known, self._count
+        return new
+
+    def after(self, key: str) -> None:
+        """A prompt has been continued."""
+        self._found.setdefault(key, []).append((self.news(), torch.cuda.memory_reserved() / 2**20))
+
+    def bars(self) -> Iterator[Bar]:
+        for key, found in self._found.items():
+            (first, before), *later = found
+            yield Bar(f"{key}: captures while the first prompt is continued", first)
+            yield most(f"{key}: captures of the later prompts", sum(new for new, _ in later), 0)
+            yield most(f"{key}: MiB reserved more after the last prompt", later[-1][1] - before, 0)
+
+
+def command(small: bool) -> Iterator[Bar]:
+    """The command line: the same texts by each engine, and its exit codes."""
+    new = f"task.max_new_tokens={12 if small else 300}"
+    found = {engine: _ran([str(RUN), *_words(engine), new]) for engine in ENGINES}
+    yield counted(sum(one.code != 0 for one in found.values()), 2, "engines whose command fails")
+    differing = sum(a != b for a, b in zip(*(one.texts() for one in found.values()), strict=True))
+    yield counted(differing, len(PROMPTS), "texts that differ between engines")
+    for code, words in (
+        (2, ["speculation.k=-1"]), (3, ["task.prompt_file=/nowhere.txt"]), (5, ["placement=own"]),
+        (4, ["model=local", "model.path=/nowhere"]),
+    ):  # fmt: skip
+        done = _ran([str(RUN), *words])
+        wrong = done.code != code or len(done.errors()) != 1
+        yield counted(int(wrong), 1, f"{words[-1]}: ends otherwise than with {code} and one line")
+
+
+def ranks(small: bool) -> Iterator[Bar]:
+    """Two ranks on one GPU, over gloo: the text is that of one process."""
+    new = f"task.max_new_tokens={12 if small else 200}"
+    alone = _ran([str(RUN), *_words("eager"), new]).texts()
+    for placement in ("leader", "sharded", "own"):
+        done = _ran([*TORCHRUN, str(RUN), *_words("compiled"), new, f"placement={placement}"])
+        wrong = sum(a != b for a, b in zip(done.texts(), alone, strict=True))
+        what = f"{placement}: texts unlike those of one process"
+        yield most(what, wrong, 0, "; ".join([f"{done.seconds:.0f} s", *done.errors()])[:160])
+    if not torch.cuda.is_available():
+        yield needs("sharded in 8 bit: commands that fail")
+        return
+    words = [*_words("compiled"), "model.dtype=int8", "placement=sharded", new]
+    done = _ran([*TORCHRUN, str(RUN), *words])
+    what = "sharded in 8 bit: commands that fail"
+    yield most(what, int(done.code != 0), 0, "; ".join(done.errors())[:160])
+
+
+def faults(small: bool) -> Iterator[Bar]:
+    """A rank that is killed, and one that runs out of memory: all end, with one line that says why."""
+    fault = {"FAULT": "SIGKILL,verify,other rank", "PYTHONPATH": str(ROOT)}
+    words = [*_words("eager"), "placement=leader"]
+    done = _ran([*TORCHRUN, "-m", "tests.distributed.faulty", *words], **fault)
+    struck = float((done.folder / "struck").read_text()) if (done.folder / "struck").exists() else 0.0
+    yield from _ended("a killed rank", done, "is gone")
+    yield most("a killed rank: seconds until all have ended", done.ended - struck, 10)
+    if not torch.cuda.is_available():
+        yield needs("a rank without memory: ends otherwise than with one line that says so")
+        return
+    model = ["model=7B", "model.weights=synthetic", "draft=none", "placement=sharded", "out=null"]
+    yield from _ended("a rank without memory", _ran([*TORCHRUN, __file__, *model]), "memory")
+
+
+def _ended(what: str, done: _Done, said: str) -> Iterator[Bar]:
+    errors = done.errors()
+    wrong = done.code == 0 or len(errors) != 1 or said not in errors[0]
+    what = f"{what}: ends otherwise than with one line that says so"
+    yield most(what, int(wrong), 0, "; ".join(errors)[:200])
+
+
+class _Done:
+    """A command that has ended."""
+
+    def __init__(self, code: int, out: str, err: str, seconds: float, folder: Path) -> None:
+        self.code, self._out, self._err, self.seconds, self.folder = code, out, err, seconds, folder
+        self.ended = time.time()
+
+    def errors(self) -> list[str]:
+        return [line for line in self._err.splitlines() if line.startswith("error:")]
+
+    def texts(self) -> list[list[int]]:
+        """Token ids of each prompt's text; empty lists where the command has failed."""
+        if self.code:
+            return [[]] * len(PROMPTS)
+        return [one["token_ids"] for one in json.loads(self._out.splitlines()[-1])["outputs"]]
+
+
+def _words(engine: str) -> list[str]:
+    given = json.dumps(PROMPTS)
+    how = ["model.dtype=fp32", "draft.dtype=fp32", f"engine={engine}", "seed=5", "out=null", "output=json"]
+    return [f"task.prompts={given}", *how]
+
+
+def _ran(words: list[str], **env: str) -> _Done:
+    """Python with these words, in a folder of its own; code 124 if it does not end."""
+    folder = Path(tempfile.mkdtemp())
+    began = time.monotonic()
+    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+        threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=folder, stdout=out, stderr=err, env={**os.environ, **threads, **env}
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
+            code = 124
+    said, told = ((folder / name).read_text() for name in ("out", "err"))
+    return _Done(code, said, told, time.monotonic() - began, folder)
+
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "1":
+        torch.cuda.set_per_process_memory_fraction(FEW_BYTES, 0)
+    sys.path.insert(0, str(RUN.parent))
+    runpy.run_path(str(RUN), run_name="__main__")
