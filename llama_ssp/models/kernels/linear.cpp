@@ -4,18 +4,27 @@
 // 32 bits, or two of 16), the words of all outputs of the block. A row is summed in the same order whatever the
 // number of rows, so its result does not depend on other rows.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
+#define TORCH_TARGET_VERSION 0x020b000000000000  // 2.11: its stable headers compile in a quarter of the time
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <utility>
+#include <vector>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
 namespace {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 constexpr int64_t BLOCK = 32;  // outputs: two registers of 16 sums, for each row of x
 constexpr int64_t ROWS = 12;   // of x at a time: their sums stay in registers
@@ -29,7 +38,7 @@ struct Single {
 };
 
 struct Brain {
-  using Number = c10::BFloat16;
+  using Number = BFloat16;
   static Sums add(Sums sum, Words w, int32_t x) {
 #if defined(__AVX512BF16__)
     return (Sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
@@ -75,8 +84,7 @@ constexpr std::array<Multiply<Kind>, sizeof...(counts)> for_counts(std::integer_
 }
 
 template <class Kind>
-void run(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::Tensor& y,
-         int64_t rows) {
+void run(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& y, int64_t rows) {
   using Number = typename Kind::Number;
   static constexpr auto by_count = for_counts<Kind>(std::make_integer_sequence<int, ROWS>{});
   const int64_t words = packed.size(1), width = y.size(-1);
@@ -84,7 +92,7 @@ void run(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::
   const auto* weights = static_cast<const int32_t*>(packed.const_data_ptr());
   const Number* shift = bias ? bias->const_data_ptr<Number>() : nullptr;
   Number* to = y.mutable_data_ptr<Number>();
-  at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block++)
       for (int64_t row = 0; row < rows; row += ROWS)  // the block stays in the cache for the next rows
         by_count[std::min(ROWS, rows - row) - 1](from + row * words, words, weights + block * words * BLOCK,
@@ -92,19 +100,18 @@ void run(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::
   });
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                  int64_t width) {
-  const at::Tensor dense = x.contiguous();
-  TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == x.scalar_type(), "the weight is not packed for x");
-  TORCH_CHECK(packed.size(1) * packed.size(3) == x.size(-1), "the weight takes another number of inputs");
-  auto shape = x.sizes().vec();
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t width) {
+  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  STD_TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == x.scalar_type(), "the weight is not packed for x");
+  STD_TORCH_CHECK(packed.size(1) * packed.size(3) == x.size(-1), "the weight takes another number of inputs");
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = width;
-  at::Tensor y = at::empty(shape, x.options());
+  Tensor y = torch::stable::new_empty(x, shape);
   const int64_t rows = x.numel() / x.size(-1);
-  if (x.scalar_type() == at::kFloat) {
+  if (x.scalar_type() == ScalarType::Float) {
     run<Single>(dense, packed, bias, y, rows);
   } else {
-    TORCH_CHECK(x.scalar_type() == at::kBFloat16, "only float and bfloat16 are multiplied here");
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "only float and bfloat16 are multiplied here");
     run<Brain>(dense, packed, bias, y, rows);
   }
   return y;
@@ -112,8 +119,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
 
 }  // namespace
 
-TORCH_LIBRARY(llama_ssp, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(llama_ssp, library) {
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("linear", &linear); }
+STABLE_TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }
