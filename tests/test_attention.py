@@ -8,8 +8,11 @@ from torch import Tensor
 
 from llama_ssp.models.attention import Feed, Scores, attend_rows
 from llama_ssp.models.kernels import attention as kernel
+from llama_ssp.models.kernels.large_pages import PAGE
+from llama_ssp.models.kv_cache import Tally
+from llama_ssp.models.slot_cache import SlotCache
 
-pytestmark = pytest.mark.slow  # the kernel takes some seconds to build
+needs_compiler = pytest.mark.slow  # the kernel takes some seconds to build
 
 CPU = torch.device("cpu")
 CAPACITY = 1200
@@ -39,6 +42,7 @@ def parts(
     return query_THD.to(dtype), keys_GND.to(dtype), values_GND.to(dtype), sink_H
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "size"), [*((h, 64) for h in HEADS), *(((16, 2), s) for s in SIZES[1:])])
 @torch.inference_mode()
@@ -51,6 +55,7 @@ def test_results_are_those_of_torch(heads, size, kind):
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
 @torch.inference_mode()
@@ -74,6 +79,7 @@ def alone(token: int) -> Feed:
     return Feed.of([places[token]], CPU)
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(16, 2), (11, 1), (4, 4)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,3 +100,15 @@ def test_a_tokens_result_does_not_depend_on_others(kind, heads, dtype):
     values_GND[:, first + start - 20] *= 1.5  # control: a value of its own row
     assert not same(0)
     assert same(len(query_THD) - 1)
+
+
+def test_long_caches_begin_at_large_pages():
+    """Each tensor in memory of its own: torch.compile need not ask which of those it writes overlap."""
+    cache = SlotCache.of(1, 4096, [(2, 128), (1, 8)], torch.bfloat16, CPU, Tally())
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    assert [tensor.data_ptr() % PAGE for tensor in tensors[:2]] == [0, 0]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 4
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert [float(tensor.float().mean()) for tensor in tensors] == [0, 1, 2, 3]
+    assert not any(tensor.storage_offset() for tensor in tensors)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from llama_ssp.models.kernels import large_pages
 from llama_ssp.models.kv_cache import Tally
 
 
@@ -33,10 +34,15 @@ class SlotCache:
         """`shapes`: KV heads and head size of every layer."""
         layers = []
         for heads, size in shapes:
-            made = [torch.empty(heads, rows * capacity, size, dtype=dtype, device=device) for _ in range(2)]
-            for tensor in made:
-                tally.add(tensor)
-            layers.append((made[0], made[1]))
+            shape = heads, rows * capacity, size
+            on_cpu = device.type == "cpu"
+            keys, values = (
+                large_pages.empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
+                for _ in "kv"
+            )
+            tally.add(keys)
+            tally.add(values)
+            layers.append((keys, values))
         return SlotCache(rows, capacity, layers, tally=tally)
 
     def row(self, index: int) -> SlotCache:

@@ -1,10 +1,8 @@
-"""Memory for packed weights in pages of 2 MiB: read from end to end, small pages take a fifth longer."""
+"""Memory in pages of 2 MiB, for packed weights and caches: with small pages, reading takes a fifth longer."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -30,12 +28,17 @@ class LargePages:
         return part.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
 
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without values, in memory of its own: compiled steps may write into it."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return _chunk(size).view(dtype).view(shape) if size >= PAGE else torch.empty(shape, dtype=dtype)
+
+
 def _chunk(size: int) -> Tensor:
-    memory = torch.empty(-(-size // PAGE) * PAGE + PAGE, dtype=torch.uint8)
-    first = -memory.data_ptr() % PAGE
-    chunk = memory[first : len(memory) - PAGE + first]
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
-        with suppress(OSError, AttributeError):  # no system that can is needed
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(chunk.data_ptr()), ctypes.c_size_t(len(chunk)), advice)
-    return chunk
+    try:
+        memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):  # a system without them; or without memory, which torch then says
+        return torch.empty(size, dtype=torch.uint8)
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=first)

@@ -1,0 +1,117 @@
+"""Attention of steps on a CPU against the memory's speed: ours, and torch's with repeated keys and a mask.
+
+    python bench/attention.py [heads=16] [kv_heads=2] [size=128] [seconds=3] [contexts=1024,4096,16384,32768]
+
+For one token and for five (K = 4), with one thread and with two, milliseconds of one layer: the bytes of its
+cache in bf16 at the bandwidth measured here (summing), our kernel's, torch's (as transformers calls it), and
+the ratios to the first. There are as many layers as no processor's cache holds. All take turns. The least
+time of each layer counts, as disturbances only add time; in brackets is the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from words import Words  # noqa: E402
+
+from llama_ssp.models.attention import Feed, Scores  # noqa: E402
+from llama_ssp.models.kernels import attention as kernel  # noqa: E402
+from llama_ssp.models.kernels import large_pages  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+
+CPU = torch.device("cpu")
+HELD = 128 * 2**20  # bytes of all layers: several times a processor's cache
+BYTES, OURS, TORCH = "bytes", "ours", "torch"
+Work = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Settings(Words):
+    heads: int = 16
+    kv_heads: int = 2
+    size: int = 128
+    seconds: float = 3.0
+    contexts: str = "1024,4096,16384,32768"
+
+
+def layers_of(settings: Settings, context: int) -> list[list[Tensor]]:
+    """Keys and values of each layer."""
+    shape = settings.kv_heads, context, settings.size
+    count = max(2, HELD // (4 * settings.kv_heads * settings.size * context))
+    return [[large_pages.empty(shape, torch.bfloat16).normal_() for _ in "kv"] for _ in range(count)]
+
+
+def works(settings: Settings, context: int, tokens: int) -> tuple[Work, Work]:
+    """Our attention and torch's, of a layer's keys and values."""
+    feed = Feed.of([(0, context - tokens, tokens)], CPU)
+    query_THD = torch.randn(tokens, settings.heads, settings.size).bfloat16()
+    scores = Scores(settings.size**-0.5)
+    mask_TS = torch.arange(context) <= feed.position_T[:, None]
+    group = settings.heads // settings.kv_heads
+
+    def by_torch(keys_GND: Tensor, values_GND: Tensor) -> Tensor:
+        keys, values = (part[None].repeat_interleave(group, 1) for part in (keys_GND, values_GND))
+        query = query_THD.transpose(0, 1)[None]
+        return functional.scaled_dot_product_attention(query, keys, values, mask_TS, scale=scores.scale)
+
+    return lambda keys, values: kernel.attend(feed, query_THD, keys, values, scores, None), by_torch
+
+
+def timed(todo: dict[str, list[Callable[[], object]]], seconds: float) -> dict[str, Tensor]:
+    """By name, milliseconds by turn and piece of work."""
+    took: dict[str, list[list[float]]] = {name: [] for name in todo}
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(took[BYTES]) < 3:
+        for name, pieces in todo.items():
+            took[name].append([])
+            for piece in pieces:
+                began = time.perf_counter()
+                piece()
+                took[name][-1].append(1000 * (time.perf_counter() - began))
+    return {name: torch.tensor(turns) for name, turns in took.items()}
+
+
+def line(settings: Settings, layers: list[list[Tensor]], summed: Tensor, tokens: int) -> list[str]:
+    context = layers[0][0].shape[1]
+    ours, by_torch = works(settings, context, tokens)
+    todo: dict[str, list[Callable[[], object]]] = {
+        BYTES: [partial(torch.sum, piece) for piece in summed],
+        OURS: [partial(ours, *layer) for layer in layers],
+        TORCH: [partial(by_torch, *layers[0])],
+    }
+    took = timed(todo, settings.seconds)
+    took[BYTES] *= sum(part.nbytes for part in layers[0]) / summed[0].nbytes
+    least = {name: float(times.amin(0).mean()) for name, times in took.items()}
+    middle = {name: float(times.mean(1).median()) for name, times in took.items()}
+    ratios = [f"{least[n] / least[BYTES]:.2f} ({middle[n] / middle[BYTES]:.2f})" for n in (OURS, TORCH)]
+    return [str(context), str(tokens), *(f"{ms:.3f}" for ms in least.values()), *ratios]
+
+
+def main() -> None:
+    settings = Settings.of(sys.argv[1:])
+    kernel.operators()
+    table = [["threads", "context", "tokens", BYTES, OURS, TORCH, "ours / bytes", "torch / bytes"]]
+    summed = large_pages.empty((16, HELD // 64), torch.float32).fill_(1)
+    with torch.inference_mode():
+        for context in map(int, settings.contexts.split(",")):
+            layers = layers_of(settings, context)
+            for threads, tokens in itertools.product((1, 2), (1, 5)):
+                torch.set_num_threads(threads)
+                table.append([str(threads), *line(settings, layers, summed, tokens)])
+    print(*aligned(table, 0), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
