@@ -26,6 +26,7 @@ from llama_ssp.config import SamplingConfig  # noqa: E402
 from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models import steps  # noqa: E402
 from llama_ssp.models.attention import Feed, Scores  # noqa: E402
+from llama_ssp.models.cuda_graphs import Call, GraphedModel  # noqa: E402
 from llama_ssp.models.decoder import Decoder  # noqa: E402
 from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
@@ -137,12 +138,18 @@ def brought(module: Decoder) -> Any:
     return module
 
 
-class Replayed(steps.SteppedModel):
-    """Steps as they are traced, uncompiled."""
+class Replayed(GraphedModel):
+    """Graphs without compilation and capture: the step as it is traced, each time."""
 
-    def _first(self, arguments: steps.Arguments) -> Tensor:
+    def _made(self, arguments: steps.Arguments) -> bool:
         self._step = steps.traced(self.decoder)
-        return self._step(*arguments)
+        return True
+
+    def _warm(self, step: Call) -> None:
+        pass
+
+    def _captured(self, step: Call) -> Call:
+        return step
 
 
 def attend(
@@ -172,8 +179,8 @@ CONTROLS = {
 
 # rows, rule, controls, steps: every one of each at least once
 CASES = (
-    (1, "block", "plain", "eager"), (2, "block", "penalised", "eager"), (1, "coupled", "greedy", "compiled"),
-    (2, "coupled", "filtered", "compiled"), (1, "token", "penalised", "compiled"),
+    (1, "block", "plain", "eager"), (2, "block", "penalised", "eager"), (1, "coupled", "greedy", "graphs"),
+    (2, "coupled", "filtered", "graphs"), (1, "token", "penalised", "graphs"),
     (2, "token", "greedy", "eager"),
 )  # fmt: skip
 
@@ -190,7 +197,7 @@ def main() -> None:
         here = [DecoderModel(one, config, "near") for one in decoders]
         near = speculate(here[0], prompts, here[1], **how)
         with Watch() as watch:
-            kind = Replayed if engine == "compiled" else DecoderModel
+            kind = Replayed if engine == "graphs" else DecoderModel
             pair = [kind(brought(one), config, "far", ALONE) for one in decoders]
             far = speculate(pair[0], prompts, pair[1], **how)
         said = {"same": far.texts == near.texts, "rounds": far.rounds, "seen": watch.seen}

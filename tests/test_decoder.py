@@ -162,8 +162,9 @@ def test_texts_are_those_of_the_module(name, tmp_path):
         )
 
 
-# Rows, where they start, their tokens, and the capacity of the cache.
-STEPS = ((1, 4, 3, 20), (1, 7, 1, 20), (3, 5, 1, 33), (3, 5, 4, 48), (1, 0, 1, 9))
+# Rows, where they start, their tokens, and the capacity of the cache. The first is traced: there, and in one
+# later step, the tokens are as many as the slots, which are other sizes all the same.
+STEPS = ((1, 0, 9, 9), (1, 4, 3, 20), (1, 7, 1, 20), (3, 5, 1, 33), (3, 5, 4, 48), (2, 0, 5, 5), (1, 0, 1, 9))
 
 
 @needs_compiler

@@ -18,6 +18,7 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, shortened
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.causal_lm import CausalModel, kernels_of, windows_of
+from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import TESTED, TESTED_FAMILIES, family_of
@@ -83,7 +84,8 @@ def _decoder(
         require_finite(made, model.name)
     over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
     log.info("%s %s: %s on %s%s", role, model.name, dtype.value, device, over)
-    return (SteppedModel if fast else DecoderModel)(made, config, model.name, ranks)
+    steps = GraphedModel if device.type == "cuda" else SteppedModel
+    return (steps if fast else DecoderModel)(made, config, model.name, ranks)
 
 
 def config_of(model: ModelConf, path: Path | None, role: str) -> Any:

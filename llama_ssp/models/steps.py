@@ -51,6 +51,7 @@ TRACED += [
     for name in ("attention", "int8", "linear")
     for kind in ("cpp", "py")
 ]
+TRACED += [FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "experts", "int8")]
 
 
 class SteppedModel(DecoderModel):
@@ -74,14 +75,17 @@ class SteppedModel(DecoderModel):
         if last_only or width > WIDEST or feed.long_T is not None or self._failed:
             return super()._run(token_T, feed, cache, last_only)
         arguments = token_T, feed.position_T, feed.first_T, cache.layers
-        if self._step is None:
-            found = self._first(arguments)
-            return super()._run(token_T, feed, cache, last_only) if found is None else found
+        if self._step is not None or self._made(arguments):
+            return self._call(arguments)
+        return super()._run(token_T, feed, cache, last_only)
+
+    def _call(self, arguments: Arguments) -> Tensor:
+        assert self._step is not None
         with self.ranks.during("a step"):
             return self._step(*arguments)
 
-    def _first(self, arguments: Arguments) -> Tensor | None:
-        """The first step, which is loaded or compiled; None if the model cannot be compiled."""
+    def _made(self, arguments: Arguments) -> bool:
+        """Loads or compiles the step; whether the model can be compiled."""
         began, kept = time.perf_counter(), StepFile(self)
         step = kept.load()
         if step is not None:
@@ -94,12 +98,11 @@ class SteppedModel(DecoderModel):
                 said = str(error).strip().splitlines() or [type(error).__name__]
                 log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
                 self._failed = True
-                return None
+                return False
             kept.save(step)
             log.info("engine: compiled %s in %.1f s", self.name, time.perf_counter() - began)
         self._step = step
-        with self.ranks.during("a step"):
-            return step(*arguments)  # type: ignore[no-any-return]
+        return True
 
 
 def compiled(decoder: Decoder, arguments: Arguments) -> Any:
@@ -146,10 +149,10 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device) -> bool:
     try:
         if device.type == "cpu":
             linear.operators()
-            attention_kernel.operators()
+        attention_kernel.operators(device.type)
         if dtype is Dtype.int8 and int8.usable(device):
             int8.operators(device.type)
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (ImportError, OSError, subprocess.CalledProcessError) as error:
         log.warning("engine: %s runs eagerly: its kernel was not built: %s", name, complaint(error))
         return False
     return True

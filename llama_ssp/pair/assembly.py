@@ -134,6 +134,9 @@ def prepare(pair: RankModels) -> None:
 
 def _loaded(placed: ModelPlacement, group: Ranks) -> Model:
     """By the engine that the placement names."""
+    # From Hopper on, torch prefers cuDNN's attention where there is a mask, and cuDNN plans each new shape
+    # anew, for some 0.4 s. Prompts and eager steps have a new shape in every pass.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     what = placed.model, placed.path, placed.dtype
     if placed.splitting is Splitting.layers:
         offload = home_expanded(placed.offload) if placed.offload else None

@@ -61,7 +61,7 @@ def library(source: Path, *flags: str) -> Path:
     return place
 
 
-def complaint(error: OSError | subprocess.CalledProcessError) -> str:
+def complaint(error: Exception) -> str:
     """The reason why there is no library, in a line."""
     said = str(getattr(error, "stderr", None) or error).strip().splitlines()
     return said[0][:200]

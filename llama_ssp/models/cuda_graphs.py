@@ -1,0 +1,163 @@
+"""A decoder whose steps are CUDA graphs: captured once for each number of tokens, then one launch a step.
+
+A graph reads and writes memory at fixed places: the cache of its capture, and buffers for a step's tokens,
+positions and first slots. So the model keeps the memory of a cache that is no longer used, with its graphs,
+for the next batch that fits. Lengths and first slots are read on the device (kernels/attention_triton.py): a
+graph serves all contexts and all rows. Steps of more than `EXACT` tokens are padded to the next size that
+has a graph; keys of pads go to a spare slot. The graphs of a model share scratch memory, and so a stream.
+
+All ranks of a model do the same, because steps with all-reduces come before each capture.
+
+Not yet run on a GPU. All but the capture is tested with a capture that calls the step anew each time
+(tests/test_graphs.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.decoder import KeysValues
+from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.steps import Arguments, SteppedModel
+from llama_ssp.models.transfer import sent
+
+log = logging.getLogger(__name__)
+
+BUCKET = 256  # slots: memory of caches is made in multiples of it
+EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
+MOST = 512  # tokens of a graph, which keeps memory for their logits
+WARM_UPS = 3  # what is made at first use (handles, workspaces, kernels) must be there before a capture
+Call = Callable[[], Tensor]
+
+
+class GraphedModel(SteppedModel):
+    """The same logits, with one launch a step."""
+
+    def __init__(self, *what: Any) -> None:
+        super().__init__(*what)
+        self._memories: list[Memory] = []  # the same on all ranks
+        self._pool: Any = None
+        self._side: Any = None  # the stream of captures
+        self._refused = False  # whether a capture has failed
+
+    @torch.inference_mode()
+    def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
+        """Also captures steps of `rows` texts with `widths` tokens each, in caches of this capacity."""
+        self.new_cache(rows, capacity)  # all steps below are captured in its memory
+        super().prepare()
+        cache = self.new_cache(rows, capacity)
+        for width in sorted(set(widths)):
+            token_BW = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
+            feed = Feed((0,) * rows, (width,) * rows, capacity, self.device)
+            self.logits(token_BW, feed, cache, last_only=False)
+
+    def new_cache(self, rows: int, capacity: int) -> SlotCache:
+        """In memory that no cache uses any more and that is large enough; smaller unused memory is freed."""
+        slots = -(-(rows * capacity + 1) // BUCKET) * BUCKET
+        unused = self._on_all_ranks([memory.user() is None for memory in self._memories])
+        pairs = list(zip(self._memories, unused, strict=True))
+        self._memories = [memory for memory, free in pairs if not free or memory.slots >= slots]
+        if not any(memory.graphs for memory in self._memories):
+            self._pool = None  # a pool without graphs cannot be used again
+        memory = next((memory for memory, free in pairs if free and memory.slots >= slots), None)
+        if memory is None:
+            del pairs
+            memory = Memory(slots, super().new_cache(1, slots).layers)
+            self._memories.append(memory)
+        cache = SlotCache(rows, capacity, memory.layers, tally=self.caches)
+        memory.user = weakref.ref(cache)
+        return cache
+
+    def _call(self, arguments: Arguments) -> Tensor:
+        *given, layers = arguments
+        memory = next(memory for memory in self._memories if memory.layers is layers)
+        size = padded(len(given[0]))
+        if size not in memory.graphs and size <= MOST and not self._refused:
+            self._capture(size, memory)
+        return super()._call(arguments) if self._refused or size > MOST else memory.graphs[size](*given)
+
+    def _capture(self, size: int, memory: Memory) -> None:
+        """Adds a graph; if that fails on any rank, steps stay compiled, and the log says why."""
+        graph = Graph(size, memory.slots - 1, self.device)
+        step = partial(super()._call, (*graph.buffer_3T, memory.layers))
+        self._warm(step)
+        try:
+            graph.replay = self._captured(step)
+            memory.graphs[size] = graph
+        except Exception as error:  # whatever CUDA and its libraries raise
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            log.warning("engine: %s runs without graphs: %s", self.name, said[0][:200])
+        self._refused = not self._on_all_ranks([size in memory.graphs])[0]
+
+    def _warm(self, step: Call) -> None:
+        """Steps before a capture, on its stream. An error ends the run: other ranks wait in all-reduces."""
+        stream: Any = torch.cuda.Stream
+        self._side = self._side or stream(self.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    def _captured(self, step: Call) -> Call:
+        """The step as a graph; the next replay overwrites what it returns."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's, may query the device during a capture: theirs are not errors.
+        how = {"pool": self._pool, "stream": self._side, "capture_error_mode": "thread_local"}
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):
+            made = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return made
+
+        return replay
+
+    def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
+        """Which of the facts hold on every rank."""
+        every = self.ranks.gather_ints(list(map(int, facts))) if facts else []
+        return [all(column) for column in zip(*every, strict=True)]
+
+
+def padded(tokens: int) -> int:
+    """The number of tokens of the graph that serves these."""
+    unit = 1 if tokens <= EXACT else 1 << tokens.bit_length() - 3
+    return -(-tokens // unit) * unit
+
+
+class Graph:
+    """A captured step and its buffers: tokens, positions and first slots, (3, T)."""
+
+    replay: Call
+
+    def __init__(self, size: int, spare: int, device: torch.device) -> None:
+        pad_31 = sent([[0], [0], [spare]], device)
+        self._pad_3T = pad_31.expand(3, size)
+        # Each begins at a multiple of 16 bytes, as kernels may have been compiled for.
+        self.buffer_3T = pad_31.repeat(1, size + size % 2)[:, :size]
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        count = len(given[0])
+        torch.stack(given, out=self.buffer_3T[:, :count])
+        self.buffer_3T[:, count:] = self._pad_3T[:, count:]
+        return self.replay()[:count].clone()  # the caller may keep it beyond the next replay
+
+
+@dataclass(eq=False)
+class Memory:
+    """Memory of caches, one after the other, and the graphs that have their cache there."""
+
+    slots: int
+    layers: list[KeysValues]
+    user: Callable[[], SlotCache | None] = lambda: None
+    graphs: dict[int, Graph] = field(default_factory=dict)

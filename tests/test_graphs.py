@@ -1,0 +1,241 @@
+"""Steps as CUDA graphs, all but the capture: what is captured when, where it reads, what runs without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.models import cuda_graphs, steps
+from llama_ssp.models.attention import Feed, Scores, attend_rows
+from llama_ssp.models.cuda_graphs import GraphedModel, padded
+from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.state import Prompt
+from tests.distributed.threads import ranks_of, together
+from tests.families import VOCAB, build, decoder_of
+from tests.rig import perturbed, speculate
+
+Call = Callable[[], Tensor]
+
+
+def one_by_one(
+    feed: Feed, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    """Attention as on a GPU: of each token by its position and first slot alone."""
+    found = []
+    for token, place in enumerate(zip(feed.first_T.tolist(), feed.position_T.tolist(), strict=True)):
+        alone = Feed(feed.position_T, feed.first_T, attend_rows, ((*place, 1),))
+        found.append(attend_rows(alone, query[token : token + 1], keys, values, scores, sinks))
+    return torch.cat(found)
+
+
+@pytest.fixture(autouse=True)
+def _attention_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(steps.attention_kernel, "attend", one_by_one)
+
+
+class Replayed(GraphedModel):
+    """Without a GPU and a compiler: steps as they are, and a capture that only remembers the call."""
+
+    def __init__(self, *what: Any) -> None:
+        super().__init__(*what)
+        self.captures: list[int] = []
+
+    def _made(self, arguments: Any) -> bool:
+        self._step = steps.traced(self.decoder)
+        return True
+
+    def _warm(self, step: Call) -> None:
+        step()
+
+    def _captured(self, step: Call) -> Call:
+        self.captures.append(len(step()))
+        return step
+
+
+def model_of(kind: type[DecoderModel], noise: float = 0.0, ranks: Ranks = ALONE) -> Any:
+    module = perturbed(build("llama-gqa"), noise) if noise else build("llama-gqa")
+    return kind(decoder_of(module), module.config, "model", ranks)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(str(n), tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(9 - 2 * n)))
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("k", [0, 4])
+def test_texts_are_those_of_eager_steps(rows: int, k: int):
+    """Rows that differ in length, K that differs, steps that are padded: five rows have up to 25 tokens."""
+    how: dict[str, Any] = {"k": k, "max_new": 30, "adaptive": k > 0}
+    graphed, quick = model_of(Replayed), model_of(Replayed, 0.3)
+    found = speculate(graphed, prompts(rows), quick if k else None, **how)
+    plain = speculate(
+        model_of(DecoderModel), prompts(rows), model_of(DecoderModel, 0.3) if k else None, **how
+    )
+    assert found.texts == plain.texts
+    assert graphed.captures and all(size == padded(size) for size in graphed.captures)
+
+
+def test_graphs_are_kept_from_text_to_text(monkeypatch):
+    """Texts of other lengths, batches of other sizes; only a batch that does not fit needs memory anew."""
+    monkeypatch.setattr(cuda_graphs, "BUCKET", 64)
+    model, captured = model_of(Replayed), []
+    for rows, longest in ((1, 20), (1, 30), (1, 10), (2, 15), (3, 30), (1, 20), (3, 20)):
+        speculate(model, prompts(rows), None, k=0, max_new=longest)
+        captured.append(len(model.captures))
+    assert captured == [1, 1, 1, 2, 3, 4, 4]
+    assert model.captures == [1, 2, 3, 1] and len(model._memories) == 1
+
+
+def test_a_cache_in_use_keeps_its_memory():
+    """Two batches at once have graphs of their own, and neither writes where the other reads."""
+    model, plain = model_of(Replayed), model_of(DecoderModel)
+    token_BS = torch.arange(3, 23)[None]
+    found = []
+    for one in (model, plain):
+        runners = [ModelRunner(one), ModelRunner(one)]
+        for runner, start in zip(runners, (0, 5), strict=True):
+            runner.start(1, 40)
+            runner.prefill(token_BS[:, start:], [9])
+        found.append(
+            [
+                runner.logits(token_BS[:, start:], [10], [1])
+                for runner, start in zip(runners, (0, 5), strict=True)
+            ]
+        )
+        if one is model:
+            assert model.captures == [1, 1]
+            runners[0].start(1, 40)
+            runners[0].logits(token_BS, [1], [1])
+            assert model.captures == [1, 1]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_what_was_given_stays():
+    """Though buffers are used again, and their number of tokens differs: 17 and 20 have one graph."""
+    model = model_of(Replayed)
+    runner = ModelRunner(model)
+    runner.start(1, 60)
+    token_BS = torch.arange(3, 63)[None] % VOCAB
+    first = runner.logits(token_BS, [20], [20])
+    before = first.clone()
+    runner.roll_back([10])
+    token_BS[0, 9:] = token_BS[0, 9:].flip(0)  # so the first step's last tokens are not this text's
+    second = runner.logits(token_BS, [26], [17])
+    runner.logits(token_BS, [27], [1])
+    assert torch.equal(first, before) and model.captures == [20, 1]
+    torch.testing.assert_close(second, _plain(token_BS, 26)[:, 9:], rtol=1e-4, atol=1e-4)
+
+
+def _plain(token_BS: Tensor, end: int) -> Tensor:
+    runner = ModelRunner(model_of(DecoderModel))
+    runner.start(1, 60)
+    return runner.logits(token_BS, [end], [end])
+
+
+def test_sizes_of_graphs():
+    found = [padded(tokens) for tokens in range(1, 200)]
+    assert found[:16] == list(range(1, 17))
+    assert all(tokens <= size < 1.25 * tokens for tokens, size in enumerate(found, start=1))
+    assert len({size for size in found if 64 <= size < 128}) == 4
+
+
+def test_steps_are_captured_before_they_are_needed():
+    model = model_of(Replayed)
+    model.prepare([1, 3, 5], rows=2, capacity=50)
+    assert sorted(model.captures) == [1, 2, 6, 10]
+    speculate(model, prompts(2), None, k=0, max_new=20)
+    assert len(model.captures) == 4
+
+
+def test_without_graphs_steps_run_all_the_same(caplog):
+    """The log says so once."""
+
+    class Refusing(Replayed):
+        def _captured(self, step: Call) -> Call:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+
+    found = speculate(model_of(Refusing), prompts(2), "ngram", k=3)
+    assert found.texts == speculate(model_of(DecoderModel), prompts(2), "ngram", k=3).texts
+    lines = [record.getMessage() for record in caplog.records if "without graphs" in record.getMessage()]
+    assert lines == [
+        "engine: model runs without graphs: CUDA error: operation not permitted when stream is capturing"
+    ]
+
+
+def test_ranks_capture_together():
+    """Also if one of them still has a cache that the others have freed, or alone cannot capture."""
+
+    class Second(Replayed):
+        def _captured(self, step: Call) -> Call:
+            if self.ranks.rank == 1 and len(self.captures) == 2:
+                raise RuntimeError("out of memory")
+            return super()._captured(step)
+
+    ranks = ranks_of(2)
+    models = [model_of(Second, 0.0, rank) for rank in ranks]
+
+    def work(rank: int) -> list[int]:
+        model, token_BS, kept = models[rank], torch.arange(3, 23)[None], []
+        for end in (1, 1, 2):
+            runner = ModelRunner(model)
+            runner.start(1, 40)
+            runner.logits(token_BS, [end], [end])
+            kept += [runner] if rank == 0 else []
+        assert len(model._memories) == 3
+        return [len(model.captures), model._refused]
+
+    assert together([lambda rank=rank: work(rank) for rank in range(2)], ranks) == [[3, True], [2, True]]
+
+
+def test_captures_of_a_model_share_a_stream_and_a_pool(monkeypatch):
+    """Warm-ups are on that stream, too; what was before them comes first."""
+    seen: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: Any) -> None:
+            seen.append("stream")
+
+        def wait_stream(self, other: Any) -> None:
+            seen.append("waits")
+
+    class CurrentStream(Stream):
+        def __init__(self) -> None:
+            pass
+
+    @contextmanager
+    def on(what: str, *given: Any, **how: Any) -> Iterator[None]:
+        seen.append((what, how.get("pool"), how.get("stream"), how.get("capture_error_mode")))
+        yield
+
+    class Captured:
+        def replay(self) -> None:
+            seen.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CurrentStream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: on("side"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: on("device"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: seen.append("pool") or "pool")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Captured)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: on("graph", **how))
+    monkeypatch.setattr(cuda_graphs, "WARM_UPS", 1)
+    model = model_of(GraphedModel)
+    calls = [lambda: torch.ones(1), lambda: torch.zeros(2)]
+    for call in calls:
+        model._warm(call)
+        assert torch.equal(model._captured(call)(), call())
+    side = ("side", None, None, None)
+    graph = ("graph", "pool", model._side, "thread_local")
+    warm, capture = ["waits", side, "waits"], [("device", None, None, None), graph, "replay"]
+    assert seen == ["stream", *warm, "pool", *capture, *warm, *capture]
