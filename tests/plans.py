@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from llama_ssp.config import ClusterConf, Dtype, ModelConf, TimesConf
+from llama_ssp.config import ClusterConf, Dtype, ModelConf, Steps, TimesConf
 from llama_ssp.config.overrides import CONF
 from llama_ssp.planner.hardware import Machine, machine_of
 from llama_ssp.planner.search import PlanRequest
@@ -46,4 +46,4 @@ def request(
     roles = [Role(TARGET, model(target), dtype)]
     if draft is not None:
         roles.append(Role(DRAFT, model(draft), dtype))
-    return PlanRequest(on, roles[0], roles[1] if draft else None, workload, acceptance)
+    return PlanRequest(on, roles[0], roles[1] if draft else None, workload, acceptance, engine=Steps.compiled)

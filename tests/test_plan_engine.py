@@ -24,7 +24,8 @@ ENOUGH = 10**6  # tokens for which compiling pays
 @pytest.mark.parametrize(
     ("engine", "tokens", "name", "dtype", "splitting", "on_cpu", "reason"),
     [
-        (Steps.auto, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
+        (Steps.compiled, 0, "7B", Dtype.bf16, Splitting.tensor, False, None),
+        (Steps.auto, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, False, "graphs on GPUs have to be asked"),
         (Steps.compiled, 0, "7B", Dtype.int8, Splitting.tensor, True, None),
         (Steps.auto, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, True, None),
         (Steps.eager, ENOUGH, "7B", Dtype.bf16, Splitting.tensor, False, "engine=eager"),
@@ -55,10 +56,10 @@ def on_gpu(engine: Steps, ranks: int = 8, **changes: object) -> PlanRequest:
 
 def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
     """30B over 8: a graph reads its bytes in a few ms; eagerly 2,715 launches and 122 sums take 24 ms."""
-    graphs, eager = (make_plan(on_gpu(how)).options for how in (Steps.auto, Steps.eager))
+    graphs, eager = (make_plan(on_gpu(how)).options for how in (Steps.compiled, Steps.eager))
     by_world = [{one.placement.world: one.regular_ms for one in each} for each in (graphs, eager)]
     assert by_world[0][8] < 8 < 20 < by_world[1][8] < 30
-    assert on_gpu(Steps.eager).band > on_gpu(Steps.auto).band
+    assert on_gpu(Steps.eager).band > on_gpu(Steps.compiled).band
     assert by_world[1][1] == pytest.approx(max(by_world[0][1], 21.7), rel=0.01)
 
 
@@ -83,12 +84,12 @@ def test_compiled_steps_on_a_cpu_take_less_than_its_constants_say() -> None:
 def test_the_plan_says_which_steps_run_eagerly() -> None:
     said = "steps run eagerly: model, engine=eager"
     assert said in rendered(make_plan(on_gpu(Steps.eager)), False)
-    graphs = make_plan(on_gpu(Steps.auto))
+    graphs = make_plan(on_gpu(Steps.compiled))
     assert "eagerly" not in rendered(graphs, False) and graphs.document()["best"]["eager_steps"] == {}
 
 
 def test_of_a_target_by_layers_the_draft_is_compiled() -> None:
-    two = replace(request("30B", "7B", machine("dgx_h100", gpus=1)), engine=Steps.auto)
+    two = replace(request("30B", "7B", machine("dgx_h100", gpus=1)), engine=Steps.compiled)
     layers = replace(make_plan(two).chosen.placement, splitting=Splitting.layers)
     assert two.why_eager(two.target, layers) == "placement.splitting=layers"
     assert two.draft is not None and two.why_eager(two.draft, layers) is None
@@ -96,7 +97,7 @@ def test_of_a_target_by_layers_the_draft_is_compiled() -> None:
 
 def test_the_command_plans_with_the_runs_engine(command: Command) -> None:
     run = ("task=plan", "cluster=h200x8", "cluster.gpus=1", "model=7B", "draft=none", "output=json")
-    graphs, eager = (json.loads(command(*run, f"engine={how}").out) for how in ("auto", "eager"))
+    graphs, eager = (json.loads(command(*run, f"engine={how}").out) for how in ("compiled", "eager"))
     assert eager["best"]["ms_per_token"] > 1.5 * graphs["best"]["ms_per_token"]
     assert eager["best"]["eager_steps"] == {"model": "engine=eager"}
 

@@ -200,8 +200,10 @@ def test_int8_is_advised_where_it_helps():
 
 
 def test_nf4_is_advised_where_int8_is_still_too_much():
-    """65B on one GPU of 40 GB, and on one of 80 GB, where int8 is enough."""
-    small, large = request("65B", None, machine("p4d", gpus=1)), request("65B", None, machine("p4de", gpus=1))
+    """65B on one GPU of 40 GiB, and on one of 80 GB, where int8 is enough."""
+    small, large = (
+        request("65B", None, on) for on in (machine("p4d", gpus=1, gib=40.0), machine("p4de", gpus=1))
+    )
     said, other = (advice(on, search(on, [1])[0], [1]) for on in (small, large))
     assert "model.dtype=nf4 (target 0)" in said and "model.dtype=int8 (target 0)" in other
     assert not any("int8" in words for words in said) and not any("nf4" in words for words in other)

@@ -14,7 +14,7 @@ import yaml
 
 from tests.test_process import ROOT, RUN, WATCHED, environment, errors
 
-PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d")
+PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d", "engine=compiled")
 
 
 def document(answer):

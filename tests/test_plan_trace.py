@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from bench.plan_bytes import ALLOWED_BYTES, ALLOWED_SHARE
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.config.overrides import CONF
-from llama_ssp.planner.activations import Forward, Kernels, packs_queries
+from llama_ssp.planner.activations import GPU, Forward, Kernels
 from llama_ssp.planner.weights import Part, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role
 from tests.memory_trace import Pass, Traced, trace
@@ -40,13 +39,12 @@ def model(family: str, **changes: Any) -> ModelConf:
 
 def bound(role: Role, passes: list[Pass], rows: int, capacity: int, world: int, rank: int) -> Traced:
     own = RolePart.of(role, Part.of(role.model, world, rank), capacity)
-    peaks, fed, before = [], 0, 0
+    peaks, fed = [], 0
     for step in passes:
         fed += step.columns
         logits = rows * (1 if step.last_only else step.columns)
         one = Forward(own, TRACED, rows, step.columns, fed, logits)
-        peaks.append(max(sum(moment.values()) for moment in one.moments(before)))
-        before = one.masks()
+        peaks.append(max(sum(moment.values()) for moment in one.moments()))
     return Traced(sum(held(own.part, role.dtype).values()), own.caches_bytes(rows), tuple(peaks))
 
 
@@ -130,23 +128,10 @@ def test_depth_is_extrapolated_exactly() -> None:
     assert short == whole
 
 
-@pytest.mark.parametrize(
-    ("installed", "packs"), [("5.17.0", False), ("5.23.0", True), ("6.0.0.dev0", True), (None, False)]
-)
-def test_the_bound_is_that_of_the_installed_modules(
-    installed: str | None, packs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Repeated keys of a single token's pass are counted where they are repeated, or where it is unknown."""
-
-    def version(_: str) -> str:
-        if installed is None:
-            raise metadata.PackageNotFoundError
-        return installed
-
-    monkeypatch.setattr(metadata, "version", version)
-    role = Role(TARGET, model("llama"), Dtype.bf16)
-    assert packs_queries() is packs
-    monkeypatch.setattr("tests.test_plan_trace.TRACED", Kernels(cpu=True))
-    last = bound(role, PASSES, ROWS, CAPACITY, 1, 0).peaks[-1]
-    monkeypatch.setattr("tests.test_plan_trace.TRACED", Kernels(cpu=True, packs=True))
-    assert (last > bound(role, PASSES, ROWS, CAPACITY, 1, 0).peaks[-1]) is not packs
+@pytest.mark.parametrize("kernels", [TRACED, GPU], ids=["cpu", "gpu"])
+def test_a_step_over_a_long_text_copies_no_keys(kernels: Kernels) -> None:
+    """Eight queries share a key: repeated keys would be eight times one layer's."""
+    role = Role(TARGET, preset_model("llama3.1-70b"), Dtype.bf16)
+    own = RolePart.of(role, Part.of(role.model), 32768)
+    step = Forward(own, kernels, 1, 5, 32768, 5)
+    assert max(sum(moment.values()) for moment in step.moments()) < own.keys_bytes(1) / 2

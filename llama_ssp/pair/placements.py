@@ -169,7 +169,7 @@ def compiles(
 ) -> bool:
     """Whether this role's steps are compiled. Where that is asked for and cannot be, the log says why."""
     reason = why_eager(run.engine, tokens_generated(run), model, dtype, splitting, device.type == "cpu")
-    reason = reason or impossible(device) or (unproven(device) if run.engine is Steps.auto else None)
+    reason = reason or impossible(device)
     if reason is None and run.engine is Steps.auto:
         log.info("engine: %s %s has compiled steps", role, model.name)
     elif reason is not None and run.engine is not Steps.eager:
@@ -183,8 +183,3 @@ def impossible(device: torch.device) -> str | None:
     if device.type == "cpu" and compiler() is None:
         return "there is no C++ compiler (CXX, g++ or clang++)"
     return None
-
-
-def unproven(device: torch.device) -> str | None:
-    """Why engine=auto does not compile on this device; None if it may."""
-    return None if device.type == "cpu" else f"graphs on {device.type} have to be asked for: engine=compiled"

@@ -33,7 +33,9 @@ def why_eager(
         return f"architecture {model.family} has no row in models/families.py"
     if dtype not in COMPILED_DTYPES:
         return f"steps are compiled in bf16, fp32 and int8, not in {dtype.value}"
-    if engine is Steps.auto and on_cpu and _is_unprofitable(model, dtype, tokens):
+    if engine is Steps.auto and not on_cpu:
+        return "graphs on GPUs have to be asked for: engine=compiled"
+    if engine is Steps.auto and _is_unprofitable(model, dtype, tokens):
         return f"{tokens} tokens save less than compiling takes"
     return None
 

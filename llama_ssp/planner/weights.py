@@ -30,6 +30,7 @@ class Part:
     """The sizes of one rank's part of a model; `widest` is the largest share of the vocabulary."""
 
     family: Family
+    first: bool  # the first rank, which has the biases of layers that are split by their inputs
     layers: int
     dim: int
     head_dim: int
@@ -54,7 +55,8 @@ class Part:
         heads = head_ranges(model.n_heads, model.n_kv_heads, world, rank)
         vocab, widest = (length(vocab_share(model.vocab, world, index)) for index in (rank, 0))
         rows = vocab if not leader_looks_up or world == 1 else 1 if rank else model.vocab
-        whole = family_of(model.family), model.n_layers, model.dim, model.head_dim, model.context, model.tied
+        family, first = family_of(model.family), rank == 0
+        whole = family, first, model.n_layers, model.dim, model.head_dim, model.context, model.tied
         own = heads.queries, heads.kvs, length(mlp_share(model.ffn, world, rank)), vocab, widest, rows
         sparse = model.n_layers - model.dense_layers if model.experts else 0
         expert_ffn = length(mlp_share(model.expert_ffn, world, rank)) if sparse else 0
@@ -135,10 +137,10 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool]]:
     gated = list(layers.values()).count(Linear.UP) == 2 or Linear.GATE_UP in layers.values()
     qkv = Linear.QUERY, Linear.KV, Linear.QKV, Linear.QKV_BY_HEAD
     yield queries + 2 * part.key_width, dim, part.layers, biased(*qkv)
-    yield dim, queries, part.layers, biased(Linear.OUTPUT)
+    yield dim, queries, part.layers, part.first and biased(Linear.OUTPUT)
     if dense:
         yield part.ffn * (1 + gated), dim, dense, biased(Linear.UP, Linear.GATE_UP)
-        yield dim, part.ffn, dense, biased(Linear.DOWN)
+        yield dim, part.ffn, dense, part.first and biased(Linear.DOWN)
 
 
 def _experts(part: Part) -> Iterator[Weight]:
@@ -150,7 +152,7 @@ def _experts(part: Part) -> Iterator[Weight]:
     if part.family.clamped:  # biases, also of the router
         yield Weight(LAYERS, count, 1, times)
         yield Weight(EXPERTS, count * wide, 1, times)
-        yield Weight(EXPERTS, count * part.dim, 1, times)
+        yield Weight(EXPERTS, count * part.dim, 1, times * part.first)
 
 
 def parameters(model: ModelConf) -> int:
