@@ -18,7 +18,7 @@ from llama_ssp.models.attention import Rotary, Scores
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.host_memory import return_memory
-from llama_ssp.models.linear import Embedding, Head, Product, Summed, dense
+from llama_ssp.models.linear import Embedding, Head, Packed, Product, Summed, dense
 from llama_ssp.models.safetensors_io import Source, taken
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
@@ -186,7 +186,10 @@ class Assembly:
         gate = Gate(shape.activation, shape.gate_alpha, shape.gate_limit)
         stacks = self._stacked if clamped else self._one_by_one
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
-        return Experts(router, *stacks(prefix, share), gate, routing, self.reduce)
+        up, down, up_bias, down_bias = stacks(prefix, share)
+        if isinstance(self.head, Packed):  # they are not quantised
+            up, down = map(self.head.stacked, (up, down))
+        return Experts(router, up, down, up_bias, down_bias, gate, routing, self.reduce)
 
     def _one_by_one(self, prefix: str, share: Span) -> Stacks:
         """Of experts with tensors of their own."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from llama_ssp.models.kernels.linear import product_of_expert
 from llama_ssp.models.linear import Reduce
 
 
@@ -59,11 +59,11 @@ def _one_by_one(
 ) -> Tensor:  # fmt: skip
     """Expert after expert, of those that are chosen."""
     y_TH = torch.zeros_like(x_TH)
+    width = down_EHF.shape[-1] if down_EHF.ndim == 3 else down_EHF.shape[2] * down_EHF.shape[4]
     for expert in torch.unique(expert_TK).tolist():
         token_C, place_C = torch.where(expert_TK == expert)
-        up, down = (None if bias is None else bias[expert] for bias in (up_bias, down_bias))
-        gate, wide = functional.linear(x_TH[token_C], up_EFH[expert], up).chunk(2, -1)
-        y_CH = functional.linear(gated(gate, wide), down_EHF[expert], down)
+        wide_CF = product_of_expert(x_TH[token_C], up_EFH, up_bias, expert, 2 * width)
+        y_CH = product_of_expert(gated(*wide_CF.chunk(2, -1)), down_EHF, down_bias, expert, x_TH.shape[-1])
         y_TH.index_add_(0, token_C, (y_CH * weight_TK[token_C, place_C, None]).to(y_TH.dtype))
     return y_TH
 
@@ -91,7 +91,7 @@ def _(x_TH: Tensor, *_: object) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F).
+    """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F); or packed ones.
 
     Over ranks each has some of the F columns of every expert, and the first alone the bias of `down`. The
     router is on every rank, with the same input, so all choose the same experts.

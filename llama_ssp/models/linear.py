@@ -23,7 +23,7 @@ from torch.nn import functional
 from llama_ssp.config import Dtype
 from llama_ssp.models.kernels import int8
 from llama_ssp.models.kernels.large_pages import LargePages
-from llama_ssp.models.kernels.linear import PackedLinear, packable
+from llama_ssp.models.kernels.linear import PackedLinear, packable, packed_stack
 from llama_ssp.models.quantization import QUANTISED, quantised, scales_of
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
@@ -107,21 +107,6 @@ def formats(dtype: Dtype, device: torch.device, fast: bool) -> tuple[Product, Pr
     return small if dtype in QUANTISED else plain, plain
 
 
-def format_of(dtype: Dtype, device: torch.device, quick: bool) -> Product:
-    """The format of linear layers on the device; weights come from where they are read, the CPU if quantised.
-
-    `quick`: 8 bit with our own kernel.
-    """
-
-    def made(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
-        if dtype not in QUANTISED:
-            return dense(weight_NK.to(device), None if bias_N is None else bias_N.to(device))
-        layer = quantised(dtype, weight_NK, bias_N, device)
-        return int8.Int8Linear(layer, next(scales_of(layer))) if quick else layer
-
-    return made
-
-
 class Packed:
     """Makes products with packed weights, all in the same memory; dense ones where they cannot be packed."""
 
@@ -131,3 +116,7 @@ class Packed:
     def __call__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
         layer = dense(weight_NK, bias_N)
         return PackedLinear(layer, self._memory) if packable(layer) else layer
+
+    def stacked(self, weight_ENK: Tensor) -> Tensor:
+        """The same for the weights of experts."""
+        return packed_stack(weight_ENK, self._memory)
