@@ -17,6 +17,7 @@ from llama_ssp.config import (
     PlanningConf,
     RunConf,
     SpeculationConfig,
+    Steps,
 )
 from llama_ssp.errors import DistributedError
 from llama_ssp.planner.memory import rank_work, tensor_lines
@@ -69,9 +70,15 @@ def test_the_request_is_the_runs_own():
 
 
 def test_auto_is_the_fastest_that_fits():
-    place = choose_placement(run(), 8)
-    assert place == search(request_of(run()), [8])[0].placement
-    assert place.in_words() == "target 0-7, draft 0-7 (split)"
+    """Also by the engine: eager steps take as long on few ranks as on many, so the draft is apart."""
+    for how, words in (
+        (Steps.compiled, "target 0-7, draft 0-7 (split)"),
+        (Steps.eager, "target 0-6, draft 7 (own)"),
+    ):
+        asked = run(engine=how)
+        place = choose_placement(asked, 8)
+        assert place == search(request_of(asked), [8])[0].placement
+        assert place.in_words() == words
 
 
 @pytest.mark.parametrize(

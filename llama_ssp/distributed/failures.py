@@ -283,6 +283,6 @@ class Watch(threading.Thread):
 
 
 def _is_broken_collective(error: BaseException) -> bool:
-    """Whether gloo or NCCL raised it: in a compiled step there is no `during` around a collective."""
+    """Whether gloo or NCCL raised it, where no `during` was: a graph's sum fails when its result is read."""
     from_torch = type(error).__module__ == "torch.distributed" and isinstance(error, RuntimeError)
     return from_torch or (type(error) is RuntimeError and "/gloo/" in str(error))
