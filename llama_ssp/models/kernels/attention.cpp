@@ -24,6 +24,8 @@
 #include <immintrin.h>
 #endif
 
+#define UNROLLED _Pragma("GCC unroll 16")  // so that arrays of registers are registers
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -33,7 +35,7 @@ constexpr int LANES = 8, WIDE = 2;
 #endif
 constexpr int QUERIES = 4;               // in one product: QUERIES * WIDE sums fill half of the registers
 constexpr int64_t TILE = LANES * WIDE;   // slots
-constexpr int64_t PART = 8 * 64;         // slots
+constexpr int64_t PART = 512;            // slots, a multiple of TILE
 constexpr int64_t MOST = 256;            // numbers of a head
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
 
@@ -55,8 +57,8 @@ Floats larger(Floats x, Floats y) { return x > y ? x : y; }
 // All lanes of the result: `combine` over all lanes of x.
 template <class Combine>
 Floats over_lanes(Floats x, Combine combine) {
-#pragma GCC unroll 4
-  for (int by = LANES / 2; by; by /= 2) x = combine(x, __builtin_shuffle(x, (counted(EVERY) + by) & (LANES - 1)));
+  UNROLLED for (int by = LANES / 2; by; by /= 2)
+    x = combine(x, __builtin_shuffle(x, (counted(EVERY) + by) & (LANES - 1)));
   return x;
 }
 
@@ -128,27 +130,21 @@ Words fours(Words a, Words b, std::integer_sequence<int, lane...>) {
 inline __attribute__((always_inline)) void transpose(Words (&rows)[LANES]) {
   constexpr int FOURS = LANES / 4;
   Words next[LANES];
-#pragma GCC unroll 2
-  for (int round = 0; round < 2; round++) {
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i += 2) {
+  UNROLLED for (int round = 0; round < 2; round++) {
+    UNROLLED for (int i = 0; i < LANES; i += 2) {
       const int from = i / 4 * 4 + i % 4 / 2;
       next[i] = zipped<0>(rows[from], rows[from + 2], EVERY);
       next[i + 1] = zipped<1>(rows[from], rows[from + 2], EVERY);
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    UNROLLED for (int i = 0; i < LANES; i++) rows[i] = next[i];
   }
-#pragma GCC unroll 2
-  for (int round = 1; round < FOURS; round *= 2) {
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES / 2; i++) {
+  UNROLLED for (int round = 1; round < FOURS; round *= 2) {
+    UNROLLED for (int i = 0; i < LANES / 2; i++) {
       const int from = i / 4 * 8 + i % 4;
       next[i] = fours<0>(rows[from], rows[from + 4], EVERY);
       next[i + LANES / 2] = fours<1>(rows[from], rows[from + 4], EVERY);
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    UNROLLED for (int i = 0; i < LANES; i++) rows[i] = next[i];
   }
 }
 
@@ -173,19 +169,13 @@ struct Query {
 template <class Kind, int count>
 void multiply(const int32_t* const* rows, int64_t words, const Words (*wide)[WIDE], Floats* const* sums) {
   Floats own[count][WIDE];
-#pragma GCC unroll 4
-  for (int row = 0; row < count; row++)
-#pragma GCC unroll 4
-    for (int i = 0; i < WIDE; i++) own[row][i] = sums[row][i];
+  UNROLLED for (int row = 0; row < count; row++)
+    UNROLLED for (int i = 0; i < WIDE; i++) own[row][i] = sums[row][i];
   for (int64_t word = 0; word < words; word++)
-#pragma GCC unroll 4
-    for (int row = 0; row < count; row++)
-#pragma GCC unroll 4
-      for (int i = 0; i < WIDE; i++) own[row][i] = Kind::add(own[row][i], wide[word][i], rows[row][word]);
-#pragma GCC unroll 4
-  for (int row = 0; row < count; row++)
-#pragma GCC unroll 4
-    for (int i = 0; i < WIDE; i++) sums[row][i] = own[row][i];
+    UNROLLED for (int row = 0; row < count; row++)
+      UNROLLED for (int i = 0; i < WIDE; i++) own[row][i] = Kind::add(own[row][i], wide[word][i], rows[row][word]);
+  UNROLLED for (int row = 0; row < count; row++)
+    UNROLLED for (int i = 0; i < WIDE; i++) sums[row][i] = own[row][i];
 }
 
 template <class Kind, int... counts>
@@ -201,12 +191,20 @@ struct alignas(64) Tile {
   static constexpr auto multiplies = for_counts<Kind>(std::make_integer_sequence<int, QUERIES>{});
   Words keys[MOST / PER][WIDE];                 // by word: that word of the keys
   Words values[MOST / TILE][TILE / PER][WIDE];  // by TILE numbers and word of slots: those numbers of the values
+  const Number *key, *value;                    // of the row's first slot
   int64_t first, slots;
 
-  // LANES words of a slot, from a number on, with zeros behind its end. Those of the next tile are called for.
+  // Asks for one of `all` shares of the next tile, while the products keep the processor busy.
+  void prefetch(int64_t share, int64_t all, int64_t size) const {
+    const int64_t begin = (first + TILE) * size, numbers = TILE * size;
+    for (int64_t i = begin + numbers * share / all; i < begin + numbers * (share + 1) / all; i += 64 / sizeof(Number))
+      __builtin_prefetch(key + i), __builtin_prefetch(value + i);
+  }
+
+  // LANES words of a slot, from a number on, with zeros behind its end.
   Words piece(const Number* numbers, int64_t slot, int64_t at, int64_t size) const {
     const Number* from = numbers + (first + std::min(slot, slots - 1)) * size + at;
-    __builtin_prefetch(from + TILE * size);
+    __builtin_prefetch(from + TILE * size);  // what `prefetch` asks for at once may be more than the processor takes
     Words found = {};
     if (size - at >= LANES * PER)
       std::memcpy(&found, from, sizeof found);
@@ -216,15 +214,13 @@ struct alignas(64) Tile {
   }
 
   // Keys of slots that the tile does not have are arbitrary; of values, a whole word is read.
-  void read(const Number* key, const Number* value, int64_t size) {
+  void read(int64_t size) {
     for (int64_t slot = 0; slot < slots; slot += LANES)
       for (int64_t at = 0; at < size; at += LANES * PER) {
         Words rows[LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) rows[i] = piece(key, slot + i, at, size);
+        UNROLLED for (int i = 0; i < LANES; i++) rows[i] = piece(key, slot + i, at, size);
         transpose(rows);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) keys[at / PER + i][slot / LANES] = rows[i];
+        UNROLLED for (int i = 0; i < LANES; i++) keys[at / PER + i][slot / LANES] = rows[i];
       }
     for (int64_t slot = 0; slot < slots; slot += PER)
       for (int64_t at = 0; at < size; at += LANES * PER) {
@@ -241,20 +237,18 @@ struct alignas(64) Tile {
     float scale = model.scale * LOG2E;
     if (model.softcap != 0.0f) {
       const float cap = model.softcap * LOG2E, twice = 2 * scale / model.softcap;
-#pragma GCC unroll 4
-      for (Floats& score : scores) score = cap - 2 * cap / (power(-larger(-score * twice, all_lanes(-126.0f))) + 1.0f);
+      UNROLLED for (Floats& score : scores)
+        score = cap - 2 * cap / (power(-larger(-score * twice, all_lanes(-126.0f))) + 1.0f);
       scale = 1;
     }
     if (from > 0 || last < TILE - 1) {
-#pragma GCC unroll 4
-      for (int i = 0; i < WIDE; i++) {
+      UNROLLED for (int i = 0; i < WIDE; i++) {
         const Words slot = counted(EVERY) + i * LANES;
         scores[i] = (slot >= int32_t(from)) & (slot <= int32_t(last)) ? scores[i] : all_lanes(-INFINITY);
       }
     }
     Floats most = all_lanes(LOWEST);
-#pragma GCC unroll 4
-    for (const Floats& score : scores) most = larger(most, score);
+    UNROLLED for (const Floats& score : scores) most = larger(most, score);
     most = over_lanes(most, larger) * scale;
     Floats* found = query.found;
     if (most[0] > found[LARGEST][0]) {
@@ -264,8 +258,7 @@ struct alignas(64) Tile {
     }
     most = found[LARGEST];
     Floats total = found[TOTAL];
-#pragma GCC unroll 4
-    for (int i = 0; i < WIDE; i++) {
+    UNROLLED for (int i = 0; i < WIDE; i++) {
       const Floats weight = power(scores[i] * scale - most);
       total += weight;
       Kind::write(weight, weights + i * LANES / PER);
@@ -295,19 +288,21 @@ struct alignas(64) Tile {
           for (int64_t i = 0; i < done; i++) sums[i] += WIDE;
         }
       }
-      for (int64_t i = 0; i < count; i++) weigh(scores[i], queries[at + i], model, weights[i]);
+      for (int64_t i = 0; i < count; i++) {
+        prefetch(at + i, all, model.size);
+        weigh(scores[i], queries[at + i], model, weights[i]);
+      }
     }
   }
 
   // All queries of a KV head of a row of the batch, over one part of the row's slots.
-  void attend_part(const Number* key, const Number* value, const std::vector<Query>& queries, int64_t part,
-                   const Model& model) {
+  void attend_part(const std::vector<Query>& queries, int64_t part, const Model& model) {
     const int64_t end = std::min((part + 1) * PART, queries.back().position + 1);
     first = part * PART;
     if (model.window) first = std::max(first, (queries[0].position - model.window + 1) / TILE * TILE);
     for (; first < end; first += TILE) {
       slots = std::min(TILE, end - first);
-      read(key, value, model.size);
+      read(model.size);
       attend(queries, model);
     }
   }
@@ -367,8 +362,8 @@ void run(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& valu
           queries.push_back({&words[i * model.words], positions[token], own});
         }
       const int64_t offset = (group * model.slots + firsts[begin]) * model.size;
-      tile.attend_part(keys.const_data_ptr<Number>() + offset, values.const_data_ptr<Number>() + offset, queries, part,
-                       model);
+      tile.key = keys.const_data_ptr<Number>() + offset, tile.value = values.const_data_ptr<Number>() + offset;
+      tile.attend_part(queries, part, model);
     }
   });
   at::parallel_for(0, all, 32, [&](int64_t from, int64_t to) {
