@@ -41,7 +41,7 @@ from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.distributed.pairs import Case, opened, written  # noqa: E402
 from tests.distributed.processes import on_ranks  # noqa: E402
-from tests.distributed.test_agreement import SAMPLED, Noisy  # noqa: E402
+from tests.distributed.test_agreement import SAMPLED, Noisy, changed_to  # noqa: E402
 from tests.families import build  # noqa: E402
 from tests.rig import drive, perturbed  # noqa: E402
 
@@ -122,7 +122,7 @@ def noisy(ranks: Ranks, target: Path, draft: Path, rounds: int) -> list[tuple[in
     pair, run = opened(target, draft, PlacementConf(draft=DraftSeat.leader), ranks)
     if ranks.rank == 1:
         assert pair.target is not None
-        pair = replace(pair, target=Noisy(pair.target.module, "noisy", pair.target.vocab))
+        pair = replace(pair, target=changed_to(Noisy, pair.target))
     done: list[tuple[int, int]] = []
     while sum(n for n, _ in done) < rounds:
         made = written(pair, run, Case(1, 4, SAMPLED, max_new=140, seed=len(done)))
