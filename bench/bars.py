@@ -48,6 +48,7 @@ class Bar:
         return [self.what, limit, found, self.note[:60], self.verdict]
 
 
+ENDS = ": ends"
 HEAD = ["what", "asked", "found", "", "met"]
 
 
@@ -68,7 +69,7 @@ def needs(what: str, thing: str = "a GPU") -> Bar:
 
 def failed(what: str, why: object) -> Bar:
     """Something that should have ended and did not."""
-    return Bar(f"{what}: ends", 0, 1, note=" ".join(str(why).split())[:200])
+    return Bar(what + ENDS, 0, 1, note=" ".join(str(why).split())[:200])
 
 
 def safely(what: str, bars: Iterator[Bar]) -> Iterator[Bar]:
