@@ -134,13 +134,18 @@ struct Weight {
 
 constexpr int64_t padded(int64_t inputs) { return (inputs + STEP - 1) / STEP * STEP; }
 
+// Inputs of a step, aligned for loads of whole registers.
+struct alignas(64) Inputs {
+  Input part[STEP];
+};
+
 // Rows of x in the order in which steps read them, with zeros behind the last input.
-std::vector<Input> arranged(const Number* x, int64_t rows, int64_t inputs) {
+std::vector<Inputs> arranged(const Number* x, int64_t rows, int64_t inputs) {
   const int64_t length = padded(inputs);
-  std::vector<Input> found(rows * length);
+  std::vector<Inputs> found(rows * length / STEP);
   for (int64_t row = 0; row < rows; row++) {
     const Number* from = x + row * inputs;
-    Input* to = found.data() + row * length;
+    Input* to = found.data()->part + row * length;
     for (int64_t at = 0; at < inputs; at += TOGETHER)
       std::copy(from + at, from + std::min(at + TOGETHER, inputs), to + at / STEP * STEP + place(at % STEP));
   }
@@ -209,13 +214,13 @@ Tensor linear_int8(const Tensor& x, const Tensor& codes, const Tensor& scales, c
                       bias ? bias->const_data_ptr<Number>() : nullptr, codes.size(1), codes.size(0)};
   const int64_t rows = x.numel() / weight.inputs, portions = (weight.outputs + OUTPUTS - 1) / OUTPUTS;
   const int64_t parts = (rows + ROWS - 1) / ROWS, length = padded(weight.inputs);
-  const std::vector<Input> from = arranged(dense.const_data_ptr<Number>(), rows, weight.inputs);
+  const std::vector<Inputs> from = arranged(dense.const_data_ptr<Number>(), rows, weight.inputs);
   Number* to = y.mutable_data_ptr<Number>();
   torch::stable::parallel_for(0, portions, 1, [&](int64_t begin, int64_t end) {
     for (int64_t portion = begin; portion < end; portion++)
       for (int64_t part = 0; part < parts; part++) {  // the codes stay in the cache for the next rows
         const int64_t first = part * rows / parts, last = (part + 1) * rows / parts;
-        by_count[last - first - 1](from.data() + first * length, weight, portion * OUTPUTS,
+        by_count[last - first - 1](from.data()->part + first * length, weight, portion * OUTPUTS,
                                    to + first * weight.outputs);
       }
   });
