@@ -349,7 +349,10 @@ void run(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& valu
   const int64_t most = *std::max_element(parts.begin(), parts.end()), stride = all * model.registers;
   const at::Tensor results = at::empty({most * stride * LANES}, at::kFloat);
   Floats* found = reinterpret_cast<Floats*>(results.mutable_data_ptr<float>());
-  at::parallel_for(0, int64_t(items.size()), 1, [&](int64_t from, int64_t to) {
+  // To begin and end with several threads takes as long as a few hundred slots: shorter texts are not divided.
+  const int64_t longest = 1 + *std::max_element(positions, positions + tokens);
+  const int64_t together = std::max<int64_t>(1, PART / (model.window ? std::min(model.window, longest) : longest));
+  at::parallel_for(0, int64_t(items.size()), together, [&](int64_t from, int64_t to) {
     thread_local Tile<Kind> tile;
     for (int64_t item = from; item < to; item++) {
       const auto [begin, end, group, part, place] = items[item];
@@ -366,7 +369,7 @@ void run(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& valu
       tile.attend_part(queries, part, model);
     }
   });
-  at::parallel_for(0, all, 32, [&](int64_t from, int64_t to) {
+  at::parallel_for(0, all, 1 + 1024 / most, [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; i++)
       merge(found + i * model.registers, parts[i / model.heads], stride, sinks ? sinks + i % model.heads : nullptr,
             model.size, y.mutable_data_ptr<Number>() + i * model.size);
