@@ -64,34 +64,34 @@ def test_a_batch_is_the_same_on_two_ranks_also_after_one_vanished(
 
 def fail_in_the_target(rank: int) -> None:
     """The second rank fails in its fourth forward pass."""
-    from llama_ssp.models.causal_lm import CausalModel
+    from llama_ssp.models.decoder_model import DecoderModel
 
-    whole, calls = CausalModel.logits, []
+    whole, calls = DecoderModel.logits, []
 
-    def failing(self: CausalModel, *args: Any) -> Any:
+    def failing(self: DecoderModel, *args: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             raise MemoryError("nothing left")
         return whole(self, *args)
 
     if rank == 1:
-        CausalModel.logits = failing  # type: ignore[method-assign]
+        DecoderModel.logits = failing  # type: ignore[method-assign]
 
 
 def vanish_in_the_target(rank: int) -> None:
     """The second rank is gone in its fourth forward pass, and says nothing."""
-    from llama_ssp.models.causal_lm import CausalModel
+    from llama_ssp.models.decoder_model import DecoderModel
 
-    whole, calls = CausalModel.logits, []
+    whole, calls = DecoderModel.logits, []
 
-    def vanishing(self: CausalModel, *args: Any) -> Any:
+    def vanishing(self: DecoderModel, *args: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             os._exit(9)
         return whole(self, *args)
 
     if rank == 1:
-        CausalModel.logits = vanishing  # type: ignore[method-assign]
+        DecoderModel.logits = vanishing  # type: ignore[method-assign]
 
 
 def compile_late(rank: int) -> None:
