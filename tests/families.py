@@ -7,15 +7,19 @@ embedding of the last token, so that a text hangs on all of its prefix.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llama_ssp.config import ModelConf
+from llama_ssp.config import Weights as WeightsFrom
 from llama_ssp.models.assemble import decoder
 from llama_ssp.models.causal_lm import kernels_of
 from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.families import family_of
 from llama_ssp.models.safetensors_io import taken
 from llama_ssp.models.sharding import Cut
 
@@ -26,6 +30,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 WINDOW = 11
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {}),
@@ -61,12 +66,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-}  # fmt: skip
-
-KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
-
-# Those that run in one process only, and are not planned.
-WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True}),
     "falcon-gqa": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -110,7 +109,7 @@ def build(
 
     A `mild` one attends evenly: its logits move little with rounding, its texts vary less.
     """
-    family, own = (FAMILIES | WHOLE)[name]
+    family, own = FAMILIES[name]
     sizes = dict(SIZES)
     if family == "gpt_neo":
         for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
@@ -227,3 +226,21 @@ class Weights:
 def decoder_of(module: Any, **how: Any) -> Decoder:
     """The module as a decoder of our own, in its number format; of families without experts."""
     return decoder(module.config, Weights(module), **{"dtype": module.dtype, **how})
+
+
+SYNTHETIC = ModelConf(
+    name="made", weights=WeightsFrom.synthetic, n_layers=4, n_heads=6, n_kv_heads=3, head_dim=16, dim=96,
+    ffn=148, vocab=101, context=64,
+)  # fmt: skip
+
+
+def synthetic(family: str, **changes: Any) -> ModelConf:
+    """Sizes of a small model with synthetic weights."""
+    row = family_of(family)
+    model = replace(
+        SYNTHETIC, family=family, n_kv_heads=3 if row.grouped or row.multi_query else 6, **changes
+    )
+    if not row.names.router:
+        return model
+    mixed: dict[str, Any] = {"expert_ffn": 36, "dense_layers": 1} if row.normed_top else {"expert_ffn": 148}
+    return replace(model, experts=4, experts_per_token=2, **mixed)

@@ -26,7 +26,7 @@ from llama_ssp.models.shape import reason_against
 from llama_ssp.models.steps import compiled, marked
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_quantised import NO_WORSE, off
-from tests.families import CONTEXT, FAMILIES, VOCAB, WHOLE, build
+from tests.families import CONTEXT, FAMILIES, VOCAB, build
 from tests.rig import speculate
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-NAMES = [*FAMILIES, *WHOLE, *VARIANTS]
+NAMES = [*FAMILIES, *VARIANTS]
 
 
 def module_of(name: str) -> Any:

@@ -23,7 +23,6 @@ from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import (
     READ_TOGETHER_BEYOND,
     SCALED_BY_PASS,
-    SPLIT_FAMILIES,
     TESTED_FAMILIES,
 )
 from llama_ssp.planner.speed import pass_cost
@@ -32,12 +31,12 @@ from llama_ssp.planner.workload import Role
 from tests import checkpoints
 from tests.architectures import DOC, EQUAL, REFUSED, UNBUILT, Finding, document, examine, row_of
 from tests.conftest import Command
-from tests.families import FAMILIES, WHOLE, build
+from tests.families import FAMILIES, build, tiny
 from tests.rig import perturbed
 
 PACKAGE = Path(__file__).resolve().parents[1] / "llama_ssp"
 SIZE = 300
-NAMES = (*FAMILIES, *WHOLE)
+NAMES = FAMILIES
 PROMPT, TEXT = 'task.prompts=["the quick brown"]', "the quick brown"
 NEW = 12
 
@@ -61,9 +60,8 @@ def pair(name: str, folder: Path) -> list[str]:
 def test_every_preset_is_of_a_tested_family() -> None:
     presets = [yaml.safe_load(file.read_text()) for file in sorted((CONF / "model").glob("*.yaml"))]
     families = {preset["family"] for preset in presets if preset.get("family")}
-    assert families <= set(SPLIT_FAMILIES)
-    assert {family for family, _ in (FAMILIES | WHOLE).values()} == set(TESTED_FAMILIES)
-    assert {family for family, _ in WHOLE.values()} == set(TESTED_FAMILIES) - set(SPLIT_FAMILIES)
+    assert families <= set(TESTED_FAMILIES)
+    assert {family for family, _ in FAMILIES.values()} == set(TESTED_FAMILIES)
 
 
 @pytest.mark.slow
@@ -95,7 +93,7 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "kv"), [("falcon", 1), ("falcon-gqa", 2), ("mixtral", 2), ("qwen3_moe", 2)])
-def test_shapes_of_the_families_that_are_not_planned(name: str, kv: int, tmp_path: Path) -> None:
+def test_shapes_of_families_with_keys_of_their_own(name: str, kv: int, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path)
     model, _ = complete(ModelConf(name="local", path=str(tmp_path)), "model")
     assert (model.n_heads, model.n_kv_heads, model.context) == (4, kv, 160)
@@ -144,11 +142,13 @@ def test_a_pass_reads_the_experts_that_its_tokens_choose() -> None:
 
 
 def test_what_is_not_planned_or_split_says_so_by_name(command: Command, tmp_path: Path) -> None:
-    folder = save(tmp_path / "target", "mixtral")
+    folder = tmp_path / "target"
+    tiny("cohere", vocab_size=SIZE).save_pretrained(folder)
+    checkpoints.write_tokenizer(folder, checkpoints.tokenizer(SIZE))
     alone = ("model=local", f"model.path={folder}", "draft=none", "seed=1")
     answer = command("task=plan", *alone, "task.prompt_tokens=8", "task.max_new_tokens=8")
     assert answer.code == 4 and "cannot be planned" in answer.errors[0]
-    assert "mixtral" in answer.errors[0] and "llama" in answer.errors[0]
+    assert "cohere" in answer.errors[0] and "llama" in answer.errors[0]
     ran = command(PROMPT, *alone, "task.max_new_tokens=4", "output=json")
     assert (ran.code, ran.errors) == (0, [])
     assert json.loads(ran.out.splitlines()[-1])["plan"] is None
@@ -215,7 +215,7 @@ def test_a_family_is_one_row() -> None:
 
 
 def test_a_row_names_the_layers_of_its_module() -> None:
-    """Every linear layer in a block of a family that is split, with its bias, as transformers builds them."""
+    """Every linear layer in a block, with its bias, and the norms, as transformers builds them."""
     for name, (family, _) in FAMILIES.items():
         module, row = build(name), FAMILY_ROWS[family]
         (blocks,) = (part for part in module.modules() if isinstance(part, torch.nn.ModuleList))
@@ -224,8 +224,11 @@ def test_a_row_names_the_layers_of_its_module() -> None:
             for path, part in blocks[0].named_modules()
             if isinstance(part, torch.nn.Linear)
         ]
-        assert {leaf for leaf, _ in linears} == set(row.layers), name
+        mlp = () if row.names.router else (*row.names.up, row.names.down)
+        named = {path.rpartition(".")[2] for path in (*row.names.qkv, row.names.output, *mlp)}
+        assert {leaf for leaf, _ in linears} == named, name
         assert {leaf for leaf, part in linears if part.bias is not None} == set(row.biased), name
         norms = [part for part in blocks[0].modules() if "norm" in type(part).__name__.lower()]
-        assert len(norms) == row.norms + 2 * row.qk_norm, name
+        fewer = row.multi_query and not module.config.new_decoder_architecture
+        assert len(norms) == row.norms - fewer + 2 * row.qk_norm, name
         assert all(hasattr(norm, "bias") == row.layer_norm for norm in norms), name

@@ -19,7 +19,7 @@ from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.loader import load_module, shaped
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_tensor import walked
-from tests.families import FAMILIES, WHOLE, build
+from tests.families import FAMILIES, build
 from tests.rig import speculate
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def on_disk(causal: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAMILIES, *WHOLE])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_layers_on_disk_change_no_bit(name: str, tmp_path: Path):
     folder = saved(tmp_path / "model", name)
     plain = plain_of(MODEL, folder)

@@ -171,8 +171,7 @@ class Assembly:
 
     def dense_mlp(self, prefix: str) -> Mlp:
         names, width = self.names, self.shape.ffn
-        fused = self.shape.family.fused_mlp
-        gated = fused or len(names.up) == 2
+        fused, gated = self.shape.family.fused_mlp, self.shape.family.gated
         spans = [self.mlp, _behind(self.mlp, width)] if fused else [self.mlp]
         up = self.columns([(prefix + name, width * (1 + fused), spans) for name in names.up], MLP)
         return Mlp(up, self.rows(prefix + names.down, width, [self.mlp], MLP), self.activation(), gated)

@@ -1,48 +1,15 @@
 """What this program knows of each tested architecture, beyond its config.json: one row each. No torch.
 
-A row says how layers are cut over ranks, what the planner counts, and what config.json leaves out. To add a
-family, add a row here and a small configuration to tests/families.py. An architecture without a row runs too,
-but in one process, without a plan, and after a trial (self_check.py).
+A row says how tensors are named, what decoder.py and the planner need, and what config.json leaves out. To
+add a family, add a row here and a small configuration to tests/families.py. An architecture without a row
+runs too, but in one process, without a plan, and after a trial (self_check.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import Any
-
-
-class Linear(Enum):
-    """What a linear layer computes; sharding.py has the part of its weight that a rank holds."""
-
-    QUERY = auto()
-    KV = auto()  # keys, or values
-    QKV = auto()  # all queries, then all keys, then all values
-    QKV_BY_HEAD = auto()  # query, key and value of the first head, then of the next
-    OUTPUT = auto()  # of attention
-    UP = auto()  # into the MLP: gate, too
-    GATE_UP = auto()  # all of gate, then all of up
-    DOWN = auto()  # out of the MLP
-
-
-SEPARATE_QKV = {"q_proj": Linear.QUERY, "k_proj": Linear.KV, "v_proj": Linear.KV}
-GATED_MLP = {"gate_proj": Linear.UP, "up_proj": Linear.UP, "down_proj": Linear.DOWN}
-LLAMA = {**SEPARATE_QKV, "o_proj": Linear.OUTPUT, **GATED_MLP}
-NEOX = {
-    "query_key_value": Linear.QKV_BY_HEAD,
-    "dense": Linear.OUTPUT,
-    "dense_h_to_4h": Linear.UP,
-    "dense_4h_to_h": Linear.DOWN,
-}
-GPT_NEO = {**SEPARATE_QKV, "out_proj": Linear.OUTPUT, "c_fc": Linear.UP, "c_proj": Linear.DOWN}
-OPT = {**SEPARATE_QKV, "out_proj": Linear.OUTPUT, "fc1": Linear.UP, "fc2": Linear.DOWN}
-PHI3 = {
-    "qkv_proj": Linear.QKV,
-    "o_proj": Linear.OUTPUT,
-    "gate_up_proj": Linear.GATE_UP,
-    "down_proj": Linear.DOWN,
-}
 
 
 @dataclass(frozen=True)
@@ -141,14 +108,12 @@ class Window:
 class Family:
     """One architecture; the defaults are Llama's."""
 
-    layers: Mapping[str, Linear]  # the linear layers of a block by name, in the order of the forward pass
-    biased: tuple[str, ...] = ()  # those with a bias, where the config does not say
+    biased: tuple[str, ...] = ()  # layers with a bias, where the config does not say
     bias_keys: tuple[str, str] = ("", "")  # of the config: whether attention's layers, the MLP's, have one
-    split: bool = True  # over ranks, and planned
-    deepspeed: bool = True  # DeepSpeed splits it right; it cuts fused MLPs wrongly
+    deepspeed: bool = False  # DeepSpeed is known to split it right; it cuts fused MLPs wrongly
 
     grouped: bool = True  # config.json has a number of KV heads and a head size
-    multi_query: bool = False  # one KV head, where config.json does not say otherwise
+    multi_query: bool = False  # one KV head, and a norm less, where config.json does not say otherwise
     qk_norm: bool = False  # queries and keys have norms
     softcap: bool = False  # of scores and logits
     masks_inside: bool = False  # attention makes its own masks, from slot numbers, and fp32 scores
@@ -168,6 +133,7 @@ class Family:
     rereads: bool = False  # a text that outgrows the first scale of positions is read anew (longrope)
 
     names: Names = LLAMA_NAMES
+    fused_mlp: bool = False  # gate and up are one tensor on disk
     norm_names: Callable[[Any], tuple[str, str]] | None = None  # before attention and MLP, by the config
     qkv_by_group: bool = False  # fused: queries, key and value of the first KV head, then of the next
     parallel: tuple[str, ...] = ()  # keys of the config; if one is set, attention and MLP have one input
@@ -191,12 +157,9 @@ class Family:
         return self.softcap or self.masks_inside
 
     @property
-    def fused_qkv(self) -> bool:
-        return not {Linear.QKV, Linear.QKV_BY_HEAD}.isdisjoint(self.layers.values())
-
-    @property
-    def fused_mlp(self) -> bool:
-        return Linear.GATE_UP in self.layers.values()
+    def gated(self) -> bool:
+        """The MLP's first layer gives a gate, too."""
+        return self.fused_mlp or len(self.names.up) == 2
 
     def masks(self, sliding_window: int | None) -> int:
         """How many masks a model with this window has: one for each kind of attention layer."""
@@ -207,74 +170,71 @@ class Family:
 
 ATTENTION_BIAS, BIASES = ("attention_bias", ""), ("attention_bias", "mlp_bias")
 QWEN_WINDOW = Window(partial=True, switched=True)
+QKV = "q_proj", "k_proj", "v_proj"
 FAMILIES = {
     "falcon": Family(
-        NEOX, split=False, deepspeed=False, grouped=False, multi_query=True, context=2048, layer_norm=True,
-        mlp_key="ffn_hidden_size", mlp_states=2, names=FALCON_NAMES, norm_names=_falcon_norms,
-        bias_keys=("bias", "bias"), qkv_by_group=True, parallel=("parallel_attn", "new_decoder_architecture"),
-        needs={"alibi": False},
+        bias_keys=("bias", "bias"), grouped=False, multi_query=True, layer_norm=True,
+        mlp_key="ffn_hidden_size", mlp_states=2, context=2048, names=FALCON_NAMES, norm_names=_falcon_norms,
+        qkv_by_group=True, parallel=("parallel_attn", "new_decoder_architecture"), needs={"alibi": False},
     ),
     "gemma2": Family(
-        LLAMA, bias_keys=ATTENTION_BIAS, softcap=True, window=Window(default=4096, partial=True), norms=4,
-        norm_offset=1, scaled_embedding=True, tied=True, names=SANDWICHED, scale_key="query_pre_attn_scalar",
+        bias_keys=ATTENTION_BIAS, deepspeed=True, softcap=True, window=Window(default=4096, partial=True),
+        norms=4, norm_offset=1, scaled_embedding=True, tied=True, names=SANDWICHED,
+        scale_key="query_pre_attn_scalar",
     ),
     "gemma3_text": Family(
-        LLAMA, bias_keys=ATTENTION_BIAS, split=False, deepspeed=False, qk_norm=True,
-        window=Window(default=4096, partial=True), norms=4, norm_offset=1, scaled_embedding=True,
-        rotary_kinds=2, tied=True,
+        bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(default=4096, partial=True), norms=4,
+        norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
         names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
     ),
     "gpt_neo": Family(
-        GPT_NEO, ("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
+        ("out_proj", "c_fc", "c_proj"), deepspeed=True, grouped=False, masks_inside=True,
         window=Window("window_size", 256, partial=True), layer_norm=True, position_rows=0,
         mlp_states=5, tied=True,  # its GELU is made of several steps
         names=GPT_NEO_NAMES, plain_scores=True,
     ),
     "gpt_neox": Family(
-        NEOX, tuple(NEOX), ATTENTION_BIAS, grouped=False, layer_norm=True, rotary=0.25, mlp_states=2,
-        names=NEOX_NAMES, qkv_by_group=True, parallel=("use_parallel_residual",),
+        ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), ATTENTION_BIAS, deepspeed=True,
+        grouped=False, layer_norm=True, rotary=0.25, mlp_states=2, names=NEOX_NAMES, qkv_by_group=True,
+        parallel=("use_parallel_residual",),
     ),
     "gpt_oss": Family(
-        LLAMA, ("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION_BIAS, split=False, deepspeed=False,
-        window=Window(default=128, partial=True), names=GPT_OSS_NAMES, clamped=True,
+        (*QKV, "o_proj"), ATTENTION_BIAS, window=Window(default=128, partial=True), names=GPT_OSS_NAMES,
+        clamped=True,
     ),
-    "granite": Family(LLAMA, bias_keys=BIASES, split=False, deepspeed=False, multipliers=True),
-    "llama": Family(LLAMA, bias_keys=BIASES),
-    "mistral": Family(LLAMA, window=Window(default=4096)),
-    "mixtral": Family(LLAMA, split=False, deepspeed=False, window=Window(), names=MIXTRAL_NAMES),
+    "granite": Family(bias_keys=BIASES, multipliers=True),
+    "llama": Family(bias_keys=BIASES, deepspeed=True),
+    "mistral": Family(deepspeed=True, window=Window(default=4096)),
+    "mixtral": Family(window=Window(), names=MIXTRAL_NAMES),
     "olmo2": Family(
-        LLAMA, bias_keys=ATTENTION_BIAS, split=False, deepspeed=False, qk_norm=True, whole_qk_norm=True,
+        bias_keys=ATTENTION_BIAS, qk_norm=True, whole_qk_norm=True,
         names=replace(SANDWICHED, before_attention="", before_mlp="", qk_norm=QK_NORMS),
     ),
     "opt": Family(
-        OPT, tuple(OPT), ("enable_bias", "enable_bias"), grouped=False, layer_norm=True, position_rows=2,
-        mlp_key="ffn_dim", mlp_states=2, tied=True, names=OPT_NAMES,
+        (*QKV, "out_proj", "fc1", "fc2"), ("enable_bias", "enable_bias"), deepspeed=True, grouped=False,
+        layer_norm=True, position_rows=2, mlp_key="ffn_dim", mlp_states=2, tied=True, names=OPT_NAMES,
         needs={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
     "phi3": Family(
-        PHI3, deepspeed=False, window=Window(), mlp_states=4, rereads=True,
+        window=Window(), mlp_states=4, rereads=True, fused_mlp=True,
         names=replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     ),
-    "qwen2": Family(LLAMA, ("q_proj", "k_proj", "v_proj"), window=QWEN_WINDOW),
+    "qwen2": Family(QKV, deepspeed=True, window=QWEN_WINDOW),
     "qwen3": Family(
-        LLAMA, bias_keys=ATTENTION_BIAS, qk_norm=True, window=QWEN_WINDOW,
+        bias_keys=ATTENTION_BIAS, deepspeed=True, qk_norm=True, window=QWEN_WINDOW,
         names=replace(LLAMA_NAMES, qk_norm=QK_NORMS),
     ),
     "qwen3_moe": Family(
-        LLAMA, bias_keys=ATTENTION_BIAS, split=False, deepspeed=False, qk_norm=True,
-        window=Window(switched=True), names=QWEN_MOE_NAMES, normed_top="norm_topk_prob",
+        bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(switched=True), names=QWEN_MOE_NAMES,
+        normed_top="norm_topk_prob",
     ),
-    "smollm3": Family(
-        LLAMA, bias_keys=BIASES, split=False, deepspeed=False, window=QWEN_WINDOW,
-        rotary_layers="no_rope_layers",
-    ),
+    "smollm3": Family(bias_keys=BIASES, window=QWEN_WINDOW, rotary_layers="no_rope_layers"),
 }  # fmt: skip
-UNKNOWN = Family(LLAMA, split=False)
+UNKNOWN = Family()
 
 TESTED_FAMILIES = tuple(FAMILIES)
 TESTED = ", ".join(FAMILIES)
-SPLIT_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.split)
-DEEPSPEED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.split and family.deepspeed)
+DEEPSPEED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.deepspeed)
 
 # Limits of architectures without a row. Rotary positions with two scales (longrope), one of them for all rows
 # of a pass, by its longest text:
@@ -292,5 +252,5 @@ def expert_layers(layers: int, dense: Collection[int], step: int) -> list[bool]:
 
 
 def family_of(name: str) -> Family:
-    """The row of transformers' `model_type`; Llama's defaults, unsplit, where there is none."""
+    """The row of transformers' `model_type`; Llama's defaults where there is none."""
     return FAMILIES.get(name, UNKNOWN)

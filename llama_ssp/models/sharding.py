@@ -6,13 +6,11 @@ Parts differ by one unit at most: 52 heads over 8 ranks are 7,7,7,7,6,6,6,6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.models.families import DEEPSPEED_FAMILIES, SPLIT_FAMILIES, Linear
+from llama_ssp.models.families import DEEPSPEED_FAMILIES, TESTED, TESTED_FAMILIES
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = 64  # weights with one scale; bitsandbytes' CPU kernel needs rows of whole blocks
@@ -105,82 +103,37 @@ class Cut:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What cuts are computed from: this rank's heads, and the model's."""
-
-    heads: Heads
-    head_dim: int
-    n_heads: int
-    n_kv: int
-    world: int
-    rank: int
-
-    @staticmethod
-    def of(config: Any, world: int, rank: int) -> Sizes:
-        n_heads = int(config.num_attention_heads)
-        n_kv = int(getattr(config, "num_key_value_heads", None) or n_heads)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
-        return Sizes(head_ranges(n_heads, n_kv, world, rank), head_dim, n_heads, n_kv, world, rank)
-
-    def queries(self, fused: int = 1) -> Span:
-        first, last = self.heads.query
-        return first * self.head_dim * fused, last * self.head_dim * fused
-
-    def kvs(self, after: int = 0) -> Span:
-        """Of keys or values that stand behind `after` other numbers."""
-        first, last = self.heads.kv
-        return after + first * self.head_dim, after + last * self.head_dim
-
-    def mlp(self, width: int, after: int = 0) -> Span:
-        first, last = mlp_share(width, self.world, self.rank)
-        return after + first, after + last
-
-
-def _qkv(sizes: Sizes, _width: int) -> tuple[Span, ...]:
-    keys, values = sizes.n_heads * sizes.head_dim, (sizes.n_heads + sizes.n_kv) * sizes.head_dim
-    return sizes.queries(), sizes.kvs(keys), sizes.kvs(values)
-
-
-# For each kind of layer, the side that is cut, and the rank's spans of it, given its length. Cut outputs need
-# no message between ranks, cut inputs need one sum.
-CUTS: dict[Linear, tuple[int, Callable[[Sizes, int], tuple[Span, ...]]]] = {
-    Linear.QUERY: (ROWS, lambda sizes, _: (sizes.queries(),)),
-    Linear.KV: (ROWS, lambda sizes, _: (sizes.kvs(),)),
-    Linear.QKV: (ROWS, _qkv),
-    Linear.QKV_BY_HEAD: (ROWS, lambda sizes, _: (sizes.queries(3),)),
-    Linear.OUTPUT: (COLUMNS, lambda sizes, _: (sizes.queries(),)),
-    Linear.UP: (ROWS, lambda sizes, n: (sizes.mlp(n),)),
-    Linear.GATE_UP: (ROWS, lambda sizes, n: (sizes.mlp(n // 2), sizes.mlp(n // 2, n // 2))),
-    Linear.DOWN: (COLUMNS, lambda sizes, n: (sizes.mlp(n),)),
-}
-
-
 def is_planned(model: ModelConf) -> bool:
-    return model.family in SPLIT_FAMILIES
+    return model.family in TESTED_FAMILIES
 
 
 def require_planned(model: ModelConf, role: str) -> None:
     """A ModelError if the planner does not know the model's layers."""
     if not is_planned(model):
         what, fix = "the architecture cannot be planned", "run it in one process, without a plan"
-        raise ModelError(what, f"{role} {model.name}", model.family, ", ".join(SPLIT_FAMILIES), fix)
+        raise ModelError(what, f"{role} {model.name}", model.family, TESTED, fix)
 
 
 def require_split(model: ModelConf, world: int, role: str = "model") -> None:
     """Refuses a model that cannot be split over `world` ranks: on every rank, before a file is opened."""
     where = f"{role} {model.name}"
-    if model.family not in SPLIT_FAMILIES:
+    if not is_planned(model):
         raise unsplit(where, model.family, "run it in one process, a draft with placement=leader")
     head_ranges(model.n_heads, model.n_kv_heads, world, 0, where)
-    mlp_share(model.ffn, world, 0)
+    for width in (*_dense_widths(model), *([model.expert_ffn] if model.experts else [])):
+        mlp_share(width, world, 0)
     vocab_share(model.vocab, world, 0)
     require_quantised(model, world)
 
 
 def unsplit(where: str, family: str, fix: str = "run it in one process") -> ModelError:
     what = "the architecture cannot be split over ranks"
-    return ModelError(what, where, family, ", ".join(SPLIT_FAMILIES), fix)
+    return ModelError(what, where, family, TESTED, fix)
+
+
+def _dense_widths(model: ModelConf) -> list[int]:
+    """Of MLPs, which a model has unless all of its layers have experts; experts are not quantised."""
+    return [] if model.experts and not model.dense_layers else [model.ffn]
 
 
 def require_quantised(model: ModelConf, world: int = 1) -> None:
@@ -191,7 +144,9 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
     inputs = {
         "dim": {model.dim},
         "heads of a rank": {part.queries * model.head_dim for part in parts},
-        "MLP width of a rank": {length(mlp_share(model.ffn, world, rank)) for rank in range(world)},
+        "MLP width of a rank": {
+            length(mlp_share(width, world, rank)) for rank in range(world) for width in _dense_widths(model)
+        },
     }
     for what, sizes in inputs.items():
         odd = sorted(size for size in sizes if size % NF4_BLOCK)

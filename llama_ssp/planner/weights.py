@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.models.families import Family, Linear, family_of
+from llama_ssp.models.families import Family, family_of
 from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_share
 from llama_ssp.planner.workload import Role
 
@@ -22,7 +22,6 @@ NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 WEIGHTS = "embedding", "head", "layers", "experts", "norms", "quantisation scales", "positions", "buffers"
 EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
 CACHE = "cache"  # keys and values
-MLP = Linear.UP, Linear.GATE_UP, Linear.DOWN
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Part:
     experts_per_token: int
     expert_ffn: int
     expert_layers: int
+    norms: int  # in a block
 
     @staticmethod
     def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
@@ -61,7 +61,8 @@ class Part:
         sparse = model.n_layers - model.dense_layers if model.experts else 0
         expert_ffn = length(mlp_share(model.expert_ffn, world, rank)) if sparse else 0
         experts = model.experts, model.experts_per_token, expert_ffn, sparse
-        return Part(*whole, model.vocab, world, *own, *experts)
+        norms = family.norms - (family.multi_query and model.n_kv_heads == 1)
+        return Part(*whole, model.vocab, world, *own, *experts, norms)
 
     @property
     def query_width(self) -> int:
@@ -113,7 +114,7 @@ def weights(part: Part) -> Iterator[Weight]:
         yield from _experts(part)
     if family.names.sinks:
         yield Weight(LAYERS, part.queries, 1, layers)
-    yield Weight(NORMS, dim, 1, layers * vectors * family.norms)
+    yield Weight(NORMS, dim, 1, layers * vectors * part.norms)
     if family.qk_norm:
         widths = part.query_width, part.key_width
         for width_ in widths if family.whole_qk_norm else 2 * (part.head_dim,):
@@ -128,19 +129,16 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool]]:
 
     Queries, keys and values are one matrix, and so are gate and up.
     """
-    dim, queries, layers = part.dim, part.query_width, part.family.layers
-    dense = part.layers - part.expert_layers
+    dim, queries, names = part.dim, part.query_width, part.family.names
 
-    def biased(*kinds: Linear) -> bool:
-        return any(kind in kinds and name in part.family.biased for name, kind in layers.items())
+    def biased(name: str) -> bool:
+        return name.rpartition(".")[2] in part.family.biased
 
-    gated = list(layers.values()).count(Linear.UP) == 2 or Linear.GATE_UP in layers.values()
-    qkv = Linear.QUERY, Linear.KV, Linear.QKV, Linear.QKV_BY_HEAD
-    yield queries + 2 * part.key_width, dim, part.layers, biased(*qkv)
-    yield dim, queries, part.layers, part.first and biased(Linear.OUTPUT)
-    if dense:
-        yield part.ffn * (1 + gated), dim, dense, biased(Linear.UP, Linear.GATE_UP)
-        yield dim, part.ffn, dense, part.first and biased(Linear.DOWN)
+    yield queries + 2 * part.key_width, dim, part.layers, biased(names.qkv[0])
+    yield dim, queries, part.layers, part.first and biased(names.output)
+    if dense := part.layers - part.expert_layers:
+        yield part.ffn * (1 + part.family.gated), dim, dense, biased(names.up[0])
+        yield dim, part.ffn, dense, part.first and biased(names.down)
 
 
 def _experts(part: Part) -> Iterator[Weight]:

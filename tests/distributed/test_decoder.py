@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.assemble import decoder
-from llama_ssp.models.attention import Feed
 from llama_ssp.models.decoder import Decoder, WholeNorms
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import TESTED_FAMILIES
@@ -20,13 +18,13 @@ from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.models.synthetic import build as build_synthetic
 from llama_ssp.planner.weights import BUFFERS, Part, held, parameters
 from tests.distributed.threads import ranks_of, together
-from tests.families import FAMILIES, WHOLE
-from tests.test_decoder import CPU, PASSES, TOLERANCE, VARIANTS, caches_of, module_of, saved, walked
+from tests.families import FAMILIES, synthetic
+from tests.test_decoder import CPU, PASSES, TOLERANCE, VARIANTS, module_of, saved, walked
 
 
 def uneven(name: str) -> dict[str, Any]:
     """Sizes of which 2, 3 and 4 ranks have unequal shares, as of the vocabulary, 97 tokens."""
-    family, own = (FAMILIES | WHOLE)[name]
+    family, own = FAMILIES[name]
     grouped = {key for key in ("num_key_value_heads", "num_kv_heads") if own.get(key, 1) > 1}
     sizes = {"hidden_size": 40, FAMILY_ROWS[family].mlp_key: 56, **dict.fromkeys(grouped, 5)}
     sizes["num_heads" if "num_heads" in own else "num_attention_heads"] = 10 if grouped else 5
@@ -36,12 +34,12 @@ def uneven(name: str) -> dict[str, Any]:
     return sizes | {key: size for key, size in other.items() if key in own}
 
 
-UNEVEN = {f"{name}-uneven": (name, uneven(name)) for name in (*FAMILIES, *WHOLE)}
+UNEVEN = {f"{name}-uneven": (name, uneven(name)) for name in FAMILIES}
 VARIANTS.update(UNEVEN)
 VARIANTS["odd-mlp"] = "llama-mha", {"intermediate_size": 687}
 VARIANTS["falcon-mha-uneven"] = "falcon", {**VARIANTS["falcon-mha"][1], **uneven("falcon")}
 VARIANTS["qwen3-moe-mixed-uneven"] = "qwen3_moe", {**VARIANTS["qwen3-moe-mixed"][1], **uneven("qwen3_moe")}
-NAMES = *FAMILIES, *WHOLE, *VARIANTS
+NAMES = *FAMILIES, *VARIANTS
 
 
 def fits(found: Decoder, world: int) -> bool:
@@ -93,39 +91,16 @@ def test_a_norm_of_one_ranks_heads_alone_is_seen(tmp_path):
     assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) > 1e-2
 
 
-SYNTHETIC = ModelConf(
-    name="made", weights=Weights.synthetic, n_layers=4, n_heads=6, n_kv_heads=3, head_dim=16, dim=96, ffn=148,
-    vocab=101, context=64,
-)  # fmt: skip
-
-
-def synthetic(family: str) -> ModelConf:
-    row = FAMILY_ROWS[family]
-    model = replace(SYNTHETIC, family=family, n_kv_heads=3 if row.grouped or row.multi_query else 6)
-    if not row.names.router:
-        return model
-    mixed = {"expert_ffn": 36, "dense_layers": 1} if row.normed_top else {"expert_ffn": 148}
-    return replace(model, experts=4, experts_per_token=2, **mixed)
-
-
 @pytest.mark.parametrize("family", TESTED_FAMILIES)
 @torch.inference_mode()
-def test_synthetic_parts_give_the_logits_of_the_whole_and_have_the_planned_sizes(family):
-    model, ranks = synthetic(family), ranks_of(3)
+def test_parts_have_the_planned_sizes(family):
+    model = synthetic(family)
     config = config_for(model)
     source = SyntheticSource.of_config(config, model, torch.float32, CPU, drafts=False)
-    token_T, feed = 7 * torch.arange(9), Feed.of([(0, 0, 9)], CPU)
-    parts = [decoder(config, source, rank) for rank in (ALONE, *ranks)]
-    runs = [lambda part=part: part(token_T, feed, caches_of(part, 1))[0] for part in parts]
-    expected = runs[0]()
-    for found in together(runs[1:], ranks):
-        assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    parts = [decoder(config, source, rank) for rank in (ALONE, *ranks_of(3))]
     module = build_synthetic(model, torch.float32)
     assert parameters(model) == sum(p.numel() for p in module.parameters())
     for number, part in enumerate(parts):
         world, rank = (3, number - 1) if number else (1, 0)
         planned = held(Part.of(model, world, rank), Dtype.fp32)
-        excess = sum(planned.values()) - planned.get(BUFFERS, 0) - sum(p.nbytes for p in part.parameters())
-        # Biases of layers that are summed over ranks are planned for every rank.
-        biases = 4 * model.n_layers * model.dim * (2 + model.experts)
-        assert 0 <= excess <= biases if rank else excess == 0
+        assert sum(planned.values()) - planned.get(BUFFERS, 0) == sum(p.nbytes for p in part.parameters())

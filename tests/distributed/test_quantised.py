@@ -79,7 +79,7 @@ def rows_of(config: Any, world: int, rank: int) -> dict[str, Cut]:
 
     fused = at(0, heads.query), at(shape.n_heads, heads.kv), at(shape.n_heads + shape.n_kv, heads.kv)
     qkv = tuple(at(0, span, shape.head_dim) for span in fused)
-    gated = shape.family.fused_mlp or len(shape.family.names.up) == 2
+    gated = shape.family.gated
     up = (mlp, at(shape.ffn, mlp)) if gated else (mlp,)
     return {"attention.qkv": Cut(ROWS, qkv), "mlp.up": Cut(ROWS, up)}
 

@@ -86,9 +86,10 @@ def test_a_model_is_refused_for_what_cannot_be_split():
     require_split(model(dtype=Dtype.int8), 4)
     require_split(model(dtype=Dtype.nf4, dim=64, head_dim=64, ffn=256), 4)
     for changes, kind, found in (
-        ({"family": "mixtral"}, ModelError, "mixtral"),
+        ({"family": "cohere"}, ModelError, "cohere"),
         ({"dtype": Dtype.nf4}, DistributedError, "nf4 needs inputs in whole blocks"),
         ({"n_heads": 3, "n_kv_heads": 3}, DistributedError, "3 heads"),
+        ({"family": "mixtral", "experts": 2, "expert_ffn": 3}, DistributedError, "3 over 4 ranks"),
     ):
         with pytest.raises(kind, match=found):
             require_split(model(**changes), 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.assemble import decoder
-from llama_ssp.models.families import SPLIT_FAMILIES
+from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load
 from llama_ssp.models.safetensors_io import taken
+from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import Cut, head_ranges
 from llama_ssp.models.synthetic import SyntheticSource, config_for
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ranks_of, together
-from tests.families import FAMILIES, VOCAB, build
+from tests.families import FAMILIES, VOCAB, build, synthetic
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of the largest logit
@@ -128,18 +128,17 @@ def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: floa
             assert ours.shape == theirs.shape and worst <= tolerance * scale, (rank, worst, scale)
     for pass_logits in zip(*found, strict=True):
         assert all(torch.equal(one, pass_logits[0]) for one in pass_logits)
-    layers = whole.config.num_hidden_layers
+    layers, each = whole.config.num_hidden_layers, 3 if whole.config.model_type == "olmo2" else 2
     passes = len(PASSES) if world > 1 else 0  # that exchange anything
-    assert {rank.counts["sums"] for rank in ranks} == {passes * (2 * layers + 1)}
+    assert {rank.counts["sums"] for rank in ranks} == {passes * (each * layers + 1)}
     assert {rank.counts["gathers"] for rank in ranks} == {passes}
 
 
 def splits(name: str, world: int) -> bool:
     family, changes = UNEVEN.get(name, (name, {}))
     config = build(family, **changes).config
-    heads = config.num_attention_heads
     try:
-        head_ranges(heads, getattr(config, "num_key_value_heads", None) or heads, world, 0)
+        head_ranges(config.num_attention_heads, shape_of(config).n_kv, world, 0)
     except DistributedError:
         return False
     return True
@@ -218,19 +217,12 @@ class Sliced:
         return part
 
 
-SYNTHETIC = ModelConf(
-    name="made", weights=Weights.synthetic, n_layers=2, n_heads=6, n_kv_heads=3, head_dim=16, dim=96, ffn=148,
-    vocab=101, context=64, agreement=0.7,
-)  # fmt: skip
-
-
 @pytest.mark.few(5)
 @pytest.mark.parametrize("role", ["model", "draft"])
-@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+@pytest.mark.parametrize("family", TESTED_FAMILIES)
 def test_synthetic_weights_are_made_by_slices(family: str, role: str):
     """A rank makes its part of each weight alone, and it is that part of what one process makes."""
-    plain = family in ("gpt_neox", "gpt_neo", "opt")
-    model = replace(SYNTHETIC, family=family, n_kv_heads=6 if plain else 3, tied=family == "gemma2")
+    model = synthetic(family, agreement=0.7, tied=family == "gemma2")
     whole = load(model, None, Dtype.fp32, CPU, role)
     how = config_for(model), model, torch.float32, CPU, role == "draft"
     for rank in ranks_of(3):
