@@ -18,10 +18,14 @@ from tests.plans import model as preset_model
 TRACED = Kernels(cpu=True)  # a trace does not see what kernels take
 ROWS, CAPACITY = 2, 120
 PASSES = [Pass(32, True), Pass(32, True), Pass(9, True), Pass(5), Pass(1)]
+EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 344}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 24}, "phi3": {}, "mistral": {"sliding_window": 11},
     "gemma2": {"sliding_window": 11, "tied": True}, "gpt_neox": {"n_kv_heads": 4},
     "opt": {"n_kv_heads": 4, "tied": True}, "gpt_neo": {"n_kv_heads": 4, "tied": True},
+    "falcon": {"n_kv_heads": 1}, "gemma3_text": {"sliding_window": 11, "tied": True}, "granite": {},
+    "olmo2": {}, "smollm3": {}, "mixtral": EXPERTS, "gpt_oss": {**EXPERTS, "sliding_window": 11},
+    "qwen3_moe": {**EXPERTS, "expert_ffn": 96, "head_dim": 24, "dense_layers": 1},
 }  # fmt: skip
 # Quantised presets have the shapes of those that are not.
 PRESETS = sorted(
