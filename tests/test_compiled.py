@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.distributed.comm import ALONE
@@ -122,6 +124,17 @@ def test_other_families(family, layers):
     fast = ours(family, layers, fast=True)
     assert speculate(fast, prompts(1), "ngram", k=3, max_new=40).texts == plain.texts
     assert fast._step is not None
+
+
+@needs_compiler
+def test_a_step_copies_no_cache(monkeypatch):
+    """Its buffers have sizes of tokens alone. A size that might be 0 would be written as max(1, size)."""
+    monkeypatch.setattr(StepFile, "load", lambda self: None)
+    model = ours("llama-gqa", layers=1, fast=True)
+    _, (code,) = run_and_get_code(model.prepare)
+    made = re.findall(r"empty_strided_cpu\(\((.*?)\), ", code)
+    assert made and all(len(set(re.findall(r"u\d+", sizes))) == 1 for sizes in made)
+    assert len(set(re.findall(r"u\d+", " ".join(made)))) == 1 and "max(1, " not in code
 
 
 @needs_compiler
