@@ -128,8 +128,9 @@ def traced(decoder: Decoder) -> Step:
 
     def step(token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]) -> Tensor:
         # Without these, a size could be 0, strides would be unknown, and every layer's cache be copied.
-        torch._check(token_T.shape[0] >= 1)
-        torch._check(caches[0][0].shape[1] >= 1)
+        check: Any = torch._check
+        check(token_T.shape[0] >= 1)
+        check(caches[0][0].shape[1] >= 1)
         feed = attention.Feed(position_T, first_T, attention_kernel.attend)
         logit_TV: Tensor = decoder(token_T, feed, caches)[0]
         return logit_TV

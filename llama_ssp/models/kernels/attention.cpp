@@ -9,15 +9,19 @@
 // What a query gets does not depend on other queries, on the number of threads, or on slots behind its position: parts
 // and tiles begin at fixed positions, and a slot that a query does not see adds nothing, to the bit.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
+#define TORCH_TARGET_VERSION 0x020b000000000000  // 2.11: its stable headers compile in a quarter of the time
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 #if defined(__AVX512BF16__)
@@ -27,6 +31,10 @@
 #define UNROLLED _Pragma("GCC unroll 16")  // so that arrays of registers are registers
 
 namespace {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16, WIDE = 4;  // numbers of a register; registers of the tile in one product
@@ -80,7 +88,7 @@ struct Single {
 };
 
 struct Brain {
-  using Number = c10::BFloat16;
+  using Number = BFloat16;
   static constexpr int PER = 2;
 
   static Floats add(Floats sum, Words w, int32_t x) {
@@ -325,8 +333,8 @@ void merge(const Floats* parts, int64_t count, int64_t stride, const float* sink
 }
 
 template <class Kind>
-void run(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const int64_t* firsts,
-         const int64_t* positions, const float* sinks, Model model, at::Tensor& y) {
+void run(const Tensor& query, const Tensor& keys, const Tensor& values, const int64_t* firsts,
+         const int64_t* positions, const float* sinks, Model model, Tensor& y) {
   using Number = typename Kind::Number;
   const int64_t tokens = query.size(0), per = model.heads / model.groups, all = tokens * model.heads;
   model.words = (model.size + LANES * Kind::PER - 1) / (LANES * Kind::PER) * LANES;
@@ -347,12 +355,12 @@ void run(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& valu
       for (int64_t i = 0; i < parts[begin]; i++) items.push_back({begin, end, group, from + i, i});
   }
   const int64_t most = *std::max_element(parts.begin(), parts.end()), stride = all * model.registers;
-  const at::Tensor results = at::empty({most * stride * LANES}, at::kFloat);
-  Floats* found = reinterpret_cast<Floats*>(results.mutable_data_ptr<float>());
+  const std::unique_ptr<Floats[]> results(new Floats[most * stride]);  // not zeroed: a part writes all of its own
+  Floats* found = results.get();
   // To begin and end with several threads takes as long as a few hundred slots: shorter texts are not divided.
   const int64_t longest = 1 + *std::max_element(positions, positions + tokens);
   const int64_t together = std::max<int64_t>(1, PART / (model.window ? std::min(model.window, longest) : longest));
-  at::parallel_for(0, int64_t(items.size()), together, [&](int64_t from, int64_t to) {
+  torch::stable::parallel_for(0, int64_t(items.size()), together, [&](int64_t from, int64_t to) {
     thread_local Tile<Kind> tile;
     for (int64_t item = from; item < to; item++) {
       const auto [begin, end, group, part, place] = items[item];
@@ -369,31 +377,34 @@ void run(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& valu
       tile.attend_part(queries, part, model);
     }
   });
-  at::parallel_for(0, all, 1 + 1024 / most, [&](int64_t from, int64_t to) {
+  torch::stable::parallel_for(0, all, 1 + 1024 / most, [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; i++)
       merge(found + i * model.registers, parts[i / model.heads], stride, sinks ? sinks + i % model.heads : nullptr,
             model.size, y.mutable_data_ptr<Number>() + i * model.size);
   });
 }
 
-at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& first,
-                  const at::Tensor& position, double scale, int64_t window, double softcap,
-                  const std::optional<at::Tensor>& sinks) {
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && query.size(2) <= MOST, "not a cache of this program");
-  TORCH_CHECK(keys.scalar_type() == query.scalar_type(), "the cache has another number format");
-  const at::Tensor dense = query.contiguous(), firsts = first.contiguous(), positions = position.contiguous();
-  at::Tensor y = at::empty_like(dense);
-  const at::Tensor wide = sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
+Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& first, const Tensor& position,
+              double scale, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
+  const ScalarType kind = query.scalar_type();
+  STD_TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && query.size(2) <= MOST,
+                  "not a cache of this program");
+  STD_TORCH_CHECK(keys.scalar_type() == kind, "the cache has another number format");
+  STD_TORCH_CHECK(kind == ScalarType::Float || (kind == ScalarType::BFloat16 && query.size(2) % 2 == 0),
+                  "only float, and bfloat16 with heads of even size");
+  STD_TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->scalar_type() == ScalarType::Float), "sinks are float");
+  const Tensor queries = dense(query), firsts = dense(first), positions = dense(position);
+  Tensor y = torch::stable::empty_like(queries);
   const Model model{query.size(1), keys.size(0), query.size(2), keys.size(1), window, float(scale), float(softcap)};
-  const auto go = query.scalar_type() == at::kFloat ? &run<Single> : &run<Brain>;
-  TORCH_CHECK(query.scalar_type() == at::kFloat || (query.scalar_type() == at::kBFloat16 && query.size(2) % 2 == 0),
-              "only float, and bfloat16 with heads of even size");
-  go(dense, keys, values, firsts.const_data_ptr<int64_t>(), positions.const_data_ptr<int64_t>(),
-     sinks ? wide.const_data_ptr<float>() : nullptr, model, y);
+  const auto go = kind == ScalarType::Float ? &run<Single> : &run<Brain>;
+  go(queries, keys, values, firsts.const_data_ptr<int64_t>(), positions.const_data_ptr<int64_t>(),
+     sinks ? sinks->const_data_ptr<float>() : nullptr, model, y);
   return y;
 }
 
 }  // namespace
 
 // attention.py has the schema: GPUs have another kernel.
-TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("attend", &attend); }
+STABLE_TORCH_LIBRARY_IMPL(llama_ssp, CPU, library) { library.impl("attend", TORCH_BOX(&attend)); }

@@ -24,7 +24,7 @@ def attend(
     """As `models.attention.attend_rows`; the tokens of a row stand together, at ascending positions."""
     y_THD: Tensor = torch.ops.llama_ssp.attend(
         query_THD, keys_GND, values_GND, feed.first_T, feed.position_T, scores.scale, scores.window or 0,
-        scores.softcap or 0.0, sink_H,
+        scores.softcap or 0.0, None if sink_H is None else sink_H.float(),
     )  # fmt: skip
     return y_THD
 
