@@ -14,7 +14,7 @@ import os
 import subprocess
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,11 @@ class SteppedModel(DecoderModel):
         self._failed = False
 
     @torch.inference_mode()
-    def prepare(self) -> None:
-        """Loads or compiles the step before it is needed, on a text without meaning. All ranks call it."""
+    def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
+        """Loads or compiles the step before it is needed, on a text without meaning. All ranks call it.
+
+        One program serves all widths, rows and capacities; graphs (cuda_graphs.py) are made for each width.
+        """
         cache = self.new_cache(1, 8)
         for start, count in ((0, 1), (1, 2)):
             token_BW = torch.zeros(1, count, dtype=torch.int64, device=self.device)

@@ -14,6 +14,7 @@ from llama_ssp.config import (
     OnDraftLoss,
     PlacementConf,
     RunConf,
+    SpeculationConfig,
     Splitting,
     home_expanded,
 )
@@ -36,7 +37,7 @@ from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDraft
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
-from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.model_runner import LAG, ModelRunner
 from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -122,13 +123,15 @@ class ModelCache:
         return model
 
 
-def prepare(pair: RankModels) -> None:
-    """Compiles the models' steps before anything is timed. Ranks wait for those of one model."""
-    wanted = [model for model in (pair.target, pair.draft) if isinstance(model, SteppedModel)]
+def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
+    """Compiles the models' steps before anything is timed; graphs for steps of the widths that will come."""
+    longest = speculation.k_max if speculation.adaptive else speculation.k
+    kinds = ((pair.target, range(1, longest + 2)), (pair.draft, range(1, LAG + 1)))
+    wanted = [(model, widths) for model, widths in kinds if isinstance(model, SteppedModel)]
     if wanted:
         with Progress("compile", len(wanted), "models") as progress:
-            for model in wanted:
-                model.prepare()
+            for model, widths in wanted:
+                model.prepare(widths, rows, min(slots, model.context))
                 progress.advance(1)
 
 

@@ -104,7 +104,7 @@ class PairSession:
         """Loads the models after `check`, but for those in the cache; returns the session."""
         self._models = cache.open(self.placements)
         with self.ranks.loading():
-            prepare(self._models)
+            prepare(self._models, self.run.speculation, self.rows, self._slots)
         return self
 
     def close(self) -> None:
