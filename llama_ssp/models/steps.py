@@ -97,6 +97,8 @@ class SteppedModel(DecoderModel):
             log.info("engine: compiling the step of %s", self.name)
             try:
                 step = compiled(self.decoder, marked(*arguments))
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # whatever the compiler raises in a module that it does not know
                 said = str(error).strip().splitlines() or [type(error).__name__]
                 log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
