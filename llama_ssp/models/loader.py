@@ -27,7 +27,7 @@ from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
-from llama_ssp.models.safetensors_io import FileSource
+from llama_ssp.models.safetensors_io import FileSource, ScannedSource
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, unsplit
@@ -78,10 +78,8 @@ def _decoder(
         prefix = family_of(config.model_type).names.embedding.partition(".")[0]
         with _refusing(path), closing(FileSource(path, names := wanted(config), prefix)) as files:
             _require_complete(path, differences(names, files.shapes, config))
-            made = decoder(config, files, *how)
+            made = decoder(config, ScannedSource(files, model.name) if model.scan else files, *how)
     return_memory()
-    if model.scan:
-        require_finite(made, model.name)
     over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
     log.info("%s %s: %s on %s%s", role, model.name, dtype.value, device, over)
     steps = GraphedModel if device.type == "cuda" else SteppedModel

@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llama_ssp.models.folder import weight_files
+from llama_ssp.errors import ModelError
+from llama_ssp.models.folder import REFETCH, weight_files
 from llama_ssp.models.sharding import Cut
 
 RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
@@ -52,6 +53,20 @@ class FileSource:
     def read(self, name: str, cut: Cut | None) -> Tensor:
         handle, key = self._places[name]
         return taken(handle.get_slice(key) if cut else handle.get_tensor(key), cut)
+
+
+class ScannedSource:
+    """A source that refuses what is not a finite number."""
+
+    def __init__(self, source: Source, model: str) -> None:
+        self._source, self._model, self.shapes = source, model, source.shapes
+
+    def read(self, name: str, cut: Cut | None) -> Tensor:
+        part = self._source.read(name, cut)
+        if not torch.isfinite(part).all():
+            what, where = "a weight is not a finite number", f"{self._model}: {name}"
+            raise ModelError(what, where, fix=REFETCH)
+        return part
 
 
 def taken(weight: Any, cut: Cut | None) -> Tensor:

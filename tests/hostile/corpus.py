@@ -413,9 +413,10 @@ NUMBERS = [
     *(misread(name, key, value, "makes no model", LOADED) for name, key, value in (
         ("theta-text", "rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
         ("rope-kind", "rope_scaling", {"rope_type": "evil", "factor": 2}),
-        ("activation", "hidden_act", "__import__('os')"), ("padding-id", "pad_token_id", 10**9),
-        ("plan-number", "base_model_tp_plan", 5),
+        ("activation", "hidden_act", "__import__('os')"),
     )),
+    harmless(22, "padding-id", config_sets(pad_token_id=10**9)),  # the decoder reads neither key
+    harmless(22, "plan-number", config_sets(base_model_tp_plan=5)),
     harmless(22, "attention-name", config_sets(_attn_implementation="evil")),
     harmless(22, "returns", config_sets(return_dict=False, output_hidden_states="x", output_attentions=True)),
     hostile(22, "plain-4bit", config_sets(quantization_config={**BY_BITSANDBYTES, "load_in_4bit": True}),
