@@ -29,11 +29,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bench.surroundings import surroundings, write
 from llama_ssp import cli
+from llama_ssp.models.attention import Feed, attend_rows
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
-from llama_ssp.models.kv_cache import RaggedCache
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.pair import assembly as pair
 from llama_ssp.report.statistics import sum_band, uniform_band
 from llama_ssp.speculative import native as deciding
@@ -131,6 +134,28 @@ def _wider_nucleus(probs: Any, top_p: float) -> Any:
 state_slot, draws_row, nucleus_edge = State.slot, CounterDraws._row, sampling._nucleus_edge
 NUCLEUS = ("sampling=nucleus",)  # temperature 0.8, top-p 0.95
 PENALTY = ("sampling.repetition_penalty=1.3",)
+feed_of = DecoderModel._feed
+first_written = WeakIdKeyDictionary()  # of a cache's tensor: what its slots got first, and which have it
+
+
+def _keeps_stale(self: DecoderModel, *what: Any) -> Feed:
+    """Slots that were written once stay as they are: rejected tokens leave their keys behind."""
+    feed = feed_of(self, *what)
+
+    def attend(own: Feed, query: Tensor, keys: Tensor, values: Tensor, *how: Any) -> Tensor:
+        for each in (keys, values):
+            if each not in first_written:
+                first_written[each] = each.clone(), torch.zeros(each.shape[1], dtype=torch.bool)
+            kept, known = first_written[each]
+            new = own.slot_T[~known[own.slot_T]]
+            kept[:, new], known[new] = each[:, new], True
+            each[:, own.slot_T] = kept[:, own.slot_T]
+        return attend_rows(own, query, keys, values, *how)
+
+    feed.attend = attend
+    return feed
+
+
 FAULTS = [
     Fault("ratio swapped", verify, "_ratios", mutants._swapped, "law"),
     Fault("correction from the target's whole law", verify, "_residual_probs", mutants._target_again, "law"),
@@ -142,7 +167,7 @@ FAULTS = [
         mutants._declares_mixture,
         "drafts",
     ),
-    Fault("stale target cache", RaggedCache, "update", mutants._keeps_stale, "law"),
+    Fault("stale target cache", DecoderModel, "_feed", _keeps_stale, "law"),
     Fault("coins are the drafts' uniforms", State, "slot", _reused_coins, "numbers"),
     Fault("coins, uniforms and races share counters", CounterDraws, "_row", _shared_counters, "numbers"),
     Fault("top-p 0.01 wider everywhere", sampling, "_nucleus_edge", _wider_nucleus, "filters", NUCLEUS),

@@ -17,6 +17,7 @@ import torch
 from llama_ssp.config import CertifyConf, SamplingConfig
 from llama_ssp.errors import FAILED_CHECK
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.interface import Model
 from llama_ssp.report.statistics import sum_band, uniform_band
 from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.coupled import source
@@ -113,8 +114,8 @@ def test_there_are_planted_faults() -> None:
 
 
 def sampler(
-    name: str, rule: Rule, draft: CausalModel | str | None, witness: Witness | None = None,
-    sampling: SamplingConfig | None = None, target: CausalModel | None = None, k: int = 3,
+    name: str, rule: Rule, draft: Model | str | None, witness: Witness | None = None,
+    sampling: SamplingConfig | None = None, target: Model | None = None, k: int = 3,
     ends: frozenset[int] = frozenset(), rows: int = 16,
 ) -> Any:  # fmt: skip
     """Toy models behind the interface that certify judges."""
@@ -124,10 +125,10 @@ def sampler(
         source(rule, witness.seed if witness else 11),
     )
     drafter: Drafter = Drafter()
-    if isinstance(draft, CausalModel):
-        drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    elif draft == "ngram":
+    if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.float64)
+    elif draft is not None:
+        drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     engine = Engine(ModelRunner(target), drafter, transform, rule, draws)
     lookahead = lambda count: FixedDraftLength(k if draft else 0, count)  # noqa: E731
     return EngineSampler(name, engine, lookahead, ends, rows, witness=witness)

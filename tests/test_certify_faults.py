@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from llama_ssp.config import CertifyConf, Dtype, ModelConf, SamplingConfig
-from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER, complete
+from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import load
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.native import HostDraws, by_kernel
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 NUCLEUS = SamplingConfig(temperature=0.8, top_p=0.95)
 PLAN = CertifyConf()
-Shipped = tuple[CausalModel, CausalModel, Tokens]
+Shipped = tuple[Model, Model, Tokens]
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ def test_an_unknown_gpu_is_not_planned(caplog):
 
 
 def test_other_architectures_are_not_planned():
-    conf = run(model=replace(model("65B"), family="falcon"))
+    conf = run(model=replace(model("65B"), family="gptj"))
     assert predict(conf, choose_placement(conf, 1), slots=SLOTS) is None
 
 

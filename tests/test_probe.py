@@ -147,7 +147,7 @@ def test_running_out_of_memory_is_not_called_a_flaw(monkeypatch: pytest.MonkeyPa
 
 def test_the_fused_attention_is_used_where_there_is_one() -> None:
     used = {family: build_tested(family).config._attn_implementation for family in FAMILIES}
-    assert {family for family, kind in used.items() if kind == "eager"} == {"gemma2", "gpt_neo"}
+    assert {family for family, kind in used.items() if kind == "eager"} == {"gemma2", "gpt_neo", "gpt_oss"}
     assert build("gptj", OBEY["gptj"]).config._attn_implementation == "eager"
 
 
