@@ -42,7 +42,7 @@ LIMIT_S = 100 if torch.cuda.is_available() else 400  # of a command
 
 
 def logits(small: bool) -> Iterator[Bar]:
-    """Logits of each engine through load_pair, of random models whose texts depend on all that is before."""
+    """Logits of each engine through load_pair; the random models read the whole text before a token."""
     for family in ("llama-gqa", "mistral-window"):
         yield from safely(family, _logits_of(family, small))
 
@@ -167,7 +167,7 @@ def command(small: bool) -> Iterator[Bar]:
     """The command line: the same texts by each engine, and its exit codes."""
     new = f"task.max_new_tokens={12 if small else 300}"
     found = {engine: _ran([str(RUN), *_words(engine), new]) for engine in ENGINES}
-    yield counted(sum(one.code != 0 for one in found.values()), 2, "engines whose command fails")
+    yield counted(sum(one.code != 0 for one in found.values()), 2, "commands that fail")
     differing = sum(a != b for a, b in zip(*(one.texts() for one in found.values()), strict=True))
     yield counted(differing, len(PROMPTS), "texts that differ between engines")
     for code, words in (

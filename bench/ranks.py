@@ -37,7 +37,7 @@ from bars import Bar, all_met, bars_table, most  # noqa: E402
 from contenders import alone, by_us, in_turn, opened  # noqa: E402
 from fast import sizes  # noqa: E402
 from pictures import write_json  # noqa: E402
-from surroundings import surroundings, write  # noqa: E402
+from surroundings import said_by_git, surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, RunConf, Steps  # noqa: E402
@@ -125,7 +125,7 @@ def quotients(found: dict[str, Any]) -> list[Bar]:
     ms = found["ms"]
 
     def over(name: str, below: dict[str, float]) -> float:
-        """A part's time over the sum of others, each so many times."""
+        """A part's time, divided by the sum of other parts, each times its count."""
         sums_ms = [sum(f * ms[one][turn] for one, f in below.items()) for turn in range(len(ms[name]))]
         return median(top / bottom for top, bottom in zip(ms[name], sums_ms, strict=True))
 
@@ -190,10 +190,13 @@ def main() -> None:
     bars = quotients(torchrun([__file__, *sys.argv[1:], "part=true"], ROOT))
     if asked.against:
         bars += compared(asked, Path(asked.against).resolve())
+    there = said_by_git(Path(asked.against), "describe", "--always") if asked.against else ""
+    against = [f"Compared with commit {there}."] if there else []
     text = "\n".join(
         [
             "# Two ranks on two cores, 222M with 7M, bf16", "",
             *surroundings({"model": "cpu, over 2 ranks of a thread each", "draft": "cpu, rank 0"}),
+            *against,
             f"Medians of {asked.turns} turns, {asked.new} new tokens, temperature 1, agreement {AGREEMENT}.",
             "", "```", *bars_table(bars), "```", "",
         ]

@@ -20,21 +20,27 @@ def surroundings(devices: dict[str, str]) -> list[str]:
 
     Results files that another benchmark has just written do not count as changes.
     """
-    commit = _said_by_git("describe", "--always")
-    if _said_by_git("status", "--porcelain", "--untracked-files=no", ".", ":!bench/results"):
+    commit = said_by_git(ROOT, "describe", "--always")
+    if said_by_git(ROOT, "status", "--porcelain", "--untracked-files=no", ".", ":!bench/results"):
         commit += "-dirty"
     found = versions()
     command = Path(sys.argv[0]).resolve().relative_to(ROOT)
     return [
-        f"Command: `python {command} {shlex.join(sys.argv[1:])}`",
+        f"Command: `python {command} {shlex.join(map(without_folder, sys.argv[1:]))}`",
         f"Hardware: {processor()}, {os.cpu_count()} cores; {devices}",
         f"Versions: python {found['python']}, torch {found['torch']}, transformers {found['transformers']}",
         f"Commit {commit}, {time.strftime('%Y-%m-%d')}.",
     ]
 
 
-def _said_by_git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+def without_folder(word: str) -> str:
+    """The argument, without a folder that only this machine has."""
+    key, _, value = word.partition("=")
+    return f"{key}=FOLDER" if Path(value).is_absolute() else word
+
+
+def said_by_git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
 def processor() -> str:

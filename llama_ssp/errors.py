@@ -68,7 +68,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_gpu_error(error: BaseException) -> bool:
-    """Whether torch reports a GPU that failed, or one whose memory is full."""
+    """Whether torch reports that a GPU failed, or that its memory is full."""
     if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
         return True
     return isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "HIP error"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.bars import Bar, all_met, bars_table, counted, most, needs, safely
+from bench.surroundings import without_folder
 
 
 def test_each_figure_is_met_or_says_by_how_much_not() -> None:
@@ -29,3 +30,9 @@ def test_an_error_ends_a_part_and_is_a_figure_that_misses() -> None:
     first, last = safely("texts", bars())
     assert first == Bar("ms", 4.0)
     assert last.met is False and last.what == "texts: ends" and last.note == "ValueError: no room"
+
+
+def test_a_results_file_names_no_folder_of_one_machine() -> None:
+    assert without_folder("against=/home/me/checkout") == "against=FOLDER"
+    assert without_folder("write=bench/results/ranks.md") == "write=bench/results/ranks.md"
+    assert without_folder("turns=2") == "turns=2"

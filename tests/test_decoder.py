@@ -18,12 +18,12 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as kernel
-from llama_ssp.models.kernels import int8, linear
+from llama_ssp.models.kernels import linear
 from llama_ssp.models.linear import Packed, formats
 from llama_ssp.models.loader import load_module
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
-from llama_ssp.models.steps import compiled, marked
+from llama_ssp.models.steps import compiled, has_kernels, marked
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_quantised import NO_WORSE, off
 from tests.families import CONTEXT, FAMILIES, VOCAB, build
@@ -206,7 +206,7 @@ def test_one_program_serves_every_width(other, tmp_path):
 def test_in_8_bit_logits_are_as_near_as_those_of_llm_int8(name, tmp_path):
     """Rounding to bf16 and 8-bit weights alone move these small models' logits by 3 %."""
     exact, prefixes = walked(saved(module_of(name), tmp_path))
-    int8.operators("cpu")
+    assert has_kernels("m", Dtype.int8, CPU)
     product, head = formats(Dtype.int8, CPU, fast=True)
     found, _ = walked(saved(module_of(name), tmp_path, product=product, head=head, dtype=torch.bfloat16))
     plain = load_module(ModelConf(name="small"), tmp_path, Dtype.int8, CPU, "model")

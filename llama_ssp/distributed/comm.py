@@ -21,11 +21,15 @@ class Ranks:
     rank: int = LEADER
     world: int = 1
     patience_s: float = 0.0  # how long one rank waits for another
-    label: str = ""  # of the group and this rank's place in it: compiled steps of another group are others
 
     @property
     def is_leader(self) -> bool:
         return self.rank == LEADER
+
+    @property
+    def label(self) -> str:
+        """The group and this rank's place in it. A compiled step is for one label."""
+        return ""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -36,7 +40,7 @@ class Ranks:
         return [tensor]
 
     def during(self, what: str) -> AbstractContextManager[None]:
-        """Around code that exchanges tensors by itself: its errors are told as those of the other ranks."""
+        """A context for code that exchanges tensors itself. Its errors mean that another rank is lost."""
         return nullcontext()
 
     def broadcast_ints(self, values: list[int]) -> list[int]:

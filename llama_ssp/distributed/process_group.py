@@ -78,7 +78,7 @@ class Group(Ranks):
         return group
 
     @property
-    def label(self) -> str:  # type: ignore[override]
+    def label(self) -> str:
         return f"{self._tensors.group_name}: {self.rank} of {self._members}"
 
     def during(self, what: str) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""A decoder whose steps are CUDA graphs: captured once for each number of tokens, then one launch a step.
+"""A decoder with CUDA graphs as steps: captured once for each number of tokens, then one launch a step.
 
 A graph reads and writes memory at fixed places: the cache of its capture, and buffers for a step's tokens,
 positions and first slots. So the model keeps the memory of a cache that is no longer used, with its graphs,

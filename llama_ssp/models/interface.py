@@ -20,7 +20,7 @@ class Cache(Protocol):
         """One row as a cache of its own, in the same memory."""
 
     def clear(self, row: int) -> None:
-        """Forgets a row whose text is replaced."""
+        """Forgets a row, before another text takes its place."""
 
     def nbytes(self) -> int:
         """What it holds."""

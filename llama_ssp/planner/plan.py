@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def eager(self) -> dict[str, str]:
-        """Why steps of the chosen placement run eagerly, by role; of no role whose steps are compiled."""
+        """Why steps of the chosen placement run eagerly, by role. Roles with compiled steps are left out."""
         reasons = {one.role: self.request.why_eager(one, self.chosen.placement) for one in self.request.roles}
         return {role: reason for role, reason in reasons.items() if reason is not None}
 

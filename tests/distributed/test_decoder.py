@@ -43,7 +43,7 @@ NAMES = *FAMILIES, *VARIANTS
 
 
 def fits(found: Decoder, world: int) -> bool:
-    """Whether the heads can be split over so many ranks."""
+    """Whether the heads can be split over `world` ranks."""
     attention = found.blocks[0].attention
     heads, groups = (size // attention.head_dim for size in attention.sizes[:2])
     try:

@@ -37,7 +37,7 @@ LEAST_ROWS, ROWS = 16, 64  # of a product: tokens and heads; tensor cores need 1
 PROGRAMS = 512  # of all KV heads, for a row: a GPU has some 130 processors with several programs each
 FEW = 16  # tokens; where there are more, each has fewer parts, which bounds the memory of their sums
 LEAST_PARTS, MOST_PARTS = 4, 128
-CHUNK = 64  # numbers of a head that one program merges
+CHUNK = 64  # numbers of a head; each program merges this many
 WARPS, STAGES = 4, 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 
