@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class Replayed(GraphedModel):
     """Graphs without compilation and capture: the step as it is traced, each time."""
 
     def _made(self, arguments: steps.Arguments) -> bool:
-        self._step = steps.traced(self.decoder)
+        self._step = partial(steps.whole, self.decoder)
         return True
 
     def _warm(self, step: Call) -> None:

@@ -13,13 +13,14 @@ from torch._inductor.utils import run_and_get_code
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.distributed.comm import ALONE
-from llama_ssp.models import steps
+from llama_ssp.models import programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.build import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators, packable
 from llama_ssp.models.linear import Packed
-from llama_ssp.models.steps import StepFile, SteppedModel
+from llama_ssp.models.programs import ProgramFile
+from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.placements import compiles, impossible
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
@@ -129,7 +130,7 @@ def test_other_families(family, layers):
 @needs_compiler
 def test_a_step_copies_no_cache(monkeypatch):
     """Its buffers have sizes of tokens alone. A size that might be 0 would be written as max(1, size)."""
-    monkeypatch.setattr(StepFile, "load", lambda self: None)
+    monkeypatch.setattr(ProgramFile, "load", lambda self: None)
     model = ours("llama-gqa", layers=1, fast=True)
     _, (code,) = run_and_get_code(model.prepare)
     made = re.findall(r"empty_strided_cpu\(\((.*?)\), ", code)
@@ -159,7 +160,7 @@ def test_in_bf16_logits_differ_by_rounding():
 @needs_compiler
 def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     """Found by all that they are made of; another's weights are read, not those they were made with."""
-    monkeypatch.setattr(steps, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
     texts = speculate(ours("llama-gqa", fast=True), prompts(1), "ngram", k=3).texts
     assert len(list(tmp_path.rglob("step-*.bin"))) == 1
     monkeypatch.setattr(steps, "compiled", lambda *_: pytest.fail("it was compiled again"))
@@ -167,10 +168,46 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     assert speculate(again, prompts(1), "ngram", k=3).texts == texts
     found = speculate(ours("llama-gqa", fast=True, noise=0.05), prompts(1), "ngram", k=3).texts
     assert found == speculate(ours("llama-gqa", noise=0.05), prompts(1), "ngram", k=3).texts != texts
-    assert StepFile(ours("gpt_neox", fast=True)).load() is None
-    kept = StepFile(again)
+    other = ours("gpt_neox", fast=True)
+    part = steps.Part(steps.whole, other.decoder, (), steps.kinds_of(other.decoder, other.config))
+    assert ProgramFile(other, part).load() is None
+    kinds = steps.kinds_of(again.decoder, again.config)
+    kept = ProgramFile(again, replace(part, module=again.decoder, kinds=kinds))
+    assert kept.load() is not None
     kept.path.write_bytes(kept.path.read_bytes()[:1000])
     assert kept.load() is None
+
+
+@needs_compiler
+@pytest.mark.parametrize(("family", "layers"), [("llama-gqa", 5), ("gemma2", 5)])
+def test_groups_of_blocks_share_a_program(family, layers, monkeypatch, tmp_path):
+    """Each with its own weights: two blocks, two blocks, one block; gemma2's have windows in turn."""
+    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(steps, "GROUP", 2)
+    made: list[str] = []
+    compiled = steps.compiled
+    monkeypatch.setattr(
+        steps, "compiled", lambda part: (made.append(part.function.__name__), compiled(part))[1]
+    )
+    fast, plain = ours(family, layers, fast=True), ours(family, layers)
+    texts = speculate(fast, prompts(1), "ngram", k=3, max_new=40).texts
+    assert texts == speculate(plain, prompts(1), None, k=0, max_new=40).texts
+    assert fast._step is not None
+    assert made == ["opening", "through", "through", "closing"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "ends"),
+    [
+        ("aaa", [3]),
+        ("aaaaaaaaaa", [4, 8, 10]),
+        ("ab" * 5, [4, 8, 10]),
+        ("aaaaab" * 2 + "aa", [6, 12, 14]),
+        ("abc" * 3 + "d", [10]),
+    ],
+)
+def test_groups_repeat_each_other(kinds, ends):
+    assert [group.stop for group in steps.groups_of(tuple(kinds))] == ends
 
 
 def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
@@ -213,7 +250,7 @@ def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("not this one\nand so on")
 
-    monkeypatch.setattr(StepFile, "load", lambda self: None)
+    monkeypatch.setattr(ProgramFile, "load", lambda self: None)
     monkeypatch.setattr(steps, "compiled", refuse)
     fast, plain = ours("llama-mha", fast=True), ours("llama-mha")
     assert speculate(fast, prompts(1), None, k=0).texts == speculate(plain, prompts(1), None, k=0).texts

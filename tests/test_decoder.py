@@ -21,9 +21,10 @@ from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels import linear
 from llama_ssp.models.linear import Packed, formats
 from llama_ssp.models.loader import load_module
+from llama_ssp.models.programs import Part, compiled
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
-from llama_ssp.models.steps import compiled, has_kernels, marked
+from llama_ssp.models.steps import has_kernels, whole
 from llama_ssp.speculative.state import Prompt
 from tests.distributed.test_quantised import NO_WORSE, off
 from tests.families import CONTEXT, FAMILIES, VOCAB, build
@@ -195,8 +196,8 @@ def test_one_program_serves_every_width(other, tmp_path):
             expected, _ = found(token_T, feed, [(k.clone(), v.clone()) for k, v in caches])
             arguments = token_T, feed.position_T, feed.first_T, caches
             if number == len(steps):
-                steps.append(compiled(found, marked(*arguments)))
-            logit_TV = steps[number](*arguments)
+                steps.append(compiled(Part(whole, found, arguments, ())))
+            logit_TV = steps[number](found, *arguments)
             assert (logit_TV - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ class Replayed(GraphedModel):
         self.captures: list[int] = []
 
     def _made(self, arguments: Any) -> bool:
-        self._step = steps.traced(self.decoder)
+        self._step = partial(steps.whole, self.decoder)
         return True
 
     def _warm(self, step: Call) -> None:

@@ -179,20 +179,26 @@ class Decoder(nn.Module):
 
         Keys and values of the tokens are written into the caches.
         """
-        x_TH = self.embedding(token_T)
-        if self.positions is not None:
-            x_TH = x_TH + self.positions[feed.position_T + self.position_offset]
-        turns = {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
+        x_TH, turns = self.opening(token_T, feed)
         kept = []
         for number, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
             x_TH = block(x_TH, turns, cache, feed)
             if number in layers:
                 kept.append(x_TH)
-        if wanted_R is not None:
-            x_TH = x_TH[wanted_R]
-        logit_RV = self.head(self.norm(x_TH))
+        return self.closing(x_TH if wanted_R is None else x_TH[wanted_R]), kept
+
+    def opening(self, token_T: Tensor, feed: Feed) -> tuple[Tensor, Turns]:
+        """What the first block is given: (T, H), and the rotary tables."""
+        x_TH = self.embedding(token_T)
+        if self.positions is not None:
+            x_TH = x_TH + self.positions[feed.position_T + self.position_offset]
+        return x_TH, {kind: rotary(feed) for kind, rotary in self.rotaries.items()}
+
+    def closing(self, x_RH: Tensor) -> Tensor:
+        """Logits, (R, V), of what the last block gives."""
+        logit_RV: Tensor = self.head(self.norm(x_RH))
         if self.logit_divisor != 1.0:
             logit_RV = logit_RV / self.logit_divisor
         if self.logit_softcap is not None:
             logit_RV = torch.tanh(logit_RV / self.logit_softcap) * self.logit_softcap
-        return logit_RV, kept
+        return logit_RV

@@ -1,57 +1,45 @@
-"""A decoder with compiled steps: one program for all widths and all numbers of rows, all-reduces inside.
+"""A decoder with compiled steps: programs for all widths and all numbers of rows, all-reduces inside.
 
 A step has any number of tokens, of one row or of several, at any positions, over a cache of any size: these
-are sizes that the program knows nothing of, so that nothing is compiled twice. Long passes, such as prompts,
-run eagerly: their time is that of the products. The program is kept on disk: the next start loads it.
+are sizes that a program knows nothing of, so that nothing is compiled twice. A small model is one program. Of
+a larger one a few blocks are, and are called with the weights of each group of blocks in turn: the time of
+compiling does not grow with the number of blocks. Long passes, such as prompts, run eagerly: their time is
+that of the products. Programs are kept on disk: the next start loads them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import logging
-import os
 import subprocess
 import time
-import types
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
-from llama_ssp.models.decoder import Decoder, KeysValues
+from llama_ssp.models.decoder import Decoder, KeysValues, Turns
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import int8, linear
-from llama_ssp.models.kernels.build import cache_folder, complaint, is_ours, processor
+from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.programs import Part, Program, ProgramFile, compiled, sizes
+from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
 
-Step = Callable[..., Tensor]
+Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], Tensor]
 Arguments = tuple[Tensor, Tensor, Tensor, list[KeysValues]]  # tokens, positions, first slots, caches
 WIDEST = 72  # tokens of a row in a step: the longest draft, what a draft lags, and the next token
-NUMBERS = itertools.count()  # of the decoders that this process compiles
-OPTIONS: dict[str, Any] = {
-    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False,
-    "cpp.threads": 1,  # what is between two linear layers is too little to be divided
-}  # fmt: skip
-FOLDER = Path(__file__).parent
-# The code that a step is made from.
-TRACED = [FOLDER / f"{name}.py" for name in ("attention", "decoder", "experts", "linear", "steps")]
-TRACED += [
-    FOLDER / "kernels" / f"{name}.{kind}"
-    for name in ("attention", "int8", "linear")
-    for kind in ("cpp", "py")
-]
-TRACED += [FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "experts", "int8")]
+GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
 
 
 class SteppedModel(DecoderModel):
@@ -89,126 +77,136 @@ class SteppedModel(DecoderModel):
 
     def _made(self, arguments: Arguments) -> bool:
         """Loads or compiles the step; whether the model can be compiled."""
-        began, kept = time.perf_counter(), StepFile(self)
-        step = kept.load()
-        if step is not None:
-            log.info("engine: loaded the step of %s", self.name)
-        else:
-            log.info("engine: compiling the step of %s", self.name)
-            try:
-                step = compiled(self.decoder, marked(*arguments))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever the compiler raises in a module that it does not know
-                said = str(error).strip().splitlines() or [type(error).__name__]
-                log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
-                self._failed = True
-                return False
-            kept.save(step)
-            log.info("engine: compiled %s in %.1f s", self.name, time.perf_counter() - began)
-        self._step = step
-        return True
+        try:
+            self._step = self._programs(arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler raises in a module that it does not know
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
+            self._failed = True
+        return not self._failed
+
+    def _programs(self, arguments: Arguments) -> Step:
+        began, compiles = time.perf_counter(), False
+        programs: dict[Path, Program] = {}
+        groups = groups_of(kinds := kinds_of(self.decoder, self.config))
+        files = [ProgramFile(self, part) for part in parts(self.decoder, kinds, groups, *arguments)]
+        for file in files:
+            program = programs.get(file.path) or file.load()
+            if program is None:
+                if not compiles:
+                    log.info("engine: compiling the step of %s", self.name)
+                compiles, program = True, compiled(file.part)
+                file.save(program)
+            programs[file.path] = program
+        how = f"compiled in {time.perf_counter() - began:.1f} s" if compiles else "loaded"
+        log.info("engine: the step of %s is %s", self.name, how)
+        return joined(self.decoder, groups, [programs[file.path] for file in files])
 
 
-def compiled(decoder: Decoder, arguments: Arguments) -> Any:
-    """The program, for `marked` arguments; `save_compiled_function` writes it.
-
-    torch keeps programs by code, and no guards are checked that would tell decoders apart: each has code of
-    its own. torch also keeps, by place in the source, which sizes and numbers differed from an earlier
-    decoder's, and would take those for variables, unguarded: `dynamic=False` keeps it to the marked ones.
-    """
-    step: Any = traced(decoder)
-    name = f"step_{next(NUMBERS)}"
-    code = step.__code__.replace(co_name=name, co_qualname=name)
-    own = types.FunctionType(code, step.__globals__, name, None, step.__closure__)
-    options = dict(OPTIONS)  # torch.compile takes the filter out of the dictionary that it is given
-    program: Any = torch.compile(own, fullgraph=True, dynamic=False, options=options)
-    program = program.aot_compile((arguments, {}))
-    program.disable_guard_check()
-    return program
+def kinds_of(decoder: Decoder, config: Any) -> tuple[str, ...]:
+    """What may differ from block to block, in words."""
+    shapes = shape_of(config).blocks
+    return tuple(
+        f"{shape} {block} {sizes(block)}" for shape, block in zip(shapes, decoder.blocks, strict=True)
+    )
 
 
-def traced(decoder: Decoder) -> Step:
-    """One step as torch traces it: everything that differs from call to call is an argument."""
+def groups_of(kinds: tuple[str, ...]) -> list[slice]:
+    """The blocks in groups of about GROUP that repeat each other; the last may be shorter."""
+    count = len(kinds)
+    period = next(p for p in range(1, count + 1) if kinds[p:] == kinds[:-p])
+    size = period * max(1, GROUP // period)
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def parts(
+    decoder: Decoder, kinds: tuple[str, ...], groups: list[slice], token_T: Tensor, position_T: Tensor,
+    first_T: Tensor, caches: list[KeysValues],
+) -> list[Part]:  # fmt: skip
+    """The whole step, or what is before the groups, the groups, and what is behind them."""
+    if len(groups) == 1:
+        return [Part(whole, decoder, (token_T, position_T, first_T, caches), kinds)]
+    feed = attention.Feed(position_T, first_T, attention_kernel.attend)
+    x_TH = decoder.embedding.weight.new_empty(len(token_T), decoder.embedding.weight.shape[1])
+    turns = {kind: rotary(feed) for kind, rotary in decoder.rotaries.items()}
+    middle = [
+        Part(through, decoder.blocks[own], (x_TH, turns, position_T, first_T, caches[own]), kinds[own])
+        for own in groups
+    ]
+    first = Part(opening, decoder, (token_T, position_T, first_T), kinds)
+    return [first, *middle, Part(closing, decoder, (x_TH,), kinds)]
+
+
+def joined(decoder: Decoder, groups: list[slice], programs: list[Program]) -> Step:
+    """The step that calls the programs of `parts`."""
+    if len(programs) == 1:
+        return partial(programs[0], decoder)
+    first, *middle, last = programs
+    blocks = [decoder.blocks[own] for own in groups]
+    of_groups = list(zip(middle, blocks, groups, strict=True))
 
     def step(token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]) -> Tensor:
-        # Without these, a size could be 0, strides would be unknown, and every layer's cache be copied.
-        check: Any = torch._check
-        check(token_T.shape[0] >= 1)
-        check(caches[0][0].shape[1] >= 1)
-        feed = attention.Feed(position_T, first_T, attention_kernel.attend)
-        logit_TV: Tensor = decoder(token_T, feed, caches)[0]
+        x_TH, turns = first(decoder, token_T, position_T, first_T)
+        for program, own, where in of_groups:
+            x_TH = program(own, x_TH, turns, position_T, first_T, caches[where])
+        logit_TV: Tensor = last(decoder, x_TH)
         return logit_TV
 
     return step
 
 
-def marked(token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]) -> Arguments:
-    """The arguments, with sizes marked that may differ in the next call; a number of tokens may be 1."""
-    for tensor in (token_T, position_T, first_T):
-        torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="T")
-    for layer in caches:
-        for tensor in layer:
-            torch._dynamo.decorators.mark_unbacked(tensor, 1, shape_id="N")
-    return token_T, position_T, first_T, caches
+# The functions that torch traces: everything that differs from call to call is an argument, weights too.
+
+
+def whole(
+    decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]
+) -> Tensor:
+    x_TH, turns = opening(decoder, token_T, position_T, first_T)
+    x_TH = through(list(decoder.blocks), x_TH, turns, position_T, first_T, caches)
+    return closing(decoder, x_TH)
+
+
+def opening(decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor) -> tuple[Tensor, Turns]:
+    _never_empty(token_T)
+    return decoder.opening(token_T, attention.Feed(position_T, first_T, attention_kernel.attend))
+
+
+def through(
+    blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor,
+    caches: list[KeysValues],
+) -> Tensor:  # fmt: skip
+    _never_empty(x_TH)
+    _never_empty(caches[0][0][0])
+    feed = attention.Feed(position_T, first_T, attention_kernel.attend)
+    for block, cache in zip(blocks, caches, strict=True):
+        x_TH = block(x_TH, turns, cache, feed)
+    return x_TH
+
+
+def closing(decoder: Decoder, x_TH: Tensor) -> Tensor:
+    _never_empty(x_TH)
+    return decoder.closing(x_TH)
+
+
+def _never_empty(tensor: Tensor) -> None:
+    """Says so to torch: if a size could be 0, strides would be unknown, and every layer's cache be copied."""
+    check: Any = torch._check
+    check(tensor.shape[0] >= 1)
 
 
 def has_kernels(name: str, dtype: Dtype, device: torch.device) -> bool:
     """Whether steps can be compiled here: their kernels may have to be built. If not, the log says why."""
+    wanted: list[Callable[[], None]] = [partial(attention_kernel.operators, device.type)]
+    if device.type == "cpu":
+        wanted.append(linear.operators)
+    if dtype is Dtype.int8 and int8.usable(device):
+        wanted.append(partial(int8.operators, device.type))
     try:
-        if device.type == "cpu":
-            linear.operators()
-        attention_kernel.operators(device.type)
-        if dtype is Dtype.int8 and int8.usable(device):
-            int8.operators(device.type)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda make: make(), wanted))
     except (ImportError, OSError, subprocess.CalledProcessError) as error:
         log.warning("engine: %s runs eagerly: its kernel was not built: %s", name, complaint(error))
         return False
     return True
-
-
-class StepFile:
-    """A compiled step on disk, in inductor's cache folder: the next start loads it and traces nothing.
-
-    Its name is a hash of all that it was made from; weights are not in it. It may not exist yet.
-    """
-
-    def __init__(self, model: SteppedModel) -> None:
-        self._decoder, self._name = model.decoder, model.name
-        tensors = itertools.chain(model.decoder.named_parameters(), model.decoder.named_buffers())
-        sizes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
-        versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
-        config = model.config.to_json_string(use_diff=False)
-        parts = *versions, config, model.decoder, sizes, model.device, model.ranks.label
-        code = [file.read_text(encoding="utf-8") for file in TRACED]
-        name = hashlib.sha256("\0".join([*map(str, parts), *code]).encode()).hexdigest()[:16]
-        self.path = cache_folder() / f"step-{name}.bin"
-
-    def load(self) -> Any | None:
-        """The step, ready to be called; None if there is none that works.
-
-        What is in the file is run: only this user may be able to write it and its folder.
-        """
-        try:
-            if not is_ours(self.path):
-                return None
-            with self.path.open("rb") as file:
-                given = {"decoder": self._decoder}
-                step: Any = torch.compiler.load_compiled_function(file, external_data=given)
-            step.disable_guard_check()
-        except Exception as error:  # whatever torch raises for a file that is not whole
-            log.debug("engine: %s: %s: %s", self.path, type(error).__name__, error)
-            return None
-        return step
-
-    def save(self, step: Any) -> None:
-        """Writes the step; if that fails, the next start compiles again."""
-        part = self.path.with_suffix(f".{os.getpid()}.part")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            step.save_compiled_function(str(part), external_data={"decoder": self._decoder})
-            part.chmod(0o600)
-            part.replace(self.path)
-        except Exception as error:  # whatever torch finds in a module that it cannot write
-            part.unlink(missing_ok=True)
-            log.debug("engine: the step of %s is not kept: %s", self._name, error)

@@ -34,11 +34,13 @@ def packed(weight_NK: Tensor, memory: LargePages | None = None) -> Tensor:
     outputs, inputs = weight_NK.shape
     word = WORD[weight_NK.dtype]
     assert inputs % word == 0, "packable() says which weights can be packed"
-    padded = nn.functional.pad(weight_NK, (0, 0, 0, -outputs % BLOCK))
-    found = padded.view(-1, BLOCK, inputs // word, word).transpose(1, 2)
-    return (
-        found.contiguous() if memory is None else memory.empty(tuple(found.shape), found.dtype).copy_(found)
-    )
+    padded = nn.functional.pad(weight_NK, (0, 0, 0, -outputs % BLOCK)).contiguous()
+    shape, dtype = (len(padded) // BLOCK, inputs // word, BLOCK, word), weight_NK.dtype
+    found = torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
+    words = padded.view(torch.int32).view(-1, BLOCK, inputs // word)
+    for own, block in zip(found.view(torch.int32).squeeze(-1), words, strict=True):
+        own.copy_(block.T)  # block by block: torch turns a matrix several times as fast as a stack of them
+    return found
 
 
 def packed_stack(weight_ENK: Tensor, memory: LargePages) -> Tensor:

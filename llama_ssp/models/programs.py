@@ -1,0 +1,141 @@
+"""Programs: functions that torch has compiled, and their files for the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.kernels.build import cache_folder, is_ours, processor
+
+log = logging.getLogger(__name__)
+
+Program = Callable[..., Any]
+NUMBERS = itertools.count()  # of the programs that this process compiles
+OPTIONS: dict[str, Any] = {
+    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False,
+    "cpp.threads": 1,  # what is between two linear layers is too little to be divided
+}  # fmt: skip
+FOLDER = Path(__file__).parent
+TRACED = [  # the code that programs are made from
+    *(FOLDER / f"{name}.py" for name in ["attention", "decoder", "experts", "linear", "programs", "steps"]),
+    *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "int8", "linear")),
+    *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "int8", "linear")),
+    *(FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "experts", "int8")),
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a step: `function(module, *given)`, and all that its program depends on, as words."""
+
+    function: Program
+    module: nn.Module
+    given: tuple[Any, ...]
+    kinds: tuple[str, ...]  # of the blocks
+
+
+def sizes(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+
+
+def compiled(part: Part) -> Any:
+    """The program; `save_compiled_function` writes it.
+
+    torch keeps programs by code, and no guards are checked that would tell decoders apart: each has code of
+    its own. torch also keeps, by place in the source, which sizes and numbers differed from an earlier
+    decoder's, and would take those for variables, unguarded: `dynamic=False` keeps it to the marked ones.
+    """
+    name = f"step_{next(NUMBERS)}"
+    code = part.function.__code__.replace(co_name=name, co_qualname=name)
+    own = types.FunctionType(code, part.function.__globals__, name)
+    options = dict(OPTIONS)  # torch.compile takes the filter out of the dictionary that it is given
+    program: Any = torch.compile(own, fullgraph=True, dynamic=False, options=options)
+    mark(part.given)
+    with quick_builds():
+        program = program.aot_compile(((part.module, *part.given), {}))
+    program.disable_guard_check()
+    return program
+
+
+def quick_builds() -> AbstractContextManager[None]:
+    """Torch builds no programs but kernels.
+
+    Else it would try out in each process which vectors the processor has, as /proc/cpuinfo says anyway, and
+    compile headers beforehand, which takes longer than they save.
+    """
+    import torch._inductor.config as inductor  # a second; eager runs do without
+
+    own = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    made: AbstractContextManager[None] = inductor.patch(own)
+    return made
+
+
+def mark(given: tuple[Any, ...]) -> None:
+    """Marks the sizes that may differ in the next call: of tokens, and of a cache's slots."""
+    for argument in given:
+        if isinstance(argument, list):
+            for tensor in itertools.chain(*argument):
+                torch._dynamo.decorators.mark_unbacked(tensor, 1, shape_id="N")
+        else:
+            of_tokens = [argument] if isinstance(argument, Tensor) else itertools.chain(*argument.values())
+            for tensor in of_tokens:
+                torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="T")
+
+
+class ProgramFile:
+    """A program on disk, in inductor's cache folder: the next start loads it and traces nothing.
+
+    Its name is a hash of all that it was made from; weights are not in it. It may not exist yet.
+    """
+
+    def __init__(self, model: DecoderModel, part: Part) -> None:
+        self.part, self._name = part, model.name
+        versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
+        config = model.config.to_json_string(use_diff=False)
+        module = sizes(part.module), part.kinds, part.function.__name__
+        words = *versions, config, *module, model.device, model.ranks.label
+        code = [file.read_text(encoding="utf-8") for file in TRACED]
+        name = hashlib.sha256("\0".join([*map(str, words), *code]).encode()).hexdigest()[:16]
+        self.path = cache_folder() / f"step-{name}.bin"
+
+    def load(self) -> Any | None:
+        """The program, ready to be called; None if there is none that works.
+
+        What is in the file is run: only this user may be able to write it and its folder.
+        """
+        try:
+            if not is_ours(self.path):
+                return None
+            with self.path.open("rb") as file, quick_builds():
+                program: Any = torch.compiler.load_compiled_function(file)
+            program.disable_guard_check()
+        except Exception as error:  # whatever torch raises for a file that is not whole
+            log.debug("engine: %s: %s: %s", self.path, type(error).__name__, error)
+            return None
+        return program
+
+    def save(self, program: Any) -> None:
+        """Writes the program; if that fails, the next start compiles again."""
+        part = self.path.with_suffix(f".{os.getpid()}.part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            program.save_compiled_function(str(part))
+            part.chmod(0o600)
+            part.replace(self.path)
+        except Exception as error:  # whatever torch finds in a module that it cannot write
+            part.unlink(missing_ok=True)
+            log.debug("engine: a program of %s is not kept: %s", self._name, error)
