@@ -27,6 +27,7 @@ NUMBERS = itertools.count()  # of the programs that this process compiles
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False,
     "cpp.threads": 1,  # what is between two linear layers is too little to be divided
+    "realize_reads_threshold": 1,  # a sum that two kernels read is kept: fewer kinds of kernels to compile
 }  # fmt: skip
 FOLDER = Path(__file__).parent
 TRACED = [  # the code that programs are made from
