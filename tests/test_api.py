@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import llama_ssp
 from llama_ssp import RunError, SamplingConfig, SpeculationConfig, load_pair, plan
@@ -54,6 +55,13 @@ def test_without_a_draft_and_without_prompts() -> None:
         (regular,) = pair.generate(["hello"], max_new_tokens=4, seed=1)
         assert (regular.drafted, len(regular.token_ids)) == (0, 4)
         assert pair.generate([], seed=1) == []
+
+
+def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
+    """cuDNN's does, for each new shape of a prompt, so it is off before a model runs."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with load_pair("tiny"):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(
