@@ -1,10 +1,10 @@
-"""A device of our own, for want of a GPU: it counts the copies between it and the host.
+"""A device of our own, for want of a GPU: it counts the copies between it and the host, and the launches.
 
 Its tensors hold ordinary ones and compute with them, so what runs there gives what it gives on the host,
 by the branches that are not a CPU's. What would have the host wait for a GPU is counted: a copy that is not
 queued, a number read. torch lets one backend a process be written in Python, so this module is a program:
 
-    python -m tests.far        # pairs there and on the host: are texts the same, and what was copied
+    python -m tests.far        # pairs there and on the host: are texts the same, what was copied and launched
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from llama_ssp.models.attention import Feed, Scores  # noqa: E402
 from llama_ssp.models.cuda_graphs import Call, GraphedModel  # noqa: E402
 from llama_ssp.models.decoder import Decoder  # noqa: E402
 from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
+from llama_ssp.speculative.decision import draws_for  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
+from llama_ssp.speculative.verification import RULES  # noqa: E402
 from tests.families import build, decoder_of  # noqa: E402
 from tests.rig import perturbed, speculate  # noqa: E402
 
@@ -39,6 +41,7 @@ FAR = torch.device("far:0")
 ATEN = torch.ops.aten
 # What looks like a change of the host's tensors, but is how torch makes one of numbers.
 HARMLESS = {ATEN.lift_fresh.default, torch.ops.prim.device.default}
+ALLOCATIONS = {ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.empty_strided.default}
 
 
 class FarTensor(Tensor):
@@ -64,9 +67,12 @@ class FarTensor(Tensor):
 class Watch(TorchDispatchMode):
     """Runs the device's operations, and counts what the host does between."""
 
+    replaying, replays = False, 0  # graphs, each of which is one launch
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
+        self.launches = 0
 
     def __enter__(self) -> Watch:
         torch._C._set_only_lift_cpu_tensors(True)  # numbers become a host tensor, which is copied
@@ -84,6 +90,7 @@ class Watch(TorchDispatchMode):
         if not wants_far and not any(isinstance(leaf, FarTensor) for leaf in tree_leaves((args, kwargs))):
             return op(*args, **kwargs)
         self._count(op, args, kwargs, wants_far)
+        self.launches += not (Watch.replaying or op.is_view or op in HARMLESS | ALLOCATIONS)
         if device is not None:
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         made = op(*tree_map(_held, args), **tree_map(_held, kwargs))
@@ -150,7 +157,15 @@ class Replayed(GraphedModel):
         pass
 
     def _captured(self, step: Call) -> Call:
-        return step
+        def replay() -> Tensor:
+            Watch.replays += 1
+            Watch.replaying = True
+            try:
+                return step()
+            finally:
+                Watch.replaying = False
+
+        return replay
 
 
 def attend(
@@ -200,9 +215,28 @@ def main() -> None:
         with Watch() as watch:
             kind = Replayed if engine == "graphs" else DecoderModel
             pair = [kind(brought(one), config, "far", ALONE) for one in decoders]
-            far = speculate(pair[0], prompts, pair[1], **how)
+            draws = draws_for(pair[0], RULES[rule], 0)
+            far = speculate(pair[0], prompts, pair[1], **how, draws=draws)
         said = {"same": far.texts == near.texts, "rounds": far.rounds, "seen": watch.seen}
         print(json.dumps({"case": case, **said}))
+    print(json.dumps({"launches": launches_of_a_round(config, decoders)}))
+
+
+def launches_of_a_round(config: Any, decoders: list[Decoder]) -> float:
+    """What a round of one row and four drafts launches, where each pass is a graph, which counts as one.
+
+    Those of a longer text, less those of a shorter one.
+    """
+    sampling, found = SamplingConfig(), []
+    with Watch() as watch:
+        target, draft = (Replayed(brought(one), config, "far", ALONE) for one in decoders)
+        for longest in (10, 40):
+            before, draws = watch.launches + watch.replays, draws_for(target, RULES["block"], 0)
+            how: Any = {"k": 4, "max_new": longest, "sampling": sampling, "draws": draws}
+            run = speculate(target, [Prompt("0", (3, 4, 5))], draft, **how)
+            found.append((watch.launches + watch.replays - before, run.rounds))
+    (few, short), (many, long) = found
+    return (many - few) / (long - short)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.kv_cache import Feed, RaggedCache
-from llama_ssp.speculative import coupled, engine
+from llama_ssp.speculative import coupled, decision, engine
 from llama_ssp.speculative import generate as loop
 from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative import rng as draws
@@ -308,7 +308,8 @@ def _late_positions(self: Feed) -> Any:
 
 def _committed_prefix_only(self: State, first: int, width: int) -> Prefix:
     prefix = state_prefix(self, first, width)
-    return replace(prefix, length_BW=torch.tensor(self.lengths)[:, None].expand(-1, width))
+    length_BW = torch.tensor(self.lengths)[:, None].expand(-1, width)
+    return Prefix(prefix.token_BS, length_BW, prefix.prompt_B)
 
 
 def _one_slot_a_text(self: State, purpose: Purpose, offset: int = 0) -> Slot:
@@ -507,14 +508,14 @@ def _kernel(whole: str, faulty: str) -> Any:
     return test_deciding.kernel_with(whole, faulty)
 
 
-def _forgets_the_broken(rule: Any, draws: Any, state: State, proposal: Proposal, probs: Any) -> Any:
-    return kernel_decide(rule, draws, state, replace(proposal, damaged=None), probs)
+def _forgets_the_broken(self: Any, state: State, proposal: Proposal, logits: Any) -> Any:
+    return engine_judge(self, state, replace(proposal, damaged=None), logits)
 
 
 # The originals that faults build on, taken before anything is patched.
 draws_uniforms, draws_bernoulli = CounterDraws._uniforms, CounterDraws.bernoulli
 laws_uncut, memos_merged = SamplingTransform.uncut, ahead.merged
-kernel_decide, state_token = deciding.decide, engine.StateDraws.token
+engine_judge, state_token = engine.Engine.judge, decision.StateDraws.token
 verify_ratios, verify_remaining = verify._ratios, verify._residual_probs
 model_propose, ngram_propose = drafters.ModelDrafter.propose, drafters.NgramDrafter.propose
 shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.TextDrafter.propose
@@ -571,7 +572,7 @@ MUTANTS = [
     Mutant("accepts at u = ratio = 0", CounterDraws, "bernoulli", _loose, strict_draws),
     Mutant("EOS seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("EOS inside the block")),
     Mutant("stop seen only at a block's end", loop.Limits, "trim", _runs_past_the_end, by_tree("stop sequence across blocks")),
-    Mutant("one row's correction for all rows", engine.StateDraws, "token", _first_row_decides, by_tree("two ragged rows")),
+    Mutant("one row's correction for all rows", decision.StateDraws, "token", _first_row_decides, by_tree("two ragged rows")),
     Mutant("races read the counters of drafts and coins", CounterDraws, "_numbers", _clocks_of_rounds(CounterDraws._numbers), by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("coupled noise reads the counters of drafts and coins", coupled, "POSITIONS", draws.ROUNDS, by_test("test_draws", "test_no_number_has_two_uses")),
     Mutant("a coin is its draft's number", CounterDraws, "bernoulli", _coins_of_drafts, by_test("test_draws", "test_no_number_has_two_uses")),
@@ -597,7 +598,7 @@ MUTANTS = [
     *([] if compiler() is None else [
         Mutant("kernel: a small weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-3) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
         Mutant("kernel: a tiny weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-12) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
-        Mutant("kernel: broken drafts are forgotten", deciding, "decide", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
+        Mutant("broken drafts are forgotten", engine.Engine, "judge", _forgets_the_broken, by_test("test_deciding", "test_a_broken_draft_is_told_whatever_it_declares")),
         Mutant("kernel: races read the counters of drafts and coins", deciding.HostDraws, "_numbers", _clocks_of_rounds(deciding.HostDraws._numbers), by_test("test_deciding", "test_numbers_are_the_same")),
         Mutant("kernel: numbers do not know their stream", deciding, "operators", _kernel("{0, 0, stream, base[row]}", "{0, 0, 0, base[row]}"), by_test("test_draws", "test_the_kernel_reads_the_same_numbers")),
     ]),

@@ -18,6 +18,7 @@ from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDra
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
@@ -70,12 +71,11 @@ def speculate(
     seed: int = 0,
     adaptive: bool = False,
     runner: type[ModelRunner] = ModelRunner,
+    draws: CounterDraws | None = None,
 ) -> Run:
     """One batch through the engine. `draft` is a model, "ngram", or None."""
-    transform, draws = (
-        SamplingTransform(sampling, tuple(sorted(ends)), target.vocab),
-        source(RULES[rule], seed),
-    )
+    transform = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab)
+    draws = draws or source(RULES[rule], seed)
     drafter: Drafter = Drafter()
     if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))

@@ -21,10 +21,11 @@ from llama_ssp.models.interface import Model
 from llama_ssp.report.statistics import sum_band, uniform_band
 from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.coupled import source
+from llama_ssp.speculative.decision import StateDraws
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter
-from llama_ssp.speculative.engine import Engine, StateDraws
+from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State

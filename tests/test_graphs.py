@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Feed, Scores, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel, padded
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.speculative.decision import GraphedDraws, draws_for
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import RULES
 from tests.distributed.threads import ranks_of, together
 from tests.families import VOCAB, build, decoder_of
 from tests.rig import perturbed, speculate
@@ -84,6 +87,44 @@ def test_texts_are_those_of_eager_steps(rows: int, k: int):
     )
     assert found.texts == plain.texts
     assert graphed.captures and all(size == padded(size) for size in graphed.captures)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rounds_decided_by_graphs_are_those_of_the_definitions(rule: str, rows: int):
+    """Rows that end early, K that differs; what is captured stays for the next engine."""
+    how: dict[str, Any] = {"k": 4, "max_new": 12, "adaptive": True, "rule": rule}
+    how |= {"sampling": SamplingConfig(), "ends": frozenset({5, 6})}
+    graphed, draft = model_of(Replayed), model_of(Replayed, 0.3)
+    for seed in (0, 1, 2):
+        plain = speculate(graphed, prompts(rows), draft, **how, seed=seed)
+        draws = draws_for(graphed, RULES[rule], seed)
+        assert isinstance(draws, GraphedDraws)
+        assert speculate(graphed, prompts(rows), draft, **how, draws=draws).texts == plain.texts
+    kept = len(graphed._functions)
+    assert len({function for function, *_ in graphed._functions}) == 2
+    speculate(graphed, prompts(rows), draft, **how, draws=draws_for(graphed, RULES[rule], 0))
+    assert len(graphed._functions) == kept
+
+
+def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monkeypatch, caplog):
+    model, number = model_of(Replayed), torch.arange(3.0)
+    assert model.replayed(torch.square, number).tolist() == [0, 1, 4]
+    assert model.replayed(torch.square, number + 1).tolist() == [1, 4, 9] and len(model._functions) == 1
+    monkeypatch.setattr(cuda_graphs, "LARGEST", 4)
+    assert model.replayed(torch.square, torch.arange(5.0)).tolist() == [0, 1, 4, 9, 16]
+    assert len(model._functions) == 1
+    monkeypatch.setattr(model, "_captured", _refused)
+    for factor in (1, 2):
+        assert (
+            model.replayed(torch.add, number, number[:0].sum() + factor).tolist()
+            == (number + factor).tolist()
+        )
+    assert caplog.text.count("without graphs: no") == 1
+
+
+def _refused(_: Call) -> Call:
+    raise RuntimeError("no")
 
 
 def test_graphs_are_kept_from_text_to_text(monkeypatch):

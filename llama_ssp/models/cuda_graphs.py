@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 BUCKET = 256  # slots: memory of caches is made in multiples of it
 EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as many
+LARGEST = 2**22  # numbers given to a function; a graph keeps its memory
 MOST = 512  # tokens of a graph, which keeps memory for their logits
 WARM_UPS = 3  # what is made at first use (handles, workspaces, kernels) must be there before a capture
 Call = Callable[[], Tensor]
@@ -48,6 +49,7 @@ class GraphedModel(SteppedModel):
         self._pool: Any = None
         self._side: Any = None  # the stream of captures
         self._refused = False  # whether a capture has failed
+        self._functions: dict[object, Function] = {}
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
@@ -84,6 +86,30 @@ class GraphedModel(SteppedModel):
         if size not in memory.graphs and size <= MOST and not self._refused:
             self._capture(size, memory)
         return super()._call(arguments) if self._refused or size > MOST else memory.graphs[size](*given)
+
+    def replayed(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        """What a function gives of these tensors, by a graph for each set of shapes.
+
+        The function must not have the host wait. The next call with these shapes overwrites what it gives.
+        """
+        key = function, *((each.shape, each.dtype) for each in given)
+        if sum(each.numel() for each in given) > LARGEST or self._refused:
+            return function(*given)
+        if key not in self._functions:
+            self._functions[key] = self._function(function, given)
+        return self._functions[key](given)
+
+    def _function(self, function: Callable[..., Tensor], given: Iterable[Tensor]) -> Function:
+        """Captures it, or if that fails takes it as it is, and the log says why."""
+        buffers = tuple(each.clone() for each in given)
+        call = partial(function, *buffers)
+        self._warm(call)
+        try:
+            return Function(buffers, self._captured(call))
+        except Exception as error:  # whatever CUDA raises
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            log.warning("engine: rounds are decided without graphs: %s", said[0][:200])
+            return Function(buffers, call)
 
     def _capture(self, size: int, memory: Memory) -> None:
         """Adds a graph; if that fails on any rank, steps stay compiled, and the log says why."""
@@ -129,6 +155,19 @@ class GraphedModel(SteppedModel):
         return [all(column) for column in zip(*every, strict=True)]
 
 
+@dataclass(frozen=True)
+class Function:
+    """A captured function, and the tensors that it reads."""
+
+    buffers: tuple[Tensor, ...]
+    replay: Call
+
+    def __call__(self, given: Iterable[Tensor]) -> Tensor:
+        for buffer, each in zip(self.buffers, given, strict=True):
+            buffer.copy_(each)
+        return self.replay()
+
+
 def padded(tokens: int) -> int:
     """The number of tokens of the graph that serves these."""
     unit = 1 if tokens <= EXACT else 1 << tokens.bit_length() - 3
@@ -149,7 +188,8 @@ class Graph:
     def __call__(self, *given: Tensor) -> Tensor:
         count = len(given[0])
         torch.stack(given, out=self.buffer_3T[:, :count])
-        self.buffer_3T[:, count:] = self._pad_3T[:, count:]
+        if count < self.buffer_3T.shape[1]:
+            self.buffer_3T[:, count:] = self._pad_3T[:, count:]
         return self.replay()[:count].clone()  # the caller may keep it beyond the next replay
 
 

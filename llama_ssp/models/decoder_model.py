@@ -54,15 +54,16 @@ class DecoderModel:
         """Logits, (B, W, V); or of each row's last column, (B, 1, V), for a pass fed for its keys."""
         rows, width = token_BW.shape
         # Padding is left out: the place of every token among the (B, W) columns.
-        places = [row * width + column for row, count in enumerate(feed.count) for column in range(count)]
-        padded = len(places) < rows * width
-        place_T = sent(places, self.device) if padded else None
-        token_T = token_BW.flatten() if place_T is None else token_BW.flatten()[place_T]
+        place_T, token_T = None, token_BW.flatten()
+        if min(feed.count) < width:
+            pairs = enumerate(feed.count)
+            place_T = sent([row * width + column for row, n in pairs for column in range(n)], self.device)
+            token_T = token_T[place_T]
         logit_RV = self._run(token_T, self._feed(feed, cache, place_T), cache, last_only)
         if last_only:
-            places, width = [row for row, count in enumerate(feed.count) if count], 1
-            padded = len(places) < rows
-            place_T = sent(places, self.device) if padded else None
+            width, place_T = 1, None
+            if not all(feed.count):
+                place_T = sent([row for row, n in enumerate(feed.count) if n], self.device)
         if place_T is not None:
             logit_RV = logit_RV.new_zeros(rows * width, self.vocab).index_copy_(0, place_T, logit_RV)
         return logit_RV.view(rows, width, self.vocab)
@@ -80,7 +81,12 @@ class DecoderModel:
         rows = [
             (cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)
         ]
-        made = attention.Feed.of(rows, self.device)
+        if len(rows) == 1:
+            _, start, count = rows[0]
+            positions, firsts = cache.position_S[start : start + count], cache.first_S[:count]
+            made = attention.Feed(positions, firsts, attention.attend_rows, tuple(rows))
+        else:
+            made = attention.Feed.of(rows, self.device)
         # A token's position alone says its scale, but while a long text is first read.
         limit = self._limit
         if limit is not None and any(g > limit > s for g, s in zip(feed.given, feed.start, strict=False)):

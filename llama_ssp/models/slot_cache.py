@@ -8,6 +8,7 @@ positions come again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,6 +45,16 @@ class SlotCache:
             tally.add(values)
             layers.append((keys, values))
         return SlotCache(rows, capacity, layers, tally=tally)
+
+    @cached_property
+    def position_S(self) -> Tensor:
+        """0, 1, 2, ...: the positions of a row, on the device, made once for all its passes."""
+        return torch.arange(self.capacity, device=self.layers[0][0].device)
+
+    @cached_property
+    def first_S(self) -> Tensor:
+        """The first row's first slot, for each of its positions."""
+        return torch.full_like(self.position_S, self.first)
 
     def row(self, index: int) -> SlotCache:
         """One row as a cache of its own, in the same memory."""

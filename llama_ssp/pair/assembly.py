@@ -30,6 +30,7 @@ from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.placements import ModelPlacement
 from llama_ssp.report.run_folder import Progress
+from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
@@ -38,7 +39,6 @@ from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.model_runner import LAG, ModelRunner
-from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES, Rule
@@ -160,7 +160,8 @@ def engine_for(
 ) -> RankEngine:  # fmt: skip
     """One engine with caches and draws of its own; only real tokens are drawn. `rule` replaces the run's."""
     transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
-    draws = draws_for(pair.target, rule_of(run), seed)
+    first = next(model for model in (pair.target, pair.draft) if model)
+    draws = draws_for(first, rule_of(run), seed)
     roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None
     drafter = _drafter(pair, run, transform, draws, chunk, bridge)
     if not run.has_draft_model and not roles.drafts_apart:
@@ -168,8 +169,7 @@ def engine_for(
     target = ModelRunner(pair.target, chunk) if pair.target else None
     if target is not None and roles.leads:
         return Engine(target, drafter or Drafter(), transform, rule or rule_of(run), draws, roles)
-    device = next(model.device for model in (pair.target, pair.draft) if model)
-    return Follower(target, drafter, transform, draws, roles, pair.context, device)
+    return Follower(target, drafter, transform, draws, roles, pair.context, first.device)
 
 
 def _drafter(

@@ -6,7 +6,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +13,14 @@ from torch import Tensor
 
 from llama_ssp.distributed.process_group import checksum
 from llama_ssp.distributed.roles import SOLE, Roles
-from llama_ssp.models.transfer import sent
-from llama_ssp.speculative import native
-from llama_ssp.speculative.drafters.local import Drafter, certain_where, resting, within
+from llama_ssp.speculative.decision import decide_for
+from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.rng import Draws, Purpose
+from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol, RoundResult
-from llama_ssp.speculative.sampling import SamplingTransform, has_nan
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.verification import Block, Rule, acceptance_prob
+from llama_ssp.speculative.verification import Rule
 
 DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round that a stopwatch tells apart
 # Called with each decided round: the state before the commit, the proposal, the result, and on the leader
@@ -144,7 +142,7 @@ class Engine(RankEngine):
         model = target.model
         super().__init__(target, drafter, transform, draws, roles, model.context, model.device)
         self._rule = rule
-        self._decide = native.decide if native.can_decide(rule, draws) else decide
+        self._decide = decide_for(rule, draws)
 
     @torch.inference_mode()
     def draft(self, state: State, wanted: list[int]) -> Proposal:
@@ -172,60 +170,12 @@ class Engine(RankEngine):
         """What each row commits, given the target's logits over its drafts and the position after them."""
         probs_BWV = self.transform(logit_BWV, state.prefix(0, proposal.k + 1))
         decided_BN = self._decide(self._rule, self.draws, state, proposal, probs_BWV)
+        if proposal.damaged is not None:
+            decided_BN[:, 2] += proposal.damaged
         result = RoundResult.of(decided_BN, proposal)
         if self.watch:
             self.watch(state, proposal, result, probs_BWV, logit_BWV)
         return result
-
-
-def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
-    """A round's decision by the rule, as `RoundResult.of` reads it. `probs_BWV` is the target's.
-
-    native.decide does the same for some rules on a CPU, in one call.
-    """
-    damaged_B = within(tuple(n + 1 for n in proposal.count), has_nan(probs_BWV)).any(1)
-    if proposal.damaged is not None:
-        damaged_B |= proposal.damaged
-    round_draws = StateDraws(draws, state)
-    if proposal.k:
-        block = block_of(proposal, probs_BWV)
-        accepted_B, token_B = rule.decide(block, round_draws)
-        prob_BK = acceptance_prob(block)
-        seen_BN = torch.cat([prob_BK, *rule.standing(block, prob_BK)], 1)
-    else:
-        accepted_B, token_B = torch.zeros_like(damaged_B.long()), round_draws.token(probs_BWV[:, 0])
-        seen_BN = probs_BWV[:, 0, :0]
-    columns = accepted_B[:, None], token_B[:, None], damaged_B[:, None], proposal.drafted_BK
-    return torch.cat([*columns, seen_BN.double()], 1)
-
-
-def block_of(proposal: Proposal, probs_BWV: Tensor) -> Block:
-    """What a rule decides on, in fp64, normalised."""
-    assert proposal.draft_BKV is not None
-    target_BWV, draft_BKV = _normalised(probs_BWV), _normalised(proposal.draft_BKV)
-    return Block(target_BWV, draft_BKV, proposal.drafted_BK, sent(proposal.count, probs_BWV.device))
-
-
-def _normalised(probs: Tensor) -> Tensor:
-    wide = probs.to(torch.float64, copy=True)
-    return wide.div_(wide.sum(-1, keepdim=True))
-
-
-@dataclass(frozen=True)
-class StateDraws:
-    """A round's draws for a batch. Nothing random happens in rows that have ended."""
-
-    draws: Draws
-    state: State
-
-    def coins(self, chance_BK: Tensor) -> Tensor:
-        return self.draws.bernoulli(chance_BK, self.state.slot(Purpose.ACCEPT))
-
-    def token(self, probs_BV: Tensor, position: int = 0, unused_B: Tensor | None = None) -> Tensor:
-        probs_BV = resting(probs_BV, self.state.ended)
-        if unused_B is not None:
-            probs_BV = certain_where(unused_B, probs_BV)
-        return self.draws.categorical(probs_BV, self.state.slot(Purpose.CORRECT, position))
 
 
 def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> Tensor:

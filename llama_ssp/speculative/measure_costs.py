@@ -8,11 +8,11 @@ from collections import defaultdict
 
 from llama_ssp.config import RunConf
 from llama_ssp.models.interface import Model
+from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
-from llama_ssp.speculative.native import draws_for
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES

@@ -1,4 +1,4 @@
-"""The draws of rng.py and `engine.decide` on a CPU, in C++ (native.cpp). It gives the same numbers sooner.
+"""The draws of rng.py and `decision.decide` on a CPU, in C++ (native.cpp). It gives the same numbers sooner.
 
 tests/test_deciding.py compares it with the Python functions, and with the enumeration that proves them. It is
 kept because torch.compile of the same functions has 21 to 76 % of its gain for a whole round of a vocabulary
@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.models.interface import Model
 from llama_ssp.models.kernels.build import complaint, library
-from llama_ssp.models.steps import SteppedModel
-from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.rng import RACES, CounterDraws, Draws, Purpose, Slot, heat
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import Rule
@@ -61,7 +58,7 @@ def can_decide(rule: Rule, draws: Draws) -> bool:
 
 
 def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
-    """The same as `engine.decide`."""
+    """The same as `decision.decide`."""
     assert isinstance(draws, HostDraws)
     target_BWV, drafted_BK, k = probs_BWV.contiguous(), proposal.drafted_BK.contiguous(), proposal.k
     draft_BKV = target_BWV if proposal.draft_BKV is None else proposal.draft_BKV.contiguous()
@@ -75,8 +72,6 @@ def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV
         drafted_BK.data_ptr(), counts.buffer_info()[0], idle.buffer_info()[0],
         coin_BK.data_ptr(), *coin_BK.stride(), clock_BN.data_ptr(), clock_BN.stride(0), decided_BN.data_ptr(),
     )  # fmt: skip
-    if proposal.damaged is not None:
-        decided_BN[:, 2] += proposal.damaged
     return decided_BN
 
 
@@ -107,13 +102,6 @@ def by_kernel(draws: CounterDraws) -> CounterDraws:
     try:
         operators()
     except (OSError, subprocess.CalledProcessError) as error:
-        log.warning("engine: rounds are decided without a kernel: %s", complaint(error))
+        log.info("engine: rounds are decided without a kernel: %s", complaint(error))
         return draws
     return HostDraws(draws.seed, draws.own)
-
-
-def draws_for(target: Model | None, rule: Rule, seed: int) -> CounterDraws:
-    """This rank's draws: by the kernel where the target's steps are compiled for a CPU."""
-    draws = source(rule, seed)
-    is_compiled = isinstance(target, SteppedModel) and target.device.type == "cpu"
-    return by_kernel(draws) if is_compiled else draws

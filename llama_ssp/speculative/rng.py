@@ -91,7 +91,8 @@ class CounterDraws:
         The race's clocks are made with the round's first draft: after a target's forward, which fills a CPU's
         caches, making them takes many times as long.
         """
-        clock_BN = self._clocks(slot, 2 * heat(probs_BV.shape[1]), probs_BV.device)
+        if slot.purpose is Purpose.CORRECT or not slot.offset:
+            clock_BN = self._clocks(slot, 2 * heat(probs_BV.shape[1]), probs_BV.device)
         if slot.purpose is Purpose.CORRECT:
             return race(probs_BV, clock_BN)
         return self._by_cdf(probs_BV, self._uniforms(slot, 1, probs_BV.device))

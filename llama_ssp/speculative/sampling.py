@@ -11,6 +11,7 @@ frequency and presence count generated tokens only. Logits go to fp32 first (fp6
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -70,7 +71,9 @@ class SamplingTransform:
 
     def _alike(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
         wide = torch.promote_types(logit_BWV.dtype, torch.float32)
-        logit_BWV = logit_BWV[..., : self.vocab].to(wide)
+        if logit_BWV.shape[-1] > self.vocab:
+            logit_BWV = logit_BWV[..., : self.vocab]
+        logit_BWV = logit_BWV.to(wide)
         probs_BWV = self._probs(logit_BWV, prefix)
         if self._may_hide_damage:
             damaged_BW1 = ~(logit_BWV.amax(-1, keepdim=True) < torch.inf)  # the maximum with NaN is NaN
@@ -84,7 +87,7 @@ class SamplingTransform:
         controls = replace(self.controls, temperature=warmth, top_k=0, top_p=1.0, min_p=0.0)
         return SamplingTransform(controls, self.end_ids, self.vocab)
 
-    @property
+    @cached_property
     def _may_hide_damage(self) -> bool:
         """Whether a control may make probabilities of damaged logits. A softmax alone gives a row of NaN."""
         c = self.controls

@@ -28,12 +28,31 @@ class Prompt:
 AT_ONCE = 16  # positions whose lengths are sent to the device together
 
 
+class StatePrefix(Prefix):
+    """Positions of a batch. Their lengths go to the device when a control first reads them: few do."""
+
+    def __init__(self, state: State, first: int, width: int) -> None:
+        self._state, self._columns = state, slice(first, first + width)
+
+    @property
+    def token_BS(self) -> Tensor:
+        return self._state.token_BS
+
+    @property
+    def length_BW(self) -> Tensor:
+        return self._state.prefix_lengths(self._columns.stop)[0][:, self._columns]
+
+    @property
+    def prompt_B(self) -> Tensor:
+        return self._state.prefix_lengths(self._columns.stop)[1]
+
+
 @dataclass(frozen=True)
 class Proposal:
     """The drafts of a round: the first `count` of each row's K columns are real.
 
-    `draft_BKV` is the very tensor each token was drawn from. `damaged` rows had draft logits that were NaN or
-    infinite.
+    `draft_BKV` is the very tensor each token was drawn from: NaN where the draft's logits were not numbers.
+    `damaged` rows had such logits, where it does not show that.
     """
 
     drafted_BK: Tensor
@@ -67,7 +86,7 @@ class State:
 
     def _lengths_changed(self) -> None:
         """Drops the cached position tensors."""
-        self._prefix: Prefix | None = None
+        self._prefixes: tuple[Tensor, Tensor] | None = None
         self._places: tuple[tuple[int, ...], Tensor] | None = None
 
     @property
@@ -104,16 +123,22 @@ class State:
 
     def prefix(self, first: int, width: int) -> Prefix:
         """The prefixes of `width` positions a row, the first of them `first` drafts past its length."""
-        end = first + width
-        if self._prefix is None or self._prefix.length_BW.shape[1] < end:
+        return StatePrefix(self, first, width)
+
+    def prefix_lengths(self, width: int) -> tuple[Tensor, Tensor]:
+        """The lengths of at least so many prefixes a row, (B, W), and of the prompts, (B,)."""
+        if self._prefixes is None or self._prefixes[0].shape[1] < width:
             lengths = sent([self.lengths, self.prompt_lengths], self.device)
-            length_BW = lengths[0][:, None] + torch.arange(max(end, AT_ONCE), device=self.device)
-            self._prefix = Prefix(self.token_BS, length_BW.clamp_(max=self.capacity), lengths[1])
-        return Prefix(self.token_BS, self._prefix.length_BW[:, first:end], self._prefix.prompt_B)
+            length_BW = lengths[0][:, None] + torch.arange(max(width, AT_ONCE), device=self.device)
+            self._prefixes = length_BW.clamp_(max=self.capacity), lengths[1]
+        return self._prefixes
 
     def write_draft(self, token_B: Tensor, offset: int, count: tuple[int, ...]) -> None:
         """Writes draft number `offset` behind each text that has one."""
         if offset >= max(count):
+            return
+        if self.rows == 1:
+            self.token_BS[:, len(self.texts[0]) + offset].copy_(token_B)
             return
         if self._places is None or self._places[0] != count:
             places = [

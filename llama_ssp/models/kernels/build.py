@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,20 @@ COMPILERS = ("g++", "clang++")
 
 
 def cache_folder() -> Path:
-    """Where libraries and compiled steps are kept: in inductor's own folder."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second; eager runs do without
+    """Where libraries and compiled steps are kept: in inductor's own folder.
 
-    return Path(cache_dir()) / "llama_ssp"
+    inductor itself is not asked: to import it takes seconds, which eager runs do without.
+    """
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = Path(named) if named else Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
+    return folder.absolute() / "llama_ssp"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a number without a name
+        return f"uid_{os.getuid()}"
 
 
 def compiler() -> str | None:

@@ -28,7 +28,7 @@ from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter
 from llama_ssp.speculative.drafters.remote import Tally, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
-from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.sampling import SamplingTransform, has_nan
 from llama_ssp.speculative.state import Proposal, State
 
 HALF = 0.5  # of a forward: the expected wait of a request that arrives during one
@@ -112,11 +112,13 @@ class AheadDrafter(ModelDrafter):
 
     def _reply(self, state: State, proposal: Proposal) -> None:
         """Sends the leader the drafts, and the probabilities that each was drawn from."""
-        assert proposal.draft_BKV is not None and proposal.damaged is not None
+        assert proposal.draft_BKV is not None
         how, load = written(proposal.draft_BKV)
+        nan_BK = has_nan(proposal.draft_BKV)
         waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
         head = [how, self.forwards, *astuple(self.tally), waited_us]
-        drafts = [*proposal.damaged.long().tolist(), *proposal.drafted_BK.flatten().tolist()]
+        damaged = [any(row[:n]) for row, n in zip(nan_BK.tolist(), proposal.count, strict=True)]
+        drafts = [*map(int, damaged), *proposal.drafted_BK.flatten().tolist()]
         self._link.send_reply([*tags(state, proposal.count), *head, *drafts], load)
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:

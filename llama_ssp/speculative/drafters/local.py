@@ -16,7 +16,7 @@ from torch import Tensor
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose, Slot
-from llama_ssp.speculative.sampling import SamplingTransform, has_nan, one_hot
+from llama_ssp.speculative.sampling import SamplingTransform, one_hot
 from llama_ssp.speculative.state import Proposal, State
 
 
@@ -166,10 +166,9 @@ class NgramDrafter(Drafter):
 
 
 def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
-    """A proposal made of drafted tokens; a row with NaN among its probabilities is marked as damaged."""
+    """A proposal made of drafted tokens."""
     probs_BKV = torch.stack([one.probs_BV for one in drawn], 1)
-    damaged_B = within(count, has_nan(probs_BKV)).any(1)
-    return Proposal(torch.stack([one.token_B for one in drawn], 1), probs_BKV, count, damaged_B)
+    return Proposal(torch.stack([one.token_B for one in drawn], 1), probs_BKV, count)
 
 
 def certain(
@@ -206,14 +205,6 @@ def nothing(state: State) -> Proposal:
     """The empty proposal."""
     empty_B0 = torch.empty(state.rows, 0, dtype=torch.int64, device=state.device)
     return Proposal(empty_B0, None, (0,) * state.rows)
-
-
-def within(count: tuple[int, ...], flag_BW: Tensor) -> Tensor:
-    """The flags of each row's first `count` columns; the others are False."""
-    if min(count) >= flag_BW.shape[1]:
-        return flag_BW
-    column_W = torch.arange(flag_BW.shape[1], device=flag_BW.device)
-    return flag_BW & (column_W < sent(count, flag_BW.device)[:, None])
 
 
 def resting(probs_BV: Tensor, idle: list[bool]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.speculative.array_ops import Array
-from llama_ssp.speculative.engine import block_of
+from llama_ssp.speculative.decision import block_of
 from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import Block, Rule, TokenRule
