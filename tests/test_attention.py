@@ -16,8 +16,11 @@ needs_compiler = pytest.mark.slow  # the kernel takes some seconds to build
 
 CPU = torch.device("cpu")
 CAPACITY = 1200
+Row = tuple[int, int, int]
 # First slot, start and tokens of each row: parts and tiles of the kernel begin within the texts.
 ROWS = [(0, 1021, 5), (CAPACITY, 0, 1), (2 * CAPACITY, 126, 3), (3 * CAPACITY, 520, 1), (4 * CAPACITY, 61, 5)]
+# The same of prompts, one of which goes on behind a text. Results of the longest are merged in several turns.
+PROMPTS = [(0, 0, 600), (CAPACITY, 500, 90), (2 * CAPACITY, 63, 2), (3 * CAPACITY, 0, 73)]
 HEADS = ((1, 1), (4, 4), (6, 2), (8, 1), (16, 2), (11, 1))  # queries' and keys'
 SIZES = (64, 80, 96, 128, 256, 20)
 KINDS = {
@@ -29,13 +32,13 @@ TOLERANCE = 1e-5  # in fp32, of the largest number
 
 
 def parts(
-    heads: int, groups: int, size: int, dtype: torch.dtype, sinks: bool = False
+    heads: int, groups: int, size: int, dtype: torch.dtype, sinks: bool = False, rows: list[Row] = ROWS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Queries, keys, values and sinks. Slots that no token sees are not numbers."""
     torch.manual_seed(heads + size)
-    query_THD = torch.randn(sum(count for _, _, count in ROWS), heads, size)
-    keys_GND, values_GND = (torch.full((groups, len(ROWS) * CAPACITY, size), torch.nan) for _ in "kv")
-    for first, start, count in ROWS:
+    query_THD = torch.randn(sum(count for _, _, count in rows), heads, size)
+    keys_GND, values_GND = (torch.full((groups, len(rows) * CAPACITY, size), torch.nan) for _ in "kv")
+    for first, start, count in rows:
         for tensor in (keys_GND, values_GND):
             tensor[:, first : first + start + count] = torch.randn(groups, start + count, size)
     sink_H = torch.randn(heads) if sinks else None
@@ -71,6 +74,33 @@ def test_in_bf16_they_are_as_near_to_the_exact_ones(size, kind):
         for attend in (kernel.attend, attend_rows)
     ]
     assert off[0] <= 1.05 * off[1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "size"), [((16, 2), 128), ((16, 16), 64), ((3, 1), 80), ((20, 1), 20)])
+@torch.inference_mode()
+def test_prompts_have_the_results_of_torch_whatever_the_other_rows(heads, size, kind):
+    kernel.operators()
+    scores, sinks = KINDS[kind]
+    feed = Feed.of(PROMPTS, CPU)
+    query_THD, keys_GND, values_GND, sink_H = parts(*heads, size, torch.float32, sinks, PROMPTS)
+    found, expected = (
+        attend(feed, query_THD, keys_GND, values_GND, scores, sink_H)
+        for attend in (kernel.attend, attend_rows)
+    )
+    most = TOLERANCE * expected.abs().max()
+    assert (found - expected).abs().max() <= most
+    begin = 0
+    for row in PROMPTS:
+        own = slice(begin, begin + row[2])
+        by_itself = kernel.attend(Feed.of([row], CPU), query_THD[own], keys_GND, values_GND, scores, sink_H)
+        assert torch.equal(by_itself, found[own])
+        begin += row[2]
+    feed.position_T[begin - 1] -= 1  # control: the last token does not see itself
+    assert (
+        kernel.attend(feed, query_THD, keys_GND, values_GND, scores, sink_H) - expected
+    ).abs().max() > most
 
 
 def alone(token: int) -> Feed:

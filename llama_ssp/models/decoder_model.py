@@ -31,6 +31,7 @@ class DecoderModel:
         table = decoder.embedding.weight
         self.device, self.dtype = table.device, table.dtype
         self.caches = Tally()
+        self.attend: attention.Attend = attention.attend_rows  # of passes that are not steps
         limits = [
             p[SCALED_FROM] for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"
         ]
@@ -84,9 +85,9 @@ class DecoderModel:
         if len(rows) == 1:
             _, start, count = rows[0]
             positions, firsts = cache.position_S[start : start + count], cache.first_S[:count]
-            made = attention.Feed(positions, firsts, attention.attend_rows, tuple(rows))
+            made = attention.Feed(positions, firsts, self.attend, tuple(rows))
         else:
-            made = attention.Feed.of(rows, self.device)
+            made = attention.Feed.of(rows, self.device, self.attend)
         # A token's position alone says its scale, but while a long text is first read.
         limit = self._limit
         if limit is not None and any(g > limit > s for g, s in zip(feed.given, feed.start, strict=False)):

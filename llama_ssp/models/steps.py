@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], Tensor]
 Arguments = tuple[Tensor, Tensor, Tensor, list[KeysValues]]  # tokens, positions, first slots, caches
-WIDEST = 72  # tokens of a row in a step: the longest draft, what a draft lags, and the next token
+WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
 
 
@@ -47,6 +47,8 @@ class SteppedModel(DecoderModel):
 
     def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks) -> None:
         super().__init__(decoder, config, name, ranks)
+        if self.device.type == "cpu":
+            self.attend = attention_kernel.attend
         self._step: Step | None = None
         self._failed = False
 

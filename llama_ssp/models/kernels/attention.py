@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over the cache, which is read once: attention.cpp, or triton on a GPU."""
+"""Attention over the cache, which a step reads once: attention.cpp, or triton on a GPU."""
 
 from __future__ import annotations
 
