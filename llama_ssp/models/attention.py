@@ -47,11 +47,10 @@ class Feed:
     attend: Attend
     rows: tuple[tuple[int, int, int], ...] = ()
     long_T: Tensor | None = None
-    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int | None, int], Tensor | None] = field(default_factory=dict)
 
-    @property
-    def slot_T(self) -> Tensor:
-        return self.first_T + self.position_T
+    def __post_init__(self) -> None:
+        self.slot_T = self.first_T + self.position_T
 
     @staticmethod
     def of(rows: list[tuple[int, int, int]], device: torch.device, attend: Attend | None = None) -> Feed:
@@ -74,29 +73,30 @@ def attend_rows(
     for first, start, count in feed.rows:
         seen = slice(first, first + start + count)
         query_WHD = query_THD[begin : begin + count]
-        mask_WS = _mask(feed, start, count, scores.window)
-        found.append(_attend_row(query_WHD, keys_GND[:, seen], values_GND[:, seen], mask_WS, scores, sink_H))
+        copies = query_THD.shape[1] // keys_GND.shape[0]
+        mask_QS = _mask(feed, start, count, scores.window, copies)
+        found.append(_attend_row(query_WHD, keys_GND[:, seen], values_GND[:, seen], mask_QS, scores, sink_H))
         begin += count
     return torch.cat(found)
 
 
 def _attend_row(
-    query_WHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, mask_WS: Tensor, scores: Scores,
+    query_WHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, mask_QS: Tensor | None, scores: Scores,
     sink_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (width, heads, size), groups = query_WHD.shape, keys_GSD.shape[0]
     folded_GQD = query_WHD.view(width, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
-    mask_QS = mask_WS.repeat(heads // groups, 1)
     if scores.softcap is None and sink_H is None:
         y_1GQD = functional.scaled_dot_product_attention(
-            folded_GQD[None], keys_GSD[None], values_GSD[None], mask_QS[None, None], scale=scores.scale
+            folded_GQD[None], keys_GSD[None], values_GSD[None], mask_QS, scale=scores.scale
         )
         y_GQD = y_1GQD[0]
     else:
         score_GQS = (folded_GQD @ keys_GSD.transpose(1, 2)).float() * scores.scale
         if scores.softcap is not None:
             score_GQS = torch.tanh(score_GQS / scores.softcap) * scores.softcap
-        score_GQS = score_GQS.masked_fill(~mask_QS, -torch.inf)
+        if mask_QS is not None:
+            score_GQS = score_GQS.masked_fill(~mask_QS, -torch.inf)
         if sink_H is not None:
             sink_GQ1 = sink_H.view(groups, -1, 1).float().repeat_interleave(width, 1)
             score_GQS = torch.cat([score_GQS, sink_GQ1], -1)
@@ -105,15 +105,22 @@ def _attend_row(
     return y_GQD.view(groups, -1, width, size).permute(2, 0, 1, 3).reshape(width, heads, size)
 
 
-def _mask(feed: Feed, start: int, count: int, window: int | None) -> Tensor:
-    """Which slots each of a row's tokens sees; made once a pass."""
-    key = start, count, window
+def _mask(feed: Feed, start: int, count: int, window: int | None, copies: int) -> Tensor | None:
+    """Which slots each of a row's tokens sees, once for each of a KV head's heads; None: all of them.
+
+    Made once a pass.
+    """
+    key = start, count, window, copies
     if key not in feed.masks:
-        device = feed.position_T.device
-        position_W1 = torch.arange(start, start + count, device=device)[:, None]
-        slot_S = torch.arange(start + count, device=device)
-        mask_WS = slot_S <= position_W1
-        feed.masks[key] = mask_WS if window is None else mask_WS & (slot_S > position_W1 - window)
+        feed.masks[key] = None
+        if count > 1 or (window is not None and start >= window):
+            device = feed.position_T.device
+            position_W1 = torch.arange(start, start + count, device=device)[:, None]
+            slot_S = torch.arange(start + count, device=device)
+            mask_WS = slot_S <= position_W1
+            if window is not None:
+                mask_WS &= slot_S > position_W1 - window
+            feed.masks[key] = mask_WS.repeat(copies, 1)
     return feed.masks[key]
 
 
