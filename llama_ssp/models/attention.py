@@ -67,17 +67,31 @@ def attend_rows(
 ) -> Tensor:
     """(T, H, D) of the rows of `feed.rows`, one after the other.
 
-    Keys are not repeated: the queries of a group of heads are further queries of the group's KV head.
+    Of a text from its beginning on, torch leaves out the slots that a token does not see. Else there is a
+    mask, and keys are not repeated: the queries of a group of heads are further queries of its KV head.
     """
     found, begin = [], 0
+    copies, plain = query_THD.shape[1] // keys_GND.shape[0], scores.softcap is None and sink_H is None
     for first, start, count in feed.rows:
-        seen = slice(first, first + start + count)
         query_WHD = query_THD[begin : begin + count]
-        copies = query_THD.shape[1] // keys_GND.shape[0]
-        mask_QS = _mask(feed, start, count, scores.window, copies)
-        found.append(_attend_row(query_WHD, keys_GND[:, seen], values_GND[:, seen], mask_QS, scores, sink_H))
+        keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
+        if plain and start == 0 and (scores.window is None or scores.window >= count):
+            found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale))
+        else:
+            mask_QS = _mask(feed, start, count, scores.window, copies)
+            found.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_QS, scores, sink_H))
         begin += count
     return torch.cat(found)
+
+
+def _attend_text(query_WHD: Tensor, keys_GWD: Tensor, values_GWD: Tensor, scale: float) -> Tensor:
+    group = query_WHD.shape[1] // keys_GWD.shape[0]
+    keys_1HWD, values_1HWD = (part.repeat_interleave(group, 0)[None] for part in (keys_GWD, values_GWD))
+    query_1HWD = query_WHD.transpose(0, 1)[None]
+    y_1HWD = functional.scaled_dot_product_attention(
+        query_1HWD, keys_1HWD, values_1HWD, is_causal=True, scale=scale
+    )
+    return y_1HWD[0].transpose(0, 1)
 
 
 def _attend_row(

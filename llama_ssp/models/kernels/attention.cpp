@@ -494,16 +494,23 @@ void merge(const Floats* parts, int64_t count, int64_t stride, const float* sink
   const float sunk = sink ? *sink * LOG2E : LOWEST;
   float most = sunk;
   for (int64_t part = 0; part < count; part++) most = std::max(most, parts[part * stride][LARGEST]);
-  Floats total = power(all_lanes(sunk - most)), sums[MOST / LANES] = {};
+  Floats total = power(all_lanes(sunk - most)), sums[MOST / LANES];
+  std::fill_n(sums, (size + LANES - 1) / LANES, Floats{});
   for (int64_t part = 0; part < count; part++) {
     const Floats* one = parts + part * stride;
     const Floats weight = power(all_lanes(one[0][LARGEST] - most));
     total += one[0][TOTAL] * weight;
     for (int64_t i = 0; i * LANES < size; i++) sums[i] += one[1 + i] * weight;
   }
-  for (int64_t i = 0; i * LANES < size; i++) {
-    const auto some = Kind::narrow(sums[i] / total);
-    std::memcpy(y + i * LANES, &some, std::min<int64_t>(LANES, size - i * LANES) * sizeof *y);
+  const Floats share = 1 / total;
+  int64_t i = 0;
+  for (; (i + 1) * LANES <= size; i++) {
+    const auto whole = Kind::narrow(sums[i] * share);
+    std::memcpy(y + i * LANES, &whole, sizeof whole);
+  }
+  if (i * LANES < size) {
+    const auto some = Kind::narrow(sums[i] * share);
+    std::memcpy(y + i * LANES, &some, (size - i * LANES) * sizeof *y);
   }
 }
 
