@@ -23,6 +23,7 @@ ROWS = [(0, 1021, 5), (CAPACITY, 0, 1), (2 * CAPACITY, 126, 3), (3 * CAPACITY, 5
 PROMPTS = [(0, 0, 600), (CAPACITY, 500, 90), (2 * CAPACITY, 63, 2), (3 * CAPACITY, 0, 73)]
 HEADS = ((1, 1), (4, 4), (6, 2), (8, 1), (16, 2), (11, 1))  # queries' and keys'
 SIZES = (64, 80, 96, 128, 256, 20)
+SHAPES = [*((h, 64) for h in HEADS), *(((16, 2), size) for size in SIZES[1:]), ((4, 4), 80), ((4, 4), 20)]
 KINDS = {
     "plain": (Scores(0.125), False), "window": (Scores(0.125, window=70), False),
     "far window": (Scores(0.2, window=600), False), "softcap": (Scores(0.3, softcap=2.0), False),
@@ -47,7 +48,7 @@ def parts(
 
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "size"), [*((h, 64) for h in HEADS), *(((16, 2), s) for s in SIZES[1:])])
+@pytest.mark.parametrize(("heads", "size"), SHAPES)
 @torch.inference_mode()
 def test_results_are_those_of_torch(heads, size, kind):
     kernel.operators()
