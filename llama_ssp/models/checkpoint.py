@@ -1,4 +1,4 @@
-"""What a model folder claims to be, read from its JSON files and safetensors headers. No torch.
+"""What a model claims to be, read from its JSON files and safetensors headers, or its GGUF header. No torch.
 
 All checks are made before a weight is read: the folder is complete, stays inside itself and needs no code of
 its own, and its tensors have the shapes that config.json says.
@@ -27,7 +27,18 @@ from llama_ssp.models.families import (
     expert_layers,
     family_of,
 )
-from llama_ssp.models.folder import MODEL_FOLDER, REFETCH, header, read_json, require_safe, weight_files
+from llama_ssp.models.folder import (
+    MODEL_FOLDER,
+    REFETCH,
+    gguf_in,
+    header,
+    is_gguf,
+    read_json,
+    require_safe,
+    weight_files,
+)
+from llama_ssp.models.gguf import read_header
+from llama_ssp.models.gguf_model import config_of, name_of
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +61,7 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that was checked: its config.json, and the shape of every tensor."""
+    """A folder, or GGUF file, that was checked: its config.json, and the shape of every tensor."""
 
     path: Path
     config: dict[str, Any]
@@ -74,7 +85,7 @@ def outlined(model: ModelConf, role: str) -> ModelConf:
         return model
     local = model.path is not None or model.repo is None
     path = find(model, role) if local else _hub_copy(model, role, "config.json").parent
-    config = _read_config(path)
+    config = read_config(path)
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
     return replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied))
 
@@ -90,7 +101,7 @@ def _require_experts(model: ModelConf, role: str) -> None:
 
 
 def find(model: ModelConf, role: str) -> Path:
-    """The folder of a model: its `path`, or the local copy of its hub repository."""
+    """The folder of a model, or its GGUF file: its `path`, or the local copy of its hub repository."""
     if model.path is None and model.repo is not None:
         path = _hub_copy(model, role)
         commit = commit_of(path)
@@ -102,9 +113,11 @@ def find(model: ModelConf, role: str) -> Path:
         raise UsageError(f"{role} {model.name} has neither a path nor a repo", fix=fix)
     own = model.path.removeprefix(SHIPPED)
     path = home_expanded(model.path) if own == model.path else SHIPPED_FOLDER / Path(own).name
+    if file := gguf_in(path):
+        return file
     if not path.is_dir():
         hub = f"; for a hub repository write {role}.repo={model.path}" if REPO.fullmatch(model.path) else ""
-        fix = f"give the folder that holds config.json and *.safetensors{hub}"
+        fix = f"give the folder that holds config.json and *.safetensors, or a *.gguf file{hub}"
         raise ModelError(f"{role}.path is not a folder", path, fix=fix)
     return path
 
@@ -152,7 +165,10 @@ def folder_at_hand(model: ModelConf) -> Path | None:
 
 
 def _is_here(model: ModelConf) -> bool:
-    return model.path is not None and (model.path.startswith(SHIPPED) or home_expanded(model.path).is_dir())
+    if model.path is None or model.path.startswith(SHIPPED):
+        return model.path is not None
+    path = home_expanded(model.path)
+    return path.is_dir() or (is_gguf(path) and path.is_file())
 
 
 def _hub_cache() -> Path:
@@ -164,7 +180,14 @@ def _hub_cache() -> Path:
 
 def inspect(path: Path) -> Checkpoint:
     """Reads and checks the folder; raises ModelError."""
-    config = _read_config(path)
+    config = read_config(path)
+    if is_gguf(path):
+        tensors = read_header(path).tensors
+        if (path.parent / "tokenizer.json").exists():  # then it is used
+            require_safe(path.parent)
+            require_short_texts(path.parent)
+        named = {name_of(config["model_type"], name): each.shape for name, each in tensors.items()}
+        return Checkpoint(path, config, named)
     require_safe(path)
     require_short_texts(path)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -181,8 +204,14 @@ def inspect(path: Path) -> Checkpoint:
     return Checkpoint(path, config, shapes)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config = read_json(path / "config.json")
+def config_file(path: Path) -> Path:
+    """The file that says what the model is."""
+    return path if is_gguf(path) else path / "config.json"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of config.json, or what it would be for a GGUF file."""
+    config = config_of(read_header(path)) if is_gguf(path) else read_json(path / "config.json")
     require_counts(path, config)
     if not isinstance(config.get("model_type"), str):
         raise ModelError("config.json has no model_type", path, fix=MODEL_FOLDER)
@@ -207,7 +236,7 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
     found = shape_of(checkpoint)
     # A tied head may be saved, too, and versions of a model differ in windows.
     wrong = [
-        f"{key} {claimed} in the config, {value} in config.json"
+        f"{key} {claimed} in the config, {value} in {config_file(checkpoint.path).name}"
         for key, value in found.items()
         if key not in ("tied", "sliding_window")
         and (claimed := getattr(model, key)) not in (0, "", None, value)
@@ -286,7 +315,8 @@ def _size(checkpoint: Checkpoint, names: tuple[str, ...], default: int | None) -
             raise _unsupported(checkpoint, f"its config.json has no {names[0]}")
         if isinstance(values[0], list):
             raise _unsupported(checkpoint, f"its layers differ in {names[0]}")
-    what, found = f"config.json has no usable {names[0]}", repr(values[0] if values else None)
+    what = f"{config_file(checkpoint.path).name} has no usable {names[0]}"
+    found = repr(values[0] if values else None)
     fix = "correct it, or fetch the model again"
     raise ModelError(what, checkpoint.path, found, "a positive whole number", fix)
 

@@ -18,11 +18,14 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, shortened
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.causal_lm import CausalModel, kernels_of, windows_of
+from llama_ssp.models.checkpoint import config_file, read_config
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import TESTED, TESTED_FAMILIES, family_of
-from llama_ssp.models.folder import REFETCH, read_json
+from llama_ssp.models.folder import REFETCH, is_gguf
+from llama_ssp.models.gguf import read_header
+from llama_ssp.models.gguf_io import GgufSource
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
@@ -75,8 +78,7 @@ def _decoder(
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
         made = decoder(config, source, *how)
     else:
-        prefix = family_of(config.model_type).names.embedding.partition(".")[0]
-        with _refusing(path), closing(FileSource(path, names := wanted(config), prefix)) as files:
+        with _refusing(path), closing(_opened(path, config, names := wanted(config), held)) as files:
             _require_complete(path, differences(names, files.shapes, config))
             made = decoder(config, ScannedSource(files, model.name) if model.scan else files, *how)
     return_memory()
@@ -84,6 +86,12 @@ def _decoder(
     log.info("%s %s: %s on %s%s", role, model.name, dtype.value, device, over)
     steps = GraphedModel if device.type == "cuda" else SteppedModel
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)
+
+
+def _opened(path: Path, config: Any, names: Mapping[str, Any], dtype: torch.dtype) -> FileSource | GgufSource:
+    if is_gguf(path):
+        return GgufSource(read_header(path), config, dtype)
+    return FileSource(path, names, family_of(config.model_type).names.embedding.partition(".")[0])
 
 
 def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
@@ -115,7 +123,7 @@ def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
     if path is None:
         with _possible(model, role):
             return build(model, TORCH_DTYPES[dtype])
-    config = require_supported(path)
+    config = _for_modules(path)
     with _refusing(path):
         return _empty(config, TORCH_DTYPES[dtype])
 
@@ -148,7 +156,7 @@ def _refusing(path: Path) -> Iterator[None]:
     except Exception as error:  # a config makes constructors fail in any way
         if lacks_memory(error) or is_gpu_error(error):
             raise
-        content = read_json(path / "config.json")
+        content = read_config(path)
         if not _makes_model(content):
             raise _wrong_config(path, content, "makes no model", error) from error
         plain = "use a copy of the model with plain weights, and dtype=int8 or nf4"
@@ -159,12 +167,15 @@ def _refusing(path: Path) -> Iterator[None]:
 def require_supported(path: Path) -> Any:
     """The config as transformers reads it; raises ModelError if the model cannot be run."""
     from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    content = read_json(path / "config.json")
+    content = read_config(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if is_gguf(path):
+            config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(deepcopy(content))
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except MemoryError:
         raise
     except Exception as error:  # values of wrong types fail in any way
@@ -177,6 +188,15 @@ def require_supported(path: Path) -> Any:
         raise ModelError(what, path, config.model_type, ALLOWED, ANOTHER)
     windows_of(config)
     config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
+    return config
+
+
+def _for_modules(path: Path) -> Any:
+    """The config of a model that transformers' module is to run; a ModelError for a GGUF file."""
+    config = require_supported(path)
+    if is_gguf(path):
+        what, allowed = "a GGUF file runs by the decoder alone", "placement.splitting=tensor, or one process"
+        raise ModelError(what, path, "another splitting", allowed, "use the model's folder with safetensors")
     return config
 
 
@@ -198,9 +218,9 @@ def _wrong_config(path: Path, content: dict[str, Any], how: str, error: Exceptio
     own = [key for key in content if key != "model_type"]
     wrong = [key for key in own if _makes_model({k: v for k, v in content.items() if k != key})]
     found = f"{shortened(repr(content[wrong[0]]), 80)}: " if len(wrong) == 1 else ""
-    where = f"{path / 'config.json'}{': ' if wrong else ''}{', '.join(wrong)}"
+    where = f"{config_file(path)}{': ' if wrong else ''}{', '.join(wrong)}"
     fix = "correct it, or fetch the model again"
-    return ModelError(f"config.json {how}", where, f"{found}{str(error)[:160]}", fix=fix)
+    return ModelError(f"{config_file(path).name} {how}", where, f"{found}{str(error)[:160]}", fix=fix)
 
 
 def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | None = None) -> Any:
@@ -208,7 +228,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hub_logging
 
-    config = require_supported(path)
+    config = _for_modules(path)
     hub_logging.disable_progress_bar()
     with _refusing(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,8 +15,16 @@ from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.text.compatibility import Diagnosis
+from llama_ssp.text.gguf_tokenizer import read_content
 from llama_ssp.text.pairing import Pairing, pair
-from llama_ssp.text.vocabulary import Vocabulary, end_ids_of, notation_guessed, tokenizing, vocabulary_of
+from llama_ssp.text.vocabulary import (
+    Vocabulary,
+    end_ids_of,
+    notation_guessed,
+    tokenizer_folder,
+    tokenizing,
+    vocabulary_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +76,11 @@ class HubTokens:
         hub_logging.set_verbosity_error()  # `_unreadable` says in a line what transformers warns of
         try:
             local = {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **local)
-        except MemoryError:
+            folder = tokenizer_folder(path)
+            self._tokenizer: Any = (
+                _of_header(path) if folder is None else AutoTokenizer.from_pretrained(folder, **local)
+            )
+        except (MemoryError, ModelError):
             raise
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
             raise _unreadable(path, str(error)) from None
@@ -201,6 +212,16 @@ def _unreadable(path: Path, found: str) -> ModelError:
         package = "sentencepiece" if (path / PIECES).read_bytes()[:1] == b"\n" else "tiktoken"
         fix = f"install what reads {PIECES} (pip install 'llama-ssp[{package}]'), or {fix}"
     return ModelError("the tokenizer cannot be read", where=str(path), found=found[:200], fix=fix)
+
+
+def _of_header(path: Path) -> Any:
+    """The tokenizer that a GGUF header describes."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    content, settings = read_content(path)
+    made = Tokenizer.from_str(json.dumps(content))
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **settings)
 
 
 class ByteTokens:
