@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
+from llama_ssp.models.coded import Coded, taken
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.linear import Embedding, Head, Packed, Product, Summed, dense
-from llama_ssp.models.safetensors_io import Source, taken
+from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
 
@@ -259,7 +260,8 @@ class Assembly:
         self.wanted[name] = shape
         if self.device.type == "meta":
             return taken(torch.empty(shape, dtype=self.dtype, device=self.device), cut)
-        return self.source.read(name, cut).to(self.dtype)
+        part = self.source.read(name, cut)
+        return part.decoded(self.dtype) if isinstance(part, Coded) else part.to(self.dtype)
 
     def _qkv(self) -> list[tuple[int, list[Span]]]:
         """Of each weight on disk, in the order of queries, keys, values: its outputs, and this rank's."""

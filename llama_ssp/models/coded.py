@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.models.safetensors_io import taken
 from llama_ssp.models.sharding import COLUMNS, Cut
 
 DECODED_AT_ONCE = 1 << 22  # weights: bounds the memory of intermediate results
@@ -164,6 +163,19 @@ def joined(parts: list[Coded]) -> Coded:
     names = first._tensors()
     together: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return replace(first, **together)
+
+
+def taken(weight: Any, cut: Cut | None) -> Tensor:
+    """A copy of the cut part of a tensor or of a slice of a file, or of all of it."""
+    if cut is None:
+        parts = [weight]
+    else:
+        whole = (slice(None),) * cut.dim
+        parts = [weight[(*whole, slice(first, last))] for first, last in cut.spans]
+    if cut is not None and len(parts) > 1:
+        return torch.cat(parts, cut.dim)
+    copy: Tensor = parts[0].clone(memory_format=torch.contiguous_format)  # a slice may be a view of the file
+    return copy
 
 
 def packed(code_NK: Tensor) -> Tensor:

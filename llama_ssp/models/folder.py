@@ -34,7 +34,12 @@ READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 # Bits of a number in each format that can be loaded.
 BITS = {"BOOL": 8} | {
     name: bits
-    for bits, names in {64: "F64 I64 U64", 32: "F32 I32 U32", 16: "BF16 F16 I16 U16", 8: "I8 U8"}.items()
+    for bits, names in {
+        64: "F64 I64 U64",
+        32: "F32 I32 U32",
+        16: "BF16 F16 I16 U16",
+        8: "I8 U8 F8_E4M3 F8_E5M2 F8_E8M0",
+    }.items()
     for name in names.split()
 }
 REFETCH, COPY = "fetch the model again", "copy it into the folder"

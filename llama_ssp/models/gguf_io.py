@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.models.coded import DECODED_AT_ONCE, Coded, joined
+from llama_ssp.models.coded import DECODED_AT_ONCE, Coded, joined, taken
 from llama_ssp.models.gguf import ARCHITECTURE, FORMATS, Header
 from llama_ssp.models.gguf_blocks import PLAIN, coded
 from llama_ssp.models.gguf_model import INTERLEAVED, ROTARY, name_of
-from llama_ssp.models.safetensors_io import taken
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import COLUMNS, Cut
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, ModelError
+from llama_ssp.models.coded import taken
 from llama_ssp.models.kernels.int8 import Int8Linear
 from llama_ssp.models.linear import Summed
 from llama_ssp.models.loader import load
 from llama_ssp.models.quantization import QUANTISED
-from llama_ssp.models.safetensors_io import taken
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import NF4_BLOCK, ROWS, Cut, Span, head_ranges, mlp_share, require_split
 from tests.distributed.test_tensor import randomised_biases, walked

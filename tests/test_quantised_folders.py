@@ -1,0 +1,92 @@
+"""Quantised folders: each weight is the library's to the bit, in one process and over ranks."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.models.assemble import decoder, wanted
+from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.coded import Coded, taken
+from llama_ssp.models.coded_source import source_of
+from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.loader import config_of, differences
+from llama_ssp.models.quantised_config import quantised_config
+from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
+from tests.distributed.threads import ranks_of, together
+from tests.quantised_folders import FORMATS, matrices, module_of, quantised, reference, weights_of
+from tests.test_decoder import TOLERANCE, require_same, walked
+
+NAMES = list(FORMATS)
+ROUNDED = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
+STACKED = None, Cut(2, ((6, 40),)), Cut(2, ((0, 8), (30, 64))), Cut(1, ((32, 64),)), Cut(1, ((16, 50),))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantised")
+
+
+def opened(folder: Path) -> Any:
+    config = config_of(None, folder, "model")  # type: ignore[arg-type]
+    claim = quantised_config(inspect(folder).config, folder)
+    return closing(source_of(folder, wanted(config), "model", claim))
+
+
+def loaded(folder: Path, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = config_of(None, folder, "model")  # type: ignore[arg-type]
+    with opened(folder) as source:
+        found = differences(wanted(config), source.shapes, config)
+        assert not any(found.values()), found
+        return decoder(config, source, ranks, dtype)
+
+
+def whole(part: Tensor | Coded, dtype: torch.dtype) -> Tensor:
+    return part.decoded(dtype) if isinstance(part, Coded) else part.to(dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
+    """Whole, and parts that begin and end inside groups and words."""
+    folder = quantised(name, folders / name)
+    expected = weights_of(name, folder)
+    with opened(folder) as source:
+        for key in matrices(module_of(name)):
+            weight = expected[key]
+            outputs, inputs = weight.shape[-2:]
+            cuts = STACKED if weight.ndim == 3 else [
+                None, Cut(ROWS, ((4, 100),)), Cut(ROWS, ((0, 8), (outputs - 30, outputs))),
+                Cut(COLUMNS, ((0, 128),)), Cut(COLUMNS, ((64, inputs),)), Cut(COLUMNS, ((96, 224),)),
+            ]  # fmt: skip
+            for cut in cuts:
+                part = whole(source.read(key, cut), weight.dtype)
+                assert torch.equal(part, taken(weight, cut)), (key, cut)
+                assert cut is None or weight.unique().numel() > 8
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ROUNDED])
+@torch.inference_mode()
+def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, folders: Path) -> None:
+    folder = quantised(name, folders / name)
+    require_same(reference(name, folder, torch.float32), *walked(loaded(folder)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_parts_give_the_logits_of_the_whole(name: str, world: int, folders: Path) -> None:
+    folder = quantised(name, folders / name)
+    expected, _ = walked(loaded(folder))
+    ranks = ranks_of(world)
+    parts = [loaded(folder, rank) for rank in ranks]
+    sizes = {sum(weight.numel() for weight in part.parameters()) for part in parts}
+    assert len(sizes) > 1  # uneven
+    for logits in together([lambda part=part: walked(part)[0] for part in parts], ranks):  # type: ignore[misc]
+        for ours, theirs in zip(logits, expected, strict=True):
+            assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
