@@ -19,7 +19,7 @@ from llama_ssp.models.coded import Coded, taken
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.host_memory import return_memory
-from llama_ssp.models.linear import Embedding, Head, Packed, Product, Summed, dense
+from llama_ssp.models.linear import Embedding, Head, Product, Products, Summed, dense, plain
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
@@ -31,7 +31,7 @@ ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
 
 def decoder(
     config: Any, source: Source, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32,
-    product: Product = dense, head: Product | None = None, device: torch.device | None = None,
+    product: Product = plain, head: Product | None = None, device: torch.device | None = None,
     drafts: bool = False,
 ) -> Decoder:  # fmt: skip
     """This rank's part of the model; `shape.reason_against` has found nothing against it.
@@ -47,7 +47,7 @@ def wanted(config: Any) -> dict[str, Sizes]:
     """The tensors that the model has on disk, by name; of a tied model also the head, which may be absent."""
     outline = Outline({f"{shape_of(config).family.names.head}.weight": ()})
     meta = torch.device("meta")
-    whole = Assembly(config, outline, ALONE, torch.float32, dense, dense, meta, drafts=False)
+    whole = Assembly(config, outline, ALONE, torch.float32, plain, plain, meta, drafts=False)
     whole.whole()
     return whole.wanted
 
@@ -187,7 +187,7 @@ class Assembly:
         stacks = self._stacked if clamped else self._one_by_one
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
         up, down, up_bias, down_bias = stacks(prefix, share)
-        if isinstance(self.head, Packed):  # they are not quantised
+        if isinstance(self.head, Products):  # they are not quantised
             up, down = map(self.head.stacked, (up, down))
         return Experts(router, up, down, up_bias, down_bias, gate, routing, self.reduce)
 

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype
 from llama_ssp.errors import ModelError
+from llama_ssp.models.coded import Coded, Codes
 from llama_ssp.models.sharding import NF4_BLOCK
 
 OUTLIERS = 6.0  # activations beyond it are multiplied in 16 bit (LLM.int8)
 PACKED_ROWS = 32  # outputs at a time in bitsandbytes' fast CPU kernel for 4 bit
 QUANTISED = (Dtype.int8, Dtype.nf4)
+LLM_INT8 = Codes("int8", unit=1 / 127)
 
 
 def settings(dtype: Dtype) -> dict[str, Any]:
@@ -82,6 +84,12 @@ def scales_of(module: nn.Module) -> Iterator[Tensor]:
             scales = getattr(getattr(layer, "state", None), "SCB", None)
         yield from () if state is None else (state.absmax, state.code)
         yield from () if scales is None else (scales,)
+
+
+def coded_of(layer: nn.Linear) -> Coded:
+    """The codes and scales of a layer in int8."""
+    codes_NK = layer.weight.data
+    return Coded(LLM_INT8, codes_NK.shape[1], codes_NK.view(torch.uint8), next(scales_of(layer))[:, None])
 
 
 def _quiet() -> None:

@@ -28,7 +28,7 @@ from llama_ssp.models import attention
 from llama_ssp.models.decoder import Decoder, KeysValues
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as attention_kernel
-from llama_ssp.models.kernels import int8, linear
+from llama_ssp.models.kernels import coded, linear
 from llama_ssp.models.kernels.build import cache_folder, complaint, is_ours, processor
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.slot_cache import SlotCache
@@ -48,10 +48,10 @@ FOLDER = Path(__file__).parent
 TRACED = [FOLDER / f"{name}.py" for name in ("attention", "decoder", "experts", "linear", "steps")]
 TRACED += [
     FOLDER / "kernels" / f"{name}.{kind}"
-    for name in ("attention", "int8", "linear")
+    for name in ("attention", "coded", "linear")
     for kind in ("cpp", "py")
 ]
-TRACED += [FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "experts", "int8")]
+TRACED += [FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "coded", "experts")]
 
 
 class SteppedModel(DecoderModel):
@@ -159,8 +159,8 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device) -> bool:
         if device.type == "cpu":
             linear.operators()
         attention_kernel.operators(device.type)
-        if dtype is Dtype.int8 and int8.usable(device):
-            int8.operators(device.type)
+        if dtype is Dtype.int8 and coded.available(device):
+            coded.operators(device.type)
     except (ImportError, OSError, subprocess.CalledProcessError) as error:
         log.warning("engine: %s runs eagerly: its kernel was not built: %s", name, complaint(error))
         return False
