@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from llama_ssp.models.folder import (
 )
 from llama_ssp.models.gguf import read_header
 from llama_ssp.models.gguf_model import config_of, name_of
+from llama_ssp.models.quantised_config import require_readable
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,9 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
-QUANTISERS = ("bitsandbytes", "gptq", "awq", "fp8", "compressed-tensors", "mxfp4")
-# Endings of the tensors that these add to quantised weights, or put in their place.
-SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
-HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding is the head, too
+HEADS = ("lm_head.", "embed_out.")  # absent where the embedding is the head, too
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 SUPPORTED = TESTED + ", and others that have attention with explicit positions only"
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -66,6 +64,7 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+    formats: dict[str, str] = field(default_factory=dict)  # of numbers, as safetensors names them
 
 
 def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:
@@ -191,8 +190,9 @@ def inspect(path: Path) -> Checkpoint:
     require_safe(path)
     require_short_texts(path)
     shapes: dict[str, tuple[int, ...]] = {}
+    formats: dict[str, str] = {}
     for file, listed in weight_files(path).items():
-        held = header(file)
+        held, types = header(file)
         expected = held if listed is None else listed
         missing, extra, twins = set(expected) - set(held), set(held) - set(expected), set(held) & set(shapes)
         for problem, names in (("lacks", missing), ("holds unlisted", extra), ("repeats", twins)):
@@ -200,8 +200,9 @@ def inspect(path: Path) -> Checkpoint:
                 found = f"{len(names)}: {', '.join(sorted(names)[:5])}"
                 raise ModelError(f"{file.name} {problem} tensors", file, found, fix=REFETCH)
         shapes.update(held)
-    _require_scales(path, config.get("quantization_config"), shapes)
-    return Checkpoint(path, config, shapes)
+        formats.update(types)
+    require_readable(path, config, formats)
+    return Checkpoint(path, config, shapes, formats)
 
 
 def config_file(path: Path) -> Path:
@@ -216,19 +217,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise ModelError("config.json has no model_type", path, fix=MODEL_FOLDER)
     return config
-
-
-def _require_scales(path: Path, claim: object, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuses plain weights that config.json calls quantised: some libraries would read them as codes."""
-    if not isinstance(claim, dict) or any(name.endswith(SCALES) for name in shapes):
-        return
-    short = "bitsandbytes" if claim.get("load_in_8bit") or claim.get("load_in_4bit") else None
-    method = claim.get("quant_method") or short
-    if method in QUANTISERS:
-        what = f"config.json says that {method} quantised the weights, but they are plain"
-        where = f"{path / 'config.json'}: quantization_config"
-        fix = "remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights"
-        raise ModelError(what, where, "no scales among the tensors", fix=fix)
 
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
@@ -277,7 +265,7 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         **_experts(checkpoint, family, layers, ffn),
         "vocab": size("vocab_size"),
         "context": context_within(size(*POSITIONS, default=family.context), config),
-        "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
+        "tied": not any(name.startswith(HEADS) for name in checkpoint.shapes),
         "sliding_window": size(window.key, default=window.default) if window else None,
     }
     if heads % kv_heads:

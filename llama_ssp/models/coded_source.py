@@ -93,6 +93,9 @@ def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
         case "fp8":
             return Scaled(stored, ".weight_scale_inv", config.block, wide=True)
         case "bitsandbytes" if ".SCB" in stored:
+            order = stored.get(".weight_format")
+            if order is not None and order.read().any():
+                raise order.wrong("the order of codes", order.read().tolist(), "0, row after row")
             return Scaled(stored, ".SCB", None, wide=True, unit=INT8_UNIT)
         case "bitsandbytes":
             return FourBit(stored, "nf4" if f"{STATE}nf4" in stored else "fp4")

@@ -100,8 +100,8 @@ def weight_files(path: Path) -> Mapping[Path, list[str] | None]:
     raise ModelError("the folder holds no weights", path, allowed=f"{SINGLE}, {INDEX} or *{GGUF}", fix=fix)
 
 
-def header(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes in a safetensors file; a ModelError unless it holds exactly what its header says."""
+def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shapes and number formats in a safetensors file; a ModelError unless it holds what they say."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -137,7 +137,7 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
     expected = 8 + length + spans[-1][1]
     if expected != size:
         raise damaged(file, f"{size} bytes where the header promises {expected}")
-    return shapes
+    return shapes, formats
 
 
 def _whole_numbers(value: list[Any]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from llama_ssp.models.gguf_io import GgufSource
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
-from llama_ssp.models.quantised_config import quantised_config
+from llama_ssp.models.quantised_config import PLAIN_COPY, quantised_config
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import FileSource, ScannedSource
 from llama_ssp.models.self_check import require_faithful
@@ -162,8 +162,7 @@ def _refusing(path: Path) -> Iterator[None]:
         content = read_config(path)
         if not _makes_model(content):
             raise _wrong_config(path, content, "makes no model", error) from error
-        plain = "use a copy of the model with plain weights, and dtype=int8 or nf4"
-        fix = plain if content.get("quantization_config") else f"{REFETCH}, or another dtype"
+        fix = PLAIN_COPY if content.get("quantization_config") else f"{REFETCH}, or another dtype"
         raise ModelError("the checkpoint cannot be loaded", path, str(error)[:200], fix=fix) from error
 
 

@@ -14,10 +14,13 @@ from llama_ssp.errors import ModelError
 
 METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "bitsandbytes")
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
+# Endings of the tensors that these add to quantised weights, or put in their place.
+SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
+PLAIN = {"F64", "F32", "F16", "BF16"}
 READABLE = (
     "compressed-tensors (FP8, int8, int4), fp8, awq (4 bit), gptq (4 and 8 bit), mxfp4, bitsandbytes, GGUF"
 )
-PLAIN_COPY = "use a copy of the model in one of these, or with plain weights and dtype=int8 or nf4"
+PLAIN_COPY = "use a copy of the model in another format, or with plain weights and dtype=int8 or nf4"
 ODD = "correct config.json, or fetch the model again"
 
 
@@ -36,15 +39,39 @@ class QuantisedConfig:
 
 def quantised_config(config: Mapping[str, Any], where: Path) -> QuantisedConfig | None:
     """None for plain weights; a ModelError for a format that cannot be read."""
-    claim = config.get("quantization_config") or config.get("compression_config")
+    method, claim = _claim(config)
+    return _Reader(claim, method, _place(where)).read() if method in METHODS else None
+
+
+def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str, str]) -> None:
+    """A ModelError for a format that cannot be read, and for plain weights that config.json calls quantised.
+
+    `formats`: that of every tensor's numbers. Some libraries would read plain weights as codes.
+    """
+    method, _ = _claim(config)
+    if not method:
+        return
+    coded = any(name.endswith(SCALES) for name in formats) or not PLAIN.issuperset(formats.values())
+    if coded and method not in METHODS:
+        raise unreadable(method, _place(path))
+    if method in METHODS and not coded:
+        what = f"config.json says that {method} quantised the weights, but they are plain"
+        fix = "remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights"
+        raise ModelError(what, _place(path), "no scales among the tensors", fix=fix)
+    quantised_config(config, path)
+
+
+def _claim(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The method, empty where there is none, and what config.json says of it."""
+    claim = config.get("quantization_config")
     if not isinstance(claim, Mapping):
-        return None
-    short = "bitsandbytes" if claim.get("load_in_8bit") or claim.get("load_in_4bit") else None
-    method = claim.get("quant_method") or short
-    place = f"{where / 'config.json'}: quantization_config"
-    if method not in METHODS:
-        return None
-    return _Reader(claim, method, place).read()
+        return "", {}
+    short = "bitsandbytes" if claim.get("load_in_8bit") or claim.get("load_in_4bit") else ""
+    return str(claim.get("quant_method") or short), claim
+
+
+def _place(folder: Path) -> str:
+    return f"{folder / 'config.json'}: quantization_config"
 
 
 def unreadable(found: str, where: str) -> ModelError:

@@ -14,6 +14,7 @@ import torch
 
 from tests import checkpoints
 from tests.checkpoints import INDEX, join
+from tests.hostile import quantised as quantised_folders
 from tests.hostile.damage import (
     OUTSIDE,
     WEIGHTS,
@@ -439,6 +440,53 @@ NUMBERS = [
 ]  # fmt: skip
 
 
+IS = quantised_folders
+QUANTISED = [
+    *(hostile(22, name, IS.quantised(write, claim), code=0, reach=LOADED) for name, write, claim in (
+        ("sound-gptq", IS.gptq, IS.GPTQ), ("sound-awq", IS.awq, IS.AWQ), ("sound-fp8", IS.fp8, IS.FP8),
+        ("sound-int4", IS.int4, IS.INT4),
+    )),
+    *(hostile(22, name, IS.quantised(IS.gptq, claim), "cannot be read", "quantization_config", found, "GGUF")
+      for name, claim, found in (
+        ("gptq-3-bit", {**IS.GPTQ, "bits": 3}, "3 bits"), ("gptq-marlin", {**IS.GPTQ, "checkpoint_format": "marlin"}, "marlin"),
+        ("awq-gemv", {**IS.AWQ, "version": "gemv"}, "gemv"), ("quanto", {"quant_method": "quanto"}, "quanto"),
+        ("nvfp4", {**IS.INT4, "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ("rotated", {**IS.INT4, "transform_config": {"config_groups": {"u": {}}}}, "transforms"),
+        ("sparse-24", {**IS.INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
+    )),
+    *(hostile(22, name, IS.quantised(write, claim), "no usable", found, "quantization_config")
+      for name, write, claim, found in (
+        ("group-zero", IS.gptq, {**IS.GPTQ, "group_size": 0}, "group_size"),
+        ("group-text", IS.gptq, {**IS.GPTQ, "group_size": "x"}, "group_size"),
+        ("bits-list", IS.awq, {**IS.AWQ, "bits": [4]}, "bits"),
+        ("block-negative", IS.fp8, {**IS.FP8, "weight_block_size": [-1, 32]}, "weight_block_size"),
+    )),
+    *(hostile(22, name, IS.broken(write, claim, end, tensor), "of a quantised matrix", found, reach=LOADED)
+      for name, write, claim, end, tensor, found in (
+        ("scales-rows", IS.gptq, IS.GPTQ, ".scales", torch.rand(3, 96).half(), "(2, 96)"),
+        ("zeros-shape", IS.gptq, IS.GPTQ, ".qzeros", IS.words(2, 11), "(2, 12)"),
+        ("zeros-missing", IS.awq, IS.AWQ, ".qzeros", None, "not complete"),
+        ("zeros-type", IS.awq, IS.AWQ, ".qzeros", lambda t: t.long(), "I64"),
+        ("group-beyond", IS.gptq, IS.GPTQ, ".g_idx", torch.full((64,), 9).int(), "0..1"),
+        ("group-negative", IS.gptq, IS.GPTQ, ".g_idx", torch.full((64,), -1).int(), "0..1"),
+        ("codes-short", IS.gptq, IS.GPTQ, ".qweight", IS.words(7, 96), "(8, 96)"),
+        ("codes-plain", IS.fp8, IS.FP8, ".weight", torch.rand(96, 64), "F32"),
+        ("blocks-shape", IS.fp8, IS.FP8, ".weight_scale_inv", torch.rand(2, 2), "(3, 2)"),
+        ("scale-missing", IS.int4, IS.INT4, ".weight_scale", None, "not complete"),
+        ("scale-odd", IS.int4, IS.INT4, ".weight_scale", torch.rand(96, 3).half(), "divide 64"),
+        ("shape-lies", IS.int4, IS.INT4, ".weight_shape", torch.tensor([2**40, 2**40]), "4 or 8 bits"),
+        ("shape-negative", IS.int4, IS.INT4, ".weight_shape", torch.tensor([-96, -64]), "4 or 8 bits"),
+        ("blocks-short", IS.nf4, IS.NF4, ".weight.absmax", torch.rand(5), "192"),
+        ("table", IS.nf4, IS.NF4, ".weight.quant_map", torch.rand(16), "nf4"),
+        ("state", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4", IS.text([1]), "JSON"),
+        ("state-shape", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4",
+         IS.text({"shape": [2**40, 2**40], "blocksize": 32}), "U8"),
+        ("state-block", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4",
+         IS.text({"shape": [96, 64], "blocksize": 0}), "block size"),
+    )),
+]  # fmt: skip
+
+
 def architecture(kind: str, says: str, **sizes: object) -> Hostile:
     """The config.json of an architecture that is not supported, by the keys that it has."""
     content = as_json({"model_type": kind, "vocab_size": 300, **sizes})
@@ -494,6 +542,7 @@ GROUPS: dict[str, list[Hostile]] = {
     "weights' values": VALUES,
     "tensors": TENSORS,
     "config.json": NUMBERS,
+    "quantised weights": QUANTISED,
     "architectures": ARCHITECTURES,
     "time and memory": SIZES,
 }
