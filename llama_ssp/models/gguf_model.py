@@ -177,6 +177,7 @@ class _Reading:
 
     def wrong(self, name: str, found: object, allowed: str) -> ModelError:
         found = f"a list of {len(found)}" if isinstance(found, array | list) else found
+        found = "nothing" if found is None else found
         where = f"{self.path}: {self.architecture}.{name}"
         return ModelError("the header has no usable value", where, found, allowed, REFETCH)
 
