@@ -16,6 +16,7 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.checkpoint import inspect, with_shape
+from llama_ssp.models.coded import Coded
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.folder import fingerprint, gguf_in
 from llama_ssp.models.gguf import FORMATS, read_header
@@ -121,7 +122,7 @@ def made(name: str, folder: Path, kinds: dict[str, str] = MIXED, **sizes: Any) -
 
 def opened(path: Path, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
     config = require_supported(path)
-    source = GgufSource(read_header(path), config, dtype)
+    source = GgufSource(read_header(path), config)
     assert not any(differences(wanted(config), source.shapes, config).values())
     return decoder(config, source, ranks, dtype)
 
@@ -138,7 +139,7 @@ def test_weights_are_those_of_the_library_to_the_bit(kind: str, tmp_path: Path) 
     expected = torch.from_numpy(np.array(gguf.dequantize(raw, number(kind)), np.float32))
     path, module = made("qwen2", tmp_path, {"": "F32"}, num_hidden_layers=1, intermediate_size=rows)
     rewritten(path, tmp_path / "other.gguf", {"blk.0.ffn_gate.weight": (raw, kind)})
-    source = GgufSource(read_header(tmp_path / "other.gguf"), module.config, torch.float32)
+    source = GgufSource(read_header(tmp_path / "other.gguf"), module.config)
     name = "model.layers.0.mlp.gate_proj.weight"
     cuts = [
         (None, expected),
@@ -148,11 +149,8 @@ def test_weights_are_those_of_the_library_to_the_bit(kind: str, tmp_path: Path) 
         (Cut(COLUMNS, ((8, 500),)), expected[:, 8:500]),
     ]  # fmt: skip
     for cut, part in cuts:
-        for found in (source.read(name, cut), source.read_coded(name, cut)):
-            weight = found if isinstance(found, torch.Tensor) else found.decoded(torch.float32)
-            assert torch.equal(weight, part), cut
-        lower = GgufSource(read_header(tmp_path / "other.gguf"), module.config, torch.bfloat16)
-        assert torch.equal(lower.read(name, cut), part.bfloat16())
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(numbers_of(source.read(name, cut), dtype), part.to(dtype)), cut
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -164,6 +162,10 @@ def test_any_bytes_are_decoded_as_the_library_does(kind: str) -> None:
     found = coded(kind, torch.from_numpy(raw)).decoded(torch.float32)
     assert found.shape == (24, 4 * numbers) and found.isfinite().float().mean() > 0.8
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def numbers_of(part: torch.Tensor | Coded, dtype: torch.dtype) -> torch.Tensor:
+    return part.decoded(dtype) if isinstance(part, Coded) else part.to(dtype)
 
 
 def number(kind: str) -> Any:
@@ -235,10 +237,10 @@ def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how).eval()
     require_same(theirs, *walked(opened(path)))
     lower = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **how).state_dict()
-    source = GgufSource(read_header(path), theirs.config, torch.bfloat16)
+    source = GgufSource(read_header(path), theirs.config)
     assert len(source.shapes) >= 2 + 9 * 2
     for name in source.shapes:
-        assert torch.equal(source.read(name, None), lower[name]), name
+        assert torch.equal(numbers_of(source.read(name, None), torch.bfloat16), lower[name]), name
 
 
 def test_a_wrong_order_of_rows_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.coded import DECODED_AT_ONCE, Coded, joined, taken
-from llama_ssp.models.gguf import ARCHITECTURE, FORMATS, Header
+from llama_ssp.models.gguf import ARCHITECTURE, FORMATS, Header, StoredTensor
 from llama_ssp.models.gguf_blocks import PLAIN, coded
 from llama_ssp.models.gguf_model import INTERLEAVED, ROTARY, name_of
 from llama_ssp.models.shape import shape_of
@@ -24,9 +24,8 @@ class GgufSource:
     Gemma's norms have one added.
     """
 
-    def __init__(self, header: Header, config: Any, dtype: torch.dtype) -> None:
-        """`dtype`: that of the weights that `read` gives."""
-        self._dtype, self._shape = dtype, shape_of(config)
+    def __init__(self, header: Header, config: Any) -> None:
+        self._shape = shape_of(config)
         self._interleaved = header.metadata[ARCHITECTURE] in INTERLEAVED
         named = {name_of(config.model_type, name): name for name in header.tensors if name not in ROTARY}
         self._places = {name: header.tensors[theirs] for name, theirs in named.items()}
@@ -35,31 +34,27 @@ class GgufSource:
     def close(self) -> None:
         self._places.clear()
 
-    def read(self, name: str, cut: Cut | None) -> Tensor:
-        """The cut part, or all, in the type of this source."""
-        place = self._places[name]
-        if place.format not in PLAIN:
-            return torch.cat([part.decoded(self._dtype) for part in self._parts(name, cut)])
-        weight = self._bytes(name, cut).view(PLAIN[place.format])
-        if name.endswith("norm.weight"):
-            weight = weight.float() - self._shape.family.norm_offset
-        return (weight if len(place.shape) > 1 else weight.flatten()).to(self._dtype)
-
-    def read_coded(self, name: str, cut: Cut | None) -> Tensor | Coded:
-        """The same as codes, where the file has codes."""
-        return self.read(name, cut) if self._places[name].format in PLAIN else joined(self._parts(name, cut))
-
-    def _parts(self, name: str, cut: Cut | None) -> list[Coded]:
-        """Some rows after the other: unpacked they take much more memory."""
+    def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
+        """The cut part, or all: numbers as they are in the file, or codes."""
         place, byte_NB = self._places[name], self._bytes(name, cut)
+        if place.format not in PLAIN:
+            return self._coded(place, byte_NB, cut)
+        weight = byte_NB.view(PLAIN[place.format])
+        if name.endswith("norm.weight") and self._shape.family.norm_offset:
+            weight = weight.float() - self._shape.family.norm_offset
+        return weight if len(place.shape) > 1 else weight.flatten()
+
+    def _coded(self, place: StoredTensor, byte_NB: Tensor, cut: Cut | None) -> Coded:
+        """Some rows after the other, because intermediate results take more memory than the codes."""
         numbers, size = SIZES[place.format]
         rows = max(1, DECODED_AT_ONCE // place.shape[-1])
-        parts = [coded(place.format, some.view(len(some), -1, size)) for some in torch.split(byte_NB, rows)]
-        if cut is None or cut.dim != COLUMNS:
-            return parts
-        ((first, last),) = cut.spans
-        before = first // numbers * numbers
-        return [part.cut(Cut(COLUMNS, ((first - before, last - before),))) for part in parts]
+        parts = (coded(place.format, some.view(len(some), -1, size)) for some in torch.split(byte_NB, rows))
+        if cut is not None and cut.dim == COLUMNS:
+            ((first, last),) = cut.spans
+            before = first // numbers * numbers
+            own = Cut(COLUMNS, ((first - before, last - before),))
+            parts = (part.cut(own) for part in parts)
+        return joined(list(parts))
 
     def _bytes(self, name: str, cut: Cut | None) -> Tensor:
         """The bytes of each row, or number of a vector; of cut columns, those of all touched blocks."""

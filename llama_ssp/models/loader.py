@@ -80,7 +80,7 @@ def _decoder(
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
         made = decoder(config, source, *how)
     else:
-        with _refusing(path), closing(_opened(path, config, names := wanted(config), held)) as files:
+        with _refusing(path), closing(_opened(path, config, names := wanted(config))) as files:
             _require_complete(path, differences(names, files.shapes, config))
             made = decoder(config, ScannedSource(files, model.name) if model.scan else files, *how)
     return_memory()
@@ -90,9 +90,9 @@ def _decoder(
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)
 
 
-def _opened(path: Path, config: Any, names: Mapping[str, Any], dtype: torch.dtype) -> FileSource | GgufSource:
+def _opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | GgufSource:
     if is_gguf(path):
-        return GgufSource(read_header(path), config, dtype)
+        return GgufSource(read_header(path), config)
     prefix = family_of(config.model_type).names.embedding.partition(".")[0]
     return source_of(path, names, prefix, quantised_config(read_json(path / "config.json"), path))
 

@@ -539,6 +539,7 @@ LLAMA = {
     "llama.block_count": 1, "llama.feed_forward_length": 96, "llama.attention.head_count": 4,
     "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "c", "d"],
+    "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": struct.pack("<IB", 7, 1),
 }  # fmt: skip
 TABLE = ("token_embd.weight", (64, 4), 0, 0)
 
