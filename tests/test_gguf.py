@@ -172,15 +172,20 @@ def number(kind: str) -> Any:
     return gguf.GGMLQuantizationType[kind]
 
 
-def rewritten(path: Path, to: Path, other: dict[str, tuple[np.ndarray, str]], **keys: Any) -> Path:
-    """The file again, with some tensors and keys changed, by the library."""
+def rewritten(
+    path: Path, to: Path, other: dict[str, tuple[np.ndarray, str]], also: Path | None = None
+) -> Path:
+    """The file again, with some other tensors, and the tokenizer of another file, by the library."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(to, str(reader.get_field("general.architecture").contents()))
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name == "general.architecture":
-            continue
-        value, kind = keys.get(field.name, field.contents()), field.types[0]
-        writer.add_key_value(field.name, value, kind, field.types[-1] if len(field.types) > 1 else None)
+    fields = [field for field in reader.fields.values() if not field.name.startswith("GGUF.")]
+    if also is not None:
+        there = gguf.GGUFReader(also).fields.values()
+        fields += [field for field in there if field.name.startswith("tokenizer.")]
+    for field in fields:
+        if field.name != "general.architecture":
+            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), kind, inner)
     for tensor in reader.tensors:
         raw, name = other.get(tensor.name, (tensor.data, tensor.tensor_type.name))
         writer.add_tensor(tensor.name, raw, raw_dtype=number(name))

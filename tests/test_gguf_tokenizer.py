@@ -16,6 +16,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.text.gguf_tokenizer import SPLITTINGS
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from llama_ssp.text.vocabulary import read_vocabularies, read_vocabulary
+from tests import checkpoints
 from tests.gguf_files import gguf
 
 SPECIAL, PLAIN, PADDING = ["<|begin|>", "<|im_end|>", "<|end_of_text|>"], ["<think>"], 5
@@ -68,13 +69,14 @@ def written(
     return path
 
 
-def byte_level(folder: Path, pre: str, made: Tokenizer, **more: Any) -> Path:
+def byte_level(folder: Path, pre: str, made: Tokenizer, padding: int = PADDING, **more: Any) -> Path:
     content = json.loads(made.to_str())
     merges = [" ".join(merge) for merge in content["model"]["merges"]]
     ids = made.get_vocab(with_added_tokens=True)
-    tokens = sorted(ids, key=ids.__getitem__) + [f"[PAD{len(ids) + n}]" for n in range(PADDING)]
-    kinds = [3 if name in SPECIAL else 4 if name in PLAIN else 5 if "[PAD" in name else 1 for name in tokens]
-    begin, end = ids[SPECIAL[0]], ids[SPECIAL[2]]
+    tokens = sorted(ids, key=ids.__getitem__) + [f"[PAD{len(ids) + n}]" for n in range(padding)]
+    added = {token["content"]: 3 if token["special"] else 4 for token in content["added_tokens"]}
+    kinds = [added.get(name, 5 if "[PAD" in name else 1) for name in tokens]
+    begin, *_, end = [ids[name] for name, kind in added.items() if kind == 3]
     own = {"tokenizer_pre": pre, "token_merges": merges, "bos_token_id": begin, "eos_token_id": end}
     return written(folder / f"{pre}.gguf", "llama", "gpt2", tokens, kinds, **own, **more)
 
@@ -157,6 +159,9 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     found = read_tokens(path, 1000)
     assert found.encode("Hello world") == original.encode("Hello world").ids
+    checkpoints.tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelError, match=r"that of another model.*of 300 tokens as in its header"):
+        read_tokens(path, 1000)
 
 
 def test_two_files_are_not_taken_for_one(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the name is not known here, the model's tokenizer.json is needed next to the fil
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,16 @@ def read_content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return _Reading(read_header(path)).content()
 
 
+def require_same_tokens(path: Path, ids: Mapping[str, int]) -> None:
+    """Refuses a tokenizer.json next to a GGUF file with the ids of another model."""
+    tokens = _Reading(read_header(path)).tokens
+    same = sum(i < len(tokens) and tokens[i] == name for name, i in ids.items())
+    if tokens and same < len(ids) // 2:  # a few may be written otherwise
+        what, fix = "the tokenizer.json next to the GGUF file is that of another model", "move it elsewhere"
+        found = f"{same} of {len(ids)} tokens as in its header"
+        raise ModelError(what, path.parent / "tokenizer.json", found, fix=f"{fix}, or the GGUF file")
+
+
 def end_ids(path: Path) -> frozenset[int]:
     """All tokens that end a text."""
     reading = _Reading(read_header(path))
@@ -106,12 +117,13 @@ class _Reading:
         kinds = header.metadata.get(f"{PREFIX}token_type")
         self.kinds = kinds if isinstance(kinds, array) and len(kinds) == len(self.tokens) else None
         rows = header.tensors[EMBEDDING].shape[0]
-        if not 0 < len(self.tokens) <= rows:
-            fix = REFETCH if self.tokens else BESIDE
+        if len(self.tokens) > rows:
             what = "the header's tokens are not those of the model"
-            raise ModelError(what, self.path, f"{len(self.tokens)} tokens", f"1 to {rows}", fix)
+            raise ModelError(what, self.path, f"{len(self.tokens)} tokens", f"at most {rows}", REFETCH)
 
     def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if not self.tokens:
+            raise ModelError("the GGUF file has no tokenizer", self.path, "no tokens", fix=BESIDE)
         if self.model not in ("gpt2", "llama"):
             raise self.unknown(f"the model {self.model!r}", "gpt2, llama")
         steps = self.byte_level() if self.model == "gpt2" else self.sentencepiece()

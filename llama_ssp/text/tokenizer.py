@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
+from llama_ssp.models.folder import is_gguf
 from llama_ssp.text.compatibility import Diagnosis
-from llama_ssp.text.gguf_tokenizer import read_content
+from llama_ssp.text.gguf_tokenizer import read_content, require_same_tokens
 from llama_ssp.text.pairing import Pairing, pair
 from llama_ssp.text.vocabulary import (
     Vocabulary,
@@ -86,6 +87,8 @@ class HubTokens:
             raise _unreadable(path, str(error)) from None
         finally:
             hub_logging.set_verbosity(before)
+        if is_gguf(path) and folder is not None:
+            require_same_tokens(path, self._tokenizer.get_vocab())
         if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
         own = self._tokenizer.eos_token_id

@@ -600,7 +600,7 @@ GGUF = [
     lying_gguf("epsilon", "layer_norm_rms_epsilon", "nan", row=22, **{"llama.attention.layer_norm_rms_epsilon": float("nan")}),
     lying_gguf("width", "(4, 64)", "(4, 128)", row=22, **{"llama.embedding_length": 128}),
     lying_gguf("more-tokens", "tokens are not those", "5 tokens", row=15, reach=FILES, **{"tokenizer.ggml.tokens": list("abcde")}),
-    lying_gguf("no-tokens", "tokens are not those", "next to the GGUF", row=15, reach=FILES, without="tokenizer.ggml.tokens"),
+    lying_gguf("no-tokens", "has no tokenizer", "next to the GGUF", row=15, reach=FILES, without="tokenizer.ggml.tokens"),
     lying_gguf("splitting", "tokenizer is not known", "'evil'", "next to the GGUF", row=15, reach=FILES, **{"tokenizer.ggml.pre": "evil"}),
     lying_gguf("merge", "a merge is not two pieces", row=15, reach=FILES, **{"tokenizer.ggml.merges": ["a b c"]}),
     lying_gguf("only-table", "missing keys", "input_layernorm", row=21, reach=LOADED, **{"tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.tokens": ["a", "b", "ab"]}),
