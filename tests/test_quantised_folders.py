@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.checkpoint import inspect
+from llama_ssp.models.checkpoint import complete, inspect
 from llama_ssp.models.coded import Coded, taken
 from llama_ssp.models.coded_source import source_of
 from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.loader import config_of, differences
 from llama_ssp.models.quantised_config import quantised_config
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
+from llama_ssp.planner.weights import LAYERS, SCALES, Part, held, weights
 from tests.distributed.threads import ranks_of, together
 from tests.quantised_folders import FORMATS, matrices, module_of, quantised, reference, weights_of
 from tests.test_decoder import TOLERANCE, require_same, walked
@@ -39,12 +42,12 @@ def opened(folder: Path) -> Any:
     return closing(source_of(folder, wanted(config), "model", claim))
 
 
-def loaded(folder: Path, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
+def loaded(folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
     config = config_of(None, folder, "model")  # type: ignore[arg-type]
     with opened(folder) as source:
         found = differences(wanted(config), source.shapes, config)
         assert not any(found.values()), found
-        return decoder(config, source, ranks, dtype)
+        return decoder(config, source, ranks, **how)
 
 
 def whole(part: Tensor | Coded, dtype: torch.dtype) -> Tensor:
@@ -90,3 +93,33 @@ def test_parts_give_the_logits_of_the_whole(name: str, world: int, folders: Path
     for logits in together([lambda part=part: walked(part)[0] for part in parts], ranks):  # type: ignore[misc]
         for ours, theirs in zip(logits, expected, strict=True):
             assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+KEPT = [name for name in NAMES if name not in ("gptq-act-order", "mxfp4")]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", KEPT)
+@torch.inference_mode()
+def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, folders: Path) -> None:
+    """Of each rank, to the byte."""
+    folder = quantised(name, folders / name)
+    expected, _ = walked(loaded(folder))
+    model, _ = complete(ModelConf(name="x", path=str(folder), dtype=Dtype.packed), "model")
+    ranks = ranks_of(world) if world > 1 else [ALONE]
+    parts = [loaded(folder, rank, keeps_codes=True) for rank in ranks]
+    runs = [lambda part=part: walked(part)[0] for part in parts]  # type: ignore[misc]
+    for logits in together(runs, ranks) if world > 1 else [runs[0]()]:
+        for ours, theirs in zip(logits, expected, strict=True):
+            assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    for rank, part in enumerate(parts):
+        layers = [layer for layer in part.modules() if isinstance(layer, DecodedLinear)]
+        assert len(layers) == 4 * len(part.blocks)
+        codes = sum(layer.codes_NC.nbytes for layer in layers)
+        scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
+        plan = Part.of(model, world, rank)
+        biases = sum(
+            each.count * each.times for each in weights(plan) if each.group == LAYERS and not each.linear
+        )
+        planned = held(plan, Dtype.packed)
+        assert (codes, scales) == (planned[LAYERS] - 2 * biases, planned[SCALES])

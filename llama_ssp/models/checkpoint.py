@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
+from llama_ssp.config import SIZES, Dtype, ModelConf, Weights, home_expanded
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
@@ -39,7 +39,7 @@ from llama_ssp.models.folder import (
 )
 from llama_ssp.models.gguf import read_header
 from llama_ssp.models.gguf_model import config_of, name_of
-from llama_ssp.models.quantised_config import require_readable
+from llama_ssp.models.quantised_config import codes_of, require_readable
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:
     """The model with the shape that its checked folder says, and the folder; None for a synthetic model."""
     if model.weights is Weights.synthetic:
         _require_experts(model, role)
-        return model, None
+        return _with_codes(model, role), None
     path = find(model, role)
-    return with_shape(model, inspect(path), role), path
+    return _with_codes(with_shape(model, inspect(path), role), role), path
 
 
 def outlined(model: ModelConf, role: str) -> ModelConf:
@@ -81,12 +81,24 @@ def outlined(model: ModelConf, role: str) -> ModelConf:
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
         _require_experts(model, role)
-        return model
+        return _with_codes(model, role)
     local = model.path is not None or model.repo is None
     path = find(model, role) if local else _hub_copy(model, role, "config.json").parent
     config = read_config(path)
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
-    return replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied))
+    return _with_codes(replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied)), role)
+
+
+def _with_codes(model: ModelConf, role: str) -> ModelConf:
+    """The model; a ModelError if it is to keep codes and has none."""
+    if model.dtype is Dtype.packed and (not model.code_bits or model.weights is Weights.synthetic):
+        what, allowed = (
+            "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep",
+            "",
+        )
+        fix = f"write {role}.dtype=bf16; int8 and nf4 quantise plain weights"
+        raise ModelError(what, f"{role} {model.name}", "plain weights", allowed, fix)
+    return model
 
 
 def _require_experts(model: ModelConf, role: str) -> None:
@@ -226,7 +238,7 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
     wrong = [
         f"{key} {claimed} in the config, {value} in {config_file(checkpoint.path).name}"
         for key, value in found.items()
-        if key not in ("tied", "sliding_window")
+        if key not in ("tied", "sliding_window", "code_bytes")
         and (claimed := getattr(model, key)) not in (0, "", None, value)
     ]
     if wrong:
@@ -267,6 +279,7 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "context": context_within(size(*POSITIONS, default=family.context), config),
         "tied": not any(name.startswith(HEADS) for name in checkpoint.shapes),
         "sliding_window": size(window.key, default=window.default) if window else None,
+        **codes_of(config, checkpoint.path, checkpoint.formats),
     }
     if heads % kv_heads:
         what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"

@@ -75,7 +75,7 @@ def _decoder(
     require_quantised(model, ranks.world)
     fast = fast and has_kernels(model.name, dtype, device)
     held, drafts = TORCH_DTYPES[dtype], role == DRAFT
-    how = ranks, held, *formats(dtype, device, fast), device, drafts
+    how = ranks, held, *formats(dtype, device, fast), device, drafts, dtype is Dtype.packed
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
         made = decoder(config, source, *how)

@@ -16,6 +16,9 @@ METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "bitsandbytes")
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
 # Endings of the tensors that these add to quantised weights, or put in their place.
 SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
+KEPT_SCALES = (".weight_scale", ".scales")
+BLOCK_OF_4_BIT = 64  # of bitsandbytes: weights with one scale
+CODES = ("code_bits", "code_group", "code_bytes")  # of ModelConf
 PLAIN = {"F64", "F32", "F16", "BF16"}
 READABLE = (
     "compressed-tensors (FP8, int8, int4), fp8, awq (4 bit), gptq (4 and 8 bit), mxfp4, bitsandbytes, GGUF"
@@ -30,8 +33,9 @@ class QuantisedConfig:
 
     method: str  # of METHODS
     name: str  # in words
-    bits: int = 0  # of gptq and awq; the tensors of other formats say theirs
-    group: int = 0  # of gptq and awq: inputs with one scale; -1: all
+    bits: int = 0  # of a code
+    group: int = 0  # inputs with one scale; 0: all
+    zeros: bool = False  # of groups
     block: tuple[int, int] | None = None  # of fp8: outputs and inputs with one scale
     act_order: bool = False
     less_one: bool = False  # gptq: zeros are stored less one
@@ -74,6 +78,21 @@ def _place(folder: Path) -> str:
     return f"{folder / 'config.json'}: quantization_config"
 
 
+def codes_of(config: Mapping[str, Any], path: Path, formats: Mapping[str, str]) -> dict[str, int]:
+    """The sizes of codes that a packed model keeps, by the config's names; zeros if it would keep none.
+
+    `formats` as above, or empty: most files have scales in 16 bit. Codes of experts are not kept, and not
+    those of GPTQ with act-order.
+    """
+    found = quantised_config(config, path)
+    if found is None or found.act_order:
+        return dict.fromkeys(CODES, 0)
+    scale = next((type_ for name, type_ in formats.items() if name.endswith(KEPT_SCALES)), "BF16")
+    wide = found.method in ("fp8", "bitsandbytes") or scale == "F32"
+    sizes = found.bits, found.group, (4 if wide else 2) + found.zeros
+    return dict(zip(CODES, sizes if found.bits else (0, 0, 0), strict=True))
+
+
 def unreadable(found: str, where: str) -> ModelError:
     what = "the weights are quantised in a format that cannot be read"
     return ModelError(what, where, found, READABLE, PLAIN_COPY)
@@ -91,10 +110,10 @@ class _Reader:
                 return self._fp8()
             case "compressed-tensors":
                 return self._compressed()
-        kind = "4 bit" if self.claim.get("load_in_4bit") else "8 bit"
-        return QuantisedConfig(
-            self.method, self.method + (f" {kind}" if self.method == "bitsandbytes" else "")
-        )
+            case "bitsandbytes":
+                bits, group = (4, BLOCK_OF_4_BIT) if self.claim.get("load_in_4bit") else (8, 0)
+                return QuantisedConfig(self.method, f"bitsandbytes, {bits} bits", bits, group)
+        return QuantisedConfig(self.method, self.method)
 
     def _by_input(self) -> QuantisedConfig:
         """GPTQ and AWQ."""
@@ -113,7 +132,8 @@ class _Reader:
         words = f"{self.method}, {bits} bits, " + (f"groups of {group}" if group > 0 else "a scale a row")
         name = words + (", act-order" if act_order else "")
         less_one = layout.lower() != "gptq_v2"
-        return QuantisedConfig(self.method, name, bits, group, act_order=act_order, less_one=less_one)
+        group = max(group, 0)
+        return QuantisedConfig(self.method, name, bits, group, True, act_order=act_order, less_one=less_one)
 
     def _fp8(self) -> QuantisedConfig:
         block = self.claim.get("weight_block_size", [128, 128])
@@ -124,7 +144,7 @@ class _Reader:
                 raise self._odd("weight_block_size", block, "two positive numbers")
             block = block[0], block[1]
         where = f"blocks of {block[0]} x {block[1]}" if block else "a scale a matrix"
-        return QuantisedConfig(self.method, f"fp8, {where}", block=block)
+        return QuantisedConfig(self.method, f"fp8, {where}", 8, block[1] if block else 0, block=block)
 
     def _compressed(self) -> QuantisedConfig:
         groups = self.claim.get("config_groups")
@@ -150,7 +170,9 @@ class _Reader:
         kinds = sorted({_kind(args) for args in weights if isinstance(args, Mapping)})
         name = f"compressed-tensors, {', '.join(kinds)}"
         block = next(iter(blocks), None)
-        return QuantisedConfig(self.method, name, block=block)
+        args: Mapping[str, Any] = next((own for own in weights if isinstance(own, Mapping)), {})
+        zeros = args.get("symmetric") is False
+        return QuantisedConfig(self.method, name, *_sizes(args, block), zeros=zeros, block=block)
 
     def _number(self, *keys: str, default: int) -> int:
         value = next((self.claim[key] for key in keys if self.claim.get(key) is not None), default)
@@ -168,6 +190,12 @@ def _block(args: object) -> tuple[int, int] | None:
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
     return None
+
+
+def _sizes(args: Mapping[str, Any], block: tuple[int, int] | None) -> tuple[int, int]:
+    """Bits of a code, and inputs with one scale."""
+    bits, group = args.get("num_bits"), block[1] if block else args.get("group_size")
+    return bits if bits in (4, 8) else 0, group if type(group) is int and group > 0 else 0
 
 
 def _kind(args: Mapping[str, Any]) -> str:
