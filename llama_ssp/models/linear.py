@@ -99,12 +99,15 @@ def plain(weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
     return dense(weight_NK, bias_N)
 
 
-def formats(dtype: Dtype, device: torch.device, fast: bool) -> tuple[Product, Product]:
+def formats(
+    dtype: Dtype, device: torch.device, fast: bool, coded_too: bool = False
+) -> tuple[Product, Product]:
     """The formats of linear layers and of the head, which is not quantised; `fast`: by our own kernels.
 
-    Weights may be where they were read, and are moved to the device.
+    `coded_too`: codes by the kernel even if nothing else is. Weights may be where they were read, and are
+    moved to the device.
     """
-    products = Products(device, fast)
+    products = Products(device, fast, fast or coded_too)
 
     def small(weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
         if isinstance(weight_NK, Coded):
@@ -119,12 +122,13 @@ def formats(dtype: Dtype, device: torch.device, fast: bool) -> tuple[Product, Pr
 class Products:
     """Makes products; of a CPU's own kernels with packed weights, all in the same memory."""
 
-    def __init__(self, device: torch.device, fast: bool) -> None:
-        self.device, self.fast = device, fast
+    def __init__(self, device: torch.device, fast: bool, coded_fast: bool | None = None) -> None:
+        self.device = device
+        self.coded_fast = (fast if coded_fast is None else coded_fast) and coded.available(device)
         self._memory = LargePages() if fast and device.type == "cpu" else None
 
     def __call__(self, weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
-        if isinstance(weight_NK, Coded) and self.fast and coded.usable(weight_NK, self.device):
+        if isinstance(weight_NK, Coded) and self.coded_fast and coded.usable(weight_NK, self.device):
             return coded.CodedLinear(weight_NK, bias_N, self.device, self._memory)
         layer = plain(weight_NK.to(self.device), bias_N)
         if self._memory and isinstance(layer, nn.Linear) and packable(layer):

@@ -75,7 +75,10 @@ def _decoder(
     require_quantised(model, ranks.world)
     fast = fast and has_kernels(model.name, dtype, device)
     held, drafts = TORCH_DTYPES[dtype], role == DRAFT
-    how = ranks, held, *formats(dtype, device, fast), device, drafts, dtype is Dtype.packed
+    # Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
+    packed = dtype is Dtype.packed
+    by_kernel = fast or (packed and has_kernels(model.name, dtype, device))
+    how = ranks, held, *formats(dtype, device, fast, by_kernel), device, drafts, packed
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
         made = decoder(config, source, *how)
