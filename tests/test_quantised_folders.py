@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
@@ -18,6 +21,7 @@ from llama_ssp.models.coded import Coded, taken
 from llama_ssp.models.coded_source import source_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.kernels.coded import DecodedLinear
+from llama_ssp.models.linear import Beside
 from llama_ssp.models.loader import config_of, differences
 from llama_ssp.models.quantised_config import quantised_config
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
@@ -123,3 +127,40 @@ def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, fo
         )
         planned = held(plan, Dtype.packed)
         assert (codes, scales) == (planned[LAYERS] - 2 * biases, planned[SCALES])
+
+
+@torch.inference_mode()
+def test_layers_of_other_formats_may_stand_beside_each_other(folders: Path, tmp_path: Path) -> None:
+    """As values that are not quantised, next to queries and keys that are."""
+    folder = shutil.copytree(quantised("int4-groups", folders / "int4-groups"), tmp_path / "mixed")
+    tensors, weights_ = load_file(folder / "model.safetensors"), weights_of("int4-groups", folder)
+    for name in [name for name in weights_ if name.endswith("v_proj.weight")]:
+        stem = f"{name}_"
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(stem)}
+        tensors[name] = weights_[name].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    expected, _ = walked(loaded(folder))
+    kept = loaded(folder, keeps_codes=True)
+    assert isinstance(kept.blocks[0].attention.qkv, Beside)
+    for ours, theirs in zip(walked(kept)[0], expected, strict=True):
+        assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+BY_TRANSFORMERS = [
+    name for name, form in FORMATS.items()
+    if form.claim["quant_method"] in ("compressed-tensors", "fp8", "mxfp4") or name == "llm-int8"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
+def test_transformers_reads_the_same_weights(name: str, folders: Path) -> None:
+    """All parameters in bf16, of a model that it dequantises while loading (LLM.int8: after it)."""
+    folder, how = quantised(name, folders / name), {}
+    if FORMATS[name].claim["quant_method"] == "compressed-tensors":
+        how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how)
+    if name == "llm-int8":
+        module = module.dequantize()
+    with opened(folder) as source:
+        for key, weight in module.named_parameters():
+            assert torch.equal(whole(source.read(key, None), torch.bfloat16), weight.bfloat16()), key

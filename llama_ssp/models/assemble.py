@@ -19,7 +19,7 @@ from llama_ssp.models.coded import Coded, joined, taken
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.host_memory import return_memory
-from llama_ssp.models.linear import Embedding, Head, Product, Products, Summed, dense, plain
+from llama_ssp.models.linear import Beside, Embedding, Head, Product, Products, Summed, dense, plain
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
@@ -231,7 +231,16 @@ class Assembly:
             weights.append(self._read_for_product(f"{name}.weight", (outputs, self.shape.dim), cut))
             if self.shape.family.has_bias(self.config, name, part):
                 biases.append(self.read(f"{name}.bias", (outputs,), cut))
-        return self.product(self._joined(weights), _joined(biases) if biases else None)
+        coded = [weight for weight in weights if isinstance(weight, Coded)]
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
+        bias = _joined(biases) if biases else None
+        if not coded:
+            return self.product(_joined(plain), bias)
+        if not plain and len({weight.kind for weight in coded}) == 1:
+            return self.product(joined(coded), bias)
+        sizes = [weight.shape[0] for weight in weights]
+        each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+        return Beside([self.product(weight, own) for weight, own in zip(weights, each, strict=True)])
 
     def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
         """A layer that is split by its inputs; the first rank has the bias."""
@@ -270,13 +279,6 @@ class Assembly:
 
     def _numbers(self, part: Tensor | Coded) -> Tensor:
         return part.decoded(self.dtype) if isinstance(part, Coded) else part.to(self.dtype)
-
-    def _joined(self, parts: list[Tensor | Coded]) -> Tensor | Coded:
-        """Of layers that are one: codes if they mean the same in all, else numbers."""
-        coded = [part for part in parts if isinstance(part, Coded)]
-        if len(coded) == len(parts) and len({part.kind for part in coded}) == 1:
-            return joined(coded)
-        return _joined([self._numbers(part) for part in parts])
 
     def _qkv(self) -> list[tuple[int, list[Span]]]:
         """Of each weight on disk, in the order of queries, keys, values: its outputs, and this rank's."""

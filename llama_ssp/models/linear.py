@@ -45,6 +45,17 @@ class Summed(nn.Module):
         return self.reduce(self.product(x))
 
 
+class Beside(nn.Module):
+    """Layers with the same inputs whose weights cannot be one: their outputs one after the other."""
+
+    def __init__(self, products: list[nn.Module]) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(products)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([product(x) for product in self.products], -1)
+
+
 class Embedding(nn.Module):
     """Rows of a table by token; of a split table, zeros for rows of other ranks, and a sum."""
 
