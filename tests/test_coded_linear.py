@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.models.coded import TABLES, Coded, Codes, packed, values
+from llama_ssp.errors import ModelError
+from llama_ssp.models.coded import TABLES, Coded, Codes, packed, unpacked, values
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.coded import OPERATOR, CodedLinear, DecodedLinear, available, operators, usable
 from llama_ssp.models.linear import formats
 from llama_ssp.models.loader import load
-from llama_ssp.models.quantization import coded_of, quantised
+from llama_ssp.models.quantization import INT4, coded_of, in_groups, quantised
+from llama_ssp.models.sharding import require_transformers
 from llama_ssp.models.steps import SteppedModel
 from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked
+from tests.distributed.threads import ranks_of, together
 from tests.families import build
 
 CPU = torch.device("cpu")
@@ -163,6 +166,44 @@ def test_in_8_bit_weights_are_those_of_llm_int8():
     assert weight.codes_NC.data_ptr() == layer.weight.data_ptr()
     exact = layer.weight.data.double() * weight.scale_NG.double() / 127
     assert torch.allclose(wide(weight), exact, rtol=1e-15)
+
+
+def test_in_4_bit_every_code_is_the_nearest():
+    """Of each group one number is -8 times the scale, so no group wastes codes; zeros stay zeros."""
+    torch.manual_seed(0)
+    weight_NK = torch.randn(70, 300).bfloat16()
+    weight_NK[3] = 0
+    found = in_groups(weight_NK)
+    assert found.kind == INT4 and found.scale_NG.shape == (70, 10) and found.scale_NG.dtype is torch.bfloat16
+    number_NK, scale_NK = wide(found), found.scale_NG.double().repeat_interleave(32, 1)[:, :300]
+    assert (number_NK[3] == 0).all()
+    off_NK = (number_NK - weight_NK.double()).abs()
+    ends_NK = number_NK == 7 * scale_NK  # there +8 would be nearer, but there is none
+    assert (off_NK <= scale_NK.abs() * torch.where(ends_NK, 1.04, 0.5)).all()
+    lowest_NG = (unpacked(found.codes_NC)[:, :288] == 0).view(70, 9, 32).any(-1)
+    assert lowest_NG[torch.arange(70) != 3].all()
+    assert 0.05 < float(off_NK.norm() / weight_NK.norm()) < 0.1
+
+
+@needs_compiler
+def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path):
+    """Compiled, decoded and over two ranks; by transformers it is refused."""
+    build("llama-gqa", mild=True, hidden_size=256, intermediate_size=704).save_pretrained(tmp_path)
+    model = ModelConf(name="small", dtype=Dtype.int4)
+    exact = walked(load(ModelConf(name="small"), tmp_path, Dtype.fp32, CPU, "model"))
+    eager, fast = (load(model, tmp_path, Dtype.int4, CPU, "draft", fast=fast) for fast in (False, True))
+    kinds = [{type(layer) for layer in one.decoder.modules()} for one in (eager, fast)]
+    assert DecodedLinear in kinds[0] and CodedLinear in kinds[1] and DecodedLinear not in kinds[1]
+    ranks = ranks_of(2)
+    parts = [load(model, tmp_path, Dtype.int4, CPU, "model", rank, fast=True) for rank in ranks]
+    both = together([lambda part=part: walked(part) for part in parts], ranks)
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    decoded = walked(eager)
+    for found in (walked(fast), both[0]):  # also each rank's groups are those of the whole
+        assert off(found, decoded) < 0.05 < 2 * off(decoded, exact) < 1.5
+    with pytest.raises(ModelError, match="int4 is for models that the decoder runs"):
+        require_transformers(model)
+    require_transformers(ModelConf(name="small"))
 
 
 @needs_compiler

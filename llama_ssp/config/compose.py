@@ -43,7 +43,7 @@ def model_words(role: str, name: str | Path) -> list[str]:
 
     `role` is model or draft. Raises UsageError where the name is none of the three.
     """
-    presets = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+    presets = sorted(file.stem for file in (CONF / role).glob("*.yaml"))
     if isinstance(name, str) and name in presets:
         return [f"{role}={name}"]
     path = Path(name).expanduser()

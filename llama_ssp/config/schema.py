@@ -30,8 +30,8 @@ def share(default: float | None, fix: str = "") -> Any:
 
 
 # How weights are held; `auto` takes what the device computes fastest without loss of range.
-# A model's number format; packed: a quantised checkpoint's own codes are kept, and computed with in bf16.
-Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "nf4", "packed"])
+# `packed` keeps the codes of a quantised checkpoint, and computes with them in bf16; `int4` has groups of 32.
+Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
 # Where weights come from: a checkpoint, or a seed (the real shape, no files needed).
 Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
 # What proposes tokens.

@@ -26,7 +26,7 @@ from llama_ssp.models.coded import Coded
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable, packed_stack
-from llama_ssp.models.quantization import QUANTISED, coded_of, quantised
+from llama_ssp.models.quantization import QUANTISED, coded_of, in_groups, quantised
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
 Gather = Callable[[Tensor], list[Tensor]]  # every rank's tensor, all of one shape
@@ -123,6 +123,8 @@ def formats(
     def small(weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
         if isinstance(weight_NK, Coded):
             return products(weight_NK, bias_N)
+        if dtype is Dtype.int4:
+            return products(in_groups(weight_NK), bias_N)
         layer = quantised(dtype, weight_NK, bias_N, device)
         ours = fast and dtype is Dtype.int8 and coded.available(device)
         return products(coded_of(layer), layer.bias) if ours else layer

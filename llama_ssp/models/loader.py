@@ -35,7 +35,7 @@ from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import FileSource, ScannedSource
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
-from llama_ssp.models.sharding import require_quantised, unsplit
+from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, build, config_for, fill_module, require_filled
 
@@ -62,6 +62,7 @@ def load(
     if ranks.world > 1:
         raise unsplit(f"{role} {model.name}", against)
     require_quantised(model)
+    require_transformers(model)
     causal = CausalModel(load_module(model, path, dtype, device, role), model.name)
     ready(causal, model)
     log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)

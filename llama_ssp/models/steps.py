@@ -159,7 +159,7 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device) -> bool:
         if device.type == "cpu":
             linear.operators()
         attention_kernel.operators(device.type)
-        if dtype in (Dtype.int8, Dtype.packed) and coded.available(device):
+        if dtype in (Dtype.int8, Dtype.int4, Dtype.packed) and coded.available(device):
             coded.operators(device.type)
     except (ImportError, OSError, subprocess.CalledProcessError) as error:
         log.warning("engine: %s runs eagerly: its kernel was not built: %s", name, complaint(error))

@@ -147,7 +147,7 @@ class Forward:
 
     def _dequantised(self) -> int:
         """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit."""
-        decodes = self.own.dtype in (Dtype.nf4, Dtype.packed)
+        decodes = self.own.dtype in (Dtype.int4, Dtype.nf4, Dtype.packed)
         return self.w * self.part.largest_matrix if decodes else 0
 
     def _head(self) -> int:

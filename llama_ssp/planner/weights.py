@@ -15,8 +15,11 @@ from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_shar
 from llama_ssp.planner.workload import Role
 
 # Bytes of a layer's weight, without scales.
-BYTES = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.nf4: 0.5}
-BYTES[Dtype.packed] = 1  # at most
+BYTES = {
+    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5, Dtype.nf4: 0.5,
+    Dtype.packed: 1,  # at most
+}  # fmt: skip
+INT4_GROUP = 32  # inputs of an output that share a scale of 16 bits
 NF4_BLOCK = 64  # weights that share an fp32 scale
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 
@@ -204,6 +207,9 @@ def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
     if weight.linear and dtype is Dtype.int8:
         yield weight.group, weight.count
         yield SCALES, 4 * weight.outputs
+    elif weight.linear and dtype is Dtype.int4:
+        yield weight.group, weight.outputs * -(-weight.inputs // 2)
+        yield SCALES, weight.outputs * -(-weight.inputs // INT4_GROUP) * 2
     elif weight.linear and dtype is Dtype.nf4:
         yield weight.group, -(-weight.count // 2)
         yield SCALES, -(-weight.count // NF4_BLOCK) * 4
