@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ PUBLISHED = {
     "smollm2-1.7b-instruct": 1_711_376_384,
 }
 UNCOUNTED = {"local", "tiny", "tiny_draft", "demo", "demo_draft", "demo_bytes"}  # the last: test_shipped.py
+
+OF_THE_TARGET = ("int4", "int8")
 
 
 def presets(group: str) -> list[str]:
@@ -98,9 +101,19 @@ def test_every_option_composes(group: str, name: str, hydra: None) -> None:
 
 
 def test_drafts_are_the_models(hydra: None) -> None:
-    assert set(presets("draft")) == {*presets("model"), "none"}
+    assert set(presets("draft")) == {*presets("model"), "none", *OF_THE_TARGET}
     assert composed("draft=none").draft is None
     assert PUBLISHED.keys() | UNCOUNTED == {plain(name) for name in presets("model")}
+
+
+@pytest.mark.parametrize("bits", OF_THE_TARGET)
+def test_a_draft_of_the_target_s_weights_is_the_target_but_for_the_dtype(bits: str, hydra: None) -> None:
+    run = composed("model=gemma2-9b", "model.path=/models/mine", "model.scan=true", f"draft={bits}")
+    assert run.draft == replace(run.model, name=f"gemma2-9b_{bits}", dtype=config.Dtype(bits))
+    own = OmegaConf.load(overrides.CONF / "draft" / "int4.yaml").keys()
+    assert {*own, "agreement"} == {entry.name for entry in fields(ModelConf)}  # also keys of later versions
+    other = composed("model=qwen2.5-7b", f"draft={bits}", "draft.seed=3").draft
+    assert other is not None and other.seed == 3
 
 
 @pytest.mark.few(3)
