@@ -16,8 +16,8 @@ from llama_ssp.planner.workload import Role
 
 # Bytes of a layer's weight, without scales.
 BYTES = {
-    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5, Dtype.nf4: 0.5,
-    Dtype.packed: 1,  # at most
+    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5,
+    Dtype.nf4: 0.5, Dtype.packed: 1,  # at most
 }  # fmt: skip
 INT4_GROUP = 32  # inputs of an output that share a scale of 16 bits
 NF4_BLOCK = 64  # weights that share an fp32 scale
