@@ -35,7 +35,7 @@ FORMATS = {
     10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
 }  # fmt: skip
-# What a matrix's codes take in memory: bits of a code, numbers that share a scale, and bytes of this scale with
+# What codes take in memory: bits of a code, numbers that share a scale, and bytes of this scale with
 # its shift, in fp32. Codes of 5 and 6 bits take a byte.
 KEPT = {
     "Q4_0": (4, 32, 4), "Q4_1": (4, 32, 8), "Q5_0": (8, 32, 4), "Q5_1": (8, 32, 8), "Q8_0": (8, 32, 4),
