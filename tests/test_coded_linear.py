@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
+from llama_ssp.models import loader
 from llama_ssp.models.coded import TABLES, Coded, Codes, packed, unpacked, values
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.coded import OPERATOR, CodedLinear, DecodedLinear, available, operators, usable
@@ -186,20 +187,26 @@ def test_in_4_bit_every_code_is_the_nearest():
 
 
 @needs_compiler
-def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path):
+def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
     """Compiled, decoded and over two ranks; by transformers it is refused."""
     build("llama-gqa", mild=True, hidden_size=256, intermediate_size=704).save_pretrained(tmp_path)
     model = ModelConf(name="small", dtype=Dtype.int4)
     exact = walked(load(ModelConf(name="small"), tmp_path, Dtype.fp32, CPU, "model"))
     eager, fast = (load(model, tmp_path, Dtype.int4, CPU, "draft", fast=fast) for fast in (False, True))
-    kinds = [{type(layer) for layer in one.decoder.modules()} for one in (eager, fast)]
-    assert DecodedLinear in kinds[0] and CodedLinear in kinds[1] and DecodedLinear not in kinds[1]
+    assert isinstance(fast, SteppedModel) and not isinstance(eager, SteppedModel)
+    for each in (eager, fast):
+        assert sum(isinstance(layer, CodedLinear) for layer in each.decoder.modules()) == 4 * len(
+            each.decoder.blocks
+        )
+    decoding = formats(Dtype.int4, CPU, fast=False)
+    monkeypatch.setattr(loader, "formats", lambda *_: decoding)
+    decoded = walked(load(model, tmp_path, Dtype.int4, CPU, "draft"))
+    monkeypatch.undo()
     ranks = ranks_of(2)
     parts = [load(model, tmp_path, Dtype.int4, CPU, "model", rank, fast=True) for rank in ranks]
     both = together([lambda part=part: walked(part) for part in parts], ranks)
     assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
-    decoded = walked(eager)
-    for found in (walked(fast), both[0]):  # also each rank's groups are those of the whole
+    for found in (walked(eager), walked(fast), both[0]):  # also each rank's groups are those of the whole
         assert off(found, decoded) < 0.05 < 2 * off(decoded, exact) < 1.5
     with pytest.raises(ModelError, match="int4 is for models that the decoder runs"):
         require_transformers(model)

@@ -9,21 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llama_ssp.config import ModelConf
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.checkpoint import inspect, with_shape
+from llama_ssp.models.checkpoint import complete, inspect, with_shape
 from llama_ssp.models.coded import Coded
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.folder import fingerprint, gguf_in
-from llama_ssp.models.gguf import FORMATS, read_header
+from llama_ssp.models.gguf import FORMATS, KEPT, read_header
 from llama_ssp.models.gguf_blocks import BLOCKS, coded
 from llama_ssp.models.gguf_io import GgufSource
+from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.loader import differences, require_supported
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
+from llama_ssp.planner.weights import LAYERS, SCALES, Part, held
 from tests.distributed.threads import ranks_of, together
 from tests.gguf_files import K_QUANTS, SIZES, gguf, random_blocks, write
 from tests.test_decoder import TOLERANCE, require_same, walked
@@ -120,11 +123,11 @@ def made(name: str, folder: Path, kinds: dict[str, str] = MIXED, **sizes: Any) -
     return path, module
 
 
-def opened(path: Path, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
+def opened(path: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
     config = require_supported(path)
     source = GgufSource(read_header(path), config)
     assert not any(differences(wanted(config), source.shapes, config).values())
-    return decoder(config, source, ranks, dtype)
+    return decoder(config, source, ranks, **how)
 
 
 @pytest.mark.parametrize("kind", [name for name, *_ in FORMATS.values()])
@@ -159,7 +162,9 @@ def test_any_bytes_are_decoded_as_the_library_does(kind: str) -> None:
     raw = np.random.default_rng(1).integers(0, 256, (24, 4, size), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(raw.reshape(24, -1), number(kind)))
-    found = coded(kind, torch.from_numpy(raw)).decoded(torch.float32)
+    weight, (bits, group, scale) = coded(kind, torch.from_numpy(raw)), KEPT[kind]
+    assert weight.nbytes == 24 * 4 * (numbers * bits // 8 + numbers // group * scale)
+    found = weight.decoded(torch.float32)
     assert found.shape == (24, 4 * numbers) and found.isfinite().float().mean() > 0.8
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
@@ -224,6 +229,31 @@ def test_parts_give_the_logits_of_the_whole(name: str, world: int, tmp_path: Pat
     for logits in together([lambda part=part: walked(part)[0] for part in parts], ranks):
         for ours, theirs in zip(logits, expected, strict=True):
             assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@torch.inference_mode()
+def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, tmp_path: Path) -> None:
+    """Each matrix is in the format of the file, also where queries, keys and values differ."""
+    path, _ = made(name, tmp_path, MIXED | {"ffn_down": "Q3_K", "1.attn_q": "F16"}, intermediate_size=512)
+    expected, _ = walked(opened(path))
+    model, _ = complete(ModelConf(name="x", path=str(path), dtype=Dtype.packed), "model")
+    ranks = ranks_of(world) if world > 1 else [ALONE]
+    parts = [opened(path, rank, keeps_codes=True) for rank in ranks]
+    runs = [lambda part=part: walked(part)[0] for part in parts]  # type: ignore[misc]
+    for logits in together(runs, ranks) if world > 1 else [runs[0]()]:
+        for ours, theirs in zip(logits, expected, strict=True):
+            assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    for rank, part in enumerate(parts):
+        layers = [layer for layer in part.modules() if isinstance(layer, DecodedLinear)]
+        codes = sum(layer.codes_NC.nbytes for layer in layers)
+        scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
+        plain = [layer.weight for layer in part.blocks.modules() if isinstance(layer, nn.Linear)]
+        planned = held(Part.of(model, world, rank), Dtype.packed)
+        assert bool(plain) == (name != "phi3")
+        assert planned[LAYERS] == codes + sum(2 * weight.numel() for weight in plain)
+        assert planned[SCALES] == scales
 
 
 # Sizes with which transformers reads what the file says: it has its own defaults for what it does not read.

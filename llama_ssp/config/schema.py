@@ -69,7 +69,8 @@ class ModelConf:
 
     A size of 0 (preset `local`) is read from the checkpoint's config.json. Of a model with experts,
     `dense_layers` is how many layers have none, but an MLP of width `ffn`. Of a quantised checkpoint:
-    bits of a code, inputs that share a scale (0: all of a row), and bytes of a scale with its zero.
+    bits of a code, inputs that share a scale (0: all of a row), and bytes of a scale with its zero; where
+    matrices differ, `code_mix` has the sizes of each (models/gguf_model.py).
     """
 
     name: str = MISSING
@@ -96,6 +97,7 @@ class ModelConf:
     code_bits: int = number(0, 0, 8)
     code_group: int = number(0, 0, MAX_INT)
     code_bytes: int = number(0, 0, 64)
+    code_mix: str = ""
     vocab: int = number(0, 0, MAX_INT)
     context: int = number(0, 0, MAX_INT)
     tied: bool = False

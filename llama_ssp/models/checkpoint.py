@@ -16,6 +16,7 @@ from typing import Any
 from llama_ssp.config import SIZES, Dtype, ModelConf, Weights, home_expanded
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.models import gguf_model
 from llama_ssp.models.bounds import require_counts, require_short_texts
 from llama_ssp.models.families import (
     EXPERTS,
@@ -238,7 +239,7 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
     wrong = [
         f"{key} {claimed} in the config, {value} in {config_file(checkpoint.path).name}"
         for key, value in found.items()
-        if key not in ("tied", "sliding_window", "code_bytes")
+        if key not in ("tied", "sliding_window", "code_bytes", "code_mix")
         and (claimed := getattr(model, key)) not in (0, "", None, value)
     ]
     if wrong:
@@ -279,7 +280,7 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "context": context_within(size(*POSITIONS, default=family.context), config),
         "tied": not any(name.startswith(HEADS) for name in checkpoint.shapes),
         "sliding_window": size(window.key, default=window.default) if window else None,
-        **codes_of(config, checkpoint.path, checkpoint.formats),
+        **_codes(checkpoint),
     }
     if heads % kv_heads:
         what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"
@@ -287,6 +288,12 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ModelError(what, checkpoint.path, found, allowed, REFETCH)
     _compare_tensors(checkpoint, shape["vocab"], dim, layers)
     return shape
+
+
+def _codes(checkpoint: Checkpoint) -> dict[str, Any]:
+    if is_gguf(checkpoint.path):
+        return gguf_model.codes_of(read_header(checkpoint.path))
+    return codes_of(checkpoint.config, checkpoint.path, checkpoint.formats)
 
 
 def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:

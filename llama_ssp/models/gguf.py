@@ -35,6 +35,12 @@ FORMATS = {
     10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
 }  # fmt: skip
+# What codes take in memory: bits of a code, numbers that share a scale, and bytes of this scale with
+# its shift, in fp32. Codes of 5 and 6 bits take a byte.
+KEPT = {
+    "Q4_0": (4, 32, 4), "Q4_1": (4, 32, 8), "Q5_0": (8, 32, 4), "Q5_1": (8, 32, 8), "Q8_0": (8, 32, 4),
+    "Q2_K": (4, 16, 8), "Q3_K": (4, 16, 4), "Q4_K": (4, 32, 8), "Q5_K": (8, 32, 8), "Q6_K": (8, 16, 4),
+}  # fmt: skip
 UNREAD = {  # for messages
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",

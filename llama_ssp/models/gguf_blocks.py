@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.coded import Coded, Codes, packed
+from llama_ssp.models.gguf import KEPT
 
 Parts = tuple[Tensor, Tensor, Tensor | None]  # codes, one in a byte; scales; shifts
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -19,7 +20,8 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 def coded(name: str, byte_NBS: Tensor) -> Coded:
     """The rows of a matrix in this format."""
-    kind, unpack = BLOCKS[name]
+    table, unpack = BLOCKS[name]
+    kind = Codes(table, KEPT[name][1])
     code_NK, scale_NG, shift_NG = (None if part is None else part.flatten(1) for part in unpack(byte_NBS))
     assert code_NK is not None and scale_NG is not None
     codes_NC = packed(code_NK) if kind.bits == 4 else code_NK
@@ -94,15 +96,16 @@ def _q6_k(byte: Tensor) -> Parts:
     return codes - 32, _half(byte[..., 208:]) * scales, None
 
 
-BLOCKS: dict[str, tuple[Codes, Callable[[Tensor], Parts]]] = {
-    "Q4_0": (Codes("int4", 32), _q4_0),
-    "Q4_1": (Codes("uint4", 32), _q4_1),
-    "Q5_0": (Codes("int8", 32), _q5_0),
-    "Q5_1": (Codes("uint8", 32), _q5_1),
-    "Q8_0": (Codes("int8", 32), _q8_0),
-    "Q2_K": (Codes("uint4", 16), _q2_k),
-    "Q3_K": (Codes("int4", 16), _q3_k),
-    "Q4_K": (Codes("uint4", 32), _q4_k),
-    "Q5_K": (Codes("uint8", 32), _q5_k),
-    "Q6_K": (Codes("int8", 16), _q6_k),
+# By format: the table of its codes, and how they are found.
+BLOCKS: dict[str, tuple[str, Callable[[Tensor], Parts]]] = {
+    "Q4_0": ("int4", _q4_0),
+    "Q4_1": ("uint4", _q4_1),
+    "Q5_0": ("int8", _q5_0),
+    "Q5_1": ("uint8", _q5_1),
+    "Q8_0": ("int8", _q8_0),
+    "Q2_K": ("uint4", _q2_k),
+    "Q3_K": ("int4", _q3_k),
+    "Q4_K": ("uint4", _q4_k),
+    "Q5_K": ("uint8", _q5_k),
+    "Q6_K": ("int8", _q6_k),
 }

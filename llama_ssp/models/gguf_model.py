@@ -12,7 +12,8 @@ from typing import Any
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import FAMILIES, Family
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.gguf import ARCHITECTURE, Header
+from llama_ssp.models.gguf import ARCHITECTURE, KEPT, Header
+from llama_ssp.models.quantised_config import CODES
 
 # Of `general.architecture`: transformers' model_type. Mistral's models are written as llama.
 ARCHITECTURES = {
@@ -180,6 +181,22 @@ class _Reading:
         found = "nothing" if found is None else found
         where = f"{self.path}: {self.architecture}.{name}"
         return ModelError("the header has no usable value", where, found, allowed, REFETCH)
+
+
+def codes_of(header: Header) -> dict[str, Any]:
+    """The sizes of codes that a packed model keeps, by the names of ModelConf; `code_mix` has those of all.
+
+    A word of `code_mix` is the matrix, how many layers have it so, and its bits, group and bytes of a scale.
+    """
+    counts: dict[tuple[str, tuple[int, int, int]], int] = {}
+    for name, tensor in header.tensors.items():
+        match = BLOCK.fullmatch(name.removesuffix(".weight"))
+        if match and len(tensor.shape) == 2:
+            key = match[2], KEPT.get(tensor.format, (0, 0, 0))
+            counts[key] = counts.get(key, 0) + 1
+    most = max(counts, key=counts.__getitem__, default=("", (0, 0, 0)))[1]
+    words = [":".join(map(str, (leaf, count, *sizes))) for (leaf, sizes), count in sorted(counts.items())]
+    return {**dict(zip(CODES, most, strict=True)), "code_mix": " ".join(words)}
 
 
 def name_of(model_type: str, name: str) -> str:

@@ -77,9 +77,9 @@ def _decoder(
     fast = fast and has_kernels(model.name, dtype, device)
     held, drafts = TORCH_DTYPES[dtype], role == DRAFT
     # Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
-    packed = dtype is Dtype.packed
-    by_kernel = fast or (packed and has_kernels(model.name, dtype, device))
-    how = ranks, held, *formats(dtype, device, fast, by_kernel), device, drafts, packed
+    coded = dtype in (Dtype.int4, Dtype.packed)
+    by_kernel = fast or (coded and has_kernels(model.name, dtype, device))
+    how = ranks, held, *formats(dtype, device, fast, by_kernel), device, drafts, dtype is Dtype.packed
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
         made = decoder(config, source, *how)

@@ -16,11 +16,12 @@ from llama_ssp.planner.workload import Role
 
 # Bytes of a layer's weight, without scales.
 BYTES = {
-    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5, Dtype.nf4: 0.5,
-    Dtype.packed: 1,  # at most
+    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5,
+    Dtype.nf4: 0.5, Dtype.packed: 1,  # at most
 }  # fmt: skip
 INT4_GROUP = 32  # inputs of an output that share a scale of 16 bits
 NF4_BLOCK = 64  # weights that share an fp32 scale
+Codes = tuple[int, int, int]  # bits of a code, inputs that share a scale, and its bytes
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 
 # The groups of tensors.
@@ -55,7 +56,8 @@ class Part:
     norms: int  # in a block
     first_query: int  # of this rank's, on disk
     first_column: int  # of the MLP's
-    codes: tuple[int, int, int]  # bits, group and bytes of a scale, of a quantised checkpoint
+    codes: Codes  # of a quantised checkpoint
+    code_mix: str = ""  # as of ModelConf
 
     @staticmethod
     def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
@@ -72,7 +74,8 @@ class Part:
         experts = model.experts, model.experts_per_token, expert_ffn, sparse
         norms = family.norms - (family.multi_query and model.n_kv_heads == 1)
         codes = model.code_bits, model.code_group, model.code_bytes
-        return Part(*whole, model.vocab, world, *own, *experts, norms, heads.query[0], mlp[0], codes)
+        places = heads.query[0], mlp[0]
+        return Part(*whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix)
 
     @property
     def query_width(self) -> int:
@@ -85,7 +88,7 @@ class Part:
     @property
     def largest_matrix(self) -> int:
         """Numbers in the largest of a layer's matrices that may be quantised; experts are not."""
-        return max(weight.count for weight in weights(self) if weight.linear)
+        return max(outputs * inputs for outputs, inputs, *_ in _matrices(self))
 
     @property
     def rotary_width(self) -> int:
@@ -103,7 +106,7 @@ class Weight:
     times: int = 1
     linear: bool = False  # a layer's matrix, which may be quantised
     first: int = 0  # input of the matrix on disk
-    codes: tuple[int, int, int] = (0, 0, 0)  # as of a Part
+    codes: Codes = (0, 0, 0)
 
     @property
     def count(self) -> int:
@@ -119,9 +122,11 @@ def weights(part: Part) -> Iterator[Weight]:
     if family.position_rows is not None:
         yield Weight(POSITIONS, part.context + family.position_rows, dim)
     for outputs, inputs, times, bias, before in _matrices(part):
-        yield Weight(LAYERS, outputs, inputs, times, linear=True, first=before, codes=part.codes)
+        if not part.code_mix:
+            yield Weight(LAYERS, outputs, inputs, times, linear=True, first=before, codes=part.codes)
         if bias:
             yield Weight(LAYERS, outputs, 1, times)
+    yield from _mixed(part)
     if part.expert_layers:
         yield from _experts(part)
     if family.names.sinks:
@@ -154,6 +159,24 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
     if dense := part.layers - part.expert_layers:
         yield part.ffn * (1 + part.family.gated), dim, dense, biased(names.up[0]), 0
         yield dim, part.ffn, dense, part.first and biased(names.down), part.first_column
+
+
+def _mixed(part: Part) -> Iterator[Weight]:
+    """The matrices of a GGUF file, each in a format of its own, by their names in the file."""
+    dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
+    sizes = {
+        "attn_q": (queries, dim, 0), "attn_k": (keys, dim, 0), "attn_v": (keys, dim, 0),
+        "attn_qkv": (queries + 2 * keys, dim, 0),
+        "attn_output": (dim, queries, part.first_query * part.head_dim),
+        "ffn_gate": (ffn, dim, 0), "ffn_up": (ffn * (1 + part.family.fused_mlp), dim, 0),
+        "ffn_down": (dim, ffn, part.first_column),
+    }  # fmt: skip
+    for word in part.code_mix.split():
+        name, times, *codes = word.split(":")
+        if name in sizes:
+            outputs, inputs, before = sizes[name]
+            bits, group, bytes_ = map(int, codes)
+            yield Weight(LAYERS, outputs, inputs, int(times), True, before, (bits, group, bytes_))
 
 
 def _experts(part: Part) -> Iterator[Weight]:

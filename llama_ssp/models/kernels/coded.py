@@ -82,12 +82,8 @@ def blocks(part_NC: Tensor, word: int, memory: LargePages | None = None) -> Tens
 def usable(weight: Coded, device: torch.device) -> bool:
     """Whether the device has the kernel, and it takes groups of this size."""
     group = weight.kind.group or weight.inputs
-    if not available(device):
-        return False
-    return (
-        group >= weight.inputs
-        or group % (2 * LEAST if device.type == "cuda" else WORD * 8 // weight.kind.bits) == 0
-    )
+    unit = 2 * LEAST if device.type == "cuda" else WORD * 8 // weight.kind.bits
+    return available(device) and (group >= weight.inputs or group % unit == 0)
 
 
 def available(device: torch.device) -> bool:
