@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def composed(*overrides: str) -> RunConf:
 
 def plain(name: str) -> str:
     """The preset that a quantised one is made of."""
-    return name.removesuffix("_8bit").removesuffix("_4bit")
+    return re.sub("(_8bit|_4bit|-fp8|-awq)$", "", name)
 
 
 @pytest.mark.few(10)
