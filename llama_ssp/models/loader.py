@@ -234,6 +234,9 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hub_logging
 
+    if dtype is Dtype.packed:
+        what, allowed = "codes are kept by the decoder alone", "placement.splitting=tensor, or one process"
+        raise ModelError(what, path, "dtype=packed", allowed, "write dtype=bf16, or another placement")
     config = _for_modules(path)
     hub_logging.disable_progress_bar()
     with _refusing(path), warnings.catch_warnings():

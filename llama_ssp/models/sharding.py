@@ -173,7 +173,7 @@ def require_deepspeed(model: ModelConf, world: int) -> None:
             "use placement.splitting=tensor, or one process",
         )
         raise ModelError(what, where, model.family, ", ".join(DEEPSPEED_FAMILIES), fix)
-    if model.dtype in (Dtype.int8, Dtype.int4, Dtype.nf4):
+    if model.dtype in (Dtype.int8, Dtype.int4, Dtype.nf4, Dtype.packed):
         what, fix = "DeepSpeed would lose the scales of quantised layers", "use placement.splitting=tensor"
         raise DistributedError(what, where, model.dtype.value, "fp32, bf16, fp16", fix)
     filled_share("attention heads", model.n_heads, world, 0)
