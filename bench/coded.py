@@ -4,7 +4,7 @@
 
 Each format has several layers of the same size, which no cache holds together. All take turns, and the least
 time of each counts, as disturbances only add time. The bound is the layer's bytes, codes and scales, at the
-speed at which a sum reads memory.
+fastest reading that was seen: of a sum, or of layers in bf16.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def main() -> None:
     coded.operators("cpu")
     with torch.inference_mode():
         found = layers()
-        least, bandwidth = speeds(found, int(own["repeats"]))
+        least, summing = speeds(found, int(own["repeats"]))
+    bandwidth = max(summing, *(found["bf16"][1] / least["bf16", rows] for rows in ROWS))
     table = [["format", "MB", "bound", *(f"{rows}" for rows in ROWS), "1 over bound", "5 over 1"]]
     for name, (_, size) in found.items():
         bound, one = size / bandwidth, least[name, 1]
@@ -113,8 +114,8 @@ def main() -> None:
         [
             "# Products with weights in codes", "",
             *surroundings({"model": f"cpu, {own['threads']} threads"}),
-            f"Layers of {OUTPUTS} x {INPUTS}, {own['repeats']} turns. Summing reads {bandwidth / 1e9:.1f} "
-            f"GB/s: so the bound.", "",
+            f"Layers of {OUTPUTS} x {INPUTS}, {own['repeats']} turns. A sum reads {summing / 1e9:.1f} GB/s, and "
+            f"the fastest reading was {bandwidth / 1e9:.1f} GB/s: so the bound.", "",
             f"Microseconds of a layer, for {', '.join(map(str, ROWS[:-1]))} and {ROWS[-1]} rows:",
             "", "```", *aligned(table, 0), "```", "",
         ]

@@ -87,7 +87,7 @@ struct Single {
     }
   }
 
-  static Sums add(Sums sum, Sums numbers, const Input* x) { return sum + numbers * (*x - Sums{}); }
+  static Sums add(Sums sum, Sums numbers, int32_t x) { return sum + numbers * (Sums)(x - Words{}); }
 };
 
 #if defined(PAIRS)
@@ -120,10 +120,8 @@ struct Brain {
     }
   }
 
-  static Sums add(Sums sum, Sums numbers, const Input* x) {
-    int32_t both;
-    std::memcpy(&both, x, sizeof both);
-    return (Sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)numbers, (__m512bh)_mm512_set1_epi32(both));
+  static Sums add(Sums sum, Sums numbers, int32_t x) {
+    return (Sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)numbers, (__m512bh)_mm512_set1_epi32(x));
   }
 };
 #endif
@@ -179,32 +177,40 @@ struct Weight {
 };
 
 // Rows of x in the order in which words of codes have their inputs, with zeros behind the last; and sums of groups.
+// Rows that are multiplied together stand together: of each word of 32 bits those of all of them.
 template <class Kind>
 struct Rows {
   using Input = typename Kind::Input;
-  std::vector<Input> numbers;
+  const int64_t rows, parts, length;  // `length`: words of a row
+  std::vector<int32_t> words;
   std::vector<float> sums;
 
   template <class Number>
-  Rows(const Number* x, int64_t rows, const Weight& weight) : numbers(rows * weight.words * Kind::INPUTS) {
+  Rows(const Number* x, int64_t rows, const Weight& weight)
+      : rows(rows), parts((rows + ROWS - 1) / ROWS), length(weight.words * Kind::COUNT), words(rows * length) {
     const int64_t groups = weight.scales.groups, whole = weight.inputs / TOGETHER * TOGETHER;
     if (weight.offsets) sums.resize(rows * groups);
-    for (int64_t row = 0; row < rows; row++, x += weight.inputs) {
-      Input* to = &numbers[row * weight.words * Kind::INPUTS];
-      for (int64_t at = 0; at < whole; at += TOGETHER) arrange<TOGETHER>(x + at, to + at);
-      Number last[TOGETHER] = {};
-      Input arranged[TOGETHER];
-      std::copy(x + whole, x + weight.inputs, last);
-      arrange<TOGETHER>(last, arranged);
-      std::copy_n(arranged, weight.words * Kind::INPUTS - whole, to + whole);
-      for (int64_t group = 0, at = 0; weight.offsets && group < groups; group++) {
-        float parts[Kind::INPUTS] = {};
-        for (; at < weight.end_of(group) * Kind::INPUTS; at += Kind::INPUTS)
-          UNROLLED for (int i = 0; i < Kind::INPUTS; i++) parts[i] += static_cast<float>(to[at + i]);
-        for (float part : parts) sums[row * groups + group] += part;
+    std::vector<Input> own(weight.words * Kind::INPUTS + TOGETHER);
+    for (int64_t part = 0; part < parts; part++)
+      for (int64_t row = first(part); row < first(part + 1); row++, x += weight.inputs) {
+        for (int64_t at = 0; at < whole; at += TOGETHER) arrange<TOGETHER>(x + at, &own[at]);
+        Number last[TOGETHER] = {};
+        std::copy(x + whole, x + weight.inputs, last);
+        arrange<TOGETHER>(last, &own[whole]);
+        const auto* from = reinterpret_cast<const char*>(own.data());
+        int32_t* to = &words[first(part) * length + row - first(part)];
+        const int64_t together = first(part + 1) - first(part);
+        for (int64_t i = 0; i < length; i++) std::memcpy(to + i * together, from + i * sizeof *to, sizeof *to);
+        for (int64_t group = 0, at = 0; weight.offsets && group < groups; group++) {
+          float found[Kind::INPUTS] = {};
+          for (; at < weight.end_of(group) * Kind::INPUTS; at += Kind::INPUTS)
+            UNROLLED for (int i = 0; i < Kind::INPUTS; i++) found[i] += static_cast<float>(own[at + i]);
+          for (float sum : found) sums[row * groups + group] += sum;
+        }
       }
-    }
   }
+
+  int64_t first(int64_t part) const { return part * rows / parts; }
 
   template <int count, class Number>
   static void arrange(const Number* from, Input* to) {
@@ -228,14 +234,14 @@ struct Rows {
 // Up to ROWS rows, from number `first` on, with one block.
 template <class Kind, int count, class Number>
 void multiply(const Kind kind, const Rows<Kind>& x, const Weight& weight, int64_t block, int64_t first, Number* y) {
-  constexpr int COUNT = Kind::COUNT, PER = Kind::INPUTS / COUNT;  // of x, for each register of numbers
-  const int64_t length = weight.words * Kind::INPUTS, groups = weight.scales.groups;
+  constexpr int COUNT = Kind::COUNT;
+  const int64_t groups = weight.scales.groups;
   const int32_t* codes = weight.codes + block * weight.words * BLOCK;
-  const auto* from = x.numbers.data() + first * length;
+  const int32_t* from = x.words.data() + first * x.length;
   Sums totals[count][2] = {};
   for (int64_t group = 0, word = 0; group < groups; group++) {
     Sums sums[count][2][CHAINS] = {};
-    for (const int64_t end = weight.end_of(group); word < end; word++, codes += BLOCK, from += Kind::INPUTS) {
+    for (const int64_t end = weight.end_of(group); word < end; word++, codes += BLOCK, from += COUNT * count) {
       Sums numbers[2][COUNT];
       UNROLLED for (int half = 0; half < 2; half++) {
         Words line;
@@ -247,7 +253,7 @@ void multiply(const Kind kind, const Rows<Kind>& x, const Weight& weight, int64_
         UNROLLED for (int row = 0; row < count; row++)
           UNROLLED for (int half = 0; half < 2; half++) {
             Sums& sum = sums[row][half][i % CHAINS];
-            sum = Kind::add(sum, numbers[half][i], from + row * length + i * PER);
+            sum = Kind::add(sum, numbers[half][i], from[i * count + row]);
           }
     }
     UNROLLED for (int half = 0; half < 2; half++) {
@@ -278,14 +284,13 @@ constexpr auto for_counts(std::integer_sequence<int, counts...>) {
 template <class Kind, class Number>
 void run(const Tensor& x, const Table& table, const Weight& weight, int64_t blocks, Tensor& y) {
   static constexpr auto by_count = for_counts<Kind, Number>(std::make_integer_sequence<int, ROWS>{});
-  const int64_t rows = x.numel() / weight.inputs, parts = (rows + ROWS - 1) / ROWS;
-  const Rows<Kind> from(x.const_data_ptr<Number>(), rows, weight);
+  const Rows<Kind> from(x.const_data_ptr<Number>(), x.numel() / weight.inputs, weight);
   Number* to = y.mutable_data_ptr<Number>();
   torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block++)
-      for (int64_t part = 0; part < parts; part++) {  // the block stays in the cache for the next rows
-        const int64_t first = part * rows / parts, last = (part + 1) * rows / parts;
-        by_count[last - first - 1]({table}, from, weight, block, first, to);
+      for (int64_t part = 0; part < from.parts; part++) {  // the block stays in the cache for the next rows
+        const int64_t first = from.first(part), together = from.first(part + 1) - first;
+        by_count[together - 1]({table}, from, weight, block, first, to);
       }
   });
 }
