@@ -363,11 +363,12 @@ def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> Win
 
 def _compare_tensors(checkpoint: Checkpoint, vocab: int, dim: int, layers: int) -> None:
     """Refuses weights with another number of layers, or another embedding, than config.json says."""
+    said = "the header" if is_gguf(checkpoint.path) else "config.json"
     for name, shape in checkpoint.shapes.items():
         if name.endswith(EMBEDDINGS) and shape != (vocab, dim):
-            what, where = "a tensor's shape contradicts config.json", f"{checkpoint.path}: {name}"
+            what, where = f"a tensor's shape contradicts {said}", f"{checkpoint.path}: {name}"
             raise ModelError(what, where, shape, (vocab, dim), REFETCH)
     numbers = [int(match[1]) for name in checkpoint.shapes if (match := LAYER.search(name))]
     if numbers and 1 + max(numbers) != layers:
-        what, found = "the number of layers contradicts config.json", f"{1 + max(numbers)} in the weights"
-        raise ModelError(what, checkpoint.path, f"{found}, {layers} in config.json", fix=REFETCH)
+        what, found = f"the number of layers contradicts {said}", f"{1 + max(numbers)} in the weights"
+        raise ModelError(what, checkpoint.path, f"{found}, {layers} in {said}", fix=REFETCH)
