@@ -214,20 +214,26 @@ def _in(dtype: str, small: bool, taken: dict[str, list[float]]) -> Iterator[Bar]
 
 def _kernel() -> Iterator[Bar]:
     """Error and speed of one product in 8 bit, beside the same in bf16."""
-    from llama_ssp.models.kernels.int8_triton import linear_int8
+    from llama_ssp.models.coded import Coded
+    from llama_ssp.models.kernels.coded import CodedLinear, operators
+    from llama_ssp.models.quantization import LLM_INT8
 
+    operators("cuda")
     outputs, inputs = 11008, 4096
-    codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, device=device())
-    scales = torch.rand(outputs, device=device())
-    exact = codes.double() * scales.double()[:, None] / 127
-    copies = [(codes.clone(), exact.bfloat16()) for _ in range(16)]  # together more than any cache
+    codes = torch.randint(1, 256, (outputs, inputs), dtype=torch.uint8, device=device())
+    weight = Coded(LLM_INT8, inputs, codes, torch.rand(outputs, 1, device=device()))
+    exact = weight.decoded(torch.float64)
+    copies = []
+    for _ in range(16):  # together more than any cache
+        own = Coded(LLM_INT8, inputs, codes.clone(), weight.scale_NG)
+        copies.append((CodedLinear(own, None, device()), exact.bfloat16()))
     for rows in (1, K + 1, 16):
         x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device())
         wanted = x.double() @ exact.T
-        error = float((linear_int8(x, codes, scales, None).double() - wanted).norm() / wanted.norm())
+        error = float((copies[0][0](x).double() - wanted).norm() / wanted.norm())
         yield most(f"the kernel, {rows} rows: error", error, 2**-8)
         works: dict[str, Callable[[], object]] = {
-            "eight": lambda x=x: [linear_int8(x, own, scales, None) for own, _ in copies],
+            "eight": lambda x=x: [own(x) for own, _ in copies],
             "sixteen": lambda x=x: [torch.nn.functional.linear(x, own) for _, own in copies],
         }
         taken = {name: median(ms) for name, ms in in_turn(works, 9).items()}

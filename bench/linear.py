@@ -24,8 +24,8 @@ from surroundings import surroundings, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from llama_ssp.config import Dtype  # noqa: E402
-from llama_ssp.models.kernels import int8, linear  # noqa: E402
-from llama_ssp.models.quantization import quantised, scales_of  # noqa: E402
+from llama_ssp.models.kernels import coded, linear  # noqa: E402
+from llama_ssp.models.quantization import coded_of, quantised, scales_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
 SHAPES = ((1024, 1024, 64), (2816, 1024, 32), (1024, 2816, 16))  # outputs, inputs, number of layers
@@ -50,6 +50,7 @@ def of(weight: Tensor) -> dict[str, Work]:
     theirs = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     layer: Any = quantised(Dtype.int8, weight, None, torch.device("cpu")).eval()
     codes, scales = layer.weight.data, next(scales_of(layer))
+    ours = coded.CodedLinear(coded_of(layer), None, torch.device("cpu"))
     narrow = (scales / 127).bfloat16()  # torch's kernel takes scales of 16 bits
     return {
         "bf16, plain": lambda x: torch.nn.functional.linear(x, weight),
@@ -57,7 +58,7 @@ def of(weight: Tensor) -> dict[str, Work]:
         OURS: lambda x: torch.ops.llama_ssp.linear(x, packed, None, len(weight)),
         LLM_8: layer,
         "8 bit, torch": lambda x: torch._weight_int8pack_mm(x, codes, narrow),
-        OURS_8: lambda x: torch.ops.llama_ssp.linear_int8(x, codes, scales, None),
+        OURS_8: ours,
     }
 
 
@@ -108,7 +109,7 @@ def main() -> None:
     own.update(argument.split("=", 1) for argument in sys.argv[1:])
     torch.set_num_threads(int(own["threads"]))
     linear.operators()
-    int8.operators("cpu")
+    coded.operators("cpu")
     with torch.inference_mode():
         found = layers()
         least, bandwidth = speeds(found, int(own["repeats"]))

@@ -18,7 +18,7 @@ from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.build import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators, packable
-from llama_ssp.models.linear import Packed
+from llama_ssp.models.linear import Products
 from llama_ssp.models.programs import ProgramFile
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.placements import compiles, impossible
@@ -291,4 +291,4 @@ def ours(family: str, layers: int = 2, fast: bool = False, noise: float = 0.0, *
     if not fast:
         return DecoderModel(decoder_of(module), module.config, "m")
     assert steps.has_kernels("m", Dtype.bf16, CPU)
-    return SteppedModel(decoder_of(module, product=Packed()), module.config, "m", ALONE)
+    return SteppedModel(decoder_of(module, product=Products(CPU, fast=True)), module.config, "m", ALONE)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,8 @@ PUBLISHED = {
 }
 UNCOUNTED = {"local", "tiny", "tiny_draft", "demo", "demo_draft", "demo_bytes"}  # the last: test_shipped.py
 
+OF_THE_TARGET = ("int4", "int8")
+
 
 def presets(group: str) -> list[str]:
     return sorted(file.stem for file in (overrides.CONF / group).glob("*.yaml"))
@@ -71,7 +75,7 @@ def composed(*overrides: str) -> RunConf:
 
 def plain(name: str) -> str:
     """The preset that a quantised one is made of."""
-    return name.removesuffix("_8bit").removesuffix("_4bit")
+    return re.sub("(_8bit|_4bit|-fp8|-awq)$", "", name)
 
 
 @pytest.mark.few(10)
@@ -98,9 +102,19 @@ def test_every_option_composes(group: str, name: str, hydra: None) -> None:
 
 
 def test_drafts_are_the_models(hydra: None) -> None:
-    assert set(presets("draft")) == {*presets("model"), "none"}
+    assert set(presets("draft")) == {*presets("model"), "none", *OF_THE_TARGET}
     assert composed("draft=none").draft is None
     assert PUBLISHED.keys() | UNCOUNTED == {plain(name) for name in presets("model")}
+
+
+@pytest.mark.parametrize("bits", OF_THE_TARGET)
+def test_a_draft_of_the_target_s_weights_is_the_target_but_for_the_dtype(bits: str, hydra: None) -> None:
+    run = composed("model=gemma2-9b", "model.path=/models/mine", "model.scan=true", f"draft={bits}")
+    assert run.draft == replace(run.model, name=f"gemma2-9b_{bits}", dtype=config.Dtype(bits))
+    own = OmegaConf.load(overrides.CONF / "draft" / "int4.yaml").keys()
+    assert {*own, "agreement"} == {entry.name for entry in fields(ModelConf)}  # also keys of later versions
+    other = composed("model=qwen2.5-7b", f"draft={bits}", "draft.seed=3").draft
+    assert other is not None and other.seed == 3
 
 
 @pytest.mark.few(3)

@@ -19,7 +19,7 @@ from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels import linear
-from llama_ssp.models.linear import Packed, formats
+from llama_ssp.models.linear import Products, formats
 from llama_ssp.models.loader import load_module
 from llama_ssp.models.programs import Part, compiled
 from llama_ssp.models.safetensors_io import FileSource
@@ -183,7 +183,7 @@ def test_one_program_serves_every_width(other, tmp_path):
         module = module_of(name)
         for parameter in module.parameters():
             parameter.mul_(1 + number / 8)
-        models.append(saved(module, tmp_path / str(number), product=Packed()))
+        models.append(saved(module, tmp_path / str(number), product=Products(CPU, fast=True)))
     steps: list[Any] = []
     for rows, start, count, capacity in STEPS:
         feed = Feed.of([(row * capacity, start, count) for row in range(rows)], CPU)

@@ -12,6 +12,7 @@ import torch
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.coded import values
 from llama_ssp.models.devices import device_of
 from llama_ssp.models.interface import Model
 from llama_ssp.models.kv_cache import Feed
@@ -127,14 +128,15 @@ WIDE = ModelConf(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.int8, Dtype.nf4])
+@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.int8, Dtype.int4, Dtype.nf4])
 def test_what_is_held_is_what_is_planned(dtype: Dtype) -> None:
     """Scales and tables of quantised layers included, as loaded and after a pass; by rank, too.
 
     A CPU with bf16 instructions keeps nf4's scales in bf16 from its first pass on.
     """
     model = load(replace(WIDE, dtype=dtype), None, dtype, CPU, "model")
-    planned = sum(held(Part.of(WIDE), dtype).values())
+    table = values("int4").nbytes if dtype is Dtype.int4 else 0  # one for all models
+    planned = sum(held(Part.of(WIDE), dtype).values()) + table
     assert model.weights_bytes == planned
     speculate(model, prompts(), None, k=0, max_new=2)
     packed = dtype is Dtype.nf4 and model.weights_bytes < planned
@@ -142,7 +144,7 @@ def test_what_is_held_is_what_is_planned(dtype: Dtype) -> None:
     assert model.weights_bytes == planned or (packed and model.weights_bytes > planned - scales)
     for rank in ranks_of(2):
         part = load(replace(WIDE, dtype=dtype), None, dtype, CPU, "model", rank)
-        assert part.weights_bytes == sum(held(Part.of(WIDE, 2, rank.rank), dtype).values())
+        assert part.weights_bytes == sum(held(Part.of(WIDE, 2, rank.rank), dtype).values()) + table
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "llama-tied"])

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from llama_ssp.models import experts  # noqa: E402
 from llama_ssp.models.attention import Feed, Scores, attend_rows  # noqa: E402
-from llama_ssp.models.kernels import attention, attention_triton, experts_triton, int8_triton  # noqa: E402
+from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
 
 tl = triton.language
 CPU = torch.device("cpu")
@@ -29,13 +29,15 @@ GENERATIONS = (80, 86, 89, 90, 100)
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KiB that a program may have
 
 
-def products(bias: str | None) -> dict[str, Any]:
-    """The arguments of the kernel for 8 bit: their types, and the constants among them."""
-    return {
-        "x_ptr": "*bf16", "code_ptr": "*i8", "scale_ptr": "*fp32", "bias_ptr": bias, "y_ptr": "*bf16",
-        "rows": "i32", "outputs": "i32", "inputs": "i32", "ROWS": int8_triton.ROWS,
-        "OUTPUTS": int8_triton.OUTPUTS, "INPUTS": int8_triton.INPUTS, "FACTORS": tl.bfloat16,
-    }  # fmt: skip
+def coded(
+    table: str, group: int, rows: int, scale: str, offset: str | None = None, bias: str | None = None
+) -> dict[str, Any]:
+    """The arguments of the kernel for codes: their types, and the constants among them."""
+    pointers = {"x_ptr": "*bf16", "code_ptr": "*u8", "table_ptr": "*fp32", "scale_ptr": f"*{scale}"}
+    others = {"offset_ptr": offset and f"*{offset}", "bias_ptr": bias, "y_ptr": "*bf16"}
+    sizes = dict.fromkeys(("rows", "outputs", "inputs", "bytes_", "groups", "group"), "i32")
+    chosen = coded_triton.constants(rows, 4096, group, table)
+    return {**pointers, **others, **sizes, **chosen, "FACTORS": tl.bfloat16}
 
 
 def parts(
@@ -73,11 +75,17 @@ def chosen(kind: str, tokens: int, top_k: int, own_rows: bool, bias: bool) -> di
     return {**pointers, **others, **sizes, **experts_triton.constants(pairs, rows, bytes_)}
 
 
+STEP, PROMPT = (coded_triton.HOW[rows] for rows in (coded_triton.FEW, coded_triton.MANY))
 WAYS = experts_triton.WARPS, experts_triton.STAGES
 HOW = attention_triton.WARPS, attention_triton.STAGES
 KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
-    "int8": (int8_triton.multiply, products(None), int8_triton.WARPS, int8_triton.STAGES),
-    "int8-bias": (int8_triton.multiply, products("*bf16"), int8_triton.WARPS, int8_triton.STAGES),
+    "llm-int8": (coded_triton.multiply, coded("int8", 4096, 5, "fp32", bias="*bf16"), *STEP),
+    "fp8": (coded_triton.multiply, coded("e4m3", 128, 5, "fp32"), *STEP),
+    "awq": (coded_triton.multiply, coded("uint4", 128, 1, "fp16", "u8"), *STEP),
+    "awq-prompt": (coded_triton.multiply, coded("uint4", 128, 512, "fp16", "u8"), *PROMPT),
+    "q4_k": (coded_triton.multiply, coded("uint4", 32, 5, "fp32", "fp32"), *STEP),
+    "mxfp4": (coded_triton.multiply, coded("e2m1", 32, 5, "bf16", None, "*bf16"), *STEP),
+    "nf4-prompt": (coded_triton.multiply, coded("nf4", 64, 17, "fp32"), *PROMPT),
     "llama": (attention_triton.attend_part, parts(128, "bf16", 1, 8, 4), *HOW),
     "llama-verify": (attention_triton.attend_part, parts(128, "fp16", 9, 8, 8), *HOW),
     "gemma2": (attention_triton.attend_part, parts(256, "bf16", 5, 4, 2, 4096, 50.0), *HOW),

@@ -39,14 +39,15 @@ def pair_words(model: str | Path, draft: str | Path | None) -> list[str]:
 
 
 def model_words(role: str, name: str | Path) -> list[str]:
-    """The overrides for a model given by a preset's name, a folder, or an id on the Hugging Face hub.
+    """The overrides for a model given by a preset's name, a folder, a GGUF file, or an id on the hub.
 
     `role` is model or draft. Raises UsageError where the name is none of the three.
     """
-    presets = sorted(file.stem for file in (CONF / "model").glob("*.yaml"))
+    presets = sorted(file.stem for file in (CONF / role).glob("*.yaml"))
     if isinstance(name, str) and name in presets:
         return [f"{role}={name}"]
-    if Path(name).expanduser().is_dir():
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return [f"{role}=local", f"{role}.path='{quoted(name)}'"]
     if isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return [f"{role}=local", f"{role}.repo='{quoted(name)}'"]

@@ -30,7 +30,8 @@ def share(default: float | None, fix: str = "") -> Any:
 
 
 # How weights are held; `auto` takes what the device computes fastest without loss of range.
-Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "nf4"])
+# `packed` keeps the codes of a quantised checkpoint, and computes with them in bf16; `int4` has groups of 32.
+Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
 # Where weights come from: a checkpoint, or a seed (the real shape, no files needed).
 Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
 # What proposes tokens.
@@ -67,7 +68,9 @@ class ModelConf:
     """One model: its files, its number format, and its shape, so that planning needs no file.
 
     A size of 0 (preset `local`) is read from the checkpoint's config.json. Of a model with experts,
-    `dense_layers` is how many layers have none, but an MLP of width `ffn`.
+    `dense_layers` is how many layers have none, but an MLP of width `ffn`. Of a quantised checkpoint:
+    bits of a code, inputs that share a scale (0: all of a row), and bytes of a scale with its zero; where
+    matrices differ, `code_mix` has the sizes of each (models/gguf_model.py).
     """
 
     name: str = MISSING
@@ -91,6 +94,10 @@ class ModelConf:
     experts_per_token: int = number(0, 0, MAX_INT)
     expert_ffn: int = number(0, 0, MAX_INT)
     dense_layers: int = number(0, 0, MAX_INT)
+    code_bits: int = number(0, 0, 8)
+    code_group: int = number(0, 0, MAX_INT)
+    code_bytes: int = number(0, 0, 64)
+    code_mix: str = ""
     vocab: int = number(0, 0, MAX_INT)
     context: int = number(0, 0, MAX_INT)
     tied: bool = False

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
+from llama_ssp.models.coded import Coded, joined, taken
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.host_memory import return_memory
-from llama_ssp.models.linear import Embedding, Head, Packed, Product, Summed, dense
-from llama_ssp.models.safetensors_io import Source, taken
+from llama_ssp.models.linear import Beside, Embedding, Head, Product, Products, Summed, dense, plain
+from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
 
@@ -30,23 +31,24 @@ ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
 
 def decoder(
     config: Any, source: Source, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32,
-    product: Product = dense, head: Product | None = None, device: torch.device | None = None,
-    drafts: bool = False,
+    product: Product = plain, head: Product | None = None, device: torch.device | None = None,
+    drafts: bool = False, keeps_codes: bool = False,
 ) -> Decoder:  # fmt: skip
     """This rank's part of the model; `shape.reason_against` has found nothing against it.
 
+    `keeps_codes`: linear layers that are quantised on disk stay so.
     `product` is the format of linear layers; `head` that of the last one, which is not quantised. Of a model
     that drafts the first rank alone has token ids, and the embedding.
     """
-    where = device or torch.device("cpu")
-    return Assembly(config, source, ranks, dtype, product, head or product, where, drafts).whole()
+    where, how = device or torch.device("cpu"), (product, head or product)
+    return Assembly(config, source, ranks, dtype, *how, where, drafts, keeps_codes).whole()
 
 
 def wanted(config: Any) -> dict[str, Sizes]:
     """The tensors that the model has on disk, by name; of a tied model also the head, which may be absent."""
     outline = Outline({f"{shape_of(config).family.names.head}.weight": ()})
     meta = torch.device("meta")
-    whole = Assembly(config, outline, ALONE, torch.float32, dense, dense, meta, drafts=False)
+    whole = Assembly(config, outline, ALONE, torch.float32, plain, plain, meta, drafts=False)
     whole.whole()
     return whole.wanted
 
@@ -66,10 +68,11 @@ class Assembly:
 
     def __init__(
         self, config: Any, source: Source, ranks: Ranks, dtype: torch.dtype, product: Product,
-        head: Product, device: torch.device, drafts: bool,
+        head: Product, device: torch.device, drafts: bool, keeps_codes: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.source, self.ranks, self.dtype = config, source, ranks, dtype
         self.product, self.head, self.device, self.drafts = product, head, device, drafts
+        self.keeps_codes = keeps_codes
         self.shape: Shape = shape_of(config)
         self.names = self.shape.family.names
         self.heads = head_ranges(self.shape.n_heads, self.shape.n_kv, ranks.world, ranks.rank)
@@ -186,7 +189,7 @@ class Assembly:
         stacks = self._stacked if clamped else self._one_by_one
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
         up, down, up_bias, down_bias = stacks(prefix, share)
-        if isinstance(self.head, Packed):  # they are not quantised
+        if isinstance(self.head, Products):  # they are not quantised
             up, down = map(self.head.stacked, (up, down))
         return Experts(router, up, down, up_bias, down_bias, gate, routing, self.reduce)
 
@@ -228,7 +231,16 @@ class Assembly:
             weights.append(self._read_for_product(f"{name}.weight", (outputs, self.shape.dim), cut))
             if self.shape.family.has_bias(self.config, name, part):
                 biases.append(self.read(f"{name}.bias", (outputs,), cut))
-        return self.product(_joined(weights), _joined(biases) if biases else None)
+        coded = [weight for weight in weights if isinstance(weight, Coded)]
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
+        bias = _joined(biases) if biases else None
+        if not coded:
+            return self.product(_joined(plain), bias)
+        if not plain and len({weight.kind for weight in coded}) == 1:
+            return self.product(joined(coded), bias)
+        sizes = [weight.shape[0] for weight in weights]
+        each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+        return Beside([self.product(weight, own) for weight, own in zip(weights, each, strict=True)])
 
     def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
         """A layer that is split by its inputs; the first rank has the bias."""
@@ -252,14 +264,21 @@ class Assembly:
 
     def read(self, name: str, shape: Sizes, cut: Cut | None = None) -> Tensor:
         """The tensor of this shape, or the cut part."""
-        return self._read_for_product(name, shape, cut).to(self.device)
+        return self._numbers(self._part(name, shape, cut)).to(self.device)
 
-    def _read_for_product(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor:
+    def _read_for_product(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
         """The product moves it to the device: quantising begins on the CPU."""
+        part = self._part(name, shape, cut)
+        return part if self.keeps_codes and isinstance(part, Coded) else self._numbers(part)
+
+    def _part(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
         self.wanted[name] = shape
         if self.device.type == "meta":
             return taken(torch.empty(shape, dtype=self.dtype, device=self.device), cut)
-        return self.source.read(name, cut).to(self.dtype)
+        return self.source.read(name, cut)
+
+    def _numbers(self, part: Tensor | Coded) -> Tensor:
+        return part.decoded(self.dtype) if isinstance(part, Coded) else part.to(self.dtype)
 
     def _qkv(self) -> list[tuple[int, list[Span]]]:
         """Of each weight on disk, in the order of queries, keys, values: its outputs, and this rank's."""

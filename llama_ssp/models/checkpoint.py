@@ -1,4 +1,4 @@
-"""What a model folder claims to be, read from its JSON files and safetensors headers. No torch.
+"""What a model claims to be, read from its JSON files and safetensors headers, or its GGUF header. No torch.
 
 All checks are made before a weight is read: the folder is complete, stays inside itself and needs no code of
 its own, and its tensors have the shapes that config.json says.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import SIZES, ModelConf, Weights, home_expanded
+from llama_ssp.config import SIZES, Dtype, ModelConf, Weights, home_expanded
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.models import gguf_model
 from llama_ssp.models.bounds import require_counts, require_short_texts
 from llama_ssp.models.families import (
     EXPERTS,
@@ -27,7 +28,19 @@ from llama_ssp.models.families import (
     expert_layers,
     family_of,
 )
-from llama_ssp.models.folder import MODEL_FOLDER, REFETCH, header, read_json, require_safe, weight_files
+from llama_ssp.models.folder import (
+    MODEL_FOLDER,
+    REFETCH,
+    gguf_in,
+    header,
+    is_gguf,
+    read_json,
+    require_safe,
+    weight_files,
+)
+from llama_ssp.models.gguf import read_header
+from llama_ssp.models.gguf_model import config_of, name_of
+from llama_ssp.models.quantised_config import codes_of, require_readable
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +50,9 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
-QUANTISERS = ("bitsandbytes", "gptq", "awq", "fp8", "compressed-tensors", "mxfp4")
-# Endings of the tensors that these add to quantised weights, or put in their place.
-SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
-HEADS = ("lm_head.weight", "embed_out.weight")  # absent where the embedding is the head, too
+HEADS = ("lm_head.", "embed_out.")  # absent where the embedding is the head, too
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 SUPPORTED = TESTED + ", and others that have attention with explicit positions only"
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -50,20 +60,21 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that was checked: its config.json, and the shape of every tensor."""
+    """A folder, or GGUF file, that was checked: its config.json, and the shape of every tensor."""
 
     path: Path
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+    formats: dict[str, str] = field(default_factory=dict)  # of numbers, as safetensors names them
 
 
 def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:
     """The model with the shape that its checked folder says, and the folder; None for a synthetic model."""
     if model.weights is Weights.synthetic:
         _require_experts(model, role)
-        return model, None
+        return _with_codes(model, role), None
     path = find(model, role)
-    return with_shape(model, inspect(path), role), path
+    return _with_codes(with_shape(model, inspect(path), role), role), path
 
 
 def outlined(model: ModelConf, role: str) -> ModelConf:
@@ -71,12 +82,24 @@ def outlined(model: ModelConf, role: str) -> ModelConf:
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
         _require_experts(model, role)
-        return model
+        return _with_codes(model, role)
     local = model.path is not None or model.repo is None
     path = find(model, role) if local else _hub_copy(model, role, "config.json").parent
-    config = _read_config(path)
+    config = read_config(path)
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
-    return replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied))
+    return _with_codes(replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied)), role)
+
+
+def _with_codes(model: ModelConf, role: str) -> ModelConf:
+    """The model; a ModelError if it is to keep codes and has none."""
+    if model.dtype is Dtype.packed and (not model.code_bits or model.weights is Weights.synthetic):
+        what, allowed = (
+            "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep",
+            "",
+        )
+        fix = f"write {role}.dtype=bf16; int8 and nf4 quantise plain weights"
+        raise ModelError(what, f"{role} {model.name}", "plain weights", allowed, fix)
+    return model
 
 
 def _require_experts(model: ModelConf, role: str) -> None:
@@ -90,7 +113,7 @@ def _require_experts(model: ModelConf, role: str) -> None:
 
 
 def find(model: ModelConf, role: str) -> Path:
-    """The folder of a model: its `path`, or the local copy of its hub repository."""
+    """The folder of a model, or its GGUF file: its `path`, or the local copy of its hub repository."""
     if model.path is None and model.repo is not None:
         path = _hub_copy(model, role)
         commit = commit_of(path)
@@ -102,9 +125,11 @@ def find(model: ModelConf, role: str) -> Path:
         raise UsageError(f"{role} {model.name} has neither a path nor a repo", fix=fix)
     own = model.path.removeprefix(SHIPPED)
     path = home_expanded(model.path) if own == model.path else SHIPPED_FOLDER / Path(own).name
+    if file := gguf_in(path):
+        return file
     if not path.is_dir():
         hub = f"; for a hub repository write {role}.repo={model.path}" if REPO.fullmatch(model.path) else ""
-        fix = f"give the folder that holds config.json and *.safetensors{hub}"
+        fix = f"give the folder that holds config.json and *.safetensors, or a *.gguf file{hub}"
         raise ModelError(f"{role}.path is not a folder", path, fix=fix)
     return path
 
@@ -152,7 +177,10 @@ def folder_at_hand(model: ModelConf) -> Path | None:
 
 
 def _is_here(model: ModelConf) -> bool:
-    return model.path is not None and (model.path.startswith(SHIPPED) or home_expanded(model.path).is_dir())
+    if model.path is None or model.path.startswith(SHIPPED):
+        return model.path is not None
+    path = home_expanded(model.path)
+    return path.is_dir() or (is_gguf(path) and path.is_file())
 
 
 def _hub_cache() -> Path:
@@ -164,12 +192,20 @@ def _hub_cache() -> Path:
 
 def inspect(path: Path) -> Checkpoint:
     """Reads and checks the folder; raises ModelError."""
-    config = _read_config(path)
+    config = read_config(path)
+    if is_gguf(path):
+        tensors = read_header(path).tensors
+        if (path.parent / "tokenizer.json").exists():  # then it is used
+            require_safe(path.parent)
+            require_short_texts(path.parent)
+        named = {name_of(config["model_type"], name): each.shape for name, each in tensors.items()}
+        return Checkpoint(path, config, named)
     require_safe(path)
     require_short_texts(path)
     shapes: dict[str, tuple[int, ...]] = {}
+    formats: dict[str, str] = {}
     for file, listed in weight_files(path).items():
-        held = header(file)
+        held, types = header(file)
         expected = held if listed is None else listed
         missing, extra, twins = set(expected) - set(held), set(held) - set(expected), set(held) & set(shapes)
         for problem, names in (("lacks", missing), ("holds unlisted", extra), ("repeats", twins)):
@@ -177,29 +213,23 @@ def inspect(path: Path) -> Checkpoint:
                 found = f"{len(names)}: {', '.join(sorted(names)[:5])}"
                 raise ModelError(f"{file.name} {problem} tensors", file, found, fix=REFETCH)
         shapes.update(held)
-    _require_scales(path, config.get("quantization_config"), shapes)
-    return Checkpoint(path, config, shapes)
+        formats.update(types)
+    require_readable(path, config, formats)
+    return Checkpoint(path, config, shapes, formats)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config = read_json(path / "config.json")
+def config_file(path: Path) -> Path:
+    """The file that says what the model is."""
+    return path if is_gguf(path) else path / "config.json"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of config.json, or what it would be for a GGUF file."""
+    config = config_of(read_header(path)) if is_gguf(path) else read_json(path / "config.json")
     require_counts(path, config)
     if not isinstance(config.get("model_type"), str):
         raise ModelError("config.json has no model_type", path, fix=MODEL_FOLDER)
     return config
-
-
-def _require_scales(path: Path, claim: object, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuses plain weights that config.json calls quantised: some libraries would read them as codes."""
-    if not isinstance(claim, dict) or any(name.endswith(SCALES) for name in shapes):
-        return
-    short = "bitsandbytes" if claim.get("load_in_8bit") or claim.get("load_in_4bit") else None
-    method = claim.get("quant_method") or short
-    if method in QUANTISERS:
-        what = f"config.json says that {method} quantised the weights, but they are plain"
-        where = f"{path / 'config.json'}: quantization_config"
-        fix = "remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights"
-        raise ModelError(what, where, "no scales among the tensors", fix=fix)
 
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
@@ -207,9 +237,9 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
     found = shape_of(checkpoint)
     # A tied head may be saved, too, and versions of a model differ in windows.
     wrong = [
-        f"{key} {claimed} in the config, {value} in config.json"
+        f"{key} {claimed} in the config, {value} in {config_file(checkpoint.path).name}"
         for key, value in found.items()
-        if key not in ("tied", "sliding_window")
+        if key not in ("tied", "sliding_window", "code_bytes", "code_mix")
         and (claimed := getattr(model, key)) not in (0, "", None, value)
     ]
     if wrong:
@@ -248,8 +278,9 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         **_experts(checkpoint, family, layers, ffn),
         "vocab": size("vocab_size"),
         "context": context_within(size(*POSITIONS, default=family.context), config),
-        "tied": not any(name.endswith(HEADS) for name in checkpoint.shapes),
+        "tied": not any(name.startswith(HEADS) for name in checkpoint.shapes),
         "sliding_window": size(window.key, default=window.default) if window else None,
+        **_codes(checkpoint),
     }
     if heads % kv_heads:
         what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"
@@ -257,6 +288,12 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ModelError(what, checkpoint.path, found, allowed, REFETCH)
     _compare_tensors(checkpoint, shape["vocab"], dim, layers)
     return shape
+
+
+def _codes(checkpoint: Checkpoint) -> dict[str, Any]:
+    if is_gguf(checkpoint.path):
+        return gguf_model.codes_of(read_header(checkpoint.path))
+    return codes_of(checkpoint.config, checkpoint.path, checkpoint.formats)
 
 
 def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:
@@ -286,7 +323,8 @@ def _size(checkpoint: Checkpoint, names: tuple[str, ...], default: int | None) -
             raise _unsupported(checkpoint, f"its config.json has no {names[0]}")
         if isinstance(values[0], list):
             raise _unsupported(checkpoint, f"its layers differ in {names[0]}")
-    what, found = f"config.json has no usable {names[0]}", repr(values[0] if values else None)
+    what = f"{config_file(checkpoint.path).name} has no usable {names[0]}"
+    found = repr(values[0] if values else None)
     fix = "correct it, or fetch the model again"
     raise ModelError(what, checkpoint.path, found, "a positive whole number", fix)
 
@@ -325,11 +363,12 @@ def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> Win
 
 def _compare_tensors(checkpoint: Checkpoint, vocab: int, dim: int, layers: int) -> None:
     """Refuses weights with another number of layers, or another embedding, than config.json says."""
+    said = "the header" if is_gguf(checkpoint.path) else "config.json"
     for name, shape in checkpoint.shapes.items():
         if name.endswith(EMBEDDINGS) and shape != (vocab, dim):
-            what, where = "a tensor's shape contradicts config.json", f"{checkpoint.path}: {name}"
+            what, where = f"a tensor's shape contradicts {said}", f"{checkpoint.path}: {name}"
             raise ModelError(what, where, shape, (vocab, dim), REFETCH)
     numbers = [int(match[1]) for name in checkpoint.shapes if (match := LAYER.search(name))]
     if numbers and 1 + max(numbers) != layers:
-        what, found = "the number of layers contradicts config.json", f"{1 + max(numbers)} in the weights"
-        raise ModelError(what, checkpoint.path, f"{found}, {layers} in config.json", fix=REFETCH)
+        what, found = f"the number of layers contradicts {said}", f"{1 + max(numbers)} in the weights"
+        raise ModelError(what, checkpoint.path, f"{found}, {layers} in {said}", fix=REFETCH)

@@ -20,7 +20,7 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.loader import made, read, ready, shaped
 from llama_ssp.models.quantization import QUANTISED
-from llama_ssp.models.sharding import require_quantised
+from llama_ssp.models.sharding import require_quantised, require_transformers
 
 log = logging.getLogger(__name__)
 CPU, DISK = "cpu", "disk"
@@ -32,6 +32,7 @@ def load_layers(
 ) -> CausalModel:
     """The model on all devices, or on those of `limits`; what does not fit goes to folder `offload`."""
     require_quantised(model)
+    require_transformers(model)
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # our own log line says it
     empty = shaped(model, path, dtype, role)
     spread = spread_of(empty, dtype, _limits(limits))

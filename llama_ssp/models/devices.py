@@ -13,7 +13,7 @@ TORCH_DTYPES = {
     Dtype.fp64: torch.float64,
     Dtype.fp32: torch.float32,
     Dtype.fp16: torch.float16,
-    **dict.fromkeys((Dtype.bf16, Dtype.int8, Dtype.nf4), torch.bfloat16),
+    **dict.fromkeys((Dtype.bf16, Dtype.int8, Dtype.int4, Dtype.nf4, Dtype.packed), torch.bfloat16),
 }
 ALLOWED = "auto, cpu, cuda:N"
 

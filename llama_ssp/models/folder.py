@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import stat
 import struct
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from llama_ssp.errors import ModelError
 MAX_JSON_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 10 * 2**20  # of 100 000 tensors; a shard of a large model has a hundredth of it
 MAX_NAME = 255  # characters of a file's or a tensor's name
+GGUF, SHARD = ".gguf", re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 POINTER = b"version https://git-lfs"  # how a Git LFS pointer begins
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -32,15 +34,51 @@ READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 # Bits of a number in each format that can be loaded.
 BITS = {"BOOL": 8} | {
     name: bits
-    for bits, names in {64: "F64 I64 U64", 32: "F32 I32 U32", 16: "BF16 F16 I16 U16", 8: "I8 U8"}.items()
+    for bits, names in {
+        64: "F64 I64 U64",
+        32: "F32 I32 U32",
+        16: "BF16 F16 I16 U16",
+        8: "I8 U8 F8_E4M3 F8_E5M2 F8_E8M0",
+    }.items()
     for name in names.split()
 }
 REFETCH, COPY = "fetch the model again", "copy it into the folder"
 MODEL_FOLDER = "use a Hugging Face model folder"
 
 
+def is_gguf(path: Path) -> bool:
+    return path.suffix == GGUF
+
+
+def gguf_in(path: Path) -> Path | None:
+    """The GGUF file that a path means: the path itself, or the one in a folder without safetensors.
+
+    Of a model in several files the first. None if there is none; a ModelError if there are several models.
+    """
+    if is_gguf(path) and path.is_file():
+        return shards(path)[0]
+    if not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX)):
+        return None
+    found = sorted({shards(file)[0] for file in path.glob(f"*{GGUF}")})
+    if len(found) > 1:
+        what, names = "the folder holds several GGUF models", ", ".join(file.name for file in found[:5])
+        raise ModelError(what, path, names, "one", f"write the path of one: path={found[0]}")
+    return found[0] if found else None
+
+
+def shards(file: Path) -> list[Path]:
+    """All files of a GGUF model, the first first."""
+    match = SHARD.fullmatch(file.name)
+    if match is None:
+        return [file]
+    counted = range(1, max(1, int(match[3])) + 1)
+    return [file.with_name(f"{match[1]}-{number:05}-of-{match[3]}{GGUF}") for number in counted]
+
+
 def weight_files(path: Path) -> Mapping[Path, list[str] | None]:
-    """The safetensors files of a folder, with the tensors that an index lists for each; else None."""
+    """The weight files of a model, with the tensors that an index lists for each; else None."""
+    if is_gguf(path):
+        return dict.fromkeys(shards(path))
     index, single = path / INDEX, path / SINGLE
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -59,11 +97,11 @@ def weight_files(path: Path) -> Mapping[Path, list[str] | None]:
         what, found = "the weights are pickled, which can run code", ", ".join(pickled[:5])
         raise ModelError(what, path, found, "*.safetensors", fix)
     fix = "give the folder of a saved model"
-    raise ModelError("the folder holds no weights", path, allowed=f"{SINGLE} or {INDEX}", fix=fix)
+    raise ModelError("the folder holds no weights", path, allowed=f"{SINGLE}, {INDEX} or *{GGUF}", fix=fix)
 
 
-def header(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes in a safetensors file; a ModelError unless it holds exactly what its header says."""
+def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shapes and number formats in a safetensors file; a ModelError unless it holds what they say."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -71,13 +109,13 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
             raise _pointer(file)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise _damaged(file, f"a header of {length} bytes in a file of {size}")
+            raise damaged(file, f"a header of {length} bytes in a file of {size}")
         text = stream.read(length)
     try:
         entries = json.loads(text, object_pairs_hook=_no_twins)
         unfit = next((k for k in entries if len(k) > MAX_NAME or not k.isprintable()), None)
         if unfit is not None:
-            raise _damaged(file, f"a tensor by the name of {unfit[:MAX_NAME]!r}")
+            raise damaged(file, f"a tensor by the name of {unfit[:MAX_NAME]!r}")
         entries.pop("__metadata__", None)
         shapes = {k: _whole_numbers(v["shape"]) for k, v in entries.items()}
         places = {k: _whole_numbers(v["data_offsets"]) for k, v in entries.items()}
@@ -85,21 +123,21 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
         formats = {k: str(v["dtype"]) for k, v in entries.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         twice = str(error) if isinstance(error, _TwinsError) else "that is not a table of tensors"
-        raise _damaged(file, f"a header {twice}") from None
+        raise damaged(file, f"a header {twice}") from None
     for name, (first, last) in places.items():
         bits, shape = BITS.get(formats[name]), shapes[name]
         if bits is None:
             what, fix = "a tensor has a number format that cannot be loaded", "use a copy in bf16 or fp16"
             raise ModelError(what, f"{file}: {name}", formats[name], ", ".join(BITS), fix)
         if min(shape, default=0) < 0 or math.prod(shape) * bits != 8 * (last - first):
-            raise _damaged(file, f"{last - first} bytes for {name} of {shape} in {formats[name]}")
+            raise damaged(file, f"{last - first} bytes for {name} of {shape} in {formats[name]}")
     for (_, end), (first, _) in pairwise(spans):
         if first != end:
-            raise _damaged(file, f"tensors that overlap or leave a gap at byte {end}")
+            raise damaged(file, f"tensors that overlap or leave a gap at byte {end}")
     expected = 8 + length + spans[-1][1]
     if expected != size:
-        raise _damaged(file, f"{size} bytes where the header promises {expected}")
-    return shapes
+        raise damaged(file, f"{size} bytes where the header promises {expected}")
+    return shapes, formats
 
 
 def _whole_numbers(value: list[Any]) -> tuple[int, ...]:
@@ -116,7 +154,8 @@ def fingerprint(path: Path) -> str:
     """
     digest = hashlib.sha256()
     weights = weight_files(path)
-    small = [p for p in path.iterdir() if p.suffix in READ_BY_LIBRARIES and p not in weights and p.is_file()]
+    beside = path.parent.glob("tokenizer*") if is_gguf(path) else path.iterdir()
+    small = [p for p in beside if p.suffix in READ_BY_LIBRARIES and p not in weights and p.is_file()]
     for file in sorted(small):
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
     for file in sorted(weights):
@@ -236,7 +275,7 @@ def _pointer(file: Path) -> ModelError:
     return ModelError(f"{file.name} is a Git LFS pointer, not the file", file, fix=fix)
 
 
-def _damaged(file: Path, found: str) -> ModelError:
+def damaged(file: Path, found: str) -> ModelError:
     return ModelError("the weights file is damaged or cut short", file, found, fix=REFETCH)
 
 

@@ -5,7 +5,8 @@ have one interface: `forward(x)`, `in_features` and `out_features`.
 
     nn.Linear        the weight as it is, by torch
     PackedLinear     16 and 32 bit, packed for a few rows on a CPU (kernels/linear.py)
-    Int8Linear       8 bit (kernels/int8.py)
+    CodedLinear      4 and 8 bit: codes and scales (kernels/coded.py)
+    DecodedLinear    the same without a kernel
 
 Of a layer that is split by its outputs (a column-parallel layer) each rank has some outputs, and sends no
 message. Of one that is split by its inputs (row-parallel) each rank has a term of every output, and the sum
@@ -21,14 +22,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.config import Dtype
-from llama_ssp.models.kernels import int8
+from llama_ssp.models.coded import Coded
+from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable, packed_stack
-from llama_ssp.models.quantization import QUANTISED, quantised, scales_of
+from llama_ssp.models.quantization import QUANTISED, coded_of, in_groups, quantised
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
 Gather = Callable[[Tensor], list[Tensor]]  # every rank's tensor, all of one shape
-Product = Callable[[Tensor, Tensor | None], nn.Module]  # of a weight and a bias: a format of linear layers
+# Of a weight and a bias: a format of linear layers. A weight in codes is kept so in any.
+Product = Callable[[Tensor | Coded, Tensor | None], nn.Module]
 
 
 class Summed(nn.Module):
@@ -40,6 +43,17 @@ class Summed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.reduce(self.product(x))
+
+
+class Beside(nn.Module):
+    """Layers with the same inputs whose weights cannot be one: their outputs one after the other."""
+
+    def __init__(self, products: list[nn.Module]) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(products)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([product(x) for product in self.products], -1)
 
 
 class Embedding(nn.Module):
@@ -89,34 +103,51 @@ def dense(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Linear:
     return layer
 
 
-def formats(dtype: Dtype, device: torch.device, fast: bool) -> tuple[Product, Product]:
+def plain(weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
+    """The product by torch; codes are decoded for each."""
+    if isinstance(weight_NK, Coded):
+        return coded.DecodedLinear(weight_NK, bias_N)
+    return dense(weight_NK, bias_N)
+
+
+def formats(
+    dtype: Dtype, device: torch.device, fast: bool, coded_too: bool = False
+) -> tuple[Product, Product]:
     """The formats of linear layers and of the head, which is not quantised; `fast`: by our own kernels.
 
-    Weights may be where they were read, and are moved to the device.
+    `coded_too`: codes by the kernel even if nothing else is. Weights may be where they were read, and are
+    moved to the device.
     """
+    products = Products(device, fast, fast or coded_too)
 
-    def moved(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
-        return dense(weight_NK.to(device), bias_N)
-
-    def small(weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
+    def small(weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
+        if isinstance(weight_NK, Coded):
+            return products(weight_NK, bias_N)
+        if dtype is Dtype.int4:
+            return products(in_groups(weight_NK), bias_N)
         layer = quantised(dtype, weight_NK, bias_N, device)
-        ours = fast and dtype is Dtype.int8 and int8.usable(device)
-        return int8.Int8Linear(layer, next(scales_of(layer))) if ours else layer
+        ours = fast and dtype is Dtype.int8 and coded.available(device)
+        return products(coded_of(layer), layer.bias) if ours else layer
 
-    plain = Packed() if fast and device.type == "cpu" else moved
-    return small if dtype in QUANTISED else plain, plain
+    return small if dtype in QUANTISED else products, products
 
 
-class Packed:
-    """Makes products with packed weights, all in the same memory; dense ones where they cannot be packed."""
+class Products:
+    """Makes products; of a CPU's own kernels with packed weights, all in the same memory."""
 
-    def __init__(self) -> None:
-        self._memory = LargePages()
+    def __init__(self, device: torch.device, fast: bool, coded_fast: bool | None = None) -> None:
+        self.device = device
+        self.coded_fast = (fast if coded_fast is None else coded_fast) and coded.available(device)
+        self._memory = LargePages() if fast and device.type == "cpu" else None
 
-    def __call__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> nn.Module:
-        layer = dense(weight_NK, bias_N)
-        return PackedLinear(layer, self._memory) if packable(layer) else layer
+    def __call__(self, weight_NK: Tensor | Coded, bias_N: Tensor | None = None) -> nn.Module:
+        if isinstance(weight_NK, Coded) and self.coded_fast and coded.usable(weight_NK, self.device):
+            return coded.CodedLinear(weight_NK, bias_N, self.device, self._memory)
+        layer = plain(weight_NK.to(self.device), bias_N)
+        if self._memory and isinstance(layer, nn.Linear) and packable(layer):
+            return PackedLinear(layer, self._memory)
+        return layer
 
     def stacked(self, weight_ENK: Tensor) -> Tensor:
-        """The same for the weights of experts."""
-        return packed_stack(weight_ENK, self._memory)
+        """The weights of experts, packed where they can be."""
+        return packed_stack(weight_ENK, self._memory) if self._memory else weight_ENK

@@ -18,19 +18,24 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, shortened
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.causal_lm import CausalModel, kernels_of, windows_of
+from llama_ssp.models.checkpoint import config_file, read_config
+from llama_ssp.models.coded_source import source_of
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import TESTED, TESTED_FAMILIES, family_of
-from llama_ssp.models.folder import REFETCH, read_json
+from llama_ssp.models.folder import REFETCH, is_gguf, read_json
+from llama_ssp.models.gguf import read_header
+from llama_ssp.models.gguf_io import GgufSource
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
+from llama_ssp.models.quantised_config import PLAIN_COPY, quantised_config
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import FileSource, ScannedSource
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
-from llama_ssp.models.sharding import require_quantised, unsplit
+from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, build, config_for, fill_module, require_filled
 
@@ -57,6 +62,7 @@ def load(
     if ranks.world > 1:
         raise unsplit(f"{role} {model.name}", against)
     require_quantised(model)
+    require_transformers(model)
     causal = CausalModel(load_module(model, path, dtype, device, role), model.name)
     ready(causal, model)
     log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
@@ -70,13 +76,15 @@ def _decoder(
     require_quantised(model, ranks.world)
     fast = fast and has_kernels(model.name, dtype, device)
     held, drafts = TORCH_DTYPES[dtype], role == DRAFT
-    how = ranks, held, *formats(dtype, device, fast), device, drafts
+    # Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
+    coded = dtype in (Dtype.int4, Dtype.packed)
+    by_kernel = fast or (coded and has_kernels(model.name, dtype, device))
+    how = ranks, held, *formats(dtype, device, fast, by_kernel), device, drafts, dtype is Dtype.packed
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
         made = decoder(config, source, *how)
     else:
-        prefix = family_of(config.model_type).names.embedding.partition(".")[0]
-        with _refusing(path), closing(FileSource(path, names := wanted(config), prefix)) as files:
+        with _refusing(path), closing(_opened(path, config, names := wanted(config))) as files:
             _require_complete(path, differences(names, files.shapes, config))
             made = decoder(config, ScannedSource(files, model.name) if model.scan else files, *how)
     return_memory()
@@ -84,6 +92,13 @@ def _decoder(
     log.info("%s %s: %s on %s%s", role, model.name, dtype.value, device, over)
     steps = GraphedModel if device.type == "cuda" else SteppedModel
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)
+
+
+def _opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | GgufSource:
+    if is_gguf(path):
+        return GgufSource(read_header(path), config)
+    prefix = family_of(config.model_type).names.embedding.partition(".")[0]
+    return source_of(path, names, prefix, quantised_config(read_json(path / "config.json"), path))
 
 
 def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
@@ -115,7 +130,7 @@ def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
     if path is None:
         with _possible(model, role):
             return build(model, TORCH_DTYPES[dtype])
-    config = require_supported(path)
+    config = _for_modules(path)
     with _refusing(path):
         return _empty(config, TORCH_DTYPES[dtype])
 
@@ -148,23 +163,25 @@ def _refusing(path: Path) -> Iterator[None]:
     except Exception as error:  # a config makes constructors fail in any way
         if lacks_memory(error) or is_gpu_error(error):
             raise
-        content = read_json(path / "config.json")
+        content = read_config(path)
         if not _makes_model(content):
             raise _wrong_config(path, content, "makes no model", error) from error
-        plain = "use a copy of the model with plain weights, and dtype=int8 or nf4"
-        fix = plain if content.get("quantization_config") else f"{REFETCH}, or another dtype"
+        fix = PLAIN_COPY if content.get("quantization_config") else f"{REFETCH}, or another dtype"
         raise ModelError("the checkpoint cannot be loaded", path, str(error)[:200], fix=fix) from error
 
 
 def require_supported(path: Path) -> Any:
     """The config as transformers reads it; raises ModelError if the model cannot be run."""
     from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    content = read_json(path / "config.json")
+    content = read_config(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if is_gguf(path):
+            config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(deepcopy(content))
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except MemoryError:
         raise
     except Exception as error:  # values of wrong types fail in any way
@@ -177,6 +194,15 @@ def require_supported(path: Path) -> Any:
         raise ModelError(what, path, config.model_type, ALLOWED, ANOTHER)
     windows_of(config)
     config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
+    return config
+
+
+def _for_modules(path: Path) -> Any:
+    """The config of a model that transformers' module is to run; a ModelError for a GGUF file."""
+    config = require_supported(path)
+    if is_gguf(path):
+        what, allowed = "a GGUF file runs by the decoder alone", "placement.splitting=tensor, or one process"
+        raise ModelError(what, path, "another splitting", allowed, "use the model's folder with safetensors")
     return config
 
 
@@ -198,9 +224,9 @@ def _wrong_config(path: Path, content: dict[str, Any], how: str, error: Exceptio
     own = [key for key in content if key != "model_type"]
     wrong = [key for key in own if _makes_model({k: v for k, v in content.items() if k != key})]
     found = f"{shortened(repr(content[wrong[0]]), 80)}: " if len(wrong) == 1 else ""
-    where = f"{path / 'config.json'}{': ' if wrong else ''}{', '.join(wrong)}"
+    where = f"{config_file(path)}{': ' if wrong else ''}{', '.join(wrong)}"
     fix = "correct it, or fetch the model again"
-    return ModelError(f"config.json {how}", where, f"{found}{str(error)[:160]}", fix=fix)
+    return ModelError(f"{config_file(path).name} {how}", where, f"{found}{str(error)[:160]}", fix=fix)
 
 
 def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | None = None) -> Any:
@@ -208,7 +234,10 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hub_logging
 
-    config = require_supported(path)
+    if dtype is Dtype.packed:
+        what, allowed = "codes are kept by the decoder alone", "placement.splitting=tensor, or one process"
+        raise ModelError(what, path, "dtype=packed", allowed, "write dtype=bf16, or another placement")
+    config = _for_modules(path)
     hub_logging.disable_progress_bar()
     with _refusing(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")

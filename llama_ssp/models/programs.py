@@ -32,9 +32,9 @@ OPTIONS: dict[str, Any] = {
 FOLDER = Path(__file__).parent
 TRACED = [  # the code that programs are made from
     *(FOLDER / f"{name}.py" for name in ["attention", "decoder", "experts", "linear", "programs", "steps"]),
-    *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "int8", "linear")),
-    *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "int8", "linear")),
-    *(FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "experts", "int8")),
+    *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "coded", "linear")),
+    *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "coded", "linear")),
+    *(FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "coded", "experts")),
 ]
 
 

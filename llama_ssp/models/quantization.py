@@ -1,4 +1,4 @@
-"""Linear layers in 8 and 4 bit, by bitsandbytes, made of weights that are in memory.
+"""Linear layers in 8 and 4 bit, made of weights that are in memory: int8 and nf4 by bitsandbytes, int4 by us.
 
 A rank quantises its own part. Of a layer whose outputs are cut, this gives the numbers of the whole layer; of
 a layer whose inputs are cut, each part has smaller scales of its own, and so a smaller error.
@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llama_ssp.config import Dtype
 from llama_ssp.errors import ModelError
+from llama_ssp.models.coded import DECODED_AT_ONCE, Coded, Codes, joined, packed
 from llama_ssp.models.sharding import NF4_BLOCK
 
 OUTLIERS = 6.0  # activations beyond it are multiplied in 16 bit (LLM.int8)
 PACKED_ROWS = 32  # outputs at a time in bitsandbytes' fast CPU kernel for 4 bit
-QUANTISED = (Dtype.int8, Dtype.nf4)
+QUANTISED = (Dtype.int8, Dtype.int4, Dtype.nf4)
+LLM_INT8 = Codes("int8", unit=1 / 127)
+INT4 = Codes("int4", group=32)
 
 
 def settings(dtype: Dtype) -> dict[str, Any]:
@@ -82,6 +86,33 @@ def scales_of(module: nn.Module) -> Iterator[Tensor]:
             scales = getattr(getattr(layer, "state", None), "SCB", None)
         yield from () if state is None else (state.absmax, state.code)
         yield from () if scales is None else (scales,)
+
+
+def coded_of(layer: nn.Linear) -> Coded:
+    """The codes and scales of a layer in int8."""
+    codes_NK = layer.weight.data
+    return Coded(LLM_INT8, codes_NK.shape[1], codes_NK.view(torch.uint8), next(scales_of(layer))[:, None])
+
+
+def in_groups(weight_NK: Tensor) -> Coded:
+    """The weight in int4: of each group the number of the largest magnitude is -8 times the scale.
+
+    So all sixteen codes are used, and a scale may be negative. Scales are rounded to bf16, and codes are the
+    nearest ones for them.
+    """
+    rows = max(1, DECODED_AT_ONCE // max(1, weight_NK.shape[1]))
+    return joined([_in_groups(part_NK) for part_NK in torch.split(weight_NK, rows)])
+
+
+def _in_groups(weight_NK: Tensor) -> Coded:
+    inputs = weight_NK.shape[1]
+    padded_NK = functional.pad(weight_NK.float(), (0, -inputs % INT4.group))
+    number_NGK = padded_NK.view(len(padded_NK), -1, INT4.group)
+    largest_NG1 = number_NGK.gather(2, number_NGK.abs().argmax(2, keepdim=True))
+    scale_NG1 = (largest_NG1 / -8).bfloat16()
+    code_NGK = (number_NGK / scale_NG1.float()).nan_to_num().round().clamp(-8, 7) + 8
+    codes_NC = packed(code_NGK.to(torch.uint8).flatten(1)[:, :inputs])
+    return Coded(INT4, inputs, codes_NC, scale_NG1.squeeze(2))
 
 
 def _quiet() -> None:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llama_ssp.errors import ModelError
+from llama_ssp.models.coded import Coded, taken
 from llama_ssp.models.folder import REFETCH, weight_files
 from llama_ssp.models.sharding import Cut
 
@@ -25,8 +26,8 @@ class Source(Protocol):
 
     shapes: dict[str, tuple[int, ...]]
 
-    def read(self, name: str, cut: Cut | None) -> Tensor:
-        """The cut part, or all, in memory of its own."""
+    def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
+        """The cut part, or all, in memory of its own; quantised matrices as their codes, or decoded."""
 
 
 class FileSource:
@@ -40,7 +41,7 @@ class FileSource:
         for file in sorted(weight_files(folder)):
             handle = self._opened.enter_context(safe_open(file, framework="pt"))
             for key in handle.keys():  # noqa: SIM118, a handle cannot be iterated
-                name = _model_name(key, known, prefix)
+                name = model_name(key, known, prefix)
                 if name not in known and name.endswith(COMPUTED):
                     continue
                 self._places[name] = (handle, key)
@@ -50,7 +51,7 @@ class FileSource:
         self._places.clear()
         self._opened.close()
 
-    def read(self, name: str, cut: Cut | None) -> Tensor:
+    def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
         handle, key = self._places[name]
         return taken(handle.get_slice(key) if cut else handle.get_tensor(key), cut)
 
@@ -61,28 +62,15 @@ class ScannedSource:
     def __init__(self, source: Source, model: str) -> None:
         self._source, self._model, self.shapes = source, model, source.shapes
 
-    def read(self, name: str, cut: Cut | None) -> Tensor:
+    def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
         part = self._source.read(name, cut)
-        if not torch.isfinite(part).all():
+        if not torch.isfinite(part if isinstance(part, Tensor) else part.decoded(part.scale_NG.dtype)).all():
             what, where = "a weight is not a finite number", f"{self._model}: {name}"
             raise ModelError(what, where, fix=REFETCH)
         return part
 
 
-def taken(weight: Any, cut: Cut | None) -> Tensor:
-    """A copy of the cut part of a tensor or of a slice of a file, or of all of it."""
-    if cut is None:
-        parts = [weight]
-    else:
-        whole = (slice(None),) * cut.dim
-        parts = [weight[(*whole, slice(first, last))] for first, last in cut.spans]
-    if cut is not None and len(parts) > 1:
-        return torch.cat(parts, cut.dim)
-    copy: Tensor = parts[0].clone(memory_format=torch.contiguous_format)  # a slice may be a view of the file
-    return copy
-
-
-def _model_name(key: str, known: Collection[str], prefix: str) -> str:
+def model_name(key: str, known: Collection[str], prefix: str) -> str:
     """The model's name for a tensor on disk."""
     for old, new in RENAMED.items():
         if key not in known and key.startswith(old):

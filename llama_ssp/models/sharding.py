@@ -157,6 +157,13 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
             raise DistributedError(what, where, odd[0], allowed, fix)
 
 
+def require_transformers(model: ModelConf) -> None:
+    """Refuses int4 for a model that transformers runs."""
+    if model.dtype is Dtype.int4:
+        what, where = "int4 is for models that the decoder runs, whole or over ranks", f"model {model.name}"
+        raise ModelError(what, where, "int4", "int8, nf4, and wider formats", "choose another dtype")
+
+
 def require_deepspeed(model: ModelConf, world: int) -> None:
     """Refuses a model that DeepSpeed would not cut: on every rank, before a file is opened."""
     where = f"model {model.name}"
@@ -166,7 +173,7 @@ def require_deepspeed(model: ModelConf, world: int) -> None:
             "use placement.splitting=tensor, or one process",
         )
         raise ModelError(what, where, model.family, ", ".join(DEEPSPEED_FAMILIES), fix)
-    if model.dtype in (Dtype.int8, Dtype.nf4):
+    if model.dtype in (Dtype.int8, Dtype.int4, Dtype.nf4, Dtype.packed):
         what, fix = "DeepSpeed would lose the scales of quantised layers", "use placement.splitting=tensor"
         raise DistributedError(what, where, model.dtype.value, "fp32, bf16, fp16", fix)
     filled_share("attention heads", model.n_heads, world, 0)

@@ -27,7 +27,7 @@ from llama_ssp.models import attention
 from llama_ssp.models.decoder import Decoder, KeysValues, Turns
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as attention_kernel
-from llama_ssp.models.kernels import int8, linear
+from llama_ssp.models.kernels import coded, linear
 from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.programs import Part, Program, ProgramFile, compiled, sizes
@@ -203,8 +203,8 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device) -> bool:
     wanted: list[Callable[[], None]] = [partial(attention_kernel.operators, device.type)]
     if device.type == "cpu":
         wanted.append(linear.operators)
-    if dtype is Dtype.int8 and int8.usable(device):
-        wanted.append(partial(int8.operators, device.type))
+    if dtype in (Dtype.int8, Dtype.int4, Dtype.packed) and coded.available(device):
+        wanted.append(partial(coded.operators, device.type))
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda make: make(), wanted))

@@ -19,7 +19,7 @@ from llama_ssp.planner.engine import tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit
-from llama_ssp.planner.weights import parameters
+from llama_ssp.planner.weights import BYTES, parameters
 from llama_ssp.planner.workload import Role
 from llama_ssp.text.pairing import Pairing
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
@@ -157,11 +157,18 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
     if draft is None:
         if run.draft is None and run.speculation.drafter is Drafting.model and run.speculation.may_draft:
             log.info("no draft model: plain decoding")
-    elif draft.path is not None and target.path is not None and draft.path.samefile(target.path):
+    elif _same_weights(draft, target):
         log.warning("the draft is the target itself: exact, but no gain is expected")
-    elif parameters(draft.model) >= parameters(target.model):
+    elif parameters(draft.model) * BYTES[draft.dtype] >= parameters(target.model) * BYTES[target.dtype]:
         line = "draft %s is no smaller than target %s: drafting pays if acceptance exceeds the cost ratio"
         log.warning(line, draft.model.name, target.model.name)
+
+
+def _same_weights(draft: ModelPlacement, target: ModelPlacement) -> bool:
+    """Whether both are one folder in one number format."""
+    if draft.path is None or target.path is None or draft.dtype is not target.dtype:
+        return False
+    return draft.path.samefile(target.path)
 
 
 def compiles(

@@ -146,8 +146,9 @@ class Forward:
         return choice + w * (3 * part.dim + 5 * part.expert_ffn)
 
     def _dequantised(self) -> int:
-        """4 bit: a layer's largest matrix, in 16 bit."""
-        return self.w * self.part.largest_matrix if self.own.dtype is Dtype.nf4 else 0
+        """4 bit, and codes without a kernel: a layer's largest matrix, in 16 bit."""
+        decodes = self.own.dtype in (Dtype.int4, Dtype.nf4, Dtype.packed)
+        return self.w * self.part.largest_matrix if decodes else 0
 
     def _head(self) -> int:
         """Logits; over several ranks: a part, its padded copy, all gathered parts, the whole.

@@ -108,7 +108,8 @@ def _in_narrower_formats(request: PlanRequest, worlds: list[int]) -> Iterator[st
     """One model in the widest format that makes it fit; if neither alone does, both in the narrowest."""
     found = False
     for role in request.roles:
-        for dtype in (Dtype.bf16 if request.machine.bf16 else Dtype.fp16, Dtype.int8, Dtype.nf4):
+        kept = [Dtype.packed] if role.model.code_bits else []
+        for dtype in (Dtype.bf16 if request.machine.bf16 else Dtype.fp16, *kept, Dtype.int8, Dtype.nf4):
             narrower = BYTES[dtype] < BYTES[role.dtype]
             if narrower and (held := _best(_with_dtype(request, role, dtype), worlds)):
                 found = True

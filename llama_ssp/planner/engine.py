@@ -11,7 +11,7 @@ from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.speed import PassCost, Times
 from llama_ssp.planner.weights import BYTES, parameters
 
-COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8)
+COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, Dtype.int4, Dtype.packed)
 # What compiled steps save, and what compiling costs, on two cores (bench/fast.py).
 SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
 COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
@@ -32,7 +32,7 @@ def why_eager(
     if not is_planned(model):
         return f"architecture {model.family} has no row in models/families.py"
     if dtype not in COMPILED_DTYPES:
-        return f"steps are compiled in bf16, fp32 and int8, not in {dtype.value}"
+        return f"steps are compiled in bf16, fp32, int8, int4 and packed, not in {dtype.value}"
     if engine is Steps.auto and not on_cpu:
         return "graphs on GPUs have to be asked for: engine=compiled"
     if engine is Steps.auto and _is_unprofitable(model, dtype, tokens):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting, Steps
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.models.sharding import require_quantised, require_split
+from llama_ssp.models.sharding import require_quantised, require_split, require_transformers
 from llama_ssp.planner.engine import as_run, why_eager
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
@@ -118,6 +118,8 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
         what, found = "what DeepSpeed holds is not planned", "placement.splitting=deepspeed"
         fix = "plan placement=auto, leader, sharded, replicated, own or layers"
         raise DistributedError(what, found=found, allowed="tensor, layers", fix=fix)
+    if placement.splitting is Splitting.layers:
+        require_transformers(request.target.model)
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):
         if degree > 1:

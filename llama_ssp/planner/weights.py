@@ -5,6 +5,7 @@ With one rank the part is the whole model, so the same table counts parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,8 +15,13 @@ from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_shar
 from llama_ssp.planner.workload import Role
 
 # Bytes of a layer's weight, without scales.
-BYTES = {Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.nf4: 0.5}
+BYTES = {
+    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5,
+    Dtype.nf4: 0.5, Dtype.packed: 1,  # at most
+}  # fmt: skip
+INT4_GROUP = 32  # inputs of an output that share a scale of 16 bits
 NF4_BLOCK = 64  # weights that share an fp32 scale
+Codes = tuple[int, int, int]  # bits of a code, inputs that share a scale, and its bytes
 NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 
 # The groups of tensors.
@@ -48,6 +54,10 @@ class Part:
     expert_ffn: int
     expert_layers: int
     norms: int  # in a block
+    first_query: int  # of this rank's, on disk
+    first_column: int  # of the MLP's
+    codes: Codes  # of a quantised checkpoint
+    code_mix: str = ""  # as of ModelConf
 
     @staticmethod
     def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
@@ -57,12 +67,15 @@ class Part:
         rows = vocab if not leader_looks_up or world == 1 else 1 if rank else model.vocab
         family, first = family_of(model.family), rank == 0
         whole = family, first, model.n_layers, model.dim, model.head_dim, model.context, model.tied
-        own = heads.queries, heads.kvs, length(mlp_share(model.ffn, world, rank)), vocab, widest, rows
+        mlp = mlp_share(model.ffn, world, rank)
+        own = heads.queries, heads.kvs, length(mlp), vocab, widest, rows
         sparse = model.n_layers - model.dense_layers if model.experts else 0
         expert_ffn = length(mlp_share(model.expert_ffn, world, rank)) if sparse else 0
         experts = model.experts, model.experts_per_token, expert_ffn, sparse
         norms = family.norms - (family.multi_query and model.n_kv_heads == 1)
-        return Part(*whole, model.vocab, world, *own, *experts, norms)
+        codes = model.code_bits, model.code_group, model.code_bytes
+        places = heads.query[0], mlp[0]
+        return Part(*whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix)
 
     @property
     def query_width(self) -> int:
@@ -75,7 +88,7 @@ class Part:
     @property
     def largest_matrix(self) -> int:
         """Numbers in the largest of a layer's matrices that may be quantised; experts are not."""
-        return max(weight.count for weight in weights(self) if weight.linear)
+        return max(outputs * inputs for outputs, inputs, *_ in _matrices(self))
 
     @property
     def rotary_width(self) -> int:
@@ -92,6 +105,8 @@ class Weight:
     inputs: int
     times: int = 1
     linear: bool = False  # a layer's matrix, which may be quantised
+    first: int = 0  # input of the matrix on disk
+    codes: Codes = (0, 0, 0)
 
     @property
     def count(self) -> int:
@@ -106,10 +121,12 @@ def weights(part: Part) -> Iterator[Weight]:
     yield Weight(EMBEDDING, part.embedding_rows, dim)
     if family.position_rows is not None:
         yield Weight(POSITIONS, part.context + family.position_rows, dim)
-    for outputs, inputs, times, bias in _matrices(part):
-        yield Weight(LAYERS, outputs, inputs, times, linear=True)
+    for outputs, inputs, times, bias, before in _matrices(part):
+        if not part.code_mix:
+            yield Weight(LAYERS, outputs, inputs, times, linear=True, first=before, codes=part.codes)
         if bias:
             yield Weight(LAYERS, outputs, 1, times)
+    yield from _mixed(part)
     if part.expert_layers:
         yield from _experts(part)
     if family.names.sinks:
@@ -124,8 +141,10 @@ def weights(part: Part) -> Iterator[Weight]:
         yield Weight(HEAD, part.vocab, dim)
 
 
-def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool]]:
-    """The matrices of attention and of MLPs, (outputs, inputs, how many, with bias), as they are held.
+def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
+    """The matrices of attention and of MLPs, as they are held.
+
+    Of each the outputs, the inputs, how many there are, whether with bias, and the first input on disk.
 
     Queries, keys and values are one matrix, and so are gate and up.
     """
@@ -134,11 +153,30 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool]]:
     def biased(name: str) -> bool:
         return name.rpartition(".")[2] in part.family.biased
 
-    yield queries + 2 * part.key_width, dim, part.layers, biased(names.qkv[0])
-    yield dim, queries, part.layers, part.first and biased(names.output)
+    yield queries + 2 * part.key_width, dim, part.layers, biased(names.qkv[0]), 0
+    before = part.first_query * part.head_dim
+    yield dim, queries, part.layers, part.first and biased(names.output), before
     if dense := part.layers - part.expert_layers:
-        yield part.ffn * (1 + part.family.gated), dim, dense, biased(names.up[0])
-        yield dim, part.ffn, dense, part.first and biased(names.down)
+        yield part.ffn * (1 + part.family.gated), dim, dense, biased(names.up[0]), 0
+        yield dim, part.ffn, dense, part.first and biased(names.down), part.first_column
+
+
+def _mixed(part: Part) -> Iterator[Weight]:
+    """The matrices of a GGUF file, each in a format of its own, by their names in the file."""
+    dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
+    sizes = {
+        "attn_q": (queries, dim, 0), "attn_k": (keys, dim, 0), "attn_v": (keys, dim, 0),
+        "attn_qkv": (queries + 2 * keys, dim, 0),
+        "attn_output": (dim, queries, part.first_query * part.head_dim),
+        "ffn_gate": (ffn, dim, 0), "ffn_up": (ffn * (1 + part.family.fused_mlp), dim, 0),
+        "ffn_down": (dim, ffn, part.first_column),
+    }  # fmt: skip
+    for word in part.code_mix.split():
+        name, times, *codes = word.split(":")
+        if name in sizes:
+            outputs, inputs, before = sizes[name]
+            bits, group, bytes_ = map(int, codes)
+            yield Weight(LAYERS, outputs, inputs, int(times), True, before, (bits, group, bytes_))
 
 
 def _experts(part: Part) -> Iterator[Weight]:
@@ -192,10 +230,19 @@ def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
     if weight.linear and dtype is Dtype.int8:
         yield weight.group, weight.count
         yield SCALES, 4 * weight.outputs
+    elif weight.linear and dtype is Dtype.int4:
+        yield weight.group, weight.outputs * -(-weight.inputs // 2)
+        yield SCALES, weight.outputs * -(-weight.inputs // INT4_GROUP) * 2
     elif weight.linear and dtype is Dtype.nf4:
         yield weight.group, -(-weight.count // 2)
         yield SCALES, -(-weight.count // NF4_BLOCK) * 4
         yield SCALES, NF4_TABLE
+    elif weight.linear and dtype is Dtype.packed and weight.codes[0]:
+        bits, group, bytes_ = weight.codes
+        # A part that begins inside a group has smaller groups.
+        groups = -(-weight.inputs // math.gcd(group, weight.first)) if group else 1
+        yield weight.group, weight.outputs * -(-weight.inputs * bits // 8)
+        yield SCALES, weight.outputs * groups * bytes_
     else:
         yield weight.group, weight.count * width(dtype)
 

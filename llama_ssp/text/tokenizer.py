@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_ssp.errors import DataError, ModelError
+from llama_ssp.models.folder import is_gguf
 from llama_ssp.text.compatibility import Diagnosis
+from llama_ssp.text.gguf_tokenizer import read_content, require_same_tokens
 from llama_ssp.text.pairing import Pairing, pair
-from llama_ssp.text.vocabulary import Vocabulary, end_ids_of, notation_guessed, tokenizing, vocabulary_of
+from llama_ssp.text.vocabulary import (
+    Vocabulary,
+    end_ids_of,
+    notation_guessed,
+    tokenizer_folder,
+    tokenizing,
+    vocabulary_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +77,18 @@ class HubTokens:
         hub_logging.set_verbosity_error()  # `_unreadable` says in a line what transformers warns of
         try:
             local = {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **local)
-        except MemoryError:
+            folder = tokenizer_folder(path)
+            self._tokenizer: Any = (
+                _of_header(path) if folder is None else AutoTokenizer.from_pretrained(folder, **local)
+            )
+        except (MemoryError, ModelError):
             raise
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
             raise _unreadable(path, str(error)) from None
         finally:
             hub_logging.set_verbosity(before)
+        if is_gguf(path) and folder is not None:
+            require_same_tokens(path, self._tokenizer.get_vocab())
         if not set(self._tokenizer.get_vocab().values()) - set(self._tokenizer.all_special_ids):
             raise _unreadable(path, "no tokens but special ones")  # a class without its files
         own = self._tokenizer.eos_token_id
@@ -201,6 +215,16 @@ def _unreadable(path: Path, found: str) -> ModelError:
         package = "sentencepiece" if (path / PIECES).read_bytes()[:1] == b"\n" else "tiktoken"
         fix = f"install what reads {PIECES} (pip install 'llama-ssp[{package}]'), or {fix}"
     return ModelError("the tokenizer cannot be read", where=str(path), found=found[:200], fix=fix)
+
+
+def _of_header(path: Path) -> Any:
+    """The tokenizer that a GGUF header describes."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    content, settings = read_content(path)
+    made = Tokenizer.from_str(json.dumps(content))
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **settings)
 
 
 class ByteTokens:

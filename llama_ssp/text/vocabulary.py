@@ -18,7 +18,8 @@ from typing import Any
 
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.bounds import require_short_text
-from llama_ssp.models.folder import read_json
+from llama_ssp.models.folder import is_gguf, read_json
+from llama_ssp.text.gguf_tokenizer import end_ids, read_content
 
 Encode = Callable[[str], list[int]]
 PANIC = "PanicException"
@@ -185,30 +186,40 @@ def before(begin: Encode, encode: Encode) -> tuple[int, ...]:
     return tuple(whole[:at])
 
 
-def read_vocabulary(folder: Path) -> Vocabulary | None:
-    """The vocabulary of a folder with a tokenizer.json; None without one, or where it cannot be read."""
+def tokenizer_folder(path: Path) -> Path | None:
+    """The folder with a model's tokenizer; None where the header of its GGUF file has it."""
+    if not is_gguf(path):
+        return path
+    return path.parent if (path.parent / FILE).exists() else None
+
+
+def read_vocabulary(path: Path) -> Vocabulary | None:
+    """The vocabulary of a model with a tokenizer.json; None without one, or where it cannot be read."""
     from tokenizers import Tokenizer
 
+    folder = tokenizer_folder(path)
     try:
-        text = (folder / FILE).read_text(encoding="utf-8")
-        content = json.loads(text)
-        require_short_text(folder / FILE, content)
-        tokenizer = Tokenizer.from_str(text)
+        if folder is None:
+            content, settings = read_content(path)
+        else:
+            content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+        require_short_text(path, content)
+        tokenizer = Tokenizer.from_str(json.dumps(content))
     except ModelError:
         raise
     except Exception:  # the Rust tokenizers raise bare Exceptions; loading reports what is wrong
         return None
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
 
     def begin(text: str, add_special_tokens: bool = True) -> list[int]:
-        with tokenizing(folder):
+        with tokenizing(path):
             ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    ends = end_ids_of(folder) or _named(settings.get("eos_token"), ids)
+    ends = end_ids_of(path) or _named(settings.get("eos_token"), ids)
     template = settings.get("chat_template")
     return vocabulary_of(content, ids, lambda text: begin(text, False), begin, ends, template)
 
@@ -229,20 +240,26 @@ def tokenizing(folder: Path) -> Iterator[None]:
 
 
 def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Vocabulary | None]:
-    """Those of two folders; equal files are read once, as large ones take a second."""
+    """Those of two models; equal files are read once, as large ones take a second."""
     found = read_vocabulary(target)
-    equal = all(_content(target / name) == _content(draft / name) for name in (FILE, SETTINGS))
-    if equal and end_ids_of(target) == end_ids_of(draft):
+    if _origin(target) == _origin(draft) and end_ids_of(target) == end_ids_of(draft):
         return found, found
     return found, read_vocabulary(draft)
 
 
-def _content(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
+def _origin(path: Path) -> object:
+    """What the tokenizer is read from."""
+    folder = tokenizer_folder(path)
+    if folder is None:
+        return path
+    files = [folder / name for name in (FILE, SETTINGS)]
+    return [file.read_bytes() if file.is_file() else None for file in files]
 
 
 def end_ids_of(path: Path) -> frozenset[int]:
-    """All tokens that end a text, from generation_config.json or config.json."""
+    """All tokens that end a text, from generation_config.json or config.json, or a GGUF header."""
+    if is_gguf(path):
+        return end_ids(path)
     for name in ("generation_config.json", "config.json"):
         try:
             found = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")

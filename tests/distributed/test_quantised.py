@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.models.kernels.int8 import Int8Linear
+from llama_ssp.models.coded import taken
+from llama_ssp.models.kernels.coded import CodedLinear
 from llama_ssp.models.linear import Summed
 from llama_ssp.models.loader import load
 from llama_ssp.models.quantization import QUANTISED
-from llama_ssp.models.safetensors_io import taken
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import NF4_BLOCK, ROWS, Cut, Span, head_ranges, mlp_share, require_split
 from tests.distributed.test_tensor import randomised_biases, walked
@@ -140,7 +140,7 @@ def test_parts_multiply_with_our_kernel_and_lose_no_accuracy(folders: dict[str, 
         plain, whole = (load(MODEL, folder, held, CPU, "model") for held in (Dtype.fp32, Dtype.int8))
         parts = [load(MODEL, folder, Dtype.int8, CPU, "model", rank, fast=True) for rank in ranks]
         inner = [layer.product for layer in parts[0].decoder.modules() if isinstance(layer, Summed)]
-        assert inner and all(isinstance(layer, Int8Linear) for layer in inner)
+        assert inner and all(isinstance(layer, CodedLinear) for layer in inner)
         exact = walked(plain)
         found = together([lambda part=part: walked(part) for part in parts], ranks)
         assert off(found[0], exact) <= NO_WORSE * off(walked(whole), exact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from bench.profiled import WAITS, called, total
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.attention import attend_rows
+from llama_ssp.models.coded import TABLES
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention
+from llama_ssp.models.kernels.coded import CodedLinear, operators
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -24,6 +27,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests.families import build, decoder_of
 from tests.rig import perturbed, speculate
+from tests.test_coded_linear import held, rows_of, wide
 from tests.test_triton import CASES, inputs
 
 pytestmark = [
@@ -74,19 +78,18 @@ def test_a_round_waits_once() -> None:
     assert total(called(seen.events(), "round"), WAITS) == 1
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16])
-def test_the_kernel_for_8_bit(rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 5, 16, 100])
+@pytest.mark.parametrize("table", TABLES)
+def test_the_kernel_for_codes(table: str, rows: int) -> None:
     """Beside the exact product, and row by row the same."""
-    from llama_ssp.models.kernels.int8_triton import linear_int8
-
-    generator = torch.Generator().manual_seed(rows)
-    codes = torch.randint(-127, 128, (96, 320), generator=generator, dtype=torch.int8).to(f"cuda:{LAST}")
-    scales = torch.rand(96, generator=generator).to(f"cuda:{LAST}")
-    x = torch.randn(rows, 320, generator=generator).to(f"cuda:{LAST}", torch.bfloat16)
-    found = linear_int8(x, codes, scales, None)
-    exact = x.double() @ (codes.double() * scales.double()[:, None] / 127).T
-    assert (found.double() - exact).norm() / exact.norm() < 2**-8
-    assert torch.equal(linear_int8(x[:1], codes, scales, None)[0], found[0])
+    operators("cuda")
+    for group, offset in itertools.product((0, 32), (None, "zero", "shift")):
+        weight = held(96, 320, table, group, offset)
+        layer = CodedLinear(weight, None, torch.device(f"cuda:{LAST}"))
+        x = rows_of(rows, 320).to(f"cuda:{LAST}")
+        found, exact = layer(x).cpu().double(), x.cpu().double() @ wide(weight).T
+        assert (found - exact).norm() / exact.norm() < 2**-7
+        assert torch.equal(layer(x[:1])[0], layer(x[:16])[0])
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -6,6 +6,7 @@ A row that may run (code 0) brings something that is never touched: it must be a
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from tests import checkpoints
 from tests.checkpoints import INDEX, join
+from tests.hostile import quantised as quantised_folders
 from tests.hostile.damage import (
     OUTSIDE,
     WEIGHTS,
@@ -24,6 +26,8 @@ from tests.hostile.damage import (
     code,
     config_sets,
     foldered,
+    gguf,
+    gguf_bytes,
     header,
     linked_outside,
     linked_to,
@@ -439,6 +443,53 @@ NUMBERS = [
 ]  # fmt: skip
 
 
+IS = quantised_folders
+QUANTISED = [
+    *(hostile(22, name, IS.quantised(write, claim), code=0, reach=LOADED) for name, write, claim in (
+        ("sound-gptq", IS.gptq, IS.GPTQ), ("sound-awq", IS.awq, IS.AWQ), ("sound-fp8", IS.fp8, IS.FP8),
+        ("sound-int4", IS.int4, IS.INT4),
+    )),
+    *(hostile(22, name, IS.quantised(IS.gptq, claim), "cannot be read", "quantization_config", found, "GGUF")
+      for name, claim, found in (
+        ("gptq-3-bit", {**IS.GPTQ, "bits": 3}, "3 bits"), ("gptq-marlin", {**IS.GPTQ, "checkpoint_format": "marlin"}, "marlin"),
+        ("awq-gemv", {**IS.AWQ, "version": "gemv"}, "gemv"), ("quanto", {"quant_method": "quanto"}, "quanto"),
+        ("nvfp4", {**IS.INT4, "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ("rotated", {**IS.INT4, "transform_config": {"config_groups": {"u": {}}}}, "transforms"),
+        ("sparse-24", {**IS.INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
+    )),
+    *(hostile(22, name, IS.quantised(write, claim), "no usable", found, "quantization_config")
+      for name, write, claim, found in (
+        ("group-zero", IS.gptq, {**IS.GPTQ, "group_size": 0}, "group_size"),
+        ("group-text", IS.gptq, {**IS.GPTQ, "group_size": "x"}, "group_size"),
+        ("bits-list", IS.awq, {**IS.AWQ, "bits": [4]}, "bits"),
+        ("block-negative", IS.fp8, {**IS.FP8, "weight_block_size": [-1, 32]}, "weight_block_size"),
+    )),
+    *(hostile(22, name, IS.broken(write, claim, end, tensor), "of a quantised matrix", found, reach=LOADED)
+      for name, write, claim, end, tensor, found in (
+        ("scales-rows", IS.gptq, IS.GPTQ, ".scales", torch.rand(3, 96).half(), "(2, 96)"),
+        ("zeros-shape", IS.gptq, IS.GPTQ, ".qzeros", IS.words(2, 11), "(2, 12)"),
+        ("zeros-missing", IS.awq, IS.AWQ, ".qzeros", None, "not complete"),
+        ("zeros-type", IS.awq, IS.AWQ, ".qzeros", lambda t: t.long(), "I64"),
+        ("group-beyond", IS.gptq, IS.GPTQ, ".g_idx", torch.full((64,), 9).int(), "0..1"),
+        ("group-negative", IS.gptq, IS.GPTQ, ".g_idx", torch.full((64,), -1).int(), "0..1"),
+        ("codes-short", IS.gptq, IS.GPTQ, ".qweight", IS.words(7, 96), "(8, 96)"),
+        ("codes-plain", IS.fp8, IS.FP8, ".weight", torch.rand(96, 64), "F32"),
+        ("blocks-shape", IS.fp8, IS.FP8, ".weight_scale_inv", torch.rand(2, 2), "(3, 2)"),
+        ("scale-missing", IS.int4, IS.INT4, ".weight_scale", None, "not complete"),
+        ("scale-odd", IS.int4, IS.INT4, ".weight_scale", torch.rand(96, 3).half(), "divide 64"),
+        ("shape-lies", IS.int4, IS.INT4, ".weight_shape", torch.tensor([2**40, 2**40]), "4 or 8 bits"),
+        ("shape-negative", IS.int4, IS.INT4, ".weight_shape", torch.tensor([-96, -64]), "4 or 8 bits"),
+        ("blocks-short", IS.nf4, IS.NF4, ".weight.absmax", torch.rand(5), "192"),
+        ("table", IS.nf4, IS.NF4, ".weight.quant_map", torch.rand(16), "nf4"),
+        ("state", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4", IS.text([1]), "JSON"),
+        ("state-shape", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4",
+         IS.text({"shape": [2**40, 2**40], "blocksize": 32}), "U8"),
+        ("state-block", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4",
+         IS.text({"shape": [96, 64], "blocksize": 0}), "block size"),
+    )),
+]  # fmt: skip
+
+
 def architecture(kind: str, says: str, **sizes: object) -> Hostile:
     """The config.json of an architecture that is not supported, by the keys that it has."""
     content = as_json({"model_type": kind, "vocab_size": 300, **sizes})
@@ -483,6 +534,88 @@ SIZES = [
             "makes texts longer", "post_processor"),
 ]  # fmt: skip
 
+LLAMA = {
+    "general.architecture": "llama", "llama.context_length": 64, "llama.embedding_length": 64,
+    "llama.block_count": 1, "llama.feed_forward_length": 96, "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "c", "d"],
+    "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": struct.pack("<IB", 7, 1),
+}  # fmt: skip
+TABLE = ("token_embd.weight", (64, 4), 0, 0)
+
+
+def lying_gguf(
+    name: str,
+    *says: str,
+    row: int = 20,
+    size: int = 0,
+    without: str = "",
+    reach: str = CONFIG,
+    **wrong: object,
+) -> Hostile:
+    """A GGUF file of one table: other keys, or other arguments of `gguf_bytes`."""
+    how = {key: wrong.pop(key) for key in ("tensors", "start", "counts", "data") if key in wrong}
+    keys = {key: value for key, value in (LLAMA | wrong).items() if key != without}
+    content = gguf_bytes(keys, **{"tensors": [TABLE], "data": 1024, **how})  # type: ignore[arg-type]
+    return hostile(row, f"gguf-{name}", gguf(content, size=size), *says, reach=reach)
+
+
+def listed(kind: int, count: int, content: bytes = b"") -> bytes:
+    return struct.pack("<IIQ", 9, kind, count) + content
+
+
+MANY = 2**40
+GGUF = [
+    lying_gguf("empty-table", "damaged or cut short", "byte", data=0),
+    lying_gguf("magic", "not a GGUF file", "GGML", start=b"GGML\x03\0\0\0"),
+    lying_gguf("version", "GGUF version", "found 1", start=b"GGUF\x01\0\0\0"),
+    lying_gguf("big-endian", "GGUF version", "little-endian", start=b"GGUF\0\0\0\x03"),
+    lying_gguf("many-tensors", f"{2**62} tensors", counts=(2**62, len(LLAMA))),
+    lying_gguf("many-keys", f"{2**62} keys", counts=(1, 2**62)),
+    lying_gguf("keys-beyond", "damaged or cut short", counts=(1, len(LLAMA) + 1)),
+    lying_gguf("long-text", f"{2**60} characters", x=struct.pack("<IQ", 8, 2**60)),
+    lying_gguf("many-texts", f"{2**61} texts", x=listed(8, 2**61)),
+    lying_gguf("many-numbers", f"{MANY} numbers", x=listed(0, MANY)),
+    lying_gguf("sparse-numbers", f"{2**26} numbers", x=listed(0, 2**26), size=2**36),
+    lying_gguf("sparse-texts", f"{2**22} texts", x=listed(8, 2**22), size=2**36),
+    lying_gguf("nested-lists", "metadata of kind 9", x=listed(9, 1)),
+    lying_gguf("kind", "metadata of kind 77", x=struct.pack("<I", 77)),
+    lying_gguf("not-utf8", "not UTF-8", x=struct.pack("<IQ", 8, 1) + b"\xff"),
+    lying_gguf("alignment", "general.alignment 0", **{"general.alignment": 0}),
+    lying_gguf("endless-shape", "damaged or cut short", tensors=[("token_embd.weight", (2**62, 2**62), 0, 0)]),
+    lying_gguf("no-shape", "a tensor of 0 dimensions", tensors=[("token_embd.weight", (), 0, 0)]),
+    lying_gguf("zero-shape", "(4, 0)", tensors=[("token_embd.weight", (0, 4), 0, 0)]),
+    lying_gguf("half-block", "blocks of 256", tensors=[("token_embd.weight", (64, 4), 12, 0)]),
+    lying_gguf("place", "(4, 64) at byte", tensors=[("token_embd.weight", (64, 4), 0, 2**50 - 480)]),
+    lying_gguf("overlapping", "tensors that overlap", tensors=[TABLE, ("output.weight", (64, 4), 0, 0)]),
+    lying_gguf("twice", "twice a tensor", "token_embd", tensors=[TABLE, TABLE]),
+    lying_gguf("format", "found IQ4_XS", "Q4_K", tensors=[("token_embd.weight", (256, 4), 23, 0)]),
+    lying_gguf("name", "a tensor by the name of", tensors=[("\x1b[2J", (64, 4), 0, 0)]),
+    lying_gguf("architecture", "architecture of the GGUF file", "found clip", "qwen3", row=27, **{"general.architecture": "clip"}),
+    lying_gguf("experts", "llama with experts", row=27, **{"llama.expert_count": 8}),
+    lying_gguf("no-embedding", "no token_embd.weight", row=21, tensors=[("output.weight", (64, 4), 0, 0)]),
+    lying_gguf("no-size", "llama.block_count", "found nothing", row=22, without="llama.block_count"),
+    lying_gguf("endless-layers", "llama.block_count", f"found {2**31 - 1}", row=22, **{"llama.block_count": 2**31 - 1}),
+    lying_gguf("list-of-heads", "attention.head_count", "a list of 2", row=22, **{"llama.attention.head_count": listed(4, 2, bytes(8))}),
+    lying_gguf("epsilon", "layer_norm_rms_epsilon", "nan", row=22, **{"llama.attention.layer_norm_rms_epsilon": float("nan")}),
+    lying_gguf("width", "(4, 64)", "(4, 128)", row=22, **{"llama.embedding_length": 128}),
+    lying_gguf("more-tokens", "tokens are not those", "5 tokens", row=15, reach=FILES, **{"tokenizer.ggml.tokens": list("abcde")}),
+    lying_gguf("no-tokens", "has no tokenizer", "next to the GGUF", row=15, reach=FILES, without="tokenizer.ggml.tokens"),
+    lying_gguf("splitting", "tokenizer is not known", "'evil'", "next to the GGUF", row=15, reach=FILES, **{"tokenizer.ggml.pre": "evil"}),
+    lying_gguf("merge", "a merge is not two pieces", row=15, reach=FILES, **{"tokenizer.ggml.merges": ["a b c"]}),
+    lying_gguf("only-table", "missing keys", "input_layernorm", row=21, reach=LOADED, **{"tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.tokens": ["a", "b", "ab"]}),
+    hostile(19, "gguf-truncated", gguf(gguf_bytes(LLAMA, [TABLE], 1024)[:-7]), "damaged or cut short", "(4, 64)"),
+    hostile(19, "gguf-lfs-pointer", gguf(POINTER.encode()), "Git LFS pointer"),
+    hostile(19, "gguf-empty", gguf(b""), "damaged or cut short", "0 bytes"),
+    hostile(18, "gguf-of-several", gguf(gguf_bytes(LLAMA | {"split.count": 3}, [TABLE], 1024)), "one of several", "3 by its header"),
+    hostile(18, "gguf-missing-shard", gguf(gguf_bytes(LLAMA, [TABLE], 1024), "m-00001-of-00003.gguf"), "a file of the model is missing", "m-00002-of-00003"),
+    hostile(18, "gguf-shards", gguf(gguf_bytes(LLAMA, [TABLE], 1024), "m-00001-of-00001.gguf"), "missing keys", reach=LOADED, extra=()),
+    hostile(18, "two-ggufs", both(gguf(b"", "b.gguf"), replaced("a.gguf", b"")), "several GGUF models", "a.gguf, b.gguf", "path="),
+    hostile(24, "gguf-pipe", both(gguf(b""), removed("model.gguf"), lambda p: os.mkfifo(p / "model.gguf")), "not a regular file", "model.gguf"),
+    hostile(24, "gguf-link", both(gguf(gguf_bytes(LLAMA, [TABLE], 1024)), linked_outside("model.gguf")), "leaves the folder"),
+]  # fmt: skip
+
+
 GROUPS: dict[str, list[Hostile]] = {
     "pickled weights": PICKLES,
     "LFS pointers": POINTERS,
@@ -494,7 +627,9 @@ GROUPS: dict[str, list[Hostile]] = {
     "weights' values": VALUES,
     "tensors": TENSORS,
     "config.json": NUMBERS,
+    "quantised weights": QUANTISED,
     "architectures": ARCHITECTURES,
     "time and memory": SIZES,
+    "GGUF": GGUF,
 }
 CORPUS = [row for rows in GROUPS.values() for row in rows]

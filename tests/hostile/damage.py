@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,46 @@ def tokenizer_says(**values: Any) -> Damage:
 
 def as_json(value: object) -> str:
     return json.dumps(value)
+
+
+def gguf_bytes(
+    keys: Mapping[str, object], tensors: Sequence[tuple[str, tuple[int, ...], int, int]] = (), data: int = 0,
+    start: bytes = b"GGUF\x03\0\0\0", counts: tuple[int, int] | None = None,
+) -> bytes:  # fmt: skip
+    """A GGUF file, which may lie: of each tensor the name, the shape, inputs first, its format and its place.
+
+    Values are texts, whole numbers, fractions, lists of texts, or bytes, which stand there as they are.
+    """
+    found = start + struct.pack("<QQ", *(counts or (len(tensors), len(keys))))
+    for name, value in keys.items():
+        found += _text(name) + _value(value)
+    for name, shape, kind, place in tensors:
+        found += _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, place)
+    return found + b"\0" * (-len(found) % 32 + data)
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _value(value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
+    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+
+
+def gguf(content: bytes, name: str = "model.gguf", size: int = 0) -> Damage:
+    """A GGUF file in the place of the other weights, and of the tokenizer; with `size` a file with a hole."""
+
+    def apply(path: Path) -> None:
+        for other in (WEIGHTS, "tokenizer.json"):
+            (path / other).unlink()
+        (path / name).write_bytes(content)
+        if size:
+            os.truncate(path / name, size)
+
+    return apply

@@ -1,0 +1,129 @@
+"""Products with weights in codes on a CPU, beside bf16 and the time to read their bytes.
+
+    python bench/coded.py [threads=2] [repeats=15] [write=FILE.md]
+
+Each format has several layers of the same size, which no cache holds together. All take turns, and the least
+time of each counts, as disturbances only add time. The bound is the layer's bytes, codes and scales, at the
+fastest reading that was seen: of a sum, or of layers in bf16.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from surroundings import surroundings, write  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from llama_ssp.config import Dtype  # noqa: E402
+from llama_ssp.models.coded import Coded, Codes, values  # noqa: E402
+from llama_ssp.models.kernels import coded, linear  # noqa: E402
+from llama_ssp.models.linear import formats  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+
+OUTPUTS = INPUTS = 4096
+LAYERS = 8
+ROWS = (1, 2, 5, 12, 64)
+PROMPT = 16  # rows from which a pass is repeated once only
+SUMMED = 2**28  # bytes
+CPU = torch.device("cpu")
+# By name: the codes, the type of the scales, and whether there is a zero or a shift.
+FORMATS: dict[str, tuple[Codes, torch.dtype, str]] = {
+    "int4, groups of 128": (Codes("int4", 128), torch.bfloat16, ""),
+    "int4, groups of 128, zeros (AWQ)": (Codes("uint4", 128), torch.float16, "zero"),
+    "int4, groups of 32": (Codes("int4", 32), torch.bfloat16, ""),
+    "int4, groups of 32, shifts (Q4_K)": (Codes("uint4", 32), torch.float32, "shift"),
+    "MXFP4": (Codes("e2m1", 32), torch.bfloat16, ""),
+    "nf4": (Codes("nf4", 64), torch.float32, ""),
+    "FP8, blocks of 128": (Codes("e4m3", 128), torch.float32, ""),
+    "FP8, a scale an output": (Codes("e4m3"), torch.bfloat16, ""),
+    "int8, a scale an output": (Codes("int8", unit=1 / 127), torch.float32, ""),
+    "int8, groups of 32 (Q8_0)": (Codes("int8", 32), torch.float16, ""),
+}
+Work = Callable[[Tensor], object]
+
+
+def random(kind: Codes, scales: torch.dtype, offset: str) -> Coded:
+    numbers, groups = values(kind.table), INPUTS // (kind.group or INPUTS)
+    codes = torch.randint(0, 256, (OUTPUTS, INPUTS * kind.bits // 8), dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0  # in e4m3 no number
+    assert len(numbers) == 1 << kind.bits
+    scale = torch.rand(OUTPUTS, groups).to(scales)
+    zero = torch.randint(0, 16, (OUTPUTS, groups), dtype=torch.uint8) if offset == "zero" else None
+    return Coded(kind, INPUTS, codes, scale, zero, scale.clone() if offset == "shift" else None)
+
+
+def layers() -> dict[str, tuple[list[Work], int]]:
+    """By name, layers of one format, and the bytes of one."""
+    product = formats(Dtype.bf16, CPU, fast=True)[0]
+    found: dict[str, tuple[list[Work], int]] = {}
+    for name, how in FORMATS.items():
+        own = [product(random(*how), None) for _ in range(LAYERS)]
+        parts = [part for part in own[0].buffers() if part is not own[0].table]
+        found[name] = list(own), sum(part.nbytes for part in parts)
+    weight = torch.randn(OUTPUTS, INPUTS).bfloat16()
+    found["bf16"] = [product(weight, None) for _ in range(LAYERS // 2)], weight.nbytes
+    return found
+
+
+def speeds(
+    found: dict[str, tuple[list[Work], int]], repeats: int
+) -> tuple[dict[tuple[str, int], float], float]:
+    """By name and rows, the least seconds of a layer; and bytes a second of summing."""
+    summed = torch.ones(SUMMED // 8, dtype=torch.int64)
+    x = {rows: torch.randn(rows, INPUTS).bfloat16() for rows in ROWS}
+    least: dict[tuple[str, int], float] = {}
+    fastest = 0.0
+    for turn in range(repeats):
+        for name, (works, _) in found.items():
+            for rows in ROWS if turn < 3 else [rows for rows in ROWS if rows < PROMPT]:
+                began = time.perf_counter()
+                for work in works:
+                    work(x[rows])
+                taken = (time.perf_counter() - began) / len(works)
+                least[name, rows] = min(least.get((name, rows), taken), taken)
+        began = time.perf_counter()
+        summed.sum()
+        fastest = max(fastest, summed.nbytes / (time.perf_counter() - began))
+    return least, fastest
+
+
+def main() -> None:
+    own = {"threads": "2", "repeats": "15", "write": ""}
+    own.update(argument.split("=", 1) for argument in sys.argv[1:])
+    torch.set_num_threads(int(own["threads"]))
+    linear.operators()
+    coded.operators("cpu")
+    with torch.inference_mode():
+        found = layers()
+        least, summing = speeds(found, int(own["repeats"]))
+    bandwidth = max(summing, *(found["bf16"][1] / least["bf16", rows] for rows in ROWS))
+    table = [["format", "MB", "bound", *(f"{rows}" for rows in ROWS), "1 over bound", "5 over 1"]]
+    for name, (_, size) in found.items():
+        bound, one = size / bandwidth, least[name, 1]
+        times = (f"{1e6 * least[name, rows]:.0f}" for rows in ROWS)
+        over = f"{one / bound:.2f}", f"{least[name, 5] / one:.2f}"
+        table.append([name, f"{size / 1e6:.1f}", f"{1e6 * bound:.0f}", *times, *over])
+    text = "\n".join(
+        [
+            "# Products with weights in codes", "",
+            *surroundings({"model": f"cpu, {own['threads']} threads"}),
+            f"Layers of {OUTPUTS} x {INPUTS}, {own['repeats']} turns. A sum reads {summing / 1e9:.1f} GB/s, and "
+            f"the fastest reading was {bandwidth / 1e9:.1f} GB/s: so the bound.", "",
+            f"Microseconds of a layer, for {', '.join(map(str, ROWS[:-1]))} and {ROWS[-1]} rows:",
+            "", "```", *aligned(table, 0), "```", "",
+        ]
+    )  # fmt: skip
+    print(text)
+    if own["write"]:
+        write(own["write"], text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Reads quantised checkpoints: each matrix from its codes and scales, everything else as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from torch import Tensor
+
+from llama_ssp.errors import ModelError
+from llama_ssp.models.block_layouts import STATE, FourBit, Mxfp4Experts
+from llama_ssp.models.coded import Coded
+from llama_ssp.models.folder import REFETCH
+from llama_ssp.models.layouts import Awq, Gptq, Matrix, PackQuantized, Scaled, Stored
+from llama_ssp.models.quantised_config import QuantisedConfig
+from llama_ssp.models.safetensors_io import FileSource, model_name
+from llama_ssp.models.sharding import Cut
+
+INT8_UNIT = 7.874015718698502e-3  # of LLM.int8: 1/127, as bitsandbytes rounds it
+# Tensors that stand with a matrix's codes, by the end of their names; the longer end counts.
+PARTS = (
+    ".weight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_shape",
+    ".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".weight_format", "_blocks", "_scales",
+    ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map",
+    f"{STATE}nf4", f"{STATE}fp4",
+)  # fmt: skip
+# For activations and caches, which are not quantised here.
+UNUSED = (
+    ".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point",
+    ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point",
+)  # fmt: skip
+STACKED = ("_blocks", "_scales")
+
+
+class CodedSource(FileSource):
+    """The weights of a quantised folder."""
+
+    def __init__(self, folder: Path, known: Collection[str], prefix: str, config: QuantisedConfig) -> None:
+        """`known` and `prefix`: as of a FileSource; `config`: of the folder's config.json."""
+        super().__init__(folder, known, prefix)
+        layers: dict[str, dict[str, Stored]] = {}
+        for name in [name for name in self._places if name.endswith(UNUSED)]:
+            del self._places[name], self.shapes[name]
+        for name, (handle, key) in self._places.items():
+            end = max((part for part in PARTS if name.endswith(part)), key=len, default=None)
+            if end is not None:
+                layers.setdefault(name.removesuffix(end), {})[end] = Stored(handle, key)
+        self._matrices: dict[str, Matrix] = {}
+        for stem, stored in layers.items():
+            if stored.keys() == {".weight"}:
+                continue  # plain
+            for end in stored:
+                del self._places[stem + end], self.shapes[stem + end]
+            name = model_name(stem if STACKED[0] in stored else f"{stem}.weight", known, prefix)
+            self._matrices[name] = matrix = _matrix(stored, config)
+            self.shapes[name] = tuple(matrix.shape)
+
+    def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
+        matrix = self._matrices.get(name)
+        return super().read(name, cut) if matrix is None else matrix.read(cut)
+
+    def close(self) -> None:
+        self._matrices.clear()
+        super().close()
+
+
+def source_of(
+    folder: Path, known: Collection[str], prefix: str, config: QuantisedConfig | None
+) -> FileSource:
+    return FileSource(folder, known, prefix) if config is None else CodedSource(folder, known, prefix, config)
+
+
+def _matrix(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
+    """The matrix of these tensors; a ModelError if they are not all, or if they contradict each other."""
+    key = next(iter(stored.values())).key
+    try:
+        return _layout(stored, config)
+    except (KeyError, ValueError, TypeError) as error:
+        why = "" if isinstance(error, KeyError) else f"; {error}"
+        found = f"{', '.join(sorted(stored))} in {config.name}{why}"
+        what = "the tensors of a quantised matrix are not complete"
+        raise ModelError(what, key, found, fix=REFETCH) from None
+
+
+def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
+    match config.method:
+        case "awq":
+            return Awq(stored, config.bits, config.group)
+        case "gptq":
+            return Gptq(stored, config.bits, config.group, config.less_one)
+        case "mxfp4":
+            return Mxfp4Experts(stored)
+        case "fp8":
+            return Scaled(stored, ".weight_scale_inv", config.block, wide=True)
+        case "bitsandbytes" if ".SCB" in stored:
+            order = stored.get(".weight_format")
+            if order is not None and order.read().any():
+                raise order.wrong("the order of codes", order.read().tolist(), "0, row after row")
+            return Scaled(stored, ".SCB", None, wide=True, unit=INT8_UNIT)
+        case "bitsandbytes":
+            return FourBit(stored, "nf4" if f"{STATE}nf4" in stored else "fp4")
+        case _ if ".weight_packed" in stored:
+            return PackQuantized(stored)
+    return Scaled(stored, ".weight_scale", config.block, wide=False)

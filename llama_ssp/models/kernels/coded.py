@@ -1,0 +1,125 @@
+"""Linear layers with weights in codes: products read codes and scales, and make numbers in registers.
+
+Inputs are not quantised. A number is not rounded to 16 bit after its code is scaled, as libraries do that
+decode weights first: so products are nearer to those of the codes than theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llama_ssp.models.coded import TABLES, Coded, values
+from llama_ssp.models.kernels.build import load_library
+from llama_ssp.models.kernels.large_pages import LargePages
+from llama_ssp.models.kernels.linear import BLOCK
+
+OPERATOR = "llama_ssp::linear_coded"
+WORD = 4  # bytes of codes of an output that stand together, as in coded.cpp
+LEAST = 16  # inputs of a group on a GPU: the fewest of a product on tensor cores, for each half of the codes
+
+
+class DecodedLinear(nn.Module):
+    """y = x W^T + b, with W decoded for each product: for any device and number format, and slow."""
+
+    def __init__(self, weight: Coded, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._weight = weight
+        for name, part in weight._tensors().items():
+            self.register_buffer(name, part, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight.decoded(x.dtype), self.bias)
+
+
+class CodedLinear(nn.Module):
+    """The same by the kernel, whose operator is registered; on a CPU of blocks, in `memory` if given."""
+
+    def __init__(
+        self, weight: Coded, bias: Tensor | None, device: torch.device, memory: LargePages | None = None
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.group = weight.kind.group or weight.inputs
+        self.table_number = list(TABLES).index(weight.kind.table)
+        self.bias = None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)
+        scale_NG, offset_NG = weight.scale_NG, weight.shift_NG if weight.zero_NG is None else weight.zero_NG
+        if weight.kind.unit != 1.0:
+            scale_NG = scale_NG.float() * weight.kind.unit
+        parts = {"codes": weight.codes_NC, "scales": scale_NG, "offsets": offset_NG}
+        for name, part in parts.items():
+            if part is not None:
+                part = blocks(part, WORD if name == "codes" else 1, memory) if device.type == "cpu" else part
+            self.register_buffer(name, None if part is None else part.to(device), persistent=False)
+        self.register_buffer("table", _values(weight.kind.table, device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = self.table, self.scales, self.offsets, self.bias
+        product: Tensor = torch.ops.llama_ssp.linear_coded(
+            x, self.codes, *factors, self.out_features, self.group, self.table_number
+        )
+        return product
+
+
+def blocks(part_NC: Tensor, word: int, memory: LargePages | None = None) -> Tensor:
+    """(blocks, words, BLOCK), as coded.cpp reads it; words of several bytes are integers."""
+    rows, columns = part_NC.shape
+    padded = functional.pad(part_NC, (0, -columns % word, 0, -rows % BLOCK)).contiguous()
+    words = padded.view(torch.int32) if word > 1 else padded
+    found = words.view(-1, BLOCK, words.shape[1]).transpose(1, 2)
+    if memory is None:
+        return found.contiguous()
+    return memory.empty(tuple(found.shape), found.dtype).copy_(found)
+
+
+def usable(weight: Coded, device: torch.device) -> bool:
+    """Whether the device has the kernel, and it takes groups of this size."""
+    group = weight.kind.group or weight.inputs
+    unit = 2 * LEAST if device.type == "cuda" else WORD * 8 // weight.kind.bits
+    return available(device) and (group >= weight.inputs or group % unit == 0)
+
+
+def available(device: torch.device) -> bool:
+    """Whether the device has the kernel: a GPU needs triton, and bf16."""
+    if device.type == "cpu":
+        return True
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def _values(table: str, device: torch.device) -> Tensor:
+    """One tensor for all layers."""
+    return values(table).to(device)
+
+
+@functools.cache
+def operators(device: str) -> None:
+    """Registers the operator in torch for this kind of device: coded.cpp on a CPU, triton on a GPU."""
+    _define()
+    if device == "cpu":
+        load_library(Path(__file__).with_suffix(".cpp"))
+    else:
+        from llama_ssp.models.kernels.coded_triton import linear_coded
+
+        torch.library.impl(OPERATOR, device)(linear_coded)
+
+
+@functools.cache
+def _define() -> None:
+    tensors = "Tensor x, Tensor codes, Tensor table, Tensor scales, Tensor? offsets, Tensor? bias"
+    torch.library.define(OPERATOR, f"({tensors}, int outputs, int group, int table_number) -> Tensor")
+    torch.library.register_fake(OPERATOR, _shaped)
+
+
+def _shaped(
+    x: Tensor, _codes: Tensor, _table: Tensor, _scales: Tensor, _offsets: Tensor | None, _bias: Tensor | None,
+    outputs: int, _group: int, _table_number: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(*x.shape[:-1], outputs)

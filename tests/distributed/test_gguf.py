@@ -1,0 +1,68 @@
+"""A GGUF file gives the texts of a folder with its decoded weights, in one process and over ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.conftest import Command
+from tests.distributed.faults import Started
+from tests.distributed.test_command import FP32, PROMPTS
+from tests.test_gguf import made, rewritten
+from tests.test_gguf_tokenizer import byte_level
+
+pytestmark = pytest.mark.slow
+
+
+@torch.inference_mode()
+def both(folder: Path, name: str = "llama") -> tuple[Path, Path]:
+    """A folder with a GGUF file, with its tokenizer, and one with safetensors and a tokenizer.json."""
+    bare, module = made(name, folder)
+    tokenizer = checkpoints.tokenizer()
+    header = byte_level(folder, "gpt-2", tokenizer, padding=0, add_bos_token=False)
+    path = folder / "gguf" / "model.gguf"
+    path.parent.mkdir()
+    rewritten(bare, path, {}, also=header)
+    module.save_pretrained(folder / "plain")
+    checkpoints.write_tokenizer(folder / "plain", tokenizer)
+    return path, folder / "plain"
+
+
+def outputs(answer: str) -> Any:
+    return [
+        (each["output_tokens"], each["text"], each["token_ids"]) for each in json.loads(answer)["outputs"]
+    ]
+
+
+def run(path: Path, *more: str) -> tuple[str, ...]:
+    pair = "model=local", f"model.path={path}", "draft=local", f"draft.path={path}"
+    return *pair, *FP32, "task.max_new_tokens=12", "seed=5", "speculation.k=3", *more
+
+
+def test_texts_are_those_of_the_decoded_weights(command: Command, tmp_path: Path) -> None:
+    path, plain = both(tmp_path)
+    stdin = "\n".join(PROMPTS)
+    expected = command(*run(plain), stdin=stdin.encode())
+    for given in (path, path.parent):
+        found = command(*run(given), stdin=stdin.encode())
+        assert (expected.code, found.code) == (0, 0), found.err
+        assert outputs(found.out) == outputs(expected.out) and len(outputs(found.out)) == 3
+    for world in (2, 3):
+        leader, *others = Started(tmp_path / f"{world}", world, *run(path), stdin=stdin).finish()
+        assert {leader.code, *(other.code for other in others)} == {0}, leader.err
+        assert outputs(leader.out) == outputs(expected.out)
+    planned = command(*run(path.parent, "task=plan", "task.prompt_tokens=20", "task.max_new_tokens=8"))
+    assert planned.code == 0, planned.err
+    assert json.loads(planned.out)["vocabulary"]["refused"] is None
+
+
+def test_other_splittings_are_refused(command: Command, tmp_path: Path) -> None:
+    path, _ = both(tmp_path)
+    found = command(*run(path, "placement.splitting=layers"), stdin=b"hello")
+    assert found.code == 4 and len(found.errors) == 1, found.err
+    assert "a GGUF file runs by the decoder alone" in found.errors[0]

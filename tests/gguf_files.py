@@ -1,0 +1,112 @@
+"""Small GGUF files, made by the gguf library's own writer and quantisers, from transformers' modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+gguf = pytest.importorskip("gguf")
+
+VOCAB, CONTEXT = 300, 128
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+WRITTEN = {"gemma3_text": "gemma3", "mistral": "llama"}  # the file's names of architectures
+K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # the library reads these, and writes none
+
+
+def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
+    """A matrix in a format that the library does not write: random codes, with scales of usual size."""
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng([seed, rows, inputs])
+    blocks = rng.integers(0, 256, (rows * inputs // numbers, size), dtype=np.uint8)
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    step = {"Q2_K": 0.002, "Q3_K": 0.0006, "Q4_K": 0.0001, "Q5_K": 0.00005, "Q6_K": 0.00003}[kind]
+    for place in places:
+        scale = rng.uniform(step / 2, step, len(blocks)).astype(np.float16)
+        blocks[:, place : place + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(rows, -1)
+
+
+def stored(weight: Tensor, kind: str) -> np.ndarray:
+    """The matrix in this format, as the library writes it."""
+    if kind in K_QUANTS:
+        return random_blocks(kind, *weight.shape, seed=int(weight[0, 0].view(torch.int32)) & 0xFFFF)
+    found: np.ndarray = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
+    return found
+
+
+def decoded(stored_NB: np.ndarray, kind: str) -> Tensor:
+    found = gguf.dequantize(stored_NB, gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(np.array(found, dtype=np.float32))
+
+
+def interleaved(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of queries or keys in the order of Llama's files."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def separated(weight: Tensor, head_dim: int) -> Tensor:
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def write(path: Path, module: Any, kinds: dict[str, str], metadata: Any = None, **changes: Any) -> Path:
+    """Writes the module, and gives it the weights that the library reads from the file.
+
+    `kinds` has the formats of matrices by the ends of their names in the file; "" is that of the others.
+    `metadata` may add to the writer; `changes` are keys of the architecture, or None to leave one out.
+    """
+    config = module.config
+    architecture = WRITTEN.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "rope.dimension_count": head_dim,
+        "attention.head_count_kv": config.num_key_value_heads, "attention.key_length": head_dim,
+        "attention.value_length": head_dim, "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": 10000.0, "vocab_size": config.vocab_size, **changes,
+    }  # fmt: skip
+    for key, value in sizes.items():
+        if isinstance(value, float):
+            writer.add_float32(f"{architecture}.{key}", value)
+        elif isinstance(value, str):
+            writer.add_string(f"{architecture}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{architecture}.{key}", value)
+    if metadata:
+        metadata(writer)
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    state = module.state_dict()
+    for name, weight in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        turned = architecture == "llama" and (".attn_q." in theirs or ".attn_k." in theirs)
+        plus = int(architecture.startswith("gemma") and name.endswith("norm.weight"))
+        content = interleaved(weight, head_dim) if turned else weight + plus
+        kind = next(
+            kinds[end]
+            for end in sorted(kinds, key=len, reverse=True)
+            if theirs.removesuffix(".weight").endswith(end)
+        )
+        if content.dim() == 1:
+            kind = "F32"
+        raw = stored(content, kind)
+        writer.add_tensor(theirs, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+        known = decoded(raw, kind) - plus
+        weight.copy_(separated(known, head_dim) if turned else known)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

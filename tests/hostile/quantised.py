@@ -1,0 +1,93 @@
+"""Quantised folders, sound but for random codes, and what may be wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.hostile.damage import Damage, both, config_sets, reworked
+
+Tensors = dict[str, Tensor]
+UP = "model.layers.0.mlp.up_proj"  # 96 outputs, 64 inputs
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+INT4 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {"0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
+}  # fmt: skip
+
+
+def gptq(outputs: int, inputs: int) -> Tensors:
+    return {
+        ".qweight": words(inputs // 8, outputs), ".qzeros": words(inputs // 32, outputs // 8),
+        ".scales": torch.rand(inputs // 32, outputs).half(), ".g_idx": (torch.arange(inputs) // 32).int(),
+    }  # fmt: skip
+
+
+def awq(outputs: int, inputs: int) -> Tensors:
+    return {
+        ".qweight": words(inputs, outputs // 8), ".qzeros": words(inputs // 32, outputs // 8),
+        ".scales": torch.rand(inputs // 32, outputs).half(),
+    }  # fmt: skip
+
+
+def fp8(outputs: int, inputs: int) -> Tensors:
+    codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+    return {".weight": codes, ".weight_scale_inv": torch.rand(outputs // 32, inputs // 32)}
+
+
+def int4(outputs: int, inputs: int) -> Tensors:
+    return {
+        ".weight_packed": words(outputs, inputs // 8),
+        ".weight_scale": torch.rand(outputs, inputs // 32).half(),
+        ".weight_shape": torch.tensor([outputs, inputs]),
+    }  # fmt: skip
+
+
+def nf4(outputs: int, inputs: int) -> Tensors:
+    from llama_ssp.models.coded import values
+
+    state = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": [outputs, inputs]}
+    return {
+        ".weight": torch.randint(0, 256, (outputs * inputs // 2, 1), dtype=torch.uint8),
+        ".weight.absmax": torch.rand(outputs * inputs // 32), ".weight.quant_map": values("nf4").clone(),
+        ".weight.quant_state.bitsandbytes__nf4": text(state),
+    }  # fmt: skip
+
+
+def text(value: object) -> Tensor:
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape).int()
+
+
+def quantised(write: Callable[[int, int], Tensors], claim: dict[str, Any], **other: Any) -> Damage:
+    """The layers of attention and MLP in a format; `other`: keys of the claim that say something else."""
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "_proj.weight" in name]:
+            outputs, inputs = tensors.pop(name).shape
+            stem = name.removesuffix(".weight")
+            tensors |= {stem + end: tensor for end, tensor in write(outputs, inputs).items()}
+
+    return both(reworked(change), config_sets(quantization_config={**claim, **other}))
+
+
+def broken(write: Callable[[int, int], Tensors], claim: dict[str, Any], end: str, tensor: Any) -> Damage:
+    """The same with one other tensor, or without it (None), or with what a function makes of it."""
+
+    def change(tensors: Tensors) -> None:
+        before = tensors.pop(UP + end)
+        after = tensor(before) if callable(tensor) else tensor
+        if after is not None:
+            tensors[UP + end] = after.contiguous()
+
+    return both(quantised(write, claim), reworked(change))

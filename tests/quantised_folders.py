@@ -1,0 +1,360 @@
+"""Small model folders that the library of each quantised format has made, and the weights that it reads back.
+
+Of each format `write` gives the tensors of one matrix, and `read` the matrix as the library dequantises it.
+The libraries are optional: a format whose library is absent is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.families import build
+
+Tensors = dict[str, Tensor]
+# Sizes of which 2 and 3 ranks have unequal shares: 7 groups of 128 in the MLP; heads that end inside a group.
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 896,
+    "num_hidden_layers": 2, "attention_bias": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantised format: its library, its claim in config.json, and how it stores a matrix."""
+
+    library: str
+    claim: dict[str, Any]
+    write: Callable[[Tensor], Tensors]  # a matrix -> its tensors, by the end of their names
+    read: Callable[[Tensors, tuple[int, int]], Tensor]
+    changes: dict[str, Any] = field(default_factory=dict)  # of the model
+    family: str = "llama-gqa"
+    by_transformers: bool = True  # which loads such a folder on a CPU
+
+
+def compressed(
+    bits: int, type_: str, strategy: str, symmetric: bool = True, dtype: Any = torch.bfloat16, **own: Any
+):
+    """compressed-tensors: the format of its name, with scales of the given type."""
+    weights = {"num_bits": bits, "type": type_, "strategy": strategy, "symmetric": symmetric, **own}
+    packs = type_ == "int" and (bits == 4 or strategy == "group")
+    kind = "pack-quantized" if packs else f"{type_}-quantized"
+    inputs = (
+        None
+        if packs or strategy == "block"
+        else {"num_bits": bits, "type": type_, "strategy": "token", "dynamic": True}
+    )
+    claim = {
+        "quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed",
+        "config_groups": {"0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "ignore": ["lm_head"],
+    }  # fmt: skip
+
+    def scheme() -> Any:
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+
+    def library() -> Any:
+        from compressed_tensors.compressors import BaseCompressor
+
+        return BaseCompressor.get_value_from_registry(kind)
+
+    def write(weight: Tensor) -> Tensors:
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        scale, zero = calculate_qparams(*extremes(weight, strategy, own), scheme().weights)
+        tensors = {
+            "weight": weight.to(dtype),
+            "weight_scale": scale.to(dtype),
+            "weight_zero_point": zero.to(torch.int8),
+        }
+        return {f".{end}": tensor for end, tensor in library().compress(tensors, scheme()).items()}
+
+    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+        own = {end.removeprefix("."): tensor for end, tensor in tensors.items()}
+        return library().decompress(own, scheme())["weight"]
+
+    return Format("compressed_tensors", claim, write, read)
+
+
+def extremes(weight: Tensor, strategy: str, own: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The least and the greatest weight that share a scale."""
+    if strategy == "tensor":
+        return weight.min().reshape(1), weight.max().reshape(1)
+    if strategy == "block":
+        rows, columns = own["block_structure"]
+        blocks = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        return blocks.amin((1, 3)), blocks.amax((1, 3))
+    groups = weight.unflatten(1, (-1, own.get("group_size", weight.shape[1])))
+    return groups.amin(2), groups.amax(2)
+
+
+def fine_grained() -> Format:
+    """FP8 in blocks of 128 x 128, by transformers' own quantiser."""
+
+    def write(weight: Tensor) -> Tensors:
+        from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+        class Quantizer:
+            quantization_config = type("Config", (), {"weight_block_size": [128, 128], "scale_fmt": None})
+
+        made = Fp8Quantize(Quantizer()).convert({"weight": weight.clone()})
+        return {
+            f".{name}": tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
+        }
+
+    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+        return Fp8Dequantize(None)._dequantize_one(
+            tensors[".weight"], tensors[".weight_scale_inv"], torch.float32
+        )
+
+    claim = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    return Format("transformers", claim, write, read)
+
+
+def gptq(
+    bits: int = 4, group: int = 128, act_order: bool = False, symmetric: bool = True, version: int = 1
+) -> Format:
+    """By gptqmodel's own packing."""
+    claim = {
+        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }  # fmt: skip
+
+    def made(shape: tuple[int, int]) -> Any:
+        from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+        how = {"bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order, "bias": False}
+        outputs, inputs = shape
+        return TorchLinear(
+            in_features=inputs, out_features=outputs, pack_dtype=torch.int32, register_buffers=True, **how
+        )
+
+    def write(weight: Tensor) -> Tensors:
+        layer, (outputs, inputs) = made(weight.shape), weight.shape
+        scale, zero = affine(weight, bits, group, symmetric)
+        order = torch.arange(inputs) // (group if group > 0 else inputs)
+        if act_order:
+            order = order[torch.randperm(inputs, generator=torch.Generator().manual_seed(outputs))]
+        layer.pack_original(dense(weight), scale, zero, order.int())
+        if (
+            version == 1
+        ):  # as gptqmodel's convert_gptq_v2_to_v1_format, of which it exports the whole model's only
+            layer.qzeros.data -= 0x11111111 if bits == 4 else 0x01010101
+        return {f".{name}": tensor for name, tensor in layer.state_dict().items()}
+
+    def read(tensors: Tensors, shape: tuple[int, int]) -> Tensor:
+        from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+
+        layer = made(shape)
+        layer.load_state_dict({end.removeprefix("."): tensor for end, tensor in tensors.items()})
+        if version == 1:
+            convert_gptq_v1_to_v2_format_module(layer, bits, torch.int32)
+        layer._init_wf_unsqueeze_buffers()
+        return layer.dequantize_weight().T
+
+    return Format("gptqmodel", claim, write, read)
+
+
+def awq(group: int = 128) -> Format:
+    """By gptqmodel's own packing, which is AutoAWQ's (gemm)."""
+    claim = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+
+    def write(weight: Tensor) -> Tensors:
+        from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+
+        how = {"bits": 4, "group_size": group, "sym": False, "desc_act": False, "bias": False}
+        outputs, inputs = weight.shape
+        layer = AwqTorchLinear(in_features=inputs, out_features=outputs, register_buffers=True, **how)
+        layer.pack(dense(weight), *affine(weight, 4, group, symmetric=False))
+        return {f".{name}": tensor for name, tensor in layer.state_dict().items()}
+
+    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+        from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+        return dequantize_gemm(*(tensors[end] for end in (".qweight", ".qzeros", ".scales")), 4, group).T
+
+    return Format("gptqmodel", claim, write, read)
+
+
+def affine(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scales and zeros of groups of inputs, as quantisers of weights give them."""
+    least, greatest = extremes(weight, "group", {"group_size": group} if group > 0 else {})
+    top = 2**bits - 1
+    if symmetric:
+        most = torch.maximum(greatest, -least)
+        return (2 * most / top).half().float(), torch.full_like(most, (top + 1) // 2)
+    scale = ((greatest.clamp(min=0) - least.clamp(max=0)) / top).half().float()
+    return scale, torch.round(-least.clamp(max=0) / scale).clamp(0, top)
+
+
+def dense(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float32) -> Format:
+    """By bitsandbytes: blocks of 64, with the scales of blocks coded in turn if `nested`; read as `dtype`."""
+
+    def write(weight: Tensor) -> Tensors:
+        from bitsandbytes.functional import quantize_4bit
+
+        codes, state = quantize_4bit(
+            weight.to(dtype), blocksize=64, quant_type=table, compress_statistics=nested
+        )
+        parts = {f".weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+        return {".weight": codes, **parts}
+
+    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        state = {end.removeprefix(".weight."): tensor for end, tensor in tensors.items() if end != ".weight"}
+        return dequantize_4bit(tensors[".weight"], QuantState.from_dict(state, torch.device("cpu")))
+
+    claim = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": table,
+        "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": "bfloat16",
+    }  # fmt: skip
+    return Format("bitsandbytes", claim, write, read)
+
+
+def eight_bit() -> Format:
+    """LLM.int8, by bitsandbytes. Its own product quantises activations, too."""
+
+    def write(weight: Tensor) -> Tensors:
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        codes, scales, _ = int8_vectorwise_quant(weight.half())
+        return {".weight": codes, ".SCB": scales, ".weight_format": torch.zeros((), dtype=torch.uint8)}
+
+    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+        from bitsandbytes.functional import int8_vectorwise_dequant
+
+        return int8_vectorwise_dequant(tensors[".weight"], tensors[".SCB"])
+
+    return Format("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_8bit": True}, write, read)
+
+
+def mxfp4() -> Format:
+    """Experts of gpt-oss: quantised by compressed-tensors, read by transformers."""
+
+    def write(weight: Tensor) -> Tensors:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import preset_name_to_scheme
+
+        scheme, parts = preset_name_to_scheme("MXFP4A16", ["Linear"]), []
+        for inputs_first in weight:
+            own = inputs_first.T
+            most = own.unflatten(1, (-1, 32)).abs().amax(2)
+            tensors = {"weight": own.contiguous(), "weight_scale": (most.log2().floor() - 2).exp2()}
+            parts.append(
+                BaseCompressor.get_value_from_registry("mxfp4-pack-quantized").compress(tensors, scheme)
+            )
+        blocks, scales = (
+            torch.stack([part[name] for part in parts]) for name in ("weight_packed", "weight_scale")
+        )
+        return {"_blocks": blocks.unflatten(2, (-1, 16)), "_scales": scales.view(torch.uint8)}
+
+    def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        return convert_moe_packed_tensors(tensors["_blocks"], tensors["_scales"])
+
+    changes = {"hidden_size": 64, "intermediate_size": 224, "head_dim": 8, "num_hidden_layers": 3}
+    return Format("compressed_tensors", {"quant_method": "mxfp4"}, write, read, changes, "gpt_oss")
+
+
+FORMATS = {
+    "fp8-tensor": compressed(8, "float", "tensor"),
+    "fp8-channel": compressed(8, "float", "channel"),
+    "fp8-channel-fp32": compressed(8, "float", "channel", dtype=torch.float32),
+    "fp8-block": compressed(8, "float", "block", block_structure=[128, 128]),
+    "int8-channel": compressed(8, "int", "channel"),
+    "int8-tensor": compressed(8, "int", "tensor"),
+    "int8-zeros": compressed(8, "int", "channel", symmetric=False),
+    "int4-groups": compressed(4, "int", "group", group_size=128),
+    "int4-groups-of-32": compressed(4, "int", "group", group_size=32, dtype=torch.float16),
+    "int4-zeros": compressed(4, "int", "group", symmetric=False, group_size=128),
+    "int4-channel": compressed(4, "int", "channel"),
+    "int8-groups": compressed(8, "int", "group", group_size=128),
+    "int8-groups-zeros": compressed(8, "int", "group", symmetric=False, group_size=64),
+    "fine-grained": fine_grained(),
+    "awq": awq(),
+    "awq-groups-of-64": awq(64),
+    "gptq": gptq(),
+    "gptq-zeros": gptq(symmetric=False),
+    "gptq-v2": gptq(symmetric=False, version=2),
+    "gptq-row": gptq(group=-1),
+    "gptq-8-bit": gptq(bits=8),
+    "gptq-act-order": gptq(act_order=True, symmetric=False),
+    "nf4": four_bit("nf4"),
+    "nf4-bf16": four_bit("nf4", dtype=torch.bfloat16),
+    "nf4-nested": four_bit("nf4", nested=True),
+    "fp4": four_bit("fp4"),
+    "llm-int8": eight_bit(),
+    "mxfp4": mxfp4(),
+}
+
+
+def module_of(name: str) -> Any:
+    """A random model, as transformers builds it."""
+    form = FORMATS[name]
+    return build(form.family, mild=True, **{**SIZES, **form.changes})
+
+
+def quantised(name: str, folder: Path) -> Path:
+    """The folder of such a model in this format; one that is there is kept."""
+    form = FORMATS[name]
+    pytest.importorskip(form.library)
+    if (folder / "config.json").exists():
+        return folder
+    module = module_of(name)
+    module.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": form.claim}))
+    tensors = {key: tensor.bfloat16() for key, tensor in load_file(folder / "model.safetensors").items()}
+    for name_ in matrices(module):
+        stem = name_.removesuffix(".weight")
+        own = form.write(tensors.pop(name_).float())
+        tensors |= {stem + end: tensor.contiguous() for end, tensor in own.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def matrices(module: nn.Module) -> list[str]:
+    """The names of the weights that are quantised: of linear layers, or of stacked experts."""
+    stacked = [name for name, weight in module.named_parameters() if weight.ndim == 3]
+    linear = [
+        name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"
+    ]
+    return stacked or [f"{name}.weight" for name in linear]
+
+
+def weights_of(name: str, folder: Path) -> Tensors:
+    """All weights of the folder, as the library of the format reads them."""
+    module, found = module_of(name), load_file(folder / "model.safetensors")
+    for weight in matrices(module):
+        stem = weight.removesuffix(".weight")
+        ends = [key.removeprefix(stem) for key in found if key.startswith(stem) and not key.endswith("bias")]
+        own = {end: found.pop(stem + end) for end in ends}
+        found[weight] = FORMATS[name].read(own, tuple(module.get_parameter(weight).shape))
+    return found
+
+
+def reference(name: str, folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' module with the weights that the library reads."""
+    module = module_of(name).to(dtype)
+    module.load_state_dict({key: tensor.to(dtype) for key, tensor in weights_of(name, folder).items()})
+    return module

@@ -1,0 +1,287 @@
+"""Layers with weights in codes, by our own kernels: products are those of the codes, near to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.errors import ModelError
+from llama_ssp.models import loader
+from llama_ssp.models.coded import TABLES, Coded, Codes, packed, unpacked, values
+from llama_ssp.models.kernels import coded
+from llama_ssp.models.kernels.coded import OPERATOR, CodedLinear, DecodedLinear, available, operators, usable
+from llama_ssp.models.linear import formats
+from llama_ssp.models.loader import load
+from llama_ssp.models.quantization import INT4, coded_of, in_groups, quantised
+from llama_ssp.models.sharding import require_transformers
+from llama_ssp.models.steps import SteppedModel
+from tests.distributed.test_quantised import off
+from tests.distributed.test_tensor import walked
+from tests.distributed.threads import ranks_of, together
+from tests.families import build
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = [(64, 128), (70, 320), (33, 136)]  # outputs and inputs, whole blocks and not
+GROUPS = [0, 32, 128]
+SCALES = [torch.float32, torch.bfloat16, torch.float16]
+OFFSETS = [None, "zero", "shift"]
+needs_compiler = pytest.mark.slow  # the kernel takes some ten seconds to build
+
+
+def held(
+    outputs: int, inputs: int, table: str, group: int, offset: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Coded:  # fmt: skip
+    """Random codes, among them the first and the last that are numbers, and random scales."""
+    torch.manual_seed(outputs)
+    numbers = values(table)
+    finite_C = numbers.isfinite().nonzero().flatten()
+    code_NK = finite_C[torch.randint(0, len(finite_C), (outputs, inputs))].to(torch.uint8)
+    code_NK[:, 0], code_NK[:, 1] = finite_C[0], finite_C[-1]
+    groups = -(-inputs // (group or inputs))
+    scale_NG = (torch.rand(outputs, groups) + 0.5).to(dtype)
+    zero_NG = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if offset == "zero" else None
+    shift_NG = torch.randn(outputs, groups).to(dtype) if offset == "shift" else None
+    codes_NC = packed(code_NK) if len(numbers) == 16 else code_NK
+    return Coded(Codes(table, group), inputs, codes_NC, scale_NG, zero_NG, shift_NG)
+
+
+def wide(weight: Coded) -> Tensor:
+    """The numbers in fp64, nothing rounded."""
+    shift_NG = None if weight.shift_NG is None else weight.shift_NG.double()
+    return replace(weight, scale_NG=weight.scale_NG.double(), shift_NG=shift_NG).decoded(torch.float64)
+
+
+def rows_of(count: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Inputs among which some are outliers, as LLM.int8 calls them."""
+    x = torch.randn(count, inputs, dtype=dtype)
+    x[:, :: max(inputs // 3, 1)] *= 20
+    return x
+
+
+def require_near(found: Tensor, x: Tensor, weight: Coded, bias: Tensor | None, unit: float) -> None:
+    """The rounding of the result, and of sums in 32 bits: of codes, and of what is subtracted from them."""
+    exact = x.double() @ wide(weight).T + (0 if bias is None else bias.double())
+    zeroless = replace(weight, zero_NG=None, shift_NG=None)
+    least = wide(zeroless).abs() + (wide(weight) - wide(zeroless)).abs()
+    sums = x.double().abs() @ least.T
+    assert ((found.double() - exact).abs() <= unit * exact.abs() + weight.inputs * 2**-24 * sums).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("table", TABLES)
+def test_the_product_is_that_of_the_codes(table: str):
+    operators("cpu")
+    numbers = itertools.product(SHAPES, GROUPS, OFFSETS, SCALES)
+    for number, (shape, group, offset, kind) in enumerate(numbers):
+        weight, dtype = held(*shape, table, group, offset, kind), (torch.bfloat16, torch.float32)[number % 2]
+        bias = torch.randn(shape[0], dtype=dtype) if number % 3 else None
+        layer = CodedLinear(weight, bias, CPU)
+        x = rows_of(13, shape[1], dtype)
+        whole = layer(x)
+        require_near(whole, x, weight, bias, torch.finfo(dtype).eps)
+        for count in (1, 2, 3, 4, 5, 6, 7, 12):  # the rows beside a row change nothing
+            assert torch.equal(layer(x[None, :count])[0], whole[:count])
+        assert layer(x[:0]).shape == (0, shape[0])
+
+
+@needs_compiler
+def test_a_code_or_a_scale_that_is_wrong_is_found_out():
+    operators("cpu")
+    weight, x = held(64, 128, "int4", 32), rows_of(5, 128, torch.float32)
+    changed = weight.codes_NC.clone()
+    changed[7, 9] ^= 16
+    for other in (replace(weight, codes_NC=changed), replace(weight, scale_NG=weight.scale_NG.roll(1, 1))):
+        with pytest.raises(AssertionError):
+            require_near(CodedLinear(other, None, CPU)(x), x, weight, None, torch.finfo(x.dtype).eps)
+    fewer = replace(weight, scale_NG=weight.scale_NG[:, :3])
+    with pytest.raises(RuntimeError, match="a scale a group"):
+        CodedLinear(fewer, None, CPU)(x)
+
+
+@needs_compiler
+def test_the_operator_is_one_that_torch_can_compile():
+    operators("cpu")
+    layer = CodedLinear(held(70, 320, "int8", 0), None, CPU)
+    how = layer.codes, layer.table, layer.scales, layer.offsets, layer.bias, 70, 320, layer.table_number
+    torch.library.opcheck(torch.ops.llama_ssp.linear_coded.default, (rows_of(3, 320), *how))
+
+
+@needs_compiler
+def test_the_kernel_for_any_processor():
+    """What is compiled where there are no instructions for such products."""
+    code = """
+from tests.test_coded_linear import *
+from llama_ssp.models.kernels import build
+build.FLAGS = tuple(flag for flag in build.FLAGS if flag != "-march=native")
+operators("cpu")
+dtypes = torch.bfloat16, torch.float32
+for table, offset, dtype in itertools.product(("int4", "nf4", "e4m3"), OFFSETS, dtypes):
+    weight, x = held(70, 320, table, 32, offset, torch.float16), rows_of(13, 320, dtype)
+    layer = CodedLinear(weight, None, CPU)
+    found = layer(x)
+    require_near(found, x, weight, None, torch.finfo(dtype).eps)
+    assert torch.equal(layer(x[:1])[0], found[0])
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_decoded_product_is_that_of_the_library():
+    for table in TABLES:
+        weight, x = held(33, 136, table, 32, "shift"), rows_of(3, 136)
+        layer = DecodedLinear(weight, None)
+        expected = torch.nn.functional.linear(x, weight.decoded(x.dtype))
+        assert torch.equal(layer(x), expected)
+        assert sum(part.nbytes for part in layer.buffers()) == weight.nbytes
+
+
+@needs_compiler
+def test_which_product_a_weight_has():
+    """Of codes that the kernel takes the kernel's, if there are kernels; with not a byte more."""
+    operators("cpu")
+    even, odd = held(64, 128, "int4", 32), held(64, 132, "int4", 4)
+    assert usable(even, CPU) and not usable(odd, CPU)
+    fast, eager = formats(Dtype.bf16, CPU, fast=True)[0], formats(Dtype.bf16, CPU, fast=False)[0]
+    found = fast(even, None)
+    assert isinstance(found, CodedLinear)
+    assert sum(part.nbytes for part in (found.codes, found.scales)) == even.nbytes
+    for product, weight in ((fast, odd), (eager, even)):
+        assert isinstance(product(weight, None), DecodedLinear)
+
+
+def test_in_8_bit_weights_are_those_of_llm_int8():
+    torch.manual_seed(0)
+    layer = quantised(Dtype.int8, torch.randn(70, 300).bfloat16(), None, CPU)
+    weight = coded_of(layer)
+    assert weight.codes_NC.data_ptr() == layer.weight.data_ptr()
+    exact = layer.weight.data.double() * weight.scale_NG.double() / 127
+    assert torch.allclose(wide(weight), exact, rtol=1e-15)
+
+
+def test_in_4_bit_every_code_is_the_nearest():
+    """Of each group one number is -8 times the scale, so no group wastes codes; zeros stay zeros."""
+    torch.manual_seed(0)
+    weight_NK = torch.randn(70, 300).bfloat16()
+    weight_NK[3] = 0
+    found = in_groups(weight_NK)
+    assert found.kind == INT4 and found.scale_NG.shape == (70, 10) and found.scale_NG.dtype is torch.bfloat16
+    number_NK, scale_NK = wide(found), found.scale_NG.double().repeat_interleave(32, 1)[:, :300]
+    assert (number_NK[3] == 0).all()
+    off_NK = (number_NK - weight_NK.double()).abs()
+    ends_NK = number_NK == 7 * scale_NK  # there +8 would be nearer, but there is none
+    assert (off_NK <= scale_NK.abs() * torch.where(ends_NK, 1.04, 0.5)).all()
+    lowest_NG = (unpacked(found.codes_NC)[:, :288] == 0).view(70, 9, 32).any(-1)
+    assert lowest_NG[torch.arange(70) != 3].all()
+    assert 0.05 < float(off_NK.norm() / weight_NK.norm()) < 0.1
+
+
+@needs_compiler
+def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
+    """Compiled, decoded and over two ranks; by transformers it is refused."""
+    build("llama-gqa", mild=True, hidden_size=256, intermediate_size=704).save_pretrained(tmp_path)
+    model = ModelConf(name="small", dtype=Dtype.int4)
+    exact = walked(load(ModelConf(name="small"), tmp_path, Dtype.fp32, CPU, "model"))
+    eager, fast = (load(model, tmp_path, Dtype.int4, CPU, "draft", fast=fast) for fast in (False, True))
+    assert isinstance(fast, SteppedModel) and not isinstance(eager, SteppedModel)
+    for each in (eager, fast):
+        assert sum(isinstance(layer, CodedLinear) for layer in each.decoder.modules()) == 4 * len(
+            each.decoder.blocks
+        )
+    decoding = formats(Dtype.int4, CPU, fast=False)
+    monkeypatch.setattr(loader, "formats", lambda *_: decoding)
+    decoded = walked(load(model, tmp_path, Dtype.int4, CPU, "draft"))
+    monkeypatch.undo()
+    ranks = ranks_of(2)
+    parts = [load(model, tmp_path, Dtype.int4, CPU, "model", rank, fast=True) for rank in ranks]
+    both = together([lambda part=part: walked(part) for part in parts], ranks)
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    for found in (walked(eager), walked(fast), both[0]):  # also each rank's groups are those of the whole
+        assert off(found, decoded) < 0.05 < 2 * off(decoded, exact) < 1.5
+    with pytest.raises(ModelError, match="int4 is for models that the decoder runs"):
+        require_transformers(model)
+    require_transformers(ModelConf(name="small"))
+
+
+@needs_compiler
+def test_a_compiled_model_is_nearer_to_the_wide_one_than_llm_int8(tmp_path: Path):
+    """And holds not a byte more, but for the table."""
+    changes = {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "intermediate_size": 704,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 1,
+    }
+    build("llama-gqa", mild=True, **changes).save_pretrained(tmp_path)
+    wide, narrow, eager = (
+        load(ModelConf(name="small"), tmp_path, dtype, CPU, "model")
+        for dtype in (Dtype.fp32, Dtype.bf16, Dtype.int8)
+    )
+    fast = load(ModelConf(name="small"), tmp_path, Dtype.int8, CPU, "model", fast=True)
+    head, packed = eager.decoder.head.product.weight.nbytes, fast.decoder.head.product.packed.nbytes
+    assert fast.weights_bytes - packed - values("int8").nbytes == eager.weights_bytes - head
+    exact = walked(wide)
+    least, ours, theirs = (off(walked(model), exact) for model in (narrow, fast, eager))
+    assert least < ours < theirs
+    assert isinstance(fast, SteppedModel) and fast._step is not None
+
+
+@pytest.mark.slow  # a process of its own: triton must know before it is imported that it is to interpret
+def test_the_kernel_for_gpus():
+    code = "from tests.test_coded_linear import require_kernel_for_gpus; require_kernel_for_gpus()"
+    interpreting = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=interpreting)
+
+
+def require_kernel_for_gpus() -> None:
+    """All tables, groups and offsets; blocks of outputs and rows, whole and not, and no rows at all.
+
+    The interpreter multiplies in 32 bits, and cuts 16 bits off where a GPU rounds.
+    """
+    from llama_ssp.models.kernels import coded_triton
+
+    operators("cuda")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, "CUDA")
+    coded_triton.FACTORS = coded_triton.tl.float32
+    for number, (table, group, offset) in enumerate(itertools.product(TABLES, GROUPS, OFFSETS)):
+        shape, dtype = SHAPES[number % 3], (torch.float32, torch.bfloat16)[number % 2]
+        weight = held(
+            *shape, table, group, offset, (torch.float32, torch.bfloat16, torch.float16)[number % 3]
+        )
+        bias = torch.randn(shape[0], dtype=dtype) if number % 4 else None
+        for count in (5, 17) if number % 9 == 0 else (5,):
+            x = rows_of(count, shape[1], dtype)
+            found = by_triton(x.view(1, count, -1), weight, bias)[0]
+            assert found.dtype is dtype
+            require_near(found, x, weight, bias, 2 * torch.finfo(dtype).eps)
+        assert torch.equal(by_triton(x[:1], weight, bias)[0], found[0]) or count > 16
+    assert by_triton(x[:0], weight, bias).shape == (0, shape[0])
+
+
+def by_triton(x: Tensor, weight: Coded, bias: Tensor | None) -> Any:
+    from llama_ssp.models.kernels.coded_triton import linear_coded
+
+    kind, offsets = weight.kind, weight.zero_NG if weight.shift_NG is None else weight.shift_NG
+    factors = values(kind.table), weight.scale_NG, offsets, bias
+    sizes = len(weight.codes_NC), kind.group or weight.inputs, list(TABLES).index(kind.table)
+    return linear_coded(x, weight.codes_NC, *factors, *sizes)
+
+
+@pytest.mark.parametrize(("capability", "triton", "expected"), [
+    ((9, 0), True, True), ((8, 0), True, True), ((7, 5), True, False), ((9, 0), False, False),
+])  # fmt: skip
+def test_where_there_is_a_kernel(monkeypatch, capability: tuple[int, int], triton: bool, expected: bool):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(coded, "find_spec", lambda _: object() if triton else None)
+    assert available(torch.device("cuda:0")) is expected and available(CPU)

@@ -1,0 +1,339 @@
+"""GGUF files: what the gguf library writes is read as it reads it, whole and over ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.errors import ModelError
+from llama_ssp.models.assemble import decoder, wanted
+from llama_ssp.models.checkpoint import complete, inspect, with_shape
+from llama_ssp.models.coded import Coded
+from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.folder import fingerprint, gguf_in
+from llama_ssp.models.gguf import FORMATS, KEPT, read_header
+from llama_ssp.models.gguf_blocks import BLOCKS, coded
+from llama_ssp.models.gguf_io import GgufSource
+from llama_ssp.models.kernels.coded import DecodedLinear
+from llama_ssp.models.loader import differences, require_supported
+from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
+from llama_ssp.planner.weights import LAYERS, SCALES, Part, held
+from tests.distributed.threads import ranks_of, together
+from tests.gguf_files import K_QUANTS, SIZES, gguf, random_blocks, write
+from tests.test_decoder import TOLERANCE, require_same, walked
+
+# As people have them: most matrices in one format, some in a finer one.
+MIXED = {
+    "": "Q4_K", "ffn_down": "Q8_0", "attn_v": "Q6_K", "attn_output": "Q5_K", "token_embd": "Q6_K",
+    "output": "Q6_K",
+}  # fmt: skip
+SHARP = 3.0  # times the weights that transformers draws: even attention hides errors
+WINDOW = {"attention.sliding_window": 11}
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 11, "tie_word_embeddings": True}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + n / 8 for n in range(16)], "long_factor": [2.0 + n for n in range(16)],
+}  # fmt: skip
+# By name: the model, its own sizes, and keys of the file.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "llama-biased": ("llama", {"attention_bias": True, "tie_word_embeddings": True}, {}),
+    "llama-3": ("llama", {"rope_parameters": LLAMA_3}, {"rope.freq_base": 500000.0}),
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}, {}),
+    "qwen2": ("qwen2", {}, {"attention.key_length": None}),
+    "qwen3": ("qwen3", {"head_dim": 64}, {}),
+    "gemma2": ("gemma2", GEMMA, WINDOW | CAPS),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GEMMA, "num_hidden_layers": 6, "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {**WINDOW, "rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": 11}, WINDOW),
+    "phi3-long": (
+        "phi3",
+        {
+            "pad_token_id": 0, "sliding_window": None, "rope_parameters": LONG,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope.scaling.original_context_length": 64},
+    ),
+}  # fmt: skip
+
+
+def factors(module: Any) -> dict[str, np.ndarray]:
+    """The tensors with which files say how rotary positions are scaled."""
+    parameters = module.config.rope_parameters
+    if parameters.get("rope_type") == "llama3":
+        plain = 500000.0 ** (torch.arange(0, 32, 2) / 32)
+        return {"rope_freqs.weight": (1 / (module.model.rotary_emb.inv_freq * plain)).numpy()}
+    if parameters.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{kind}.weight": np.array(parameters[f"{kind}_factor"], np.float32)
+            for kind in ("short", "long")
+        }
+    return {}
+
+
+def made(name: str, folder: Path, kinds: dict[str, str] = MIXED, **sizes: Any) -> tuple[Path, Any]:
+    """A file, and the module with its weights as the library decodes them."""
+    family, own, keys = MODELS[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SIZES, **own, **sizes})
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(SHARP)
+            else:
+                parameter.add_(torch.randn(parameter.shape) * 0.3)
+        extra = factors(module)
+        path = write(
+            folder / f"{name}.gguf", module, kinds,
+            lambda writer: [writer.add_tensor(*each) for each in extra.items()], **keys,
+        )  # fmt: skip
+    return path, module
+
+
+def opened(path: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
+    config = require_supported(path)
+    source = GgufSource(read_header(path), config)
+    assert not any(differences(wanted(config), source.shapes, config).values())
+    return decoder(config, source, ranks, **how)
+
+
+@pytest.mark.parametrize("kind", [name for name, *_ in FORMATS.values()])
+def test_weights_are_those_of_the_library_to_the_bit(kind: str, tmp_path: Path) -> None:
+    rows, inputs = 96, 512
+    if kind in K_QUANTS:
+        raw = random_blocks(kind, rows, inputs)
+    else:
+        raw = gguf.quantize(
+            np.random.default_rng(0).normal(size=(rows, inputs)).astype(np.float32), number(kind)
+        )
+    expected = torch.from_numpy(np.array(gguf.dequantize(raw, number(kind)), np.float32))
+    path, module = made("qwen2", tmp_path, {"": "F32"}, num_hidden_layers=1, intermediate_size=rows)
+    rewritten(path, tmp_path / "other.gguf", {"blk.0.ffn_gate.weight": (raw, kind)})
+    source = GgufSource(read_header(tmp_path / "other.gguf"), module.config)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    cuts = [
+        (None, expected),
+        (Cut(ROWS, ((7, 40),)), expected[7:40]),
+        (Cut(ROWS, ((0, 8), (64, 96))), torch.cat([expected[:8], expected[64:]])),
+        *((Cut(COLUMNS, (span,)), expected[:, slice(*span)]) for span in ((0, 64), (192, 448), (32, 96))),
+        (Cut(COLUMNS, ((8, 500),)), expected[:, 8:500]),
+    ]  # fmt: skip
+    for cut, part in cuts:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(numbers_of(source.read(name, cut), dtype), part.to(dtype)), cut
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_any_bytes_are_decoded_as_the_library_does(kind: str) -> None:
+    numbers, size = gguf.GGML_QUANT_SIZES[number(kind)]
+    raw = np.random.default_rng(1).integers(0, 256, (24, 4, size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.dequantize(raw.reshape(24, -1), number(kind)))
+    weight, (bits, group, scale) = coded(kind, torch.from_numpy(raw)), KEPT[kind]
+    assert weight.nbytes == 24 * 4 * (numbers * bits // 8 + numbers // group * scale)
+    found = weight.decoded(torch.float32)
+    assert found.shape == (24, 4 * numbers) and found.isfinite().float().mean() > 0.8
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def numbers_of(part: torch.Tensor | Coded, dtype: torch.dtype) -> torch.Tensor:
+    return part.decoded(dtype) if isinstance(part, Coded) else part.to(dtype)
+
+
+def number(kind: str) -> Any:
+    return gguf.GGMLQuantizationType[kind]
+
+
+def rewritten(
+    path: Path, to: Path, other: dict[str, tuple[np.ndarray, str]], also: Path | None = None
+) -> Path:
+    """The file again, with some other tensors, and the tokenizer of another file, by the library."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, str(reader.get_field("general.architecture").contents()))
+    fields = [field for field in reader.fields.values() if not field.name.startswith("GGUF.")]
+    if also is not None:
+        there = gguf.GGUFReader(also).fields.values()
+        fields += [field for field in there if field.name.startswith("tokenizer.")]
+    for field in fields:
+        if field.name != "general.architecture":
+            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), kind, inner)
+    for tensor in reader.tensors:
+        raw, name = other.get(tensor.name, (tensor.data, tensor.tensor_type.name))
+        writer.add_tensor(tensor.name, raw, raw_dtype=number(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_logits_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> None:
+    path, module = made(name, tmp_path)
+    require_same(module, *walked(opened(path)))
+    checkpoint = inspect(path)
+    model = with_shape(ModelConf(name="x", path=str(path)), checkpoint, "model")
+    assert (model.n_layers, model.vocab) == (module.config.num_hidden_layers, 300)
+    assert model.tied == module.config.tie_word_embeddings
+    assert model.head_dim == getattr(module.config, "head_dim", 32)
+    ours, theirs = (each.rope_parameters for each in (require_supported(path), module.config))
+    assert all(ours[key] == pytest.approx(value) for key, value in theirs.items())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["llama-biased", "qwen3", "gemma3", "phi3"])
+@torch.inference_mode()
+def test_parts_give_the_logits_of_the_whole(name: str, world: int, tmp_path: Path) -> None:
+    """Shares differ, and end inside the blocks of 256 numbers of attention's output, and of an MLP of 512."""
+    path, module = made(name, tmp_path, MIXED | {"ffn_down": "Q4_K"}, intermediate_size=512, hidden_size=256)
+    assert len({head_ranges(8, 4, 3, rank).queries for rank in range(3)}) > 1
+    expected, texts = walked(opened(path))
+    require_same(module, expected, texts)
+    ranks = ranks_of(world)
+    parts = [opened(path, rank) for rank in ranks]
+    for logits in together([lambda part=part: walked(part)[0] for part in parts], ranks):
+        for ours, theirs in zip(logits, expected, strict=True):
+            assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@torch.inference_mode()
+def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, tmp_path: Path) -> None:
+    """Each matrix is in the format of the file, also where queries, keys and values differ."""
+    path, _ = made(name, tmp_path, MIXED | {"ffn_down": "Q3_K", "1.attn_q": "F16"}, intermediate_size=512)
+    expected, _ = walked(opened(path))
+    model, _ = complete(ModelConf(name="x", path=str(path), dtype=Dtype.packed), "model")
+    ranks = ranks_of(world) if world > 1 else [ALONE]
+    parts = [opened(path, rank, keeps_codes=True) for rank in ranks]
+    runs = [lambda part=part: walked(part)[0] for part in parts]  # type: ignore[misc]
+    for logits in together(runs, ranks) if world > 1 else [runs[0]()]:
+        for ours, theirs in zip(logits, expected, strict=True):
+            assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    for rank, part in enumerate(parts):
+        layers = [layer for layer in part.modules() if isinstance(layer, DecodedLinear)]
+        codes = sum(layer.codes_NC.nbytes for layer in layers)
+        scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
+        plain = [layer.weight for layer in part.blocks.modules() if isinstance(layer, nn.Linear)]
+        planned = held(Part.of(model, world, rank), Dtype.packed)
+        assert bool(plain) == (name != "phi3")
+        assert planned[LAYERS] == codes + sum(2 * weight.numel() for weight in plain)
+        assert planned[SCALES] == scales
+
+
+# Sizes with which transformers reads what the file says: it has its own defaults for what it does not read.
+TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+READ_RIGHT: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 128, **TWO_HEADS},
+    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, **TWO_HEADS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ_RIGHT)
+@torch.inference_mode()
+def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> None:
+    path, _ = made(name, tmp_path, **READ_RIGHT[name])
+    how: dict[str, Any] = {"gguf_file": path.name, "attn_implementation": "eager"}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how).eval()
+    require_same(theirs, *walked(opened(path)))
+    lower = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **how).state_dict()
+    source = GgufSource(read_header(path), theirs.config)
+    assert len(source.shapes) >= 2 + 9 * 2
+    for name in source.shapes:
+        assert torch.equal(numbers_of(source.read(name, None), torch.bfloat16), lower[name]), name
+
+
+def test_a_wrong_order_of_rows_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, module = made("llama", tmp_path)
+    monkeypatch.setattr("llama_ssp.models.gguf_io.INTERLEAVED", ())
+    with torch.inference_mode(), pytest.raises(AssertionError):
+        require_same(module, *walked(opened(path)))
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    """Any of its files names it; a missing one is named."""
+    path, module = made("qwen2", tmp_path, {"": "Q8_0"})
+    reader = gguf.GGUFReader(path)
+    names = [tensor.name for tensor in reader.tensors]
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    for part, half in enumerate(halves):
+        writer = gguf.GGUFWriter(tmp_path / "set" / f"m-{part + 1:05}-of-00002.gguf", "qwen2")
+        (tmp_path / "set").mkdir(exist_ok=True)
+        for field in reader.fields.values() if part == 0 else ():
+            if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                writer.add_key_value(field.name, field.contents(), field.types[0])
+        writer.add_uint16("split.no", part)
+        writer.add_uint16("split.count", 2)
+        for tensor in reader.tensors:
+            if tensor.name in half:
+                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    first = tmp_path / "set" / "m-00001-of-00002.gguf"
+    second = first.with_name("m-00002-of-00002.gguf")
+    assert gguf_in(first.parent) == gguf_in(second) == gguf_in(first) == first
+    with torch.inference_mode():
+        require_same(module, *walked(opened(first)))
+    before = fingerprint(first)
+    second.write_bytes(second.read_bytes()[:-1] + b"x")
+    assert fingerprint(first) != before
+    second.unlink()
+    with pytest.raises(ModelError, match=r"a file of the model is missing.*m-00002"):
+        read_header(first)
+
+
+def test_what_a_folder_means(tmp_path: Path) -> None:
+    assert gguf_in(tmp_path) is None
+    (tmp_path / "a.gguf").write_bytes(b"")
+    assert gguf_in(tmp_path) == gguf_in(tmp_path / "a.gguf") == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"several GGUF models.*a\.gguf, b\.gguf.*path="):
+        gguf_in(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert gguf_in(tmp_path) is None
+
+
+def test_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
+    path, _ = made("llama-3", tmp_path)
+    odd = np.linspace(1, 8, 16, dtype=np.float32)
+    rewritten(path, tmp_path / "odd.gguf", {"rope_freqs.weight": (odd, "F32")})
+    with pytest.raises(ModelError, match="scaled in an unknown way"):
+        inspect(tmp_path / "odd.gguf")
+    assert math.isclose(require_supported(path).rope_parameters["factor"], 8.0, rel_tol=1e-6)

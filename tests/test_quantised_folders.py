@@ -1,0 +1,166 @@
+"""Quantised folders: each weight is the library's to the bit, in one process and over ranks."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.models.assemble import decoder, wanted
+from llama_ssp.models.checkpoint import complete, inspect
+from llama_ssp.models.coded import Coded, taken
+from llama_ssp.models.coded_source import source_of
+from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.kernels.coded import DecodedLinear
+from llama_ssp.models.linear import Beside
+from llama_ssp.models.loader import config_of, differences
+from llama_ssp.models.quantised_config import quantised_config
+from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
+from llama_ssp.planner.weights import LAYERS, SCALES, Part, held, weights
+from tests.distributed.threads import ranks_of, together
+from tests.quantised_folders import FORMATS, matrices, module_of, quantised, reference, weights_of
+from tests.test_decoder import TOLERANCE, require_same, walked
+
+NAMES = list(FORMATS)
+ROUNDED = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
+STACKED = None, Cut(2, ((6, 40),)), Cut(2, ((0, 8), (30, 64))), Cut(1, ((32, 64),)), Cut(1, ((16, 50),))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantised")
+
+
+def opened(folder: Path) -> Any:
+    config = config_of(None, folder, "model")  # type: ignore[arg-type]
+    claim = quantised_config(inspect(folder).config, folder)
+    return closing(source_of(folder, wanted(config), "model", claim))
+
+
+def loaded(folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
+    config = config_of(None, folder, "model")  # type: ignore[arg-type]
+    with opened(folder) as source:
+        found = differences(wanted(config), source.shapes, config)
+        assert not any(found.values()), found
+        return decoder(config, source, ranks, **how)
+
+
+def whole(part: Tensor | Coded, dtype: torch.dtype) -> Tensor:
+    return part.decoded(dtype) if isinstance(part, Coded) else part.to(dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
+    """Whole, and parts that begin and end inside groups and words."""
+    folder = quantised(name, folders / name)
+    expected = weights_of(name, folder)
+    with opened(folder) as source:
+        for key in matrices(module_of(name)):
+            weight = expected[key]
+            outputs, inputs = weight.shape[-2:]
+            cuts = STACKED if weight.ndim == 3 else [
+                None, Cut(ROWS, ((4, 100),)), Cut(ROWS, ((0, 8), (outputs - 30, outputs))),
+                Cut(COLUMNS, ((0, 128),)), Cut(COLUMNS, ((64, inputs),)), Cut(COLUMNS, ((96, 224),)),
+            ]  # fmt: skip
+            for cut in cuts:
+                part = whole(source.read(key, cut), weight.dtype)
+                assert torch.equal(part, taken(weight, cut)), (key, cut)
+                assert cut is None or weight.unique().numel() > 8
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ROUNDED])
+@torch.inference_mode()
+def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, folders: Path) -> None:
+    folder = quantised(name, folders / name)
+    require_same(reference(name, folder, torch.float32), *walked(loaded(folder)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_parts_give_the_logits_of_the_whole(name: str, world: int, folders: Path) -> None:
+    folder = quantised(name, folders / name)
+    expected, _ = walked(loaded(folder))
+    ranks = ranks_of(world)
+    parts = [loaded(folder, rank) for rank in ranks]
+    sizes = {sum(weight.numel() for weight in part.parameters()) for part in parts}
+    assert len(sizes) > 1  # uneven
+    for logits in together([lambda part=part: walked(part)[0] for part in parts], ranks):  # type: ignore[misc]
+        for ours, theirs in zip(logits, expected, strict=True):
+            assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+KEPT = [name for name in NAMES if name not in ("gptq-act-order", "mxfp4")]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", KEPT)
+@torch.inference_mode()
+def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, folders: Path) -> None:
+    """Of each rank, to the byte."""
+    folder = quantised(name, folders / name)
+    expected, _ = walked(loaded(folder))
+    model, _ = complete(ModelConf(name="x", path=str(folder), dtype=Dtype.packed), "model")
+    ranks = ranks_of(world) if world > 1 else [ALONE]
+    parts = [loaded(folder, rank, keeps_codes=True) for rank in ranks]
+    runs = [lambda part=part: walked(part)[0] for part in parts]  # type: ignore[misc]
+    for logits in together(runs, ranks) if world > 1 else [runs[0]()]:
+        for ours, theirs in zip(logits, expected, strict=True):
+            assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    for rank, part in enumerate(parts):
+        layers = [layer for layer in part.modules() if isinstance(layer, DecodedLinear)]
+        assert len(layers) == 4 * len(part.blocks)
+        codes = sum(layer.codes_NC.nbytes for layer in layers)
+        scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
+        plan = Part.of(model, world, rank)
+        biases = sum(
+            each.count * each.times for each in weights(plan) if each.group == LAYERS and not each.linear
+        )
+        planned = held(plan, Dtype.packed)
+        assert (codes, scales) == (planned[LAYERS] - 2 * biases, planned[SCALES])
+
+
+@torch.inference_mode()
+def test_layers_of_other_formats_may_stand_beside_each_other(folders: Path, tmp_path: Path) -> None:
+    """As values that are not quantised, next to queries and keys that are."""
+    folder = shutil.copytree(quantised("int4-groups", folders / "int4-groups"), tmp_path / "mixed")
+    tensors, weights_ = load_file(folder / "model.safetensors"), weights_of("int4-groups", folder)
+    for name in [name for name in weights_ if name.endswith("v_proj.weight")]:
+        stem = f"{name}_"
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(stem)}
+        tensors[name] = weights_[name].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    expected, _ = walked(loaded(folder))
+    kept = loaded(folder, keeps_codes=True)
+    assert isinstance(kept.blocks[0].attention.qkv, Beside)
+    for ours, theirs in zip(walked(kept)[0], expected, strict=True):
+        assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+BY_TRANSFORMERS = [
+    name for name, form in FORMATS.items()
+    if form.claim["quant_method"] in ("compressed-tensors", "fp8", "mxfp4") or name == "llm-int8"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
+def test_transformers_reads_the_same_weights(name: str, folders: Path) -> None:
+    """All parameters in bf16, of a model that it dequantises while loading (LLM.int8: after it)."""
+    folder, how = quantised(name, folders / name), {}
+    if FORMATS[name].claim["quant_method"] == "compressed-tensors":
+        how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how)
+    if name == "llm-int8":
+        module = module.dequantize()
+    with opened(folder) as source:
+        for key, weight in module.named_parameters():
+            assert torch.equal(whole(source.read(key, None), torch.bfloat16), weight.bfloat16()), key
