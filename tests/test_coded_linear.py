@@ -144,6 +144,10 @@ def test_a_decoded_product_is_that_of_the_library():
         layer = DecodedLinear(weight, None)
         expected = torch.nn.functional.linear(x, weight.decoded(x.dtype))
         assert torch.equal(layer(x), expected)
+        if table == "int4":
+            assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), expected)
+            whole = layer.codes, layer.scales, layer.zeros, layer.shifts, layer.bias, *layer.kind
+            torch.library.opcheck(torch.ops.llama_ssp.linear_decoded.default, (x, *whole))
         assert sum(part.nbytes for part in layer.buffers()) == weight.nbytes
 
 
