@@ -114,7 +114,7 @@ def main() -> None:
         [
             "# Products with weights in codes", "",
             *surroundings({"model": f"cpu, {own['threads']} threads"}),
-            f"Layers of {OUTPUTS} x {INPUTS}, {own['repeats']} turns. A sum reads {summing / 1e9:.1f} GB/s, and "
+            f"Layers of {OUTPUTS} x {INPUTS}, {own['repeats']} turns. A sum reads {summing / 1e9:.1f} GB/s; "
             f"the fastest reading was {bandwidth / 1e9:.1f} GB/s: so the bound.", "",
             f"Microseconds of a layer, for {', '.join(map(str, ROWS[:-1]))} and {ROWS[-1]} rows:",
             "", "```", *aligned(table, 0), "```", "",

@@ -50,6 +50,17 @@ def test_texts_are_those_of_the_command(command: Command) -> None:
     assert all(one.finish_reason == "length" and one.drafted >= one.accepted > 0 for one in found)
 
 
+def test_the_target_s_own_weights_are_a_draft() -> None:
+    """In 4 bit most drafts are accepted, of a smaller model fewer."""
+    shares = []
+    for draft in ("int4", "demo_draft"):
+        with load_pair("demo", draft=draft) as pair:
+            how = SamplingConfig(top_k=40)
+            found = pair.generate(["hello", "a", "b"], max_new_tokens=40, seed=1, sampling=how)
+        shares.append(sum(one.accepted for one in found) / sum(one.drafted for one in found))
+    assert shares[0] > 0.65 > shares[1]
+
+
 def test_without_a_draft_and_without_prompts() -> None:
     with load_pair("tiny") as pair:
         (regular,) = pair.generate(["hello"], max_new_tokens=4, seed=1)

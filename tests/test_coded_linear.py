@@ -18,6 +18,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models import loader
 from llama_ssp.models.coded import TABLES, Coded, Codes, packed, unpacked, values
+from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.coded import OPERATOR, CodedLinear, DecodedLinear, available, operators, usable
 from llama_ssp.models.linear import formats
@@ -143,6 +144,10 @@ def test_a_decoded_product_is_that_of_the_library():
         layer = DecodedLinear(weight, None)
         expected = torch.nn.functional.linear(x, weight.decoded(x.dtype))
         assert torch.equal(layer(x), expected)
+        if table == "int4":
+            assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), expected)
+            whole = layer.codes, layer.scales, layer.zeros, layer.shifts, layer.bias, *layer.kind
+            torch.library.opcheck(torch.ops.llama_ssp.linear_decoded.default, (x, *whole))
         assert sum(part.nbytes for part in layer.buffers()) == weight.nbytes
 
 
@@ -188,7 +193,7 @@ def test_in_4_bit_every_code_is_the_nearest():
 
 @needs_compiler
 def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
-    """Compiled, decoded and over two ranks; by transformers it is refused."""
+    """Compiled, decoded and over two ranks."""
     build("llama-gqa", mild=True, hidden_size=256, intermediate_size=704).save_pretrained(tmp_path)
     model = ModelConf(name="small", dtype=Dtype.int4)
     exact = walked(load(ModelConf(name="small"), tmp_path, Dtype.fp32, CPU, "model"))
@@ -208,9 +213,17 @@ def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
     for found in (walked(eager), walked(fast), both[0]):  # also each rank's groups are those of the whole
         assert off(found, decoded) < 0.05 < 2 * off(decoded, exact) < 1.5
-    with pytest.raises(ModelError, match="int4 is for models that the decoder runs"):
-        require_transformers(model)
-    require_transformers(ModelConf(name="small"))
+
+
+def test_codes_are_not_for_modules_of_transformers():
+    for dtype in Dtype:
+        if dtype in (Dtype.int4, Dtype.packed):
+            with pytest.raises(
+                ModelError, match=f"codes are kept by the decoder alone; .*dtype={dtype.value}"
+            ):
+                load_layers(ModelConf(name="small"), None, dtype, {}, None, "model")
+        else:
+            require_transformers("small", dtype)
 
 
 @needs_compiler

@@ -247,7 +247,7 @@ def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, tm
             assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
     for rank, part in enumerate(parts):
         layers = [layer for layer in part.modules() if isinstance(layer, DecodedLinear)]
-        codes = sum(layer.codes_NC.nbytes for layer in layers)
+        codes = sum(layer.codes.nbytes for layer in layers)
         scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
         plain = [layer.weight for layer in part.blocks.modules() if isinstance(layer, nn.Linear)]
         planned = held(Part.of(model, world, rank), Dtype.packed)

@@ -119,7 +119,7 @@ def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, fo
     for rank, part in enumerate(parts):
         layers = [layer for layer in part.modules() if isinstance(layer, DecodedLinear)]
         assert len(layers) == 4 * len(part.blocks)
-        codes = sum(layer.codes_NC.nbytes for layer in layers)
+        codes = sum(layer.codes.nbytes for layer in layers)
         scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
         plan = Part.of(model, world, rank)
         biases = sum(

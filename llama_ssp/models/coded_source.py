@@ -54,6 +54,15 @@ class CodedSource(FileSource):
             name = model_name(stem if STACKED[0] in stored else f"{stem}.weight", known, prefix)
             self._matrices[name] = matrix = _matrix(stored, config)
             self.shapes[name] = tuple(matrix.shape)
+            if self._is_idle(bias := f"{stem}.bias", known):
+                del self._places[bias], self.shapes[bias]
+
+    def _is_idle(self, name: str, known: Collection[str]) -> bool:
+        """Whether it is zero, and not one of the model's: old GPTQ files have a bias for every layer."""
+        if name in known or name not in self._places:
+            return False
+        handle, key = self._places[name]
+        return not handle.get_tensor(key).any()
 
     def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
         matrix = self._matrices.get(name)
@@ -91,7 +100,8 @@ def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
         case "mxfp4":
             return Mxfp4Experts(stored)
         case "fp8":
-            return Scaled(stored, ".weight_scale_inv", config.block, wide=True)
+            scale = ".weight_scale_inv" if ".weight_scale_inv" in stored else ".weight_scale"
+            return Scaled(stored, scale, config.block, wide=True)
         case "bitsandbytes" if ".SCB" in stored:
             order = stored.get(".weight_format")
             if order is not None and order.read().any():

@@ -32,7 +32,7 @@ def load_layers(
 ) -> CausalModel:
     """The model on all devices, or on those of `limits`; what does not fit goes to folder `offload`."""
     require_quantised(model)
-    require_transformers(model)
+    require_transformers(model.name, dtype)
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # our own log line says it
     empty = shaped(model, path, dtype, role)
     spread = spread_of(empty, dtype, _limits(limits))

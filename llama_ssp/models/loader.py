@@ -62,7 +62,7 @@ def load(
     if ranks.world > 1:
         raise unsplit(f"{role} {model.name}", against)
     require_quantised(model)
-    require_transformers(model)
+    require_transformers(model.name, dtype)
     causal = CausalModel(load_module(model, path, dtype, device, role), model.name)
     ready(causal, model)
     log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
@@ -89,7 +89,9 @@ def _decoder(
             made = decoder(config, ScannedSource(files, model.name) if model.scan else files, *how)
     return_memory()
     over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
-    log.info("%s %s: %s on %s%s", role, model.name, dtype.value, device, over)
+    claim = None if path is None else quantised_config(read_config(path), path)
+    stored = f", from {claim.name}" if claim else ""
+    log.info("%s %s: %s on %s%s%s", role, model.name, dtype.value, device, over, stored)
     steps = GraphedModel if device.type == "cuda" else SteppedModel
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)
 
@@ -234,9 +236,6 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hub_logging
 
-    if dtype is Dtype.packed:
-        what, allowed = "codes are kept by the decoder alone", "placement.splitting=tensor, or one process"
-        raise ModelError(what, path, "dtype=packed", allowed, "write dtype=bf16, or another placement")
     config = _for_modules(path)
     hub_logging.disable_progress_bar()
     with _refusing(path), warnings.catch_warnings():

@@ -62,6 +62,8 @@ def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str
         what = f"config.json says that {method} quantised the weights, but they are plain"
         fix = "remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights"
         raise ModelError(what, _place(path), "no scales among the tensors", fix=fix)
+    if any(name.endswith(".weight_g_idx") for name in formats):
+        raise unreadable("compressed-tensors with act-order (weight_g_idx)", _place(path))
     quantised_config(config, path)
 
 

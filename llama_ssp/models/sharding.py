@@ -157,11 +157,12 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
             raise DistributedError(what, where, odd[0], allowed, fix)
 
 
-def require_transformers(model: ModelConf) -> None:
-    """Refuses int4 for a model that transformers runs."""
-    if model.dtype is Dtype.int4:
-        what, where = "int4 is for models that the decoder runs, whole or over ranks", f"model {model.name}"
-        raise ModelError(what, where, "int4", "int8, nf4, and wider formats", "choose another dtype")
+def require_transformers(name: str, dtype: Dtype) -> None:
+    """Refuses formats that transformers' modules do not have."""
+    if dtype in (Dtype.int4, Dtype.packed):
+        what, allowed = "codes are kept by the decoder alone", "placement.splitting=tensor, or one process"
+        fix = "write dtype=bf16, or another placement"
+        raise ModelError(what, f"model {name}", f"dtype={dtype.value}", allowed, fix)
 
 
 def require_deepspeed(model: ModelConf, world: int) -> None:

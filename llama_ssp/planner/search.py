@@ -119,7 +119,7 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
         fix = "plan placement=auto, leader, sharded, replicated, own or layers"
         raise DistributedError(what, found=found, allowed="tensor, layers", fix=fix)
     if placement.splitting is Splitting.layers:
-        require_transformers(request.target.model)
+        require_transformers(request.target.model.name, request.target.dtype)
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):
         if degree > 1:

@@ -457,6 +457,15 @@ QUANTISED = [
         ("rotated", {**IS.INT4, "transform_config": {"config_groups": {"u": {}}}}, "transforms"),
         ("sparse-24", {**IS.INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
     )),
+    hostile(22, "compressed-act-order", both(
+        IS.quantised(IS.int4, IS.INT4), reworked(lambda t: t.update({f"{IS.UP}.weight_g_idx": torch.zeros(64)}))),
+        "cannot be read", "weight_g_idx"),
+    hostile(22, "sound-idle-bias", both(
+        IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.bias": torch.zeros(96)}))),
+        code=0, reach=LOADED),
+    hostile(22, "bias-beyond", both(
+        IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.bias": torch.ones(96)}))),
+        "unexpected keys", f"{IS.UP}.bias", reach=LOADED),
     *(hostile(22, name, IS.quantised(write, claim), "no usable", found, "quantization_config")
       for name, write, claim, found in (
         ("group-zero", IS.gptq, {**IS.GPTQ, "group_size": 0}, "group_size"),

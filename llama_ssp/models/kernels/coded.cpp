@@ -50,16 +50,18 @@ struct Table {
   alignas(64) float number[256];
   alignas(64) uint8_t lower[256], upper[256];  // the bytes of the number in 16 bits
   alignas(64) uint16_t pair[32];               // numbers of 4-bit codes in 16 bits, twice
-  bool brief = true;                           // whether 16 bits have the numbers exactly
+  bool brief;                                  // whether 16 bits have the numbers exactly
 
-  Table(const float* numbers, int64_t codes) {
-    for (int64_t i = 0; i < 256; i++) {
-      number[i] = numbers[i % codes];
-      const BFloat16 near(number[i]);
-      brief &= static_cast<float>(near) == number[i] || number[i] != number[i];
-      lower[i] = near.x & 255, upper[i] = near.x >> 8;
-      if (i < 32) pair[i] = near.x;
+  Table(const float* numbers, int codes) {
+    std::memcpy(number, numbers, codes * sizeof *numbers);
+    uint32_t rest = 0;
+    for (int i = 0; i < codes; i++) {
+      uint32_t bits;
+      std::memcpy(&bits, &number[i], sizeof bits);
+      rest |= bits << 16, lower[i] = bits >> 16, upper[i] = bits >> 24;
     }
+    brief = rest == 0;
+    for (int i = 0; i < 32; i++) pair[i] = lower[i % 16] | upper[i % 16] << 8;
   }
 };
 

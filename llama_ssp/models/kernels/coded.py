@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llama_ssp.models.coded import TABLES, Coded, values
+from llama_ssp.models.coded import TABLES, Coded, Codes, values
 from llama_ssp.models.kernels.build import load_library
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import BLOCK
 
 OPERATOR = "llama_ssp::linear_coded"
 WORD = 4  # bytes of codes of an output that stand together, as in coded.cpp
-LEAST = 16  # inputs of a group on a GPU: the fewest of a product on tensor cores, for each half of the codes
+LEAST = 16  # bytes of a group's codes on a GPU: the fewest inputs of a product on tensor cores
 
 
 class DecodedLinear(nn.Module):
@@ -30,13 +30,30 @@ class DecodedLinear(nn.Module):
     def __init__(self, weight: Coded, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.kind = weight.kind.table, weight.kind.group, weight.kind.unit
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._weight = weight
-        for name, part in weight._tensors().items():
+        parts = {"codes": weight.codes_NC, "scales": weight.scale_NG}
+        for name, part in {**parts, "zeros": weight.zero_NG, "shifts": weight.shift_NG}.items():
             self.register_buffer(name, part, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight.decoded(x.dtype), self.bias)
+        factors = self.codes, self.scales, self.zeros, self.shifts, self.bias
+        product: Tensor = linear_decoded(x, *factors, *self.kind)
+        return product
+
+
+@torch.library.custom_op("llama_ssp::linear_decoded", mutates_args=())  # for torch.compile, one operation
+def linear_decoded(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, shifts: Tensor | None,
+    bias: Tensor | None, table: str, group: int, unit: float,
+) -> Tensor:  # fmt: skip
+    weight = Coded(Codes(table, group, unit), x.shape[-1], codes, scales, zeros, shifts)
+    return functional.linear(x, weight.decoded(x.dtype), bias)
+
+
+@linear_decoded.register_fake
+def _(x: Tensor, codes: Tensor, *_: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
 class CodedLinear(nn.Module):
@@ -82,7 +99,7 @@ def blocks(part_NC: Tensor, word: int, memory: LargePages | None = None) -> Tens
 def usable(weight: Coded, device: torch.device) -> bool:
     """Whether the device has the kernel, and it takes groups of this size."""
     group = weight.kind.group or weight.inputs
-    unit = 2 * LEAST if device.type == "cuda" else WORD * 8 // weight.kind.bits
+    unit = (LEAST if device.type == "cuda" else WORD) * 8 // weight.kind.bits
     return available(device) and (group >= weight.inputs or group % unit == 0)
 
 
