@@ -22,7 +22,7 @@ from surroundings import surroundings, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from llama_ssp.config import Dtype  # noqa: E402
-from llama_ssp.models.coded import Coded, Codes, values  # noqa: E402
+from llama_ssp.models.formats.coded import Coded, Codes, values  # noqa: E402
 from llama_ssp.models.kernels import coded, linear  # noqa: E402
 from llama_ssp.models.linear import formats  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402

@@ -214,7 +214,7 @@ def _in(dtype: str, small: bool, taken: dict[str, list[float]]) -> Iterator[Bar]
 
 def _kernel() -> Iterator[Bar]:
     """Error and speed of one product in 8 bit, beside the same in bf16."""
-    from llama_ssp.models.coded import Coded
+    from llama_ssp.models.formats.coded import Coded
     from llama_ssp.models.kernels.coded import CodedLinear, operators
     from llama_ssp.models.quantization import LLM_INT8
 

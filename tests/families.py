@@ -18,9 +18,9 @@ from llama_ssp.config import ModelConf
 from llama_ssp.config import Weights as WeightsFrom
 from llama_ssp.models.assemble import decoder
 from llama_ssp.models.causal_lm import kernels_of
-from llama_ssp.models.coded import taken
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
+from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.sharding import Cut
 
 VOCAB, CONTEXT = 97, 160

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama_ssp.models import coded
-from llama_ssp.models.coded import TABLES, Coded, Codes, joined, packed, unpacked, values
+from llama_ssp.models.formats import coded
+from llama_ssp.models.formats.coded import TABLES, Coded, Codes, joined, packed, unpacked, values
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 
 OUTPUTS, INPUTS = 12, 160

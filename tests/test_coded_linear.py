@@ -17,8 +17,8 @@ from torch import Tensor
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models import loader
-from llama_ssp.models.coded import TABLES, Coded, Codes, packed, unpacked, values
 from llama_ssp.models.device_map import load_layers
+from llama_ssp.models.formats.coded import TABLES, Coded, Codes, packed, unpacked, values
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.coded import OPERATOR, CodedLinear, DecodedLinear, available, operators, usable
 from llama_ssp.models.linear import formats

@@ -12,8 +12,8 @@ import torch
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.coded import values
 from llama_ssp.models.devices import device_of
+from llama_ssp.models.formats.coded import values
 from llama_ssp.models.interface import Model
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load

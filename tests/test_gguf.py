@@ -17,12 +17,12 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.checkpoint import complete, inspect, with_shape
-from llama_ssp.models.coded import Coded
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.folder import fingerprint, gguf_in
-from llama_ssp.models.gguf import FORMATS, KEPT, read_header
-from llama_ssp.models.gguf_blocks import BLOCKS, coded
-from llama_ssp.models.gguf_io import GgufSource
+from llama_ssp.models.formats.coded import Coded
+from llama_ssp.models.formats.gguf_blocks import BLOCKS, coded
+from llama_ssp.models.formats.gguf_header import FORMATS, KEPT, read_header
+from llama_ssp.models.formats.gguf_source import GgufSource
 from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.loader import differences, require_supported
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
@@ -280,7 +280,7 @@ def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> 
 
 def test_a_wrong_order_of_rows_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, module = made("llama", tmp_path)
-    monkeypatch.setattr("llama_ssp.models.gguf_io.INTERLEAVED", ())
+    monkeypatch.setattr("llama_ssp.models.formats.gguf_source.INTERLEAVED", ())
     with torch.inference_mode(), pytest.raises(AssertionError):
         require_same(module, *walked(opened(path)))
 

@@ -17,13 +17,13 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.checkpoint import complete, inspect
-from llama_ssp.models.coded import Coded, taken
-from llama_ssp.models.coded_source import source_of
 from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.formats.coded import Coded, taken
+from llama_ssp.models.formats.coded_source import source_of
+from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.linear import Beside
 from llama_ssp.models.loader import config_of, differences
-from llama_ssp.models.quantised_config import quantised_config
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.planner.weights import LAYERS, SCALES, Part, held, weights
 from tests.distributed.threads import ranks_of, together

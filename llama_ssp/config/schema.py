@@ -70,7 +70,7 @@ class ModelConf:
     A size of 0 (preset `local`) is read from the checkpoint's config.json. Of a model with experts,
     `dense_layers` is how many layers have none, but an MLP of width `ffn`. Of a quantised checkpoint:
     bits of a code, inputs that share a scale (0: all of a row), and bytes of a scale with its zero; where
-    matrices differ, `code_mix` has the sizes of each (models/gguf_model.py).
+    matrices differ, `code_mix` has the sizes of each (models/formats/gguf_model.py).
     """
 
     name: str = MISSING

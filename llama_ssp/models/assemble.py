@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
-from llama_ssp.models.coded import Coded, joined, taken
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
+from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.linear import Beside, Embedding, Head, Product, Products, Summed, dense, plain
 from llama_ssp.models.safetensors_io import Source

@@ -16,7 +16,6 @@ from typing import Any
 from llama_ssp.config import SIZES, Dtype, ModelConf, Weights, home_expanded
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.errors import ModelError, UsageError
-from llama_ssp.models import gguf_model
 from llama_ssp.models.bounds import require_counts, require_short_texts
 from llama_ssp.models.families import (
     EXPERTS,
@@ -38,9 +37,10 @@ from llama_ssp.models.folder import (
     require_safe,
     weight_files,
 )
-from llama_ssp.models.gguf import read_header
-from llama_ssp.models.gguf_model import config_of, name_of
-from llama_ssp.models.quantised_config import codes_of, require_readable
+from llama_ssp.models.formats import gguf_model
+from llama_ssp.models.formats.gguf_header import read_header
+from llama_ssp.models.formats.gguf_model import config_of, name_of
+from llama_ssp.models.formats.quantised_config import codes_of, require_readable
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.config import Dtype
-from llama_ssp.models.coded import Coded
+from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import PackedLinear, packable, packed_stack

@@ -19,18 +19,18 @@ from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, s
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.causal_lm import CausalModel, kernels_of, windows_of
 from llama_ssp.models.checkpoint import config_file, read_config
-from llama_ssp.models.coded_source import source_of
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import TESTED, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf, read_json
-from llama_ssp.models.gguf import read_header
-from llama_ssp.models.gguf_io import GgufSource
+from llama_ssp.models.formats.coded_source import source_of
+from llama_ssp.models.formats.gguf_header import read_header
+from llama_ssp.models.formats.gguf_source import GgufSource
+from llama_ssp.models.formats.quantised_config import PLAIN_COPY, quantised_config
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
-from llama_ssp.models.quantised_config import PLAIN_COPY, quantised_config
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import FileSource, ScannedSource
 from llama_ssp.models.self_check import require_faithful

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from llama_ssp.config import Dtype
 from llama_ssp.errors import ModelError
-from llama_ssp.models.coded import DECODED_AT_ONCE, Coded, Codes, joined, packed
+from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, Codes, joined, packed
 from llama_ssp.models.sharding import NF4_BLOCK
 
 OUTLIERS = 6.0  # activations beyond it are multiplied in 16 bit (LLM.int8)

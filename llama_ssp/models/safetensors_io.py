@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.coded import Coded, taken
 from llama_ssp.models.folder import REFETCH, weight_files
+from llama_ssp.models.formats.coded import Coded, taken
 from llama_ssp.models.sharding import Cut
 
 RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's

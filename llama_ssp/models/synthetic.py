@@ -20,9 +20,9 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import wanted
 from llama_ssp.models.causal_lm import attention_of
-from llama_ssp.models.coded import taken
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import FAMILIES, family_of
+from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.quantization import QUANTISED, quantised
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
 

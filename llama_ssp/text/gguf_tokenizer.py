@@ -14,8 +14,8 @@ from typing import Any
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.gguf import ARCHITECTURE, Header, read_header
-from llama_ssp.models.gguf_model import EMBEDDING
+from llama_ssp.models.formats.gguf_header import ARCHITECTURE, Header, read_header
+from llama_ssp.models.formats.gguf_model import EMBEDDING
 
 Step = dict[str, Any]  # of a tokenizer.json
 PREFIX = "tokenizer.ggml."

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.models.coded import taken
+from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.kernels.coded import CodedLinear
 from llama_ssp.models.linear import Summed
 from llama_ssp.models.loader import load

@@ -14,8 +14,8 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.assemble import decoder
-from llama_ssp.models.coded import taken
 from llama_ssp.models.families import TESTED_FAMILIES
+from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load
 from llama_ssp.models.shape import shape_of

@@ -13,9 +13,9 @@ from bench.profiled import WAITS, called, total
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.attention import attend_rows
-from llama_ssp.models.coded import TABLES
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.formats.coded import TABLES
 from llama_ssp.models.kernels import attention
 from llama_ssp.models.kernels.coded import CodedLinear, operators
 from llama_ssp.speculative.drafters.local import ModelDrafter

@@ -51,7 +51,7 @@ def int4(outputs: int, inputs: int) -> Tensors:
 
 
 def nf4(outputs: int, inputs: int) -> Tensors:
-    from llama_ssp.models.coded import values
+    from llama_ssp.models.formats.coded import values
 
     state = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": [outputs, inputs]}
     return {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llama_ssp.models.coded import TABLES, Coded, Codes, values
+from llama_ssp.models.formats.coded import TABLES, Coded, Codes, values
 from llama_ssp.models.kernels.build import load_library
 from llama_ssp.models.kernels.large_pages import LargePages
 from llama_ssp.models.kernels.linear import BLOCK

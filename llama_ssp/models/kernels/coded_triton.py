@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.models.coded import TABLES, values
+from llama_ssp.models.formats.coded import TABLES, values
 
 FEW, MANY = 16, 64  # rows of a program: of a step, and of a prompt
 OUTPUTS = {FEW: 32, MANY: 128}  # of a program

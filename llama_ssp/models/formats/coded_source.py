@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.block_layouts import STATE, FourBit, Mxfp4Experts
-from llama_ssp.models.coded import Coded
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.layouts import Awq, Gptq, Matrix, PackQuantized, Scaled, Stored
-from llama_ssp.models.quantised_config import QuantisedConfig
+from llama_ssp.models.formats.block_layouts import STATE, FourBit, Mxfp4Experts
+from llama_ssp.models.formats.coded import Coded
+from llama_ssp.models.formats.layouts import Awq, Gptq, Matrix, PackQuantized, Scaled, Stored
+from llama_ssp.models.formats.quantised_config import QuantisedConfig
 from llama_ssp.models.safetensors_io import FileSource, model_name
 from llama_ssp.models.sharding import Cut
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.coded import Coded, Codes, joined, packed, taken, unpacked
 from llama_ssp.models.folder import REFETCH
+from llama_ssp.models.formats.coded import Coded, Codes, joined, packed, taken, unpacked
 from llama_ssp.models.sharding import ROWS, Cut, Span
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the codes of eight outputs are in their word

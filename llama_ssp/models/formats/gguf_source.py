@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.models.coded import DECODED_AT_ONCE, Coded, taken
-from llama_ssp.models.gguf import ARCHITECTURE, FORMATS, Header, StoredTensor
-from llama_ssp.models.gguf_blocks import PLAIN, coded
-from llama_ssp.models.gguf_model import INTERLEAVED, ROTARY, name_of
+from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, taken
+from llama_ssp.models.formats.gguf_blocks import PLAIN, coded
+from llama_ssp.models.formats.gguf_header import ARCHITECTURE, FORMATS, Header, StoredTensor
+from llama_ssp.models.formats.gguf_model import INTERLEAVED, ROTARY, name_of
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import COLUMNS, Cut
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llama_ssp.models.coded import Coded, Codes, packed
-from llama_ssp.models.gguf import KEPT
+from llama_ssp.models.formats.coded import Coded, Codes, packed
+from llama_ssp.models.formats.gguf_header import KEPT
 
 Parts = tuple[Tensor, Tensor, Tensor | None]  # codes, one in a byte; scales; shifts
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

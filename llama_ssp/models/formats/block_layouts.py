@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.models.coded import Coded, Codes, values
-from llama_ssp.models.layouts import Matrix, Stored
+from llama_ssp.models.formats.coded import Coded, Codes, values
+from llama_ssp.models.formats.layouts import Matrix, Stored
 from llama_ssp.models.sharding import Cut, Span
 
 STATE = ".weight.quant_state.bitsandbytes__"

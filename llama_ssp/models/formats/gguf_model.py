@@ -12,8 +12,8 @@ from typing import Any
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import FAMILIES, Family
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.gguf import ARCHITECTURE, KEPT, Header
-from llama_ssp.models.quantised_config import CODES
+from llama_ssp.models.formats.gguf_header import ARCHITECTURE, KEPT, Header
+from llama_ssp.models.formats.quantised_config import CODES
 
 # Of `general.architecture`: transformers' model_type. Mistral's models are written as llama.
 ARCHITECTURES = {
