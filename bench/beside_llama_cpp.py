@@ -1,6 +1,6 @@
 """Steps of our compiled target beside llama.cpp's of the same shapes, in bf16, turn by turn.
 
-    python bench/llama_cpp.py python=PYTHON [turns=12] [steps=24] [threads=2] [write=FILE.md]
+    python bench/beside_llama_cpp.py python=PYTHON [turns=12] [steps=24] [threads=2] [write=FILE.md]
 
 PYTHON is an interpreter of an environment with llama-cpp-python and gguf (pip install llama-cpp-python gguf):
 llama.cpp runs in a process of its own, which writes a model of the target's sizes and waits for its turns.
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -118,9 +118,9 @@ def main(arguments: list[str]) -> int:
 
     asked = Asked.of(arguments)
     torch.set_num_threads(asked.threads)
-    target = sizes(0.89)[0]
+    target = replace(sizes(0.89)[0], dtype=Dtype.bf16)
     assert (target.n_layers, target.dim, target.ffn, target.vocab) == (LAYERS, DIM, FFN, VOCAB)
-    pair = opened(RunConf(model=target, dtype=Dtype.bf16, draft=None, engine=Steps.compiled), 128)
+    pair = opened(RunConf(model=target, draft=None, engine=Steps.compiled), 128)
     ours = [alone(pair.models.target, LENGTH, width) for width in WIDTHS]
     command = [asked.python, __file__, "answer", str(asked.steps), str(asked.threads)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
