@@ -6,13 +6,14 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
@@ -136,6 +137,13 @@ for table, offset, dtype in itertools.product(("int4", "nf4", "e4m3"), OFFSETS, 
     assert torch.equal(layer(x[:1])[0], found[0])
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("layer", [lambda w: CodedLinear(w, None, CPU), lambda w: DecodedLinear(w, None)])
+def test_layers_tell_their_codes_apart(layer: Callable[[Coded], nn.Module]):
+    """Tables of one size have tensors of one shape: a compiled step is kept by what layers say."""
+    said = [str(layer(held(70, 320, table, group))) for table in ("int8", "e4m3") for group in (0, 64)]
+    assert len({*said}) == 4 and said[0] == str(layer(held(70, 320, "int8", 0)))
 
 
 def test_a_decoded_product_is_that_of_the_library():

@@ -107,7 +107,7 @@ class ProgramFile:
         self.part, self._name = part, model.name
         versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
         config = model.config.to_json_string(use_diff=False)
-        module = sizes(part.module), part.kinds, part.function.__name__
+        module = part.module, sizes(part.module), part.kinds, part.function.__name__
         words = *versions, config, *module, model.device, model.ranks.label
         code = [file.read_text(encoding="utf-8") for file in TRACED]
         name = hashlib.sha256("\0".join([*map(str, words), *code]).encode()).hexdigest()[:16]

@@ -36,6 +36,10 @@ class DecodedLinear(nn.Module):
         for name, part in {**parts, "zeros": weight.zero_NG, "shifts": weight.shift_NG}.items():
             self.register_buffer(name, part, persistent=False)
 
+    def extra_repr(self) -> str:
+        """A compiled step is kept by what its modules say of themselves."""
+        return f"{self.in_features}, {self.out_features}, {self.kind}"
+
     def forward(self, x: Tensor) -> Tensor:
         factors = self.codes, self.scales, self.zeros, self.shifts, self.bias
         product: Tensor = linear_decoded(x, *factors, *self.kind)
@@ -76,6 +80,10 @@ class CodedLinear(nn.Module):
                 part = blocks(part, WORD if name == "codes" else 1, memory) if device.type == "cpu" else part
             self.register_buffer(name, None if part is None else part.to(device), persistent=False)
         self.register_buffer("table", _values(weight.kind.table, device), persistent=False)
+
+    def extra_repr(self) -> str:
+        """As above."""
+        return f"{self.in_features}, {self.out_features}, {self.group}, {self.table_number}"
 
     def forward(self, x: Tensor) -> Tensor:
         factors = self.table, self.scales, self.offsets, self.bias
