@@ -211,7 +211,12 @@ def test_a_family_is_one_row() -> None:
         if isinstance(node, ast.Constant) and node.value in every
     }
     rows = {("models/families.py", name) for name in (*FAMILY_ROWS, *SCALED_BY_PASS, *READ_TOGETHER_BEYOND)}
-    assert named == rows | {("tasks/microbench.py", "llama")}  # its synthetic models are Llamas
+    rows |= {("models/families.py", row.gguf.architecture) for row in FAMILY_ROWS.values() if row.gguf}
+    rows.add(("tasks/microbench.py", "llama"))  # its synthetic models are Llamas
+    tokenizers = {
+        ("text/gguf_tokenizer.py", name) for name in ("dbrx", "gpt2", "llama", "qwen2")
+    }  # GGUF's kinds of them
+    assert named == rows | tokenizers
 
 
 def test_a_row_names_the_layers_of_its_module() -> None:

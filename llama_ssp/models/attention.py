@@ -47,10 +47,15 @@ class Feed:
     attend: Attend
     rows: tuple[tuple[int, int, int], ...] = ()
     long_T: Tensor | None = None
-    masks: dict[tuple[int, int, int | None, int], Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
+    _slot_T: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.slot_T = self.first_T + self.position_T
+    @property
+    def slot_T(self) -> Tensor:
+        """Where each token's key and value are written; computed once a pass, and not for a graph."""
+        if self._slot_T is None:
+            self._slot_T = self.first_T + self.position_T
+        return self._slot_T
 
     @staticmethod
     def of(rows: list[tuple[int, int, int]], device: torch.device, attend: Attend | None = None) -> Feed:
@@ -71,15 +76,15 @@ def attend_rows(
     mask, and keys are not repeated: the queries of a group of heads are further queries of its KV head.
     """
     found, begin = [], 0
-    copies, plain = query_THD.shape[1] // keys_GND.shape[0], scores.softcap is None and sink_H is None
+    plain = scores.softcap is None and sink_H is None
     for first, start, count in feed.rows:
         query_WHD = query_THD[begin : begin + count]
         keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
         if plain and start == 0 and (scores.window is None or scores.window >= count):
             found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale))
         else:
-            mask_QS = _mask(feed, start, count, scores.window, copies)
-            found.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_QS, scores, sink_H))
+            mask_WS = _mask(feed, start, count, scores.window)
+            found.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_WS, scores, sink_H))
         begin += count
     return torch.cat(found)
 
@@ -95,11 +100,13 @@ def _attend_text(query_WHD: Tensor, keys_GWD: Tensor, values_GWD: Tensor, scale:
 
 
 def _attend_row(
-    query_WHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, mask_QS: Tensor | None, scores: Scores,
+    query_WHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, mask_WS: Tensor | None, scores: Scores,
     sink_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (width, heads, size), groups = query_WHD.shape, keys_GSD.shape[0]
     folded_GQD = query_WHD.view(width, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
+    copies = heads // groups  # not kept: of many rows with long texts they would be large
+    mask_QS = mask_WS if mask_WS is None or copies == 1 else mask_WS.repeat(copies, 1)
     if scores.softcap is None and sink_H is None:
         y_1GQD = functional.scaled_dot_product_attention(
             folded_GQD[None], keys_GSD[None], values_GSD[None], mask_QS, scale=scores.scale
@@ -119,12 +126,9 @@ def _attend_row(
     return y_GQD.view(groups, -1, width, size).permute(2, 0, 1, 3).reshape(width, heads, size)
 
 
-def _mask(feed: Feed, start: int, count: int, window: int | None, copies: int) -> Tensor | None:
-    """Which slots each of a row's tokens sees, once for each of a KV head's heads; None: all of them.
-
-    Made once a pass.
-    """
-    key = start, count, window, copies
+def _mask(feed: Feed, start: int, count: int, window: int | None) -> Tensor | None:
+    """Which slots each of a row's tokens sees; None: all of them. Made once a pass."""
+    key = start, count, window
     if key not in feed.masks:
         feed.masks[key] = None
         if count > 1 or (window is not None and start >= window):
@@ -134,7 +138,7 @@ def _mask(feed: Feed, start: int, count: int, window: int | None, copies: int) -
             mask_WS = slot_S <= position_W1
             if window is not None:
                 mask_WS &= slot_S > position_W1 - window
-            feed.masks[key] = mask_WS.repeat(copies, 1)
+            feed.masks[key] = mask_WS
     return feed.masks[key]
 
 

@@ -104,6 +104,20 @@ class Window:
     switched: bool = False  # only with use_sliding_window; a partial one from layer max_window_layers on
 
 
+@dataclass(frozen=True)
+class Gguf:
+    """What GGUF files of a family have, and lack."""
+
+    architecture: str
+    interleaved: bool = False  # rows of queries and keys have number i of a head next to number D/2 + i
+    rotary_size: bool = False  # old files have the size of a head as that of its rotary positions
+    stripped: bool = False  # spaces behind special tokens are not text
+    every: int = 0  # each how many layers one sees the whole text, where that is not in the file
+    other_scale: int = 0  # layers of the model whose scores are divided by sqrt(dim / heads), not of a head
+    space_before: bool = True  # SentencePiece puts a space before a text, where the file does not say
+    scored: bool = True  # SentencePiece's scores order its merges; else the tokens' places do
+
+
 @dataclass(frozen=True, eq=False)  # a row is one object, compared by identity
 class Family:
     """One architecture; the defaults are Llama's."""
@@ -145,6 +159,7 @@ class Family:
     normed_top: str | None = None  # of the config: experts' weights sum to one; None: always
     clamped: bool = False  # experts interleave gate and up, clamp both, and weigh after the choice
     needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
+    gguf: Gguf | None = None  # None: its GGUF files are not read
 
     def has_bias(self, config: Any, layer: str, part: int) -> bool:
         """Whether a layer has a bias, by its name; `part` is 0 for attention's layers, 1 for the MLP's."""
@@ -181,11 +196,13 @@ FAMILIES = {
         bias_keys=ATTENTION_BIAS, deepspeed=True, softcap=True, window=Window(default=4096, partial=True),
         norms=4, norm_offset=1, scaled_embedding=True, tied=True, names=SANDWICHED,
         scale_key="query_pre_attn_scalar",
+        gguf=Gguf("gemma2", every=2, other_scale=46, space_before=False, scored=False),
     ),
     "gemma3_text": Family(
         bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(default=4096, partial=True), norms=4,
         norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
         names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
+        gguf=Gguf("gemma3", every=6, other_scale=62, space_before=False, scored=False),
     ),
     "gpt_neo": Family(
         ("out_proj", "c_fc", "c_proj"), deepspeed=True, grouped=False, masks_inside=True,
@@ -203,7 +220,9 @@ FAMILIES = {
         clamped=True,
     ),
     "granite": Family(bias_keys=BIASES, multipliers=True),
-    "llama": Family(bias_keys=BIASES, deepspeed=True),
+    "llama": Family(  # Mistral's GGUF files say llama, too
+        bias_keys=BIASES, deepspeed=True, gguf=Gguf("llama", interleaved=True, rotary_size=True)
+    ),
     "mistral": Family(deepspeed=True, window=Window(default=4096)),
     "mixtral": Family(window=Window(), names=MIXTRAL_NAMES),
     "olmo2": Family(
@@ -218,11 +237,12 @@ FAMILIES = {
     "phi3": Family(
         window=Window(), mlp_states=4, rereads=True, fused_mlp=True,
         names=replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+        gguf=Gguf("phi3", stripped=True),
     ),
-    "qwen2": Family(QKV, deepspeed=True, window=QWEN_WINDOW),
+    "qwen2": Family(QKV, deepspeed=True, window=QWEN_WINDOW, gguf=Gguf("qwen2")),
     "qwen3": Family(
         bias_keys=ATTENTION_BIAS, deepspeed=True, qk_norm=True, window=QWEN_WINDOW,
-        names=replace(LLAMA_NAMES, qk_norm=QK_NORMS),
+        names=replace(LLAMA_NAMES, qk_norm=QK_NORMS), gguf=Gguf("qwen3"),
     ),
     "qwen3_moe": Family(
         bias_keys=ATTENTION_BIAS, qk_norm=True, window=Window(switched=True), names=QWEN_MOE_NAMES,

@@ -14,11 +14,12 @@ from typing import Any
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.formats.gguf_header import ARCHITECTURE, Header, read_header
-from llama_ssp.models.formats.gguf_model import EMBEDDING
+from llama_ssp.models.formats.gguf_header import Header, read_header
+from llama_ssp.models.formats.gguf_model import EMBEDDING, row_of
 
 Step = dict[str, Any]  # of a tokenizer.json
 PREFIX = "tokenizer.ggml."
+SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"  # kinds of tokenizers, whatever the architecture
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens
 SPACE_MARK = "\u2581"
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the space behind them
@@ -112,7 +113,7 @@ class _Reading:
         self.header, self.path = header, header.path
         self.model = header.metadata.get(f"{PREFIX}model")
         self.tokens = self.texts("tokens")
-        if self.model == "llama":  # Gemma's tokens of several spaces are written with spaces
+        if self.model == SENTENCEPIECE:  # Gemma's tokens of several spaces are written with spaces
             self.tokens = [name if name.strip(" ") else SPACE_MARK * len(name) for name in self.tokens]
         kinds = header.metadata.get(f"{PREFIX}token_type")
         self.kinds = kinds if isinstance(kinds, array) and len(kinds) == len(self.tokens) else None
@@ -124,9 +125,9 @@ class _Reading:
     def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if not self.tokens:
             raise ModelError("the GGUF file has no tokenizer", self.path, "no tokens", fix=BESIDE)
-        if self.model not in ("gpt2", "llama"):
-            raise self.unknown(f"the model {self.model!r}", "gpt2, llama")
-        steps = self.byte_level() if self.model == "gpt2" else self.sentencepiece()
+        if self.model not in (BYTE_LEVEL, SENTENCEPIECE):
+            raise self.unknown(f"the model {self.model!r}", f"{BYTE_LEVEL}, {SENTENCEPIECE}")
+        steps = self.byte_level() if self.model == BYTE_LEVEL else self.sentencepiece()
         found = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": self.added(), **steps}
         names = {key: self.tokens[i] for key in ("bos", "eos") if (i := self.token(key)) is not None}
         settings = {f"{key}_token": name for key, name in names.items()}
@@ -152,14 +153,14 @@ class _Reading:
 
     def sentencepiece(self) -> dict[str, Any]:
         """BPE whose merges follow from scores, with bytes for characters that have no token."""
-        gemma = str(self.header.metadata[ARCHITECTURE]).startswith("gemma")
-        prefix = self.flag("add_space_prefix", not gemma)
+        row = row_of(self.header)
+        prefix = self.flag("add_space_prefix", row is None or row.space_before)
         marks: Step = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
         spaces: Step = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
         prepend: Step = {"type": "Prepend", "prepend": SPACE_MARK}
         before: Step = {"type": "Sequence", "normalizers": [prepend, marks]}
         strip: list[Step] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
-        merges = self.scored_merges(by_place=gemma)
+        merges = self.scored_merges(by_place=row is not None and not row.scored)
         unknown = self.token("unknown")
         decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
         return {
@@ -188,12 +189,15 @@ class _Reading:
     def added(self) -> list[Step]:
         """Tokens that are found in a text before it is split."""
         found = []
-        phi = self.header.metadata[ARCHITECTURE] == "phi3" and self.model == "llama"
+        row = row_of(self.header)
+        stripped = row is not None and row.stripped and self.model == SENTENCEPIECE
         for i, name in enumerate(self.tokens):
             kind = self.kind(i)
             if name.strip(SPACE_MARK) and kind in (CONTROL, USER_DEFINED):
                 step = {"id": i, "content": name, "single_word": False, "lstrip": False, "normalized": False}
-                found.append({**step, "rstrip": phi and name not in UNSTRIPPED, "special": kind == CONTROL})
+                found.append(
+                    {**step, "rstrip": stripped and name not in UNSTRIPPED, "special": kind == CONTROL}
+                )
         return found
 
     def around(self, begins: bool) -> Step | None:

@@ -48,11 +48,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def kinds() -> tuple[type, type]:
+def kinds() -> tuple[type, type, type]:
     """The layers of 8 and of 4 bits; their library takes two seconds to import, so not at collection."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
-    return Linear8bitLt, Linear4bit
+    return Linear8bitLt, Linear4bit, CodedLinear
 
 
 def off(found: list[Tensor], exact: list[Tensor]) -> float:
@@ -66,6 +66,8 @@ def numbers(layer: Any) -> tuple[Tensor, Tensor]:
     if isinstance(layer, kinds()[0]):
         return layer.weight.CB, layer.weight.SCB
     rows = layer.out_features
+    if isinstance(layer, CodedLinear):  # in blocks of outputs
+        return tuple(part.transpose(1, 2).flatten(0, 1)[:rows] for part in (layer.codes, layer.scales))
     return layer.weight.data.view(rows, -1), layer.weight.quant_state.absmax.view(rows, -1)
 
 

@@ -139,14 +139,14 @@ def _wrong(random: Random, task: str) -> Made:
     key, hint = _key(random, task)
     kind, inside, optional = kind_of(hint)
     pool = list(WRONG[kind])
-    if key in MAY_BE_NEGATIVE and "-5" in pool:
-        pool.remove("-5")
     if key in ZERO_IS_NONSENSE:
         pool.append("0")
     if not optional:
         pool.append("null")
     if kind in (list, dict):  # an element of another type
         pool += [f"[{text}]" for text in WRONG[inside]] if kind is list and inside in (int, float) else []
+    if key in MAY_BE_NEGATIVE:
+        pool = [text for text in pool if text.strip("[]") != "-5"]
     value = random.choice(pool)
     if value == "''" and kind is str:
         return [f"{key}={value}"], key, ""

@@ -10,17 +10,13 @@ from functools import cache
 from typing import Any
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.families import FAMILIES, Family
+from llama_ssp.models.families import FAMILIES, Family, Gguf
 from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.formats.gguf_header import ARCHITECTURE, KEPT, Header
 from llama_ssp.models.formats.quantised_config import CODES
 
-# Of `general.architecture`: transformers' model_type. Mistral's models are written as llama.
-ARCHITECTURES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text",
-    "phi3": "phi3",
-}  # fmt: skip
-INTERLEAVED = ("llama",)  # rows of queries and keys have number i of a head next to number D/2 + i
+# Of `general.architecture`: transformers' model_type.
+ARCHITECTURES = {row.gguf.architecture: name for name, row in FAMILIES.items() if row.gguf}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     "rope_freqs.weight",
@@ -36,10 +32,13 @@ LEAVES: dict[str, str | tuple[str, ...]] = {  # by the fields of families.Names
     "output": "attn_output", "up": ("ffn_gate", "ffn_up"), "down": "ffn_down",
 }  # fmt: skip
 FUSED_LEAVES = {"qkv": ("attn_qkv",), "up": ("ffn_up",)}  # where a family has one tensor for all
-# Of Gemma, what the file lacks: each how many layers one sees the whole text, and the number of layers of the
-# model whose scores are divided by the square root of dim / heads, not of the head's size.
-PERIOD, OTHERWISE_SCALED = {"gemma2": 2, "gemma3": 6}, {"gemma2": 46, "gemma3": 62}
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def row_of(header: Header) -> Gguf | None:
+    """What is known of its architecture's files."""
+    named = ARCHITECTURES.get(str(header.metadata.get(ARCHITECTURE)))
+    return FAMILIES[named].gguf if named else None
 
 
 def config_of(header: Header) -> dict[str, Any]:
@@ -51,11 +50,14 @@ class _Reading:
     def __init__(self, header: Header) -> None:
         self.header, self.path = header, header.path
         self.architecture = str(header.metadata.get(ARCHITECTURE))
-        if self.architecture not in ARCHITECTURES or self.optional("expert_count"):
+        row = row_of(header)
+        if row is None or self.optional("expert_count"):
             what = "the architecture of the GGUF file cannot be loaded"
-            found = f"{self.architecture}{' with experts' * (self.architecture in ARCHITECTURES)}"
+            found = f"{self.architecture}{' with experts' if row else ''}"
             fix = "use the model's folder with safetensors"
             raise ModelError(what, self.path, found, ", ".join(ARCHITECTURES), fix)
+        self.row = row
+        self.family = FAMILIES[ARCHITECTURES[self.architecture]]
 
     def config(self) -> dict[str, Any]:
         dim, heads = self.whole("embedding_length"), self.whole("attention.head_count")
@@ -92,10 +94,10 @@ class _Reading:
         }
         if scaling := self._scaling(found):
             found["rope_scaling"] = scaling
-        if architecture in PERIOD:
-            whole = [(layer + 1) % PERIOD[architecture] == 0 for layer in range(layers)]
+        if self.row.every:
+            whole = [(layer + 1) % self.row.every == 0 for layer in range(layers)]
             found["layer_types"] = ["full_attention" if each else "sliding_attention" for each in whole]
-            other = layers == OTHERWISE_SCALED[architecture]
+            other = layers == self.row.other_scale
             found["query_pre_attn_scalar"] = dim // heads if other else head_dim
             for key in ("attn_logit_softcapping", "final_logit_softcapping"):
                 found[key] = self.number(key) if self.optional(key) is not None else None
@@ -106,9 +108,8 @@ class _Reading:
         return self.whole(key) if self.optional(key) else None
 
     def _usual_head(self, dim: int, heads: int) -> int:
-        """Llama's files have had the size of a head as that of its rotary positions."""
         usual = max(1, dim // heads)
-        return self.whole("rope.dimension_count", usual) if self.architecture == "llama" else usual
+        return self.whole("rope.dimension_count", usual) if self.row.rotary_size else usual
 
     def _scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
         """How rotary positions are scaled; sets what transformers has beside it."""
@@ -119,7 +120,7 @@ class _Reading:
             config["original_max_position_embeddings"] = self.whole("rope.scaling.original_context_length")
             short, long = self._factors(SHORT_FACTORS), self._factors(LONG_FACTORS)
             return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        if kind in (None, "none") or (kind == "longrope" and self.architecture == "phi3"):
+        if kind in (None, "none") or (kind == "longrope" and self.family.rereads):
             return None
         if kind not in ("linear", "yarn"):
             raise self.wrong("rope.scaling.type", kind, "none, linear or yarn")

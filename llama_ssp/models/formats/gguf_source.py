@@ -10,8 +10,8 @@ from torch import Tensor
 
 from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, taken
 from llama_ssp.models.formats.gguf_blocks import PLAIN, coded
-from llama_ssp.models.formats.gguf_header import ARCHITECTURE, FORMATS, Header, StoredTensor
-from llama_ssp.models.formats.gguf_model import INTERLEAVED, ROTARY, name_of
+from llama_ssp.models.formats.gguf_header import FORMATS, Header, StoredTensor
+from llama_ssp.models.formats.gguf_model import ROTARY, name_of
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import COLUMNS, Cut
 
@@ -27,7 +27,8 @@ class GgufSource:
 
     def __init__(self, header: Header, config: Any) -> None:
         self._shape = shape_of(config)
-        self._interleaved = header.metadata[ARCHITECTURE] in INTERLEAVED
+        row = self._shape.family.gguf
+        self._interleaved = row is not None and row.interleaved
         named = {name_of(config.model_type, name): name for name in header.tensors if name not in ROTARY}
         self._places = {name: header.tensors[theirs] for name, theirs in named.items()}
         self.shapes = {name: place.shape for name, place in self._places.items()}
