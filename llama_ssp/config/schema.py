@@ -118,8 +118,8 @@ class PlacementConf:
     splitting: Splitting = Splitting.tensor
     draft: DraftSeat = DraftSeat.auto
     draft_degree: int | None = number(None, 1, 4096)
-    target_ranks: list[int] | None = None
-    draft_ranks: list[int] | None = None
+    target_ranks: list[int] | None = number(None, 0, 4095)
+    draft_ranks: list[int] | None = number(None, 0, 4095)
     target_device: str = "auto"
     draft_device: str = "auto"
     max_memory: dict[Any, str] = field(default_factory=dict)

@@ -21,8 +21,7 @@ from llama_ssp.config.overrides import GROUPS
 from tests.fuzz.nasty import NASTY, noise
 
 ABSURD = 1e20  # no setting is so large
-# Lists of ranks are judged by how many ranks there are, later.
-MAY_BE_NEGATIVE = ("placement.target_ranks", "placement.draft_ranks",
+MAY_BE_NEGATIVE = (
     "sampling.frequency_penalty", "sampling.presence_penalty", "sampling.logit_bias",
 )  # fmt: skip
 ZERO_IS_NONSENSE = (
