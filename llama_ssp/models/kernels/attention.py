@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from llama_ssp.models.attention import Feed, Scores
 
 OPERATOR = "llama_ssp::attend"
-WIDEST_HEAD = 256  # numbers, as in attention.cpp
 
 
 def attend(
