@@ -31,6 +31,7 @@ from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters import ahead
 from llama_ssp.speculative.drafters import cross_vocab as bridged
 from llama_ssp.speculative.drafters import local as drafters
+from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
@@ -517,7 +518,7 @@ draws_uniforms, draws_bernoulli = CounterDraws._uniforms, CounterDraws.bernoulli
 laws_uncut, memos_merged = SamplingTransform.uncut, ahead.merged
 engine_judge, state_token = engine.Engine.judge, decision.StateDraws.token
 verify_ratios, verify_remaining = verify._ratios, verify._residual_probs
-model_propose, ngram_propose = drafters.ModelDrafter.propose, drafters.NgramDrafter.propose
+model_propose, ngram_propose = drafters.ModelDrafter.propose, NgramDrafter.propose
 shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.TextDrafter.propose
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
@@ -555,7 +556,7 @@ MUTANTS = [
     Mutant("declared law is not the drawn law (5 % uniform)", drafters.ModelDrafter, "propose", _declares_mixture, by_tree("plain")),
     Mutant("drops an unlikely draft after looking", drafters.ModelDrafter, "propose", _drops_what_it_saw, by_tree("plain", "token")),
     Mutant("K chosen after seeing the last draft", engine.Engine, "draft", _adapts_to_the_future, by_tree("plain", "token")),
-    Mutant("looked-up draft declared uniform", drafters.NgramDrafter, "propose", _declares_uniform, by_tree("n-gram drafts")),
+    Mutant("looked-up draft declared uniform", NgramDrafter, "propose", _declares_uniform, by_tree("n-gram drafts")),
     Mutant("shared tokens scattered in the order of ids", bridged.IntersectionDrafter, "propose", _declares(_scattered_in_id_order), by_tree("Intersection, overlapping")),
     Mutant("law over shared tokens not renormalised", bridged.IntersectionDrafter, "propose", _declares(_rest_kept), by_tree("Intersection, overlapping")),
     Mutant("draft tokens that are one counted twice", bridged.IntersectionDrafter, "propose", _declares(_counted_twice), by_tree("Intersection, two draft tokens for one")),

@@ -14,7 +14,8 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
+from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner

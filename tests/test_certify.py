@@ -24,7 +24,8 @@ from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.decision import StateDraws
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters import local as drafters
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
+from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -194,7 +195,7 @@ def test_ngram_drafts_are_certain() -> None:
     found = check_drafts(witness, SURE)
     assert (found.outcome, found.figures["tokens_placed"]) == (Outcome.passed, 0)
     assert found.figures["tokens_drafted"] > 100
-    with patch.object(drafters.NgramDrafter, "propose", _another_token):
+    with patch.object(NgramDrafter, "propose", _another_token):
         witness = watched("block", texts=20, draft="ngram").witness
     assert check_drafts(witness, SURE).outcome is Outcome.failed
 

@@ -13,7 +13,8 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter, NgramDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
+from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner

@@ -34,7 +34,8 @@ from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
-from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, NgramDrafter
+from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter
+from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower

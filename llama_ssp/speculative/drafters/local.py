@@ -1,4 +1,4 @@
-"""Drafters: a draft model, n-gram lookup, none. Each returns up to K tokens a row and their probabilities.
+"""Drafters: a draft model, none. Each returns up to K tokens a row and their probabilities.
 
 A drafter declares, for each token, the distribution it was drawn from: the model's, or a one-hot distribution
 for a token that was looked up. How many tokens to draw is decided before they are drawn, and every drawn
@@ -148,23 +148,6 @@ class DraftShard(DraftModel):
         return Proposal(nothing(state).drafted_BK, None, count)
 
 
-class NgramDrafter(Drafter):
-    """Looks up what followed the last few tokens when they last occurred (prompt lookup)."""
-
-    def __init__(self, shortest: int, longest: int, vocab: int, dtype: torch.dtype) -> None:
-        self._shortest, self._longest, self._vocab, self._dtype = shortest, longest, vocab, dtype
-
-    def limit(self, length: int) -> int:
-        return length
-
-    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
-        found = [
-            continuation(text, wanted, self._shortest, self._longest)
-            for text, wanted in zip(state.texts, count, strict=True)
-        ]
-        return certain(state, found, self._vocab, self._dtype)
-
-
 def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
     """A proposal made of drafted tokens."""
     probs_BKV = torch.stack([one.probs_BV for one in drawn], 1)
@@ -187,18 +170,6 @@ def certain(
 def reach(context: int, length: int) -> int:
     """How many tokens a model of this context can draft for a text of this length."""
     return max(0, context - length + 1)
-
-
-def continuation(text: list[int], wanted: int, shortest: int, longest: int) -> list[int]:
-    """What followed the most recent earlier occurrence of the longest matching tail."""
-    if wanted <= 0:
-        return []
-    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
-        tail = text[-size:]
-        for start in range(len(text) - size - 1, -1, -1):
-            if text[start : start + size] == tail:
-                return text[start + size : start + size + wanted]
-    return []
 
 
 def nothing(state: State) -> Proposal:
