@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from surroundings import surroundings, write  # noqa: E402
 
-from llama_ssp.report.tables import aligned, speeds_table  # noqa: E402
+from llama_ssp.report.tables import aligned, text_of  # noqa: E402
+from llama_ssp.report.task_tables import speeds  # noqa: E402
 
 Figure = tuple[float, float, float]
 
@@ -39,8 +40,8 @@ def main() -> None:
         [
             "# task=measure, run twice", "", *surroundings(runs[0]["devices"]),
             f"Seed {runs[0]['seed']}; {runs[0]['prompts']} prompts; {said}.", "", *fenced(lines),
-            "", "The first run:", "", *fenced(speeds_table(runs[0])), "", "The second run:", "",
-            *fenced(speeds_table(runs[1])), "",
+            "", "The first run:", "", *fenced(text_of(speeds(runs[0]))), "", "The second run:", "",
+            *fenced(text_of(speeds(runs[1]))), "",
         ]
     )  # fmt: skip
     print(text)

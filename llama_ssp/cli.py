@@ -44,6 +44,7 @@ from llama_ssp.errors import (
     one_line,
 )
 from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.report.console import LogHandler
 from llama_ssp.report.plots import check_pictures
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import Reading, read_prompts
@@ -54,7 +55,7 @@ GRACE_S = 4.0  # for a rank to obey a signal
 def main() -> NoReturn:
     """Runs the command and leaves with its exit code."""
     level = logging.INFO if _environment().is_leader else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=level, format="%(message)s", handlers=[LogHandler()])
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     if os.environ.get("LLAMA_SSP_DEBUG") != "1":

@@ -17,7 +17,7 @@ from torch import Tensor
 from llama_ssp.config import ModelConf
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.pair import assembly as pair
-from llama_ssp.report import run_folder as report
+from llama_ssp.report import console as report
 from llama_ssp.tasks import arithmetic
 from llama_ssp.tasks import eval as scoring
 from tests import checkpoints
@@ -320,7 +320,23 @@ def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     assert [line.partition(",")[2].partition(" prompts")[0] for line in lines] == [
         " regular: 10 of 30", " regular: 20 of 30", " regular: 30 of 30",
     ]  # fmt: skip
-    assert "s left" in lines[0] and "s left" not in lines[-1]
+    assert "s left" not in "".join(lines)  # too early to foresee
+
+
+def test_the_time_left_is_shown_once_it_can_be_foreseen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first step takes ten times as long as the others: it alone would say 990 s."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(report.Progress, "LOG_EVERY_S", 0.0)
+    clock = iter([0.0, *(20.0 + n for n in range(1, 1000))])
+    monkeypatch.setattr(report.time, "perf_counter", lambda: next(clock))
+    with report.Progress("a", 100, "texts") as progress:
+        for _ in range(10):
+            progress.advance(1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert ["s left" in line for line in lines[:10]] == [False] * 4 + [True] * 6
+    assert lines[4].endswith(", 95 s left")  # a second a step, after the first
 
 
 def test_progress_on_a_terminal(
@@ -333,9 +349,10 @@ def test_progress_on_a_terminal(
     with report.Progress("a", 20, "prompts") as progress:
         progress.advance(10)
         progress.advance(10)
-    said = capsys.readouterr().err
-    assert said.count("\r\x1b[K") == 3 and "\n" not in said
-    assert "10 of 20" in said and "20 of 20" in said
+        report.Console().line("a row")  # goes above the bar, not into its line
+    shown = capsys.readouterr()
+    assert shown.out == "a row\n"
+    assert "20 of 20" in shown.err and shown.err.endswith("\x1b[2K")
 
 
 def test_the_prompts_are_checked_against_each_model(command: Command, tmp_path: Path) -> None:

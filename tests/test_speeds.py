@@ -9,7 +9,9 @@ from collections import Counter
 import pytest
 
 from llama_ssp.report.speed_stats import Record, Sample, Speeds, predicted
-from llama_ssp.report.tables import csv_text, speeds_table
+from llama_ssp.report.tables import text_of
+from llama_ssp.report.task_tables import repeats_csv
+from llama_ssp.report.task_tables import speeds as shown
 from llama_ssp.speculative.stats import Counts
 
 
@@ -53,6 +55,7 @@ def test_prefill_is_in_the_first_token_and_nowhere_else() -> None:
     assert target["ms_per_token"] == pytest.approx(10)
     assert target["tokens_per_s"] == pytest.approx(100)
     assert target["time_to_first_token_ms"] == pytest.approx(5010)
+    assert target["ms_per_token_low"] is None  # one repeat has no interval
     assert target["inter_token_ms_p50"] == target["inter_token_ms_p90"] == pytest.approx(10)
     assert 10 < target["inter_token_ms_p99"] < 100
     assert target["by_prompt_length"] == [{"prompt_tokens": 7, "ms_per_token": pytest.approx(10)}]
@@ -84,7 +87,7 @@ def test_what_was_stopped_is_reported_as_far_as_it_went() -> None:
     assert found["pair"][0]["speedup"] == pytest.approx(1.25) and found["pair"][1]["speedup"] is None
     assert Speeds(Record("target alone", 0), None, []).figures()["target_alone"] == {}
     found |= {"peak_memory": []}
-    assert [line.split("  ")[0] for line in speeds_table(found)[1:4]] == [
+    assert [line.split("  ")[0] for line in text_of(shown(found))[1:4]] == [
         "target alone",
         "draft alone",
         "pair, K = 1",
@@ -94,7 +97,7 @@ def test_what_was_stopped_is_reported_as_far_as_it_went() -> None:
 def test_the_table_says_what_it_shows() -> None:
     found = speeds(6).figures() | {"peak_memory": [{"rank": 0, "process_bytes": 2**30, "device_bytes": 0}]}
     found["pair"][1]["time_split_ms_per_token"] = {"draft": 1.0, "verify": 3.5}
-    lines = speeds_table(found)
+    lines = text_of(shown(found))
     assert lines[0].split()[:3] == ["ms/token", "interval", "tokens/s"]
     assert "2.00" in lines[4] and "2.00..2.00" in lines[4]
     assert "pair, K = 4 1.00 3.50 4.50" in [" ".join(line.split()) for line in lines]
@@ -117,7 +120,7 @@ def test_what_came_of_a_draft_apart_is_summed_and_told() -> None:
     assert told[0]["overlap"] is None and told[1]["overlap"]["ready_share"] == 0.5
     assert (told[1]["overlap"]["rows_asked"], told[1]["overlap"]["draft_lost"]) == (40, "gone")
     said = next(
-        x for x in speeds_table(found.figures() | {"peak_memory": []}) if x.startswith("pair, K = 4: ")
+        x for x in text_of(shown(found.figures() | {"peak_memory": []})) if x.startswith("pair, K = 4: ")
     )
     assert "ready in 50% of rounds; of 80 drafted ahead 50 unused" in said
     assert "the target waited 0.50 ms/token, the draft 0.20" in said
@@ -126,12 +129,12 @@ def test_what_came_of_a_draft_apart_is_summed_and_told() -> None:
 def test_speculation_that_does_not_pay_is_called_so() -> None:
     found = speeds(1)
     found.pair[:] = [Record("pair, K = 1", 1, [sample(12.5, 10, 90)])]
-    lines = speeds_table(found.figures() | {"peak_memory": []})
+    lines = text_of(shown(found.figures() | {"peak_memory": []}))
     assert any("0.80 times as fast as the target alone; speculation does not pay here" in x for x in lines)
 
 
 def test_the_csv_has_a_line_for_each_turn() -> None:
-    rows = list(csv.DictReader(io.StringIO(csv_text(speeds(2).records))))
+    rows = list(csv.DictReader(io.StringIO(repeats_csv(speeds(2).records))))
     assert [(row["contender"], row["repeat"]) for row in rows[:3]] == [
         ("target alone", "0"), ("target alone", "1"), ("draft alone", "0"),
     ]  # fmt: skip

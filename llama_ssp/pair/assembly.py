@@ -29,7 +29,7 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.placements import ModelPlacement
-from llama_ssp.report.run_folder import Progress
+from llama_ssp.report.console import Progress
 from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard

@@ -1,13 +1,10 @@
-"""The run folder and the JSON document: what is kept of a run."""
+"""The run folder and its summary: what is kept of a run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import platform
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -20,8 +17,6 @@ import yaml
 from llama_ssp import __version__
 from llama_ssp.config import RunConf, home_expanded, resolved
 from llama_ssp.errors import StorageError
-
-log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
 
@@ -117,76 +112,3 @@ def _new_folder(base: Path, name: str) -> Path:
             path.mkdir()
             return path
     raise StorageError("a thousand runs began in one second", base)
-
-
-class Console:
-    """Standard output; `silent` on every rank but the leader.
-
-    Raises StorageError where it cannot be written, or was closed by its reader.
-    """
-
-    def __init__(self, silent: bool = False) -> None:
-        self._silent, self.is_terminal = silent, sys.stdout.isatty()
-
-    def write(self, text: str) -> None:
-        if self._silent:
-            return
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            raise StorageError("standard output was closed by its reader") from None
-        except OSError as error:
-            raise StorageError(f"cannot write to standard output: {error.strerror}") from None
-
-    def line(self, text: str) -> None:
-        self.write(text + "\n")
-
-    def document(self, summary: dict[str, Any], is_json: bool) -> None:
-        """Ends a task: on a terminal with the run folder's path, else with the JSON document."""
-        if is_json or not self.is_terminal:
-            self.line(json.dumps(summary))
-        elif summary.get("run_folder"):
-            self.line(f"run folder: {summary['run_folder']}")
-
-
-class Progress:
-    """Shows how much is done: a line that is rewritten on a terminal, lines now and then in a log."""
-
-    LOG_EVERY_S = 15.0
-
-    def __init__(self, what: str, total: int, units: str) -> None:
-        self._what, self._total, self._units = what, total, units
-        self._done = self._before = 0
-        self._live = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
-
-    def __enter__(self) -> Progress:
-        self._began = self._said = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            sys.stderr.write("\r\x1b[K")
-        if self._done > self._before:
-            log.info("%s", self._line())
-
-    def start(self, done: int) -> None:
-        """Counts what an earlier process has done."""
-        self._done = self._before = done
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        now = time.perf_counter()
-        if self._live:
-            sys.stderr.write(f"\r\x1b[K{self._line()}")
-            sys.stderr.flush()
-        elif now - self._said >= self.LOG_EVERY_S and self._done < self._total:
-            self._said = now
-            log.info("%s", self._line())
-
-    def _line(self) -> str:
-        spent = time.perf_counter() - self._began
-        rate = (self._done - self._before) / spent if spent > 0 else 0.0
-        left = self._total - self._done
-        rest = f"{left / rate:.0f} s left" if left and rate else f"{spent:.1f} s"
-        return f"{self._what}: {self._done} of {self._total} {self._units}, {rate:.1f}/s, {rest}"

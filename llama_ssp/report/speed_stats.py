@@ -18,6 +18,7 @@ PERCENTILES = (50, 90, 99)
 COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "row_rounds", "acceptance_rate",
            "tokens_per_target_forward")  # fmt: skip
 SHARES = ("ready_share", "draft_lost")  # of the figures of a draft apart, those that do not add up
+INTERVALS = "medians of {} interleaved repeats, intervals by order statistics"
 DEFINITIONS = {
     "ms_per_token": "decoding time over committed tokens of all rows; prefill left out",
     "tokens_per_s": "committed tokens of all rows over decoding time; prefill left out",
@@ -148,7 +149,7 @@ class Speeds:
             **interval("cost_ratio", cost),
             "alpha": alpha,
             "best": {name: best[name] for name in ("k", "speedup")} if best and best["speedup"] else None,
-            "interval": f"medians of {repeats} interleaved repeats, intervals by order statistics",
+            "interval": INTERVALS.format(repeats) if repeats > 1 else "one repeat: there are no intervals",
             "interval_coverage": median_coverage(repeats) if repeats else None,
             "definitions": DEFINITIONS,
         }
@@ -174,10 +175,10 @@ class Speeds:
 
 
 def interval(name: str, values: list[float]) -> dict[str, float | None]:
-    """A median and its interval, as three figures."""
+    """A median and its interval, as three figures; one value has no interval."""
     found = median_of(values) if values else None
-    figures = (found.value, found.low, found.high) if found else (None, None, None)
-    return dict(zip((name, f"{name}_low", f"{name}_high"), figures, strict=True))
+    low, high = (found.low, found.high) if found and len(values) > 1 else (None, None)
+    return {name: found.value if found else None, f"{name}_low": low, f"{name}_high": high}
 
 
 def overlap_of(batches: list[dict[str, Any]]) -> dict[str, Any] | None:

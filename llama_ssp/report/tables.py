@@ -1,32 +1,170 @@
-"""Tables that people read, as lines of text; and the figures of task=measure as CSV. No torch."""
+"""Tables: one object that writes text for a terminal or a log, CSV, Markdown and HTML. No torch."""
 
 from __future__ import annotations
 
 import csv
 import io
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Literal
 
-from llama_ssp.report.speed_stats import Record
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as RichTable
+from rich.text import Text
 
-SCORES_HEAD = ["pair", "sampling", "prompts", "right", "score", "95 % interval", "ms/token",
-               "tokens/forward", "acceptance"]  # fmt: skip
-SPEEDS_HEAD = ["", "ms/token", "interval", "tokens/s", "first token", "p50", "p90", "p99", "faster",
-               "interval", "predicted", "accepted", "tokens/forward"]  # fmt: skip
-MIB = 2**20
 Row = dict[str, Any]
+ANY_WIDTH = 100_000
+GAP = 2  # columns between two columns of a table
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its key in the rows, its title, and how its cells are written.
+
+    A column of `intervals` shows `KEY_low` and `KEY_high` of a row. `optional` columns are left out where a
+    terminal is too narrow, the highest first.
+    """
+
+    key: str
+    title: str | None = None
+    digits: int = 2
+    is_text: bool = False
+    is_interval: bool = False
+    is_percent: bool = False
+    optional: int = 0
+
+    @property
+    def head(self) -> str:
+        return self.key if self.title is None else self.title
+
+    def fields(self) -> list[str]:
+        """The row's keys that it shows."""
+        return [f"{self.key}_low", f"{self.key}_high"] if self.is_interval else [self.key]
+
+    def cell(self, row: Row) -> str:
+        values = [row.get(key) for key in self.fields()]
+        if None in values:
+            return "-"
+        return "..".join(map(self._word, values)) + " %" * self.is_percent
+
+    def _word(self, value: Any) -> str:
+        if self.is_percent or isinstance(value, float):
+            return figure(100 * value if self.is_percent else value, self.digits)
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns. `name` is that of its file; `title` stands above it, if there is one.
+
+    Cells of text may be broken into lines on a narrow terminal, numbers never.
+    """
+
+    name: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    title: str = ""
+    empty: str = field(default="(nothing)")
+
+    def lines(self) -> list[str]:
+        """Plain text of any width."""
+        head = [""] * bool(self.title) + [self.title] * bool(self.title)
+        if not self.rows:
+            return [*head, self.empty]
+        return [*head, *rendered(self._rich(self.columns))]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield Text(f"\n{self.title}", style="bold")
+        if not self.rows:
+            yield Text(self.empty)
+            return
+        shown = self.fitting(options.max_width)
+        yield self._rich(shown)
+        if missing := [column.head for column in self.columns if column not in shown]:
+            yield Text(f"too narrow for: {', '.join(missing)} ({self.name}.csv has them)", style="dim")
+
+    def fitting(self, width: int) -> list[Column]:
+        """The columns that fit this width: the optional ones go, from the right, the highest first."""
+        shown = list(self.columns)
+        while sum(map(self._width, shown)) + GAP * (len(shown) - 1) > width:
+            most = max(column.optional for column in shown)
+            if not most:
+                break
+            shown.remove([column for column in shown if column.optional == most][-1])
+        return shown
+
+    def csv(self) -> str:
+        """The values as they are, not rounded, under the columns' keys."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        keys = [key for column in self.columns for key in column.fields()]
+        writer.writerow(keys)
+        writer.writerows([row.get(key) for key in keys] for row in self.rows)
+        return text.getvalue()
+
+    def markdown(self) -> str:
+        marks = ["---" if column.is_text else "---:" for column in self.columns]
+        cells = [[column.cell(row).replace("|", "\\|") for column in self.columns] for row in self.rows]
+        lines = [[column.head for column in self.columns], marks, *cells]
+        title = f"{self.title}\n\n" if self.title else ""
+        return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def html(self) -> str:
+        heads = "".join(f"<th{_kind(column)}>{escape(column.head)}</th>" for column in self.columns)
+        rows = [
+            "".join(f"<td{_kind(column)}>{escape(column.cell(row))}</td>" for column in self.columns)
+            for row in self.rows
+        ]
+        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        body = "".join(f"<tr>{row}</tr>\n" for row in rows)
+        return f"<table>{title}<thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>\n"
+
+    def _width(self, column: Column) -> int:
+        """The width of a column; text is taken to fit one of twelve."""
+        widest = max(cell_len(word) for word in [column.head, *(column.cell(row) for row in self.rows)])
+        return min(widest, 12) if column.is_text and column is not self.columns[0] else widest
+
+    def _rich(self, columns: Sequence[Column]) -> RichTable:
+        table = _plain_table()
+        for column in columns:
+            table.add_column(Text(column.head), justify=_side(column.is_text), no_wrap=not column.is_text)
+        for row in self.rows:
+            table.add_row(*(Text(column.cell(row)) for column in columns))
+        return table
+
+
+def text_of(items: Iterable[Any]) -> list[str]:
+    """Tables, lines and what else rich can draw, as plain lines of any width."""
+    return [line for item in items for line in _lines(item)]
+
+
+def _lines(item: Any) -> list[str]:
+    if isinstance(item, Table):
+        return item.lines()
+    return item.split("\n") if isinstance(item, str) else rendered(item)
 
 
 def aligned(lines: list[list[str]], words: int) -> list[str]:
     """Columns of one width each: the first `words` columns to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    to_the_left = [column < words for column in range(len(widths))]
-    return [
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(line, widths, to_the_left, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
+    table = _plain_table()
+    for number, name in enumerate(lines[0]):
+        table.add_column(Text(name), justify=_side(number < words), no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
+    return rendered(table)
+
+
+def rendered(item: Any) -> list[str]:
+    """What rich draws, as plain lines of any width."""
+    console = Console(
+        file=io.StringIO(), width=ANY_WIDTH, color_system=None, force_terminal=False, _environ={}
+    )
+    console.print(item)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().removesuffix("\n").split("\n")]
 
 
 def figure(value: float | None, digits: int = 2) -> str:
@@ -34,115 +172,13 @@ def figure(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def scores_table(rows: list[Row], differences: list[Row]) -> list[str]:
-    """task=eval: a line for each row, then one for each difference."""
-    figures = ("ms_per_token", "tokens_per_target_forward", "acceptance_rate")
-    cells = [
-        [
-            row["pair"], row["mode"], str(row["prompts"]), str(row["correct"]), f"{100 * row['score']:.1f} %",
-            f"{100 * row['score_low']:.1f} .. {100 * row['score_high']:.1f}",
-            *(figure(row[name]) for name in figures),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return [*aligned([SCORES_HEAD, *cells], 2), *map(_difference, differences)]
+def _plain_table() -> RichTable:
+    return RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
 
 
-def _difference(one: Row) -> str:
-    verdict = "holds zero" if one["includes_zero"] else "does not hold zero"
-    return (
-        f"{one['pair']}: speculative less regular {100 * one['difference']:+.1f} points on {one['prompts']} "
-        f"prompts, 95 % interval {100 * one['difference_low']:+.1f} .. {100 * one['difference_high']:+.1f}, "
-        f"which {verdict}"
-    )
+def _side(is_text: bool) -> Literal["left", "right"]:
+    return "left" if is_text else "right"
 
 
-def speeds_table(found: Row) -> list[str]:
-    """task=measure: speeds, where the time goes, acceptance by position, drafts apart, and notes."""
-    rows = [("target alone", found["target_alone"]), ("draft alone", found["draft_alone"] or {})]
-    rows += [(f"pair, K = {'adaptive' if one['k'] is None else one['k']}", one) for one in found["pair"]]
-    rows = [(name, row) for name, row in rows if row.get("ms_per_token") is not None]
-    lines = aligned([SPEEDS_HEAD, *([name, *_speed(row)] for name, row in rows)], 1)
-    lines += ["", "where the time goes, ms/token", *_split(rows)]
-    lines += ["", "accepted of the drafts at each position", *_positions(rows)]
-    for name, row in rows:
-        if (apart := row["overlap"]) is not None:
-            lines += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
-    return [*lines, "", *_notes(found)]
-
-
-def csv_text(records: list[Record]) -> str:
-    """A line for each contender and repeat, for other statistics."""
-    rows = [
-        {"contender": record.name, "k": record.k, "repeat": repeat, **sample.row()}
-        for record in records
-        for repeat, sample in enumerate(record.samples)
-    ]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _speed(row: Row) -> list[str]:
-    milliseconds = ("time_to_first_token_ms", *(f"inter_token_ms_p{one}" for one in (50, 90, 99)))
-    ratios = ("predicted_speedup", "acceptance_rate", "tokens_per_target_forward")
-    return [
-        figure(row["ms_per_token"]), _interval(row, "ms_per_token"), figure(row["tokens_per_s"], 1),
-        *(figure(row[name]) for name in milliseconds),
-        figure(row.get("speedup")), _interval(row, "speedup"), *(figure(row.get(name)) for name in ratios),
-    ]  # fmt: skip
-
-
-def _interval(row: Row, name: str) -> str:
-    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    return "-" if low is None or high is None else f"{low:.2f}..{high:.2f}"
-
-
-def _split(rows: list[tuple[str, Row]]) -> list[str]:
-    split = [(name, own) for name, row in rows if (own := row["time_split_ms_per_token"])]
-    if not split:
-        return ["(not measured)"]
-    body = [[name, *map(figure, own.values()), figure(sum(own.values()))] for name, own in split]
-    return aligned([["", *split[0][1], "sum"], *body], 1)
-
-
-def _positions(rows: list[tuple[str, Row]]) -> list[str]:
-    drafted = [(name, rates) for name, row in rows if (rates := row["acceptance_by_position"])]
-    if not drafted:
-        return ["(nothing was drafted)"]
-    most = max(len(rates) for _, rates in drafted)
-    padded = [[name, *map(figure, rates + [None] * (most - len(rates)))] for name, rates in drafted]
-    return aligned([["", *map(str, range(1, most + 1))], *padded], 1)
-
-
-def _apart(apart: Row, tokens: int) -> str:
-    """What came of a draft on ranks of its own."""
-    ready = "-" if apart["ready_share"] is None else f"{apart['ready_share']:.0%}"
-    return (
-        f"drafts were ready in {ready} of rounds; of {apart['tokens_drafted_ahead']} drafted ahead "
-        f"{apart['tokens_drafted_ahead_wasted']} unused; "
-        f"the target waited {apart['leader_waited_ms'] / tokens:.2f} ms/token, "
-        f"the draft {apart['draft_waited_ms'] / tokens:.2f}"
-    )
-
-
-def _notes(found: Row) -> list[str]:
-    best, coverage, lines = found["best"], found["interval_coverage"], list[str]()
-    if best is not None:
-        k = "adaptive" if best["k"] is None else best["k"]
-        gain = "" if best["speedup"] > 1 else "; speculation does not pay here"
-        lines.append(f"fastest: K = {k}, {best['speedup']:.2f} times as fast as the target alone{gain}")
-    if found["cost_ratio"] is not None and found["alpha"] is not None:
-        lines.append(
-            f"draft step over target step {found['cost_ratio']:.2f} ({_interval(found, 'cost_ratio')}), "
-            f"acceptance of a decided draft {found['alpha']:.2f}: what `predicted` rests on"
-        )
-    covered = f" (coverage {coverage:.3f})" if coverage else ""
-    lines.append(f"{found['interval']}{covered}; ms and tokens/s without prefill, first token with it")
-    for rank in found["peak_memory"]:
-        device = f", device {rank['device_bytes'] / MIB:.0f} MiB" if rank["device_bytes"] else ""
-        process = f"process {rank['process_bytes'] / MIB:.0f} MiB"
-        lines.append(f"peak memory, rank {rank['rank']}: {process}{device}")
-    return lines
+def _kind(column: Column) -> str:
+    return "" if column.is_text else ' class="n"'

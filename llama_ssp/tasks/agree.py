@@ -11,9 +11,9 @@ from llama_ssp.errors import UsageError
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.report.console import Progress
 from llama_ssp.report.plots import plot_agreements
-from llama_ssp.report.run_folder import Progress
-from llama_ssp.report.tables import aligned
+from llama_ssp.report.task_tables import agreements as agreements_shown
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
@@ -22,8 +22,6 @@ from llama_ssp.tasks.common import Task, longest
 from llama_ssp.tasks.greedy_match import Chances, GreedyMatch, Rounds, agreements, fork_chances, from_any
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
-
-HEAD = ["prompt", "agreed", "ended by", "target takes", "draft takes"]
 
 
 class AgreeTask(Task[AgreeConf]):
@@ -95,30 +93,7 @@ class AgreeTask(Task[AgreeConf]):
             self._found.append(_record(text, one, target, draft, tokens))
 
     def _show(self) -> None:
-        if self._found:
-            figures = self.figures()
-            words = (
-                f"{figures['tokens_agreed']} tokens agreed on in {len(self._found)} prompts, "
-                f"{figures['tokens_agreed_mean']:.1f} a prompt (median {figures['tokens_agreed_median']:g}); "
-                f"{figures['prompts_parted']} parted; {figures['target_forwards']} target forwards"
-            )
-            self._print([*table(self._found), words])
-
-
-def table(found: list[dict[str, Any]]) -> list[str]:
-    """A line for each prompt."""
-    rows = []
-    for one in found:
-        fork = one["fork"]
-        takes = ["-", "-"] if fork is None else [_token(fork["target"]), _token(fork["draft"])]
-        rows.append([one["id"], str(one["agreed_tokens"]), one["finish_reason"], *takes])
-    return aligned([HEAD, *rows], len(HEAD))
-
-
-def _token(token: dict[str, Any]) -> str:
-    """A token, and its probability in the target's distribution | in the draft's."""
-    chances = (token["target_probability"], token["draft_probability"])
-    return f"{token['text']!r} {' | '.join('-' if p is None else f'{p:.3f}' for p in chances)}"
+        self._print(agreements_shown(self.figures()))
 
 
 def _record(

@@ -28,7 +28,7 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import NOT_NUMBERS, nothing_run, prompt_of
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.run_folder import Progress
+from llama_ssp.report.console import Progress
 from llama_ssp.report.tables import figure
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.interactive import while_others_wait

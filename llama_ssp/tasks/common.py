@@ -11,8 +11,9 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.report.console import Console, Item
 from llama_ssp.report.plots import plot_place
-from llama_ssp.report.run_folder import Console, RunFolder
+from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import TextPrompt
@@ -64,11 +65,10 @@ class Task(Generic[Conf]):
         pair = self._pair.figures() if self._pair else {"devices": {}, "vocabulary": None}
         return {"rows_skipped": len(self._skipped), **pair}
 
-    def _print(self, lines: Iterable[str]) -> None:
-        """Prints lines for people, but not with output=json."""
+    def _print(self, items: Iterable[Item]) -> None:
+        """Prints tables and lines for people, but not with output=json."""
         if self._run.output is Output.text:
-            for line in lines:
-                self._console.line(line)
+            self._console.show(items)
 
     def _draw(self, name: str | None, plot: Callable[[Path], None]) -> None:
         """Has the leader draw a plot where `task.plot` asks for it, or into the run folder."""

@@ -15,10 +15,10 @@ from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.batches import Batches, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.report.console import Progress
 from llama_ssp.report.plots import plot_scores
-from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.statistics import paired_difference, wilson
-from llama_ssp.report.tables import scores_table
+from llama_ssp.report.task_tables import scores
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.arithmetic import STOP, Question, questions
 from llama_ssp.tasks.common import Task, longest
@@ -75,7 +75,7 @@ class EvalTask(Task[EvalConf]):
                 self._answer_all(one, cache)
         finally:
             if self.has_output():
-                self._print(scores_table(self._rows(), self._differences()))
+                self._print(scores(self.figures()))
         self._draw(self._task.plot, lambda path: plot_scores(self._rows(), path))
         return "done"
 

@@ -9,7 +9,7 @@ from typing import Any
 from llama_ssp.config import GenerateConf, Output
 from llama_ssp.pair.batches import Batch, Batches, nothing_run, require_numbers
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.run_folder import Console
+from llama_ssp.report.console import Console
 from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep

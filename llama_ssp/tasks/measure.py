@@ -19,10 +19,10 @@ from llama_ssp.pair.assembly import RankModels, draft_alone, engine_for, lookahe
 from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import TENSORS, RunMeasurement
+from llama_ssp.report.console import Progress
 from llama_ssp.report.plots import plot_speeds
-from llama_ssp.report.run_folder import Progress
 from llama_ssp.report.speed_stats import Record, Sample, Speeds
-from llama_ssp.report.tables import csv_text, speeds_table
+from llama_ssp.report.task_tables import repeats_csv, speeds
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
@@ -176,8 +176,8 @@ class MeasureTask(Task[MeasureConf]):
     def _show(self) -> None:
         """Prints the table and writes the files and the plot, of what has been measured."""
         if self.has_output() and self._ranks.is_leader:
-            self._print(speeds_table(self.figures()))
-            self._folder.write("repeats.csv", csv_text([one.record for one in self._contenders]))
+            self._print(speeds(self.figures()))
+            self._folder.write("repeats.csv", repeats_csv([one.record for one in self._contenders]))
             self._draw(self._task.plot, lambda path: plot_speeds(self.figures(), path))
 
 

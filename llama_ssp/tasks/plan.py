@@ -22,7 +22,8 @@ from llama_ssp.planner.resolve import is_free
 from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.table import rendered
 from llama_ssp.planner.workload import DRAFT, TARGET
-from llama_ssp.report.run_folder import Console, RunFolder
+from llama_ssp.report.console import Console
+from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.pairing import Pairing, pair
 from llama_ssp.text.vocabulary import read_vocabularies

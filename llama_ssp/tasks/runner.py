@@ -26,7 +26,8 @@ from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.session import first_cause, ranks_of
 from llama_ssp.planner.run_plan import Bytes, compare_with_plan, in_words
-from llama_ssp.report.run_folder import Console, RunFolder, deciding, versions
+from llama_ssp.report.console import Console
+from llama_ssp.report.run_folder import RunFolder, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask

@@ -13,7 +13,7 @@ from llama_ssp.batch.slurm.history import ends, submissions
 from llama_ssp.batch.workers import LOGS, counted, table
 from llama_ssp.config import Output, RunConf
 from llama_ssp.errors import OK, DistributedError
-from llama_ssp.report.run_folder import Console
+from llama_ssp.report.console import Console
 from llama_ssp.report.tables import aligned, figure
 from llama_ssp.speculative.stats import ratio
 

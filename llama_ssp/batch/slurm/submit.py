@@ -16,7 +16,7 @@ from llama_ssp.batch.workers import LOGS, share, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, Output, RunConf, SlurmConf
 from llama_ssp.config.validation.cluster import seconds_of
 from llama_ssp.errors import OK, DistributedError, UsageError
-from llama_ssp.report.run_folder import Console
+from llama_ssp.report.console import Console
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from llama_ssp.config import CertifyConf, RunConf, SamplingConfig
 from llama_ssp.errors import UsageError
 from llama_ssp.pair.assembly import lookahead_for, rule_of
 from llama_ssp.pair.session import PairSession, regular
-from llama_ssp.report.run_folder import Progress, versions
+from llama_ssp.report.console import Progress
+from llama_ssp.report.run_folder import versions
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt

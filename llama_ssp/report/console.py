@@ -1,0 +1,187 @@
+"""The two streams of a run: standard output for results, standard error for the log and progress. No torch.
+
+rich draws on terminals. Where a stream is no terminal it gets plain lines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Column as Cell
+from rich.text import Text
+
+from llama_ssp.errors import StorageError
+from llama_ssp.report.tables import Table, text_of
+
+log = logging.getLogger(__name__)
+
+Item = Table | RenderableType
+"""What a task shows: tables, lines of text, and what else rich can draw."""
+GB = 1e9
+
+
+@cache
+def rich_console(is_error: bool = False) -> RichConsole:
+    """rich's console of standard output, or of standard error. There is one of each."""
+    return RichConsole(stderr=is_error, highlight=False, markup=False, emoji=False, legacy_windows=False)
+
+
+class Console:
+    """Standard output; `silent` on every rank but the leader.
+
+    Raises StorageError where it cannot be written, or was closed by its reader.
+    """
+
+    def __init__(self, silent: bool = False) -> None:
+        self._silent, self.is_terminal = silent, sys.stdout.isatty()
+
+    def write(self, text: str) -> None:
+        if self._silent:
+            return
+        try:
+            with above_progress():
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise StorageError("standard output was closed by its reader") from None
+        except OSError as error:
+            raise StorageError(f"cannot write to standard output: {error.strerror}") from None
+
+    def line(self, text: str) -> None:
+        self.write(text + "\n")
+
+    def show(self, items: Iterable[Item]) -> None:
+        """Tables and lines: on a terminal in colours and fitted to its width, else plain and of any width."""
+        if self._silent:
+            return
+        if not self.is_terminal:
+            self.write("".join(f"{line}\n" for line in text_of(items)))
+            return
+        screen = rich_console()
+        with screen.capture() as drawn:
+            for item in items:
+                screen.print(Text(item) if isinstance(item, str) else item)
+        self.write(drawn.get())
+
+    def document(self, summary: dict[str, Any], is_json: bool) -> None:
+        """Ends a task: on a terminal with the run folder's path, else with the JSON document."""
+        if is_json or not self.is_terminal:
+            self.line(json.dumps(summary))
+        elif summary.get("run_folder"):
+            self.line(f"run folder: {summary['run_folder']}")
+
+
+class Progress:
+    """Shows how much is done: a bar on a terminal, lines now and then in a log.
+
+    With `units` "bytes" the counts are shown in GB. Without `ends_in_log` a log has no line at the end.
+    """
+
+    LOG_EVERY_S = 15.0
+    DRAW_EVERY_S = 0.1
+    FORESEEN, FORESEEN_S = 0.05, 2.0  # what is done, and spent, before the time left is shown
+
+    def __init__(self, what: str, total: int, units: str, ends_in_log: bool = True) -> None:
+        self._what, self._total, self._units, self._ends_in_log = what, total, units, ends_in_log
+        self._done = self._before = 0
+        self._first = 0, 0.0  # the first step's count, and when it was done
+        self._bars: Bars | None = None
+
+    def __enter__(self) -> Progress:
+        self._began = self._told = time.perf_counter()
+        if _shows_bars() and not _SHOWN:
+            words = TextColumn("{task.fields[words]}", table_column=Cell(no_wrap=True))
+            columns = TextColumn("{task.description}"), BarColumn(20), words
+            self._bars = Bars(*columns, console=rich_console(is_error=True), auto_refresh=False,
+                              transient=True, redirect_stdout=False, redirect_stderr=False)  # fmt: skip
+            self._bar = self._bars.add_task(
+                self._what, total=self._total or None, words=self._words(self._began)
+            )
+            self._bars.start()
+            _SHOWN.append(self._bars)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            _SHOWN.remove(self._bars)
+            self._bars.stop()
+        if self._ends_in_log and self._done > self._before:
+            log.info("%s: %s", self._what, self._words(time.perf_counter()))
+
+    def start(self, done: int) -> None:
+        """Counts what an earlier process has done."""
+        self._done = self._before = done
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.perf_counter()
+        if not self._first[0]:
+            self._first = self._done - self._before, now - self._began
+        if self._bars is not None:
+            if now - self._told >= self.DRAW_EVERY_S or self._done == self._total:
+                self._told = now
+                self._bars.update(self._bar, completed=self._done, words=self._words(now), refresh=True)
+        elif now - self._told >= self.LOG_EVERY_S and self._done < self._total:
+            self._told = now
+            log.info("%s: %s", self._what, self._words(now))
+
+    def _words(self, now: float) -> str:
+        """How much is done, how fast, and the time that is left once it can be foreseen."""
+        done, left = self._done - self._before, self._total - self._done
+        spent, (first, first_s) = now - self._began, self._first
+        is_warm = done > first > 0  # the first step is slow, and says little of the others
+        rate = (done - first) / max(spent - first_s, 1e-9) if is_warm else done / max(spent, 1e-9)
+        is_foreseen = is_warm and done >= self.FORESEEN * self._total and spent >= self.FORESEEN_S
+        rest = f"{left / rate:.0f} s left" if left and is_foreseen else f"{spent:.1f} s"
+        if self._units == "bytes":
+            return f"{self._done / GB:.2f} of {self._total / GB:.2f} GB, {rate / GB:.2f} GB/s, {rest}"
+        return f"{self._done} of {self._total} {self._units}, {rate:.1f}/s, {rest}"
+
+
+class LogHandler(logging.StreamHandler[Any]):
+    """Writes records to standard error, above the bar where one is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with above_progress():
+            super().emit(record)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Shows a line on a terminal while something without steps goes on; it leaves nothing."""
+    with rich_console(is_error=True).status(what) if _shows_bars() else nullcontext():
+        yield
+
+
+_SHOWN: list[Bars] = []  # the bar that is on the terminal, if any: a terminal has room for one
+
+
+@contextmanager
+def above_progress() -> Iterator[None]:
+    """Takes the bar off the terminal while something is written."""
+    shown = list(_SHOWN)
+    for bars in shown:
+        bars.stop()
+    try:
+        yield
+    finally:
+        for bars in shown:
+            bars.start()
+
+
+def _shows_bars() -> bool:
+    """Whether standard error is a terminal that can move its cursor, and the log is not silenced."""
+    moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    return sys.stderr.isatty() and moves and log.isEnabledFor(logging.INFO)

@@ -1,0 +1,227 @@
+"""What each task shows, made from its figures alone: on the screen, in files and in reports. No torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator
+
+from llama_ssp.report.speed_stats import Record
+from llama_ssp.report.tables import Column, Row, Table
+
+MIB = 2**20
+Items = list[Table | str]
+
+FIRST = Column("contender", "", is_text=True)
+SPEEDS = (
+    FIRST,
+    Column("ms_per_token", "ms/token"),
+    Column("ms_per_token", "interval", is_interval=True, optional=2),
+    Column("tokens_per_s", "tokens/s", digits=1),
+    Column("time_to_first_token_ms", "first token", optional=3),
+    *(Column(f"inter_token_ms_p{one}", f"p{one}", optional=4) for one in (50, 90, 99)),
+    Column("speedup", "faster"),
+    Column("speedup", "interval", is_interval=True),
+    Column("predicted_speedup", "predicted", optional=1),
+    Column("acceptance_rate", "accepted"),
+    Column("tokens_per_target_forward", "tokens/forward"),
+)
+SCORES = (
+    Column("pair", is_text=True),
+    Column("mode", "sampling", is_text=True),
+    Column("prompts"),
+    Column("correct", "right"),
+    Column("score", digits=1, is_percent=True),
+    Column("score", "95 % interval", digits=1, is_interval=True, is_percent=True),
+    Column("ms_per_token", "ms/token"),
+    Column("tokens_per_target_forward", "tokens/forward", optional=1),
+    Column("acceptance_rate", "acceptance", optional=2),
+)
+AGREEMENTS = (
+    Column("id", "prompt", is_text=True),
+    Column("agreed_tokens", "agreed"),
+    Column("finish_reason", "ended by", is_text=True),
+    Column("target", "target takes", is_text=True),
+    Column("target_by_target", "p target", digits=3),
+    Column("target_by_draft", "p draft", digits=3),
+    Column("draft", "draft takes", is_text=True),
+    Column("draft_by_target", "p target", digits=3),
+    Column("draft_by_draft", "p draft", digits=3),
+)
+COMPARISONS = (
+    Column("id", "prompt", is_text=True),
+    Column("regular_ms_per_token", "regular ms/token"),
+    Column("speculative_ms_per_token", "speculative ms/token"),
+    Column("speedup", "times as fast"),
+    Column("acceptance_rate", "accepted"),
+    Column("tokens_per_target_forward", "tokens/round"),
+    Column("output_tokens", "tokens"),
+)
+CHECKS = Column("name", "check", is_text=True), Column("outcome", is_text=True), Column("says", is_text=True)
+OUTPUTS = (
+    Column("id", is_text=True),
+    Column("prompt_tokens"),
+    Column("output_tokens"),
+    Column("finish_reason", "ended by", is_text=True),
+    Column("prompt", is_text=True),
+    Column("text", is_text=True),
+)
+
+
+def items_of(summary: Row) -> Items:
+    """The tables and sentences of a run, from its summary.json."""
+    make = ITEMS.get(summary["task"])
+    return make(summary) if make is not None else []
+
+
+def scores(found: Row) -> Items:
+    """task=eval: a row for each pair, mode and size, then a sentence for each difference."""
+    return [Table("scores", SCORES, found["rows"]), *map(_difference, found["differences"])]
+
+
+def _difference(one: Row) -> str:
+    verdict = "holds zero" if one["includes_zero"] else "does not hold zero"
+    return (
+        f"{one['pair']}: speculative less regular {100 * one['difference']:+.1f} points on {one['prompts']} "
+        f"prompts, 95 % interval {100 * one['difference_low']:+.1f} .. {100 * one['difference_high']:+.1f}, "
+        f"which {verdict}"
+    )
+
+
+def speeds(found: Row) -> Items:
+    """task=measure: speeds, where the time goes, acceptance by position, drafts apart, and notes."""
+    rows = [
+        ("target alone", found.get("target_alone") or {}),
+        ("draft alone", found.get("draft_alone") or {}),
+    ]
+    rows += [(f"pair, K = {_k(one)}", one) for one in found.get("pair", ())]
+    rows = [(name, row) for name, row in rows if row.get("ms_per_token") is not None]
+    if not rows:
+        return []
+    items: Items = [Table("speeds", SPEEDS, [{"contender": name, **row} for name, row in rows])]
+    items += [_split(rows), _positions(rows)]
+    for name, row in rows:
+        if (apart := row["overlap"]) is not None:
+            items += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
+    return [*items, "", *_notes(found)]
+
+
+def repeats_csv(records: list[Record]) -> str:
+    """A line for each contender and repeat of task=measure, for other statistics."""
+    rows = [
+        {"contender": record.name, "k": record.k, "repeat": repeat, **sample.row()}
+        for record in records
+        for repeat, sample in enumerate(record.samples)
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _k(row: Row) -> str:
+    return "adaptive" if row["k"] is None else str(row["k"])
+
+
+def _split(rows: list[tuple[str, Row]]) -> Table:
+    split = [(name, own) for name, row in rows if (own := row["time_split_ms_per_token"])]
+    parts = [Column(part) for part in split[0][1]] if split else []
+    body = [{"contender": name, **own, "sum": sum(own.values())} for name, own in split]
+    title = "where the time goes, ms/token"
+    return Table("time_split", [FIRST, *parts, Column("sum")], body, title, "(not measured)")
+
+
+def _positions(rows: list[tuple[str, Row]]) -> Table:
+    drafted = [(name, rates) for name, row in rows if (rates := row["acceptance_by_position"])]
+    most = max((len(rates) for _, rates in drafted), default=0)
+    columns = [Column(str(n), optional=n - 1) for n in range(1, most + 1)]
+    body = [
+        {"contender": name, **{str(n): rate for n, rate in enumerate(rates, start=1)}}
+        for name, rates in drafted
+    ]
+    title = "accepted of the drafts at each position"
+    return Table("acceptance_by_position", [FIRST, *columns], body, title, "(nothing was drafted)")
+
+
+def _apart(apart: Row, tokens: int) -> str:
+    """What came of a draft on ranks of its own."""
+    ready = "-" if apart["ready_share"] is None else f"{apart['ready_share']:.0%}"
+    return (
+        f"drafts were ready in {ready} of rounds; of {apart['tokens_drafted_ahead']} drafted ahead "
+        f"{apart['tokens_drafted_ahead_wasted']} unused; "
+        f"the target waited {apart['leader_waited_ms'] / tokens:.2f} ms/token, "
+        f"the draft {apart['draft_waited_ms'] / tokens:.2f}"
+    )
+
+
+def _notes(found: Row) -> Iterator[str]:
+    best, coverage = found["best"], found["interval_coverage"]
+    if best is not None:
+        gain = "" if best["speedup"] > 1 else "; speculation does not pay here"
+        yield f"fastest: K = {_k(best)}, {best['speedup']:.2f} times as fast as the target alone{gain}"
+    if found["cost_ratio"] is not None and found["alpha"] is not None:
+        held = Column("cost_ratio", is_interval=True).cell(found)
+        yield (
+            f"draft step over target step {found['cost_ratio']:.2f} ({held}), "
+            f"acceptance of a decided draft {found['alpha']:.2f}: what `predicted` rests on"
+        )
+    covered = f" (coverage {coverage:.3f})" if coverage else ""
+    yield f"{found['interval']}{covered}; ms and tokens/s without prefill, first token with it"
+    for rank in found["peak_memory"]:
+        device = f", device {rank['device_bytes'] / MIB:.0f} MiB" if rank["device_bytes"] else ""
+        process = f"process {rank['process_bytes'] / MIB:.0f} MiB"
+        yield f"peak memory, rank {rank['rank']}: {process}{device}"
+
+
+def agreements(found: Row) -> Items:
+    """task=agree: a row for each prompt, and all together."""
+    if not found["prompts"]:
+        return []
+    words = (
+        f"{found['tokens_agreed']} tokens agreed on in {len(found['prompts'])} prompts, "
+        f"{found['tokens_agreed_mean']:.1f} a prompt (median {found['tokens_agreed_median']:g}); "
+        f"{found['prompts_parted']} parted; {found['target_forwards']} target forwards"
+    )
+    explained = (
+        "p target, p draft: the probability of the token before them, by each model, where the two part"
+    )
+    return [Table("agreements", AGREEMENTS, list(map(_agreement, found["prompts"]))), explained, words]
+
+
+def _agreement(one: Row) -> Row:
+    fork = one["fork"] or {}
+    return {
+        **one,
+        **{side: repr(token["text"]) for side, token in fork.items()},
+        **{f"{side}_by_{by}": fork[side][f"{by}_probability"] for side in fork for by in ("target", "draft")},
+    }
+
+
+def comparisons(found: Row) -> Items:
+    """task=compare: a row for each prompt."""
+    rows = []
+    for one in found["comparisons"]:
+        regular, speculative = one["regular"], one["speculative"]
+        before, after = regular["ms_per_token"], speculative["ms_per_token"]
+        paces = {"regular_ms_per_token": before, "speculative_ms_per_token": after}
+        faster = before / after if before and after else None
+        rows.append({**speculative, "id": one["id"], **paces, "speedup": faster})
+    return [Table("comparisons", COMPARISONS, rows)] if rows else []
+
+
+def checks(found: Row) -> Items:
+    """task=certify: a row for each check, and the verdict."""
+    says = [found["says"]] if found["says"] else []
+    return [Table("checks", CHECKS, found["checks"]), *says]
+
+
+def outputs(found: Row) -> Items:
+    """task=generate: a row for each prompt."""
+    return [Table("outputs", OUTPUTS, found["outputs"])] if found["outputs"] else []
+
+
+ITEMS: dict[str, Callable[[Row], Items]] = {
+    "generate": outputs, "compare": comparisons, "measure": speeds, "eval": scores, "agree": agreements,
+    "certify": checks,
+}  # fmt: skip
