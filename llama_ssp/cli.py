@@ -44,7 +44,7 @@ from llama_ssp.errors import (
     one_line,
 )
 from llama_ssp.planner.resolve import pair_specs
-from llama_ssp.report.console import LogHandler
+from llama_ssp.report.console import LogHandler, waiting
 from llama_ssp.report.plots import check_pictures
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import Reading, read_prompts
@@ -176,7 +176,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     seed = chosen_seed(checked, is_job)
     job = job_of(recorded, pairs[0].files, seed) if is_job else None
     inputs = RunInputs(recorded, seed, pairs, reading, job)
-    with GUARD.held("stopped by a signal before the run began"):
+    with GUARD.held("stopped by a signal before the run began"), waiting("loading torch and transformers"):
         from llama_ssp.tasks.runner import execute
 
     return execute(inputs)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from copy import deepcopy
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, build, config_for, fill_module, require_filled
+from llama_ssp.models.watched_source import Watch, WatchedSource, bytes_on_disk, unwatched
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ ALLOWED, ANOTHER = f"{TESTED} and other causal models", "choose another model"
 
 def load(
     model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str, ranks: Ranks = ALONE,
-    fast: bool = False,
+    fast: bool = False, watch: Watch = unwatched,
 ) -> Model:  # fmt: skip
     """The model on one device, ready to run; over several ranks this rank's part, from its slices alone.
 
@@ -58,7 +60,7 @@ def load(
     config = config_of(model, path, role)
     against = reason_against(config)
     if against is None:
-        return _decoder(model, config, path, dtype, device, role, ranks, fast)
+        return _decoder(model, config, path, dtype, device, role, ranks, fast, watch)
     if ranks.world > 1:
         raise unsplit(f"{role} {model.name}", against)
     require_quantised(model)
@@ -71,7 +73,7 @@ def load(
 
 def _decoder(
     model: ModelConf, config: Any, path: Path | None, dtype: Dtype, device: torch.device, role: str,
-    ranks: Ranks, fast: bool,
+    ranks: Ranks, fast: bool, watch: Watch,
 ) -> DecoderModel:  # fmt: skip
     require_quantised(model, ranks.world)
     fast = fast and has_kernels(model.name, dtype, device)
@@ -82,11 +84,16 @@ def _decoder(
     how = ranks, held, *formats(dtype, device, fast, by_kernel), device, drafts, dtype is Dtype.packed
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)
-        made = decoder(config, source, *how)
+        total = held.itemsize * sum(map(prod, source.shapes.values()))
+        with watch(f"{role} {model.name}", total) as report:
+            made = decoder(config, WatchedSource(source, total, report), *how)
     else:
         with _refusing(path), closing(_opened(path, config, names := wanted(config))) as files:
             _require_complete(path, differences(names, files.shapes, config))
-            made = decoder(config, ScannedSource(files, model.name) if model.scan else files, *how)
+            total = bytes_on_disk(path)
+            with watch(f"{role} {model.name}", total) as report:
+                read = WatchedSource(ScannedSource(files, model.name) if model.scan else files, total, report)
+                made = decoder(config, read, *how)
     return_memory()
     over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
     claim = None if path is None else quantised_config(read_config(path), path)

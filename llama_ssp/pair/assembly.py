@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +31,7 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair.placements import ModelPlacement
-from llama_ssp.report.console import Progress
+from llama_ssp.report.console import Progress, waiting
 from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
@@ -130,7 +132,7 @@ def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: 
     kinds = ((pair.target, range(1, longest + 2)), (pair.draft, range(1, LAG + 1)))
     wanted = [(model, widths) for model, widths in kinds if isinstance(model, SteppedModel)]
     if wanted:
-        with Progress("compile", len(wanted), "models") as progress:
+        with Progress("compile", len(wanted), "models", ticks=True) as progress:
             for model, widths in wanted:
                 model.prepare(widths, rows, min(slots, model.context))
                 progress.advance(1)
@@ -141,13 +143,22 @@ def _loaded(placed: ModelPlacement, group: Ranks) -> Model:
     # From Hopper on, torch prefers cuDNN's attention where there is a mask, and cuDNN plans each new shape
     # anew, for some 0.4 s. Prompts and eager steps have a new shape in every pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    what = placed.model, placed.path, placed.dtype
+    what, name = (placed.model, placed.path, placed.dtype), f"{placed.role} {placed.model.name}"
     if placed.splitting is Splitting.layers:
         offload = home_expanded(placed.offload) if placed.offload else None
-        return load_layers(*what, placed.max_memory, offload, placed.role)
+        with waiting(f"{name}: reading weights"):
+            return load_layers(*what, placed.max_memory, offload, placed.role)
     if placed.splitting is Splitting.deepspeed and group.world > 1:
-        return load_deepspeed(*what, placed.device, placed.role, group)
-    return load(*what, placed.device, placed.role, group, placed.compiled)
+        with waiting(f"{name}: reading weights"):
+            return load_deepspeed(*what, placed.device, placed.role, group)
+    return load(*what, placed.device, placed.role, group, placed.compiled, _reading)
+
+
+@contextmanager
+def _reading(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how much of a model's weights has been read."""
+    with Progress(name, total, "bytes", ends_in_log=False) as progress:
+        yield progress.advance
 
 
 def rule_of(run: RunConf) -> Rule:

@@ -11,14 +11,16 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
-from rich.progress import BarColumn, TextColumn
+from rich.live import Live
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.spinner import Spinner
 from rich.table import Column as Cell
 from rich.text import Text
 
@@ -29,7 +31,6 @@ log = logging.getLogger(__name__)
 
 Item = Table | RenderableType
 """What a task shows: tables, lines of text, and what else rich can draw."""
-GB = 1e9
 
 
 @cache
@@ -86,36 +87,39 @@ class Console:
 class Progress:
     """Shows how much is done: a bar on a terminal, lines now and then in a log.
 
-    With `units` "bytes" the counts are shown in GB. Without `ends_in_log` a log has no line at the end.
+    With `units` "bytes" the counts are shown in MB or GB. Without `ends_in_log` a log has no line at the end.
+    With `ticks` a thread shows the time: not where something is timed.
     """
 
     LOG_EVERY_S = 15.0
     DRAW_EVERY_S = 0.1
     FORESEEN, FORESEEN_S = 0.05, 2.0  # what is done, and spent, before the time left is shown
 
-    def __init__(self, what: str, total: int, units: str, ends_in_log: bool = True) -> None:
+    def __init__(
+        self, what: str, total: int, units: str, ends_in_log: bool = True, ticks: bool = False
+    ) -> None:
         self._what, self._total, self._units, self._ends_in_log = what, total, units, ends_in_log
         self._done = self._before = 0
         self._first = 0, 0.0  # the first step's count, and when it was done
+        self._ticks = ticks
         self._bars: Bars | None = None
 
     def __enter__(self) -> Progress:
         self._began = self._told = time.perf_counter()
         if _shows_bars() and not _SHOWN:
             words = TextColumn("{task.fields[words]}", table_column=Cell(no_wrap=True))
-            columns = TextColumn("{task.description}"), BarColumn(20), words
-            self._bars = Bars(*columns, console=rich_console(is_error=True), auto_refresh=False,
-                              transient=True, redirect_stdout=False, redirect_stderr=False)  # fmt: skip
-            self._bar = self._bars.add_task(
-                self._what, total=self._total or None, words=self._words(self._began)
-            )
+            columns = [TextColumn("{task.description}"), BarColumn(20), words]
+            how: Any = dict.fromkeys(("redirect_stdout", "redirect_stderr"), False)
+            how |= {"console": rich_console(is_error=True), "transient": True, "auto_refresh": self._ticks}
+            self._bars = Bars(*columns, *[TimeElapsedColumn()] * self._ticks, **how)
+            self._bar = self._bars.add_task(self._what, total=self._total or None, words="")
             self._bars.start()
-            _SHOWN.append(self._bars)
+            _SHOWN.append(self._bars.live)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bars is not None:
-            _SHOWN.remove(self._bars)
+            _SHOWN.remove(self._bars.live)
             self._bars.stop()
         if self._ends_in_log and self._done > self._before:
             log.info("%s: %s", self._what, self._words(time.perf_counter()))
@@ -146,39 +150,51 @@ class Progress:
         is_foreseen = is_warm and done >= self.FORESEEN * self._total and spent >= self.FORESEEN_S
         rest = f"{left / rate:.0f} s left" if left and is_foreseen else f"{spent:.1f} s"
         if self._units == "bytes":
-            return f"{self._done / GB:.2f} of {self._total / GB:.2f} GB, {rate / GB:.2f} GB/s, {rest}"
+            unit, name = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
+            done_of = f"{self._done / unit:.1f} of {self._total / unit:.1f} {name}"
+            return f"{done_of}, {rate / unit:.1f} {name}/s, {rest}"
         return f"{self._done} of {self._total} {self._units}, {rate:.1f}/s, {rest}"
 
 
 class LogHandler(logging.StreamHandler[Any]):
-    """Writes records to standard error, above the bar where one is shown."""
+    """Writes records to standard error; on a terminal above the bar, and broken between words."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with above_progress():
+        if sys.stderr.isatty():
+            rich_console(is_error=True).print(Text(self.format(record)), overflow="fold")
+        else:
             super().emit(record)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Shows a line on a terminal while something without steps goes on; it leaves nothing."""
-    with rich_console(is_error=True).status(what) if _shows_bars() else nullcontext():
+    if not _shows_bars() or _SHOWN:
         yield
+        return
+    how: Any = dict.fromkeys(("redirect_stdout", "redirect_stderr"), False)
+    with Live(Spinner("dots", what), console=rich_console(is_error=True), transient=True, **how) as live:
+        _SHOWN.append(live)
+        try:
+            yield
+        finally:
+            _SHOWN.remove(live)
 
 
-_SHOWN: list[Bars] = []  # the bar that is on the terminal, if any: a terminal has room for one
+_SHOWN: list[Live] = []  # the bar that is on the terminal, if any: a terminal has room for one
 
 
 @contextmanager
 def above_progress() -> Iterator[None]:
     """Takes the bar off the terminal while something is written."""
     shown = list(_SHOWN)
-    for bars in shown:
-        bars.stop()
+    for live in shown:
+        live.stop()
     try:
         yield
     finally:
-        for bars in shown:
-            bars.start()
+        for live in shown:
+            live.start()
 
 
 def _shows_bars() -> bool:

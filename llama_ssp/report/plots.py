@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,10 +142,12 @@ def _drafts(row: dict[str, Any]) -> str:
 def _with_intervals(
     rows: list[dict[str, Any]], name: str, unit: float = 1
 ) -> tuple[list[float], list[list[float]]]:
-    """A figure of each row, and how far its interval reaches below and above it."""
-    below = [unit * (row[name] - row[f"{name}_low"]) for row in rows]
-    above = [unit * (row[f"{name}_high"] - row[name]) for row in rows]
-    return [unit * row[name] for row in rows], [below, above]
+    """A figure of each row, and how far its interval reaches below and above it: nan where there is none."""
+    reach = [
+        [unit * abs(row[name] - end) if (end := row[f"{name}_{side}"]) is not None else nan for row in rows]
+        for side in ("low", "high")
+    ]
+    return [unit * row[name] for row in rows], reach
 
 
 def _figure(width: float) -> Figure:

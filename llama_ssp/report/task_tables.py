@@ -163,7 +163,7 @@ def _notes(found: Row) -> Iterator[str]:
     if found["cost_ratio"] is not None and found["alpha"] is not None:
         held = Column("cost_ratio", is_interval=True).cell(found)
         yield (
-            f"draft step over target step {found['cost_ratio']:.2f} ({held}), "
+            f"draft step over target step {found['cost_ratio']:.2f}{f' ({held})' * (held != '-')}, "
             f"acceptance of a decided draft {found['alpha']:.2f}: what `predicted` rests on"
         )
     covered = f" (coverage {coverage:.3f})" if coverage else ""
