@@ -308,19 +308,19 @@ FORMATS = {
 }
 
 
-def module_of(name: str) -> Any:
+def module_of(name: str, **sizes: int) -> Any:
     """A random model, as transformers builds it."""
     form = FORMATS[name]
-    return build(form.family, mild=True, **{**SIZES, **form.changes})
+    return build(form.family, mild=True, **{**SIZES, **form.changes, **sizes})
 
 
-def quantised(name: str, folder: Path) -> Path:
+def quantised(name: str, folder: Path, **sizes: int) -> Path:
     """The folder of such a model in this format; one that is there is kept."""
     form = FORMATS[name]
     pytest.importorskip(form.library)
     if (folder / "config.json").exists():
         return folder
-    module = module_of(name)
+    module = module_of(name, **sizes)
     module.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": form.claim}))

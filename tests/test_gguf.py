@@ -26,7 +26,8 @@ from llama_ssp.models.formats.gguf_source import GgufSource
 from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.loader import differences, require_supported
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
-from llama_ssp.planner.weights import LAYERS, SCALES, Part, held
+from llama_ssp.planner.storage import LAYERS, SCALES
+from llama_ssp.planner.weights import Part, held
 from tests.distributed.threads import ranks_of, together
 from tests.gguf_files import K_QUANTS, SIZES, gguf, random_blocks, write
 from tests.test_decoder import TOLERANCE, require_same, walked
@@ -162,7 +163,7 @@ def test_any_bytes_are_decoded_as_the_library_does(kind: str) -> None:
     raw = np.random.default_rng(1).integers(0, 256, (24, 4, size), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.dequantize(raw.reshape(24, -1), number(kind)))
-    weight, (bits, group, scale) = coded(kind, torch.from_numpy(raw)), KEPT[kind]
+    weight, (bits, group, scale, _) = coded(kind, torch.from_numpy(raw)), KEPT[kind]
     assert weight.nbytes == 24 * 4 * (numbers * bits // 8 + numbers // group * scale)
     found = weight.decoded(torch.float32)
     assert found.shape == (24, 4 * numbers) and found.isfinite().float().mean() > 0.8

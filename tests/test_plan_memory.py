@@ -26,7 +26,8 @@ from llama_ssp.planner.memory import (
     segments,
     tensor_lines,
 )
-from llama_ssp.planner.weights import Part, Weight, held, parameters, sizes_of
+from llama_ssp.planner.storage import Weight, sizes_of
+from llama_ssp.planner.weights import Part, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 from tests.distributed.test_large import part
 

@@ -16,7 +16,8 @@ from llama_ssp.planner.activations import GPU
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.layers import Stage, layers_lines, stages
 from llama_ssp.planner.search import option
-from llama_ssp.planner.weights import WEIGHTS, Part, held
+from llama_ssp.planner.storage import WEIGHTS
+from llama_ssp.planner.weights import Part, held
 from llama_ssp.planner.workload import GIB
 from tests.plans import machine, model, request
 

@@ -25,7 +25,8 @@ from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.linear import Beside
 from llama_ssp.models.loader import config_of, differences
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
-from llama_ssp.planner.weights import LAYERS, SCALES, Part, held, weights
+from llama_ssp.planner.storage import LAYERS, SCALES
+from llama_ssp.planner.weights import Part, held, weights
 from tests.distributed.threads import ranks_of, together
 from tests.quantised_folders import FORMATS, matrices, module_of, quantised, reference, weights_of
 from tests.test_decoder import TOLERANCE, require_same, walked

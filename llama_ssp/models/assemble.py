@@ -234,10 +234,14 @@ class Assembly:
         coded = [weight for weight in weights if isinstance(weight, Coded)]
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         bias = _joined(biases) if biases else None
+        whole: Tensor | Coded | None = None
         if not coded:
-            return self.product(_joined(plain), bias)
-        if not plain and len({weight.kind for weight in coded}) == 1:
-            return self.product(joined(coded), bias)
+            whole = _joined(plain)
+        elif not plain and len({weight.kind for weight in coded}) == 1:
+            whole = joined(coded)
+        if whole is not None:
+            del weights, coded, plain  # a product may make a copy
+            return self.product(whole, bias)
         sizes = [weight.shape[0] for weight in weights]
         each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         return Beside([self.product(weight, own) for weight, own in zip(weights, each, strict=True)])

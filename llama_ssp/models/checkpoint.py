@@ -37,10 +37,10 @@ from llama_ssp.models.folder import (
     require_safe,
     weight_files,
 )
-from llama_ssp.models.formats import gguf_model
+from llama_ssp.models.formats import gguf_model, kept
 from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_model import config_of, name_of
-from llama_ssp.models.formats.quantised_config import codes_of, require_readable
+from llama_ssp.models.formats.quantised_config import quantised_config, require_readable
 
 log = logging.getLogger(__name__)
 
@@ -280,8 +280,8 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "context": context_within(size(*POSITIONS, default=family.context), config),
         "tied": not any(name.startswith(HEADS) for name in checkpoint.shapes),
         "sliding_window": size(window.key, default=window.default) if window else None,
-        **_codes(checkpoint),
     }
+    shape |= _codes(checkpoint, shape)
     if heads % kv_heads:
         what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"
         allowed = "a whole number of query heads per KV head"
@@ -290,10 +290,19 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return shape
 
 
-def _codes(checkpoint: Checkpoint) -> dict[str, Any]:
+def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
+    """What a packed model keeps: of each matrix, or without headers what config.json says of all."""
     if is_gguf(checkpoint.path):
         return gguf_model.codes_of(read_header(checkpoint.path))
-    return codes_of(checkpoint.config, checkpoint.path, checkpoint.formats)
+    found, family = quantised_config(checkpoint.config, checkpoint.path), family_of(shape["family"])
+    usual = kept.of_config(found)
+    if found is None or not usual.bits or not checkpoint.formats:
+        return kept.usual(usual)
+    names = {own: theirs for theirs, own in gguf_model.leaves(family).items() if theirs in kept.MATRICES}
+    inputs = dict.fromkeys(kept.MATRICES, shape["dim"])
+    inputs |= {"attn_output": shape["n_heads"] * shape["head_dim"], "ffn_down": shape["ffn"]}
+    tensors = {name: (type_, checkpoint.shapes[name]) for name, type_ in checkpoint.formats.items()}
+    return kept.sizes(kept.of_folder(tensors, found, names, inputs, LAYER))
 
 
 def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:

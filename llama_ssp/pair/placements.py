@@ -19,7 +19,8 @@ from llama_ssp.planner.engine import tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit
-from llama_ssp.planner.weights import BYTES, parameters
+from llama_ssp.planner.storage import BYTES
+from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import Role
 from llama_ssp.text.pairing import Pairing
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens

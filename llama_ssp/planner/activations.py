@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
-from llama_ssp.planner.weights import Part, RolePart, width
+from llama_ssp.planner.storage import width
+from llama_ssp.planner.weights import Part, RolePart
 from llama_ssp.planner.workload import MIB, Workload
 
 MASKS, HIDDEN, LOGITS, PROBS, TOKENS = "masks", "activations", "logits", "laws", "tokens"

@@ -11,9 +11,9 @@ from itertools import islice
 from llama_ssp.config import Dtype, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
-from llama_ssp.planner.fit import FitVerdict, rank_memories, worst
+from llama_ssp.planner.fit import FitVerdict, worst
 from llama_ssp.planner.search import Option, PlanRequest, search
-from llama_ssp.planner.weights import BYTES
+from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.workload import Role, Workload
 
 MOST_ROWS, MOST_K, LEAST_CONTEXT, SMALL_CHUNK = 4096, 64, 64, 128
@@ -92,8 +92,7 @@ def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[
 
 
 def _fits(request: PlanRequest, placement: Placement, work: Workload) -> bool:
-    ranks = rank_memories(request.machine, request.target, request.draft, placement, work)
-    return worst(ranks).verdict is FitVerdict.fits
+    return worst(request.memories(placement, work)).verdict is FitVerdict.fits
 
 
 def _best(request: PlanRequest, worlds: list[int]) -> Option | None:

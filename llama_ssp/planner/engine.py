@@ -9,7 +9,8 @@ from __future__ import annotations
 from llama_ssp.config import Dtype, ModelConf, RunConf, Splitting, Steps
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.speed import PassCost, Times
-from llama_ssp.planner.weights import BYTES, parameters
+from llama_ssp.planner.storage import BYTES
+from llama_ssp.planner.weights import parameters
 
 COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, Dtype.int4, Dtype.packed)
 # What compiled steps save, and what compiling costs, on two cores (bench/fast.py).

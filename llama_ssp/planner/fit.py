@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,9 +62,10 @@ class RankMemory:
 
 
 def rank_memories(
-    machine: Machine, target: Role, draft: Role | None, placement: Placement, work: Workload
-) -> tuple[RankMemory, ...]:
-    """The memory of every rank, or with placement=layers of every GPU."""
+    machine: Machine, target: Role, draft: Role | None, placement: Placement, work: Workload,
+    compiled: Collection[str] = (),
+) -> tuple[RankMemory, ...]:  # fmt: skip
+    """The memory of every rank, or with placement=layers of every GPU; `compiled`: as of `rank_work`."""
     capacity, kernels = machine.capacity_of(placement.world), machine.kernels
     if placement.splitting is Splitting.layers:
         every = layers_lines(target, draft, work, 1 if machine.is_cpu else machine.gpus, kernels)
@@ -72,7 +73,7 @@ def rank_memories(
         return tuple(RankMemory(gpu, (*lines, *constant), capacity) for gpu, lines in enumerate(every))
     found = []
     for rank in range(placement.world):
-        own = rank_work(target, draft, placement, work, rank, kernels)
+        own = rank_work(target, draft, placement, work, rank, kernels, compiled)
         reserved = () if machine.is_cpu else (segments(own),)
         lines = (*tensor_lines(own), *reserved, *library_lines(machine, placement, rank))
         found.append(RankMemory(rank, lines, capacity))

@@ -14,19 +14,8 @@ from llama_ssp.config import Dtype, ModelConf, Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.planner.activations import LOGITS, PROBS, Kernels, Parts
 from llama_ssp.planner.memory import peak_lines, peaks, rank_work, segments, tensor_lines
-from llama_ssp.planner.weights import (
-    CACHE,
-    EMBEDDING,
-    EXPERTS,
-    HEAD,
-    LAYERS,
-    NORMS,
-    POSITIONS,
-    SCALES,
-    WEIGHTS,
-    Part,
-    held,
-)
+from llama_ssp.planner.storage import EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS, SCALES, WEIGHTS
+from llama_ssp.planner.weights import CACHE, Part, held
 from llama_ssp.planner.workload import TARGET, MemoryLine, Role, Workload
 
 EXTRA_LAYERS = 1.25  # that a GPU may take beyond its even share

@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from functools import lru_cache
 
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.planner.activations import GPU, Kernels, Parts, RankWork, total
-from llama_ssp.planner.weights import BYTES, CACHE, Part, RolePart, held, tensors
+from llama_ssp.planner.storage import BYTES, UNIT
+from llama_ssp.planner.weights import CACHE, Part, RolePart, held, tensors
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
 LOADING = "load"
 SEGMENTS = "segments"
 ALLOCATOR = "torch's caching allocator: whole segments, and blocks between that fit nothing"
 FORMULA = "largest moment, by a formula from shapes"
-# torch's caching allocator (c10/core/AllocatorConfig.h): requests are rounded up to 512 bytes. Those up to
+# torch's caching allocator (c10/core/AllocatorConfig.h): requests are rounded up to UNIT. Those up to
 # 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, larger ones have whole 2 MiB each.
-UNIT = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE, LARGE_SEGMENT, LARGE_UNIT = 10 * MIB, 20 * MIB, 2 * MIB
 FRAGMENTS = 0.4  # of a round's activations: blocks that one phase frees and no other phase can use
 
 
 def rank_work(
-    target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int, kernels: Kernels = GPU
-) -> RankWork:
-    """The parts of both roles on this rank. A draft's cache ends where its context does."""
+    target: Role, draft: Role | None, placement: Placement, work: Workload, rank: int, kernels: Kernels = GPU,
+    compiled: Collection[str] = (),
+) -> RankWork:  # fmt: skip
+    """The parts of both roles on this rank. A draft's cache ends where its context does.
+
+    `compiled`: the roles with compiled steps.
+    """
     room = min(work.slots, target.model.context)
     own = drafted = None
     if rank in placement.target:
         part = Part.of(target.model, len(placement.target), placement.target.index(rank))
-        own = RolePart.of(target, part, room, work.target_caches)
+        own = RolePart.of(target, part, room, work.target_caches, target.role in compiled)
     if draft is not None and rank in placement.draft:
         degree = placement.draft_degree
         part = Part.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)
-        drafted = RolePart.of(draft, part, min(room, draft.model.context), work.draft_caches)
+        room_of_draft = min(room, draft.model.context)
+        drafted = RolePart.of(draft, part, room_of_draft, work.draft_caches, draft.role in compiled)
     drafts = rank == (placement.draft[0] if draft is not None and placement.draft else placement.target[0])
     decides = rank == placement.target[0]
     return RankWork(own, drafted, target.model.vocab, work, room, decides, drafts, kernels)
@@ -47,10 +53,11 @@ def tensor_lines(own: RankWork) -> tuple[MemoryLine, ...]:
 
     The first passes of prefill run before all caches exist; they are counted as if they existed.
     """
-    unit = 1 if own.kernels.cpu else UNIT
     lines: list[MemoryLine] = []
     for role in own.roles:
-        groups = {**held(role.part, role.dtype, unit), CACHE: role.caches_bytes(own.work.rows, unit)}
+        store = role.store(own.kernels.cpu)
+        caches = role.caches_bytes(own.work.rows, store.unit)
+        groups = {**held(role.part, role.dtype, store), CACHE: caches}
         lines += [MemoryLine(role.role, group, size) for group, size in groups.items()]
     return tuple(line for line in (*lines, *peak_lines(peaks(own))) if line.bytes)
 
@@ -87,7 +94,11 @@ def segments(own: RankWork) -> MemoryLine:
 @lru_cache(maxsize=4096)
 def _segments(roles: tuple[RolePart, ...], rows: int) -> int:
     """Bytes of the segments of weights and caches, beyond their own."""
-    kept = [(size, times) for role in roles for _, size, times in tensors(role.part, role.dtype)]
+    kept = [
+        (size, times)
+        for role in roles
+        for _, size, times in tensors(role.part, role.dtype, role.store(cpu=False))
+    ]
     kept += [(role.keys_bytes(rows), 2 * role.caches * role.part.layers) for role in roles]
     return reserved(kept) - sum(-(-size // UNIT) * UNIT * times for size, times in kept)
 

@@ -20,7 +20,8 @@ from llama_ssp.planner.speed import (
     pass_cost,
     prefill_s,
 )
-from llama_ssp.planner.weights import CACHE, WEIGHTS
+from llama_ssp.planner.storage import WEIGHTS
+from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import DRAFT, GIB, TARGET, MemoryLine
 
 MANY = 16  # ranks up to which every number of them is tried

@@ -21,7 +21,8 @@ from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
 from llama_ssp.planner.hardware import CPU, machine_of
 from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.search import Option, PlanRequest, option, round_times
-from llama_ssp.planner.weights import CACHE, WEIGHTS
+from llama_ssp.planner.storage import WEIGHTS
+from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from llama_ssp.planner.engine import as_run, why_eager
 from llama_ssp.planner.fit import FitVerdict, RankMemory, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.speed import WIDE_BAND, PassCost, RoundTimes, forward_s, pass_cost
-from llama_ssp.planner.weights import BYTES
+from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.workload import TARGET, Role, Workload
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
@@ -59,6 +59,11 @@ class PlanRequest:
         """Why the role's steps run eagerly with this placement; None if they are compiled."""
         splitting = placement.splitting if role.role == TARGET else Splitting.tensor
         return why_eager(self.engine, self.tokens, role.model, role.dtype, splitting, self.machine.is_cpu)
+
+    def memories(self, placement: Placement, work: Workload) -> tuple[RankMemory, ...]:
+        """The memory of every rank, for this work."""
+        compiled = tuple(role.role for role in self.roles if self.why_eager(role, placement) is None)
+        return rank_memories(self.machine, self.target, self.draft, placement, work, compiled)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def option(request: PlanRequest, placement: Placement, k: int | None = None) -> 
     times = round_times(request, placement)
     k = times.best_k(request.acceptance) if k is None else min(k, len(times.verify) - 1)
     work = replace(request.work, k=k)
-    ranks = rank_memories(request.machine, request.target, request.draft, placement, work)
+    ranks = request.memories(placement, work)
     return Option(placement, ranks, times, k, times.ms_per_token(request.acceptance, k))
 
 

@@ -13,7 +13,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from llama_ssp.config import Overlap, TimesConf
-from llama_ssp.planner.weights import BUFFERS, EMBEDDING, EXPERTS, POSITIONS, Part, held, weights, width
+from llama_ssp.planner.storage import BUFFERS, EMBEDDING, EXPERTS, POSITIONS, width
+from llama_ssp.planner.weights import Part, held, weights
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
 

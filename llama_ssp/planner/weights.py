@@ -5,28 +5,34 @@ With one rank the part is the whole model, so the same table counts parameters.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family, family_of
+from llama_ssp.models.formats.kept import Kept
 from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_share
+from llama_ssp.planner.storage import (
+    AS_THEY_ARE,
+    BUFFERS,
+    CPU,
+    CUDA,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    LAYERS,
+    NORMS,
+    POSITIONS,
+    SCALES,
+    UNIT,
+    Store,
+    Weight,
+    sizes_of,
+    table_of,
+    width,
+)
 from llama_ssp.planner.workload import Role
 
-# Bytes of a layer's weight, without scales.
-BYTES = {
-    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5,
-    Dtype.nf4: 0.5, Dtype.packed: 1,  # at most
-}  # fmt: skip
-INT4_GROUP = 32  # inputs of an output that share a scale of 16 bits
-NF4_BLOCK = 64  # weights that share an fp32 scale
-Codes = tuple[int, int, int]  # bits of a code, inputs that share a scale, and its bytes
-NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
-
-# The groups of tensors.
-WEIGHTS = "embedding", "head", "layers", "experts", "norms", "quantisation scales", "positions", "buffers"
-EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
 CACHE = "cache"  # keys and values
 
 
@@ -56,7 +62,7 @@ class Part:
     norms: int  # in a block
     first_query: int  # of this rank's, on disk
     first_column: int  # of the MLP's
-    codes: Codes  # of a quantised checkpoint
+    codes: Kept  # of a quantised checkpoint
     code_mix: str = ""  # as of ModelConf
 
     @staticmethod
@@ -73,7 +79,7 @@ class Part:
         expert_ffn = length(mlp_share(model.expert_ffn, world, rank)) if sparse else 0
         experts = model.experts, model.experts_per_token, expert_ffn, sparse
         norms = family.norms - (family.multi_query and model.n_kv_heads == 1)
-        codes = model.code_bits, model.code_group, model.code_bytes
+        codes = Kept(model.code_bits, model.code_group, model.code_bytes)
         places = heads.query[0], mlp[0]
         return Part(*whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix)
 
@@ -96,37 +102,23 @@ class Part:
         return int(self.head_dim * self.family.rotary)
 
 
-@dataclass(frozen=True)
-class Weight:
-    """`times` equal tensors: matrices of `outputs` x `inputs`, or vectors (`inputs` 1)."""
+def weights(part: Part, packed: bool = False, own_head: bool = False) -> Iterator[Weight]:
+    """Every parameter of the part. A tied head is the embedding, where that has the head's rows.
 
-    group: str
-    outputs: int
-    inputs: int
-    times: int = 1
-    linear: bool = False  # a layer's matrix, which may be quantised
-    first: int = 0  # input of the matrix on disk
-    codes: Codes = (0, 0, 0)
-
-    @property
-    def count(self) -> int:
-        """Numbers in one of them."""
-        return self.outputs * self.inputs
-
-
-def weights(part: Part) -> Iterator[Weight]:
-    """Every parameter of the part. A tied head is the embedding, where that has the head's rows."""
+    `packed`: matrices are as a quantised checkpoint has them; `own_head`: a tied head has a copy of its own.
+    """
     dim, layers, family = part.dim, part.layers, part.family
     vectors = 2 if family.layer_norm else 1
     yield Weight(EMBEDDING, part.embedding_rows, dim)
     if family.position_rows is not None:
         yield Weight(POSITIONS, part.context + family.position_rows, dim)
     for outputs, inputs, times, bias, before in _matrices(part):
-        if not part.code_mix:
+        if not (packed and part.code_mix):
             yield Weight(LAYERS, outputs, inputs, times, linear=True, first=before, codes=part.codes)
         if bias:
             yield Weight(LAYERS, outputs, 1, times)
-    yield from _mixed(part)
+    if packed:
+        yield from _mixed(part)
     if part.expert_layers:
         yield from _experts(part)
     if family.names.sinks:
@@ -137,7 +129,7 @@ def weights(part: Part) -> Iterator[Weight]:
         for width_ in widths if family.whole_qk_norm else 2 * (part.head_dim,):
             yield Weight(NORMS, width_, 1, layers)
     yield Weight(NORMS, dim, 1, vectors)
-    if not part.tied or part.embedding_rows < part.vocab:
+    if not part.tied or own_head or part.embedding_rows < part.vocab:
         yield Weight(HEAD, part.vocab, dim)
 
 
@@ -162,7 +154,7 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
 
 
 def _mixed(part: Part) -> Iterator[Weight]:
-    """The matrices of a GGUF file, each in a format of its own, by their names in the file."""
+    """The products of a checkpoint in which matrices have codes of their own, or none (kept.py)."""
     dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
     sizes = {
         "attn_q": (queries, dim, 0), "attn_k": (keys, dim, 0), "attn_v": (keys, dim, 0),
@@ -172,11 +164,11 @@ def _mixed(part: Part) -> Iterator[Weight]:
         "ffn_down": (dim, ffn, part.first_column),
     }  # fmt: skip
     for word in part.code_mix.split():
-        name, times, *codes = word.split(":")
-        if name in sizes:
-            outputs, inputs, before = sizes[name]
-            bits, group, bytes_ = map(int, codes)
-            yield Weight(LAYERS, outputs, inputs, int(times), True, before, (bits, group, bytes_))
+        names, times, bits, group, bytes_, table = word.split(":")
+        parts = [sizes[name] for name in names.split("+")]
+        codes = Kept(int(bits), int(group), int(bytes_), table)
+        outputs, (_, inputs, before) = sum(each[0] for each in parts), parts[0]
+        yield Weight(LAYERS, outputs, inputs, int(times), True, before, codes)
 
 
 def _experts(part: Part) -> Iterator[Weight]:
@@ -203,48 +195,26 @@ def buffers(part: Part) -> list[int]:
     return part.family.rotary_kinds * [4 * (part.rotary_width // 2)]
 
 
-def width(dtype: Dtype) -> int:
-    """Bytes of an activation, or of a weight that is not quantised; quantised models compute in bf16."""
-    return int(max(BYTES[dtype], 2))
-
-
-def held(part: Part, dtype: Dtype, unit: int = 1) -> dict[str, int]:
-    """Bytes of each group of tensors, each tensor rounded up to `unit`."""
+def held(part: Part, dtype: Dtype, store: Store = AS_THEY_ARE) -> dict[str, int]:
+    """Bytes of each group of tensors, each tensor rounded up to the store's unit."""
     found: dict[str, int] = {}
-    for group, bytes_, times in tensors(part, dtype):
-        found[group] = found.get(group, 0) + -(-bytes_ // unit) * unit * times
+    for group, bytes_, times in tensors(part, dtype, store):
+        found[group] = found.get(group, 0) + -(-bytes_ // store.unit) * store.unit * times
     return found
 
 
-def tensors(part: Part, dtype: Dtype) -> Iterator[tuple[str, int, int]]:
+def tensors(part: Part, dtype: Dtype, store: Store = AS_THEY_ARE) -> Iterator[tuple[str, int, int]]:
     """Every tensor as (group, bytes, how many)."""
-    for weight in weights(part):
-        for group, bytes_ in sizes_of(weight, dtype):
+    tables = set()
+    for weight in weights(part, dtype is Dtype.packed, own_head=store.packs):
+        for group, bytes_ in sizes_of(weight, dtype, store):
             yield group, bytes_, weight.times
+        if table := table_of(weight, dtype, store):
+            tables.add(table)
+    for _, bytes_ in tables:
+        yield SCALES, bytes_, 1
     for bytes_ in buffers(part):
         yield BUFFERS, bytes_, 1
-
-
-def sizes_of(weight: Weight, dtype: Dtype) -> Iterator[tuple[str, int]]:
-    """(group, bytes) of one such tensor, and of its scales where it is quantised."""
-    if weight.linear and dtype is Dtype.int8:
-        yield weight.group, weight.count
-        yield SCALES, 4 * weight.outputs
-    elif weight.linear and dtype is Dtype.int4:
-        yield weight.group, weight.outputs * -(-weight.inputs // 2)
-        yield SCALES, weight.outputs * -(-weight.inputs // INT4_GROUP) * 2
-    elif weight.linear and dtype is Dtype.nf4:
-        yield weight.group, -(-weight.count // 2)
-        yield SCALES, -(-weight.count // NF4_BLOCK) * 4
-        yield SCALES, NF4_TABLE
-    elif weight.linear and dtype is Dtype.packed and weight.codes[0]:
-        bits, group, bytes_ = weight.codes
-        # A part that begins inside a group has smaller groups.
-        groups = -(-weight.inputs // math.gcd(group, weight.first)) if group else 1
-        yield weight.group, weight.outputs * -(-weight.inputs * bits // 8)
-        yield SCALES, weight.outputs * groups * bytes_
-    else:
-        yield weight.group, weight.count * width(dtype)
 
 
 @dataclass(frozen=True)
@@ -257,11 +227,16 @@ class RolePart:
     capacity: int
     caches: int
     masks: int
+    compiled: bool = False  # its steps
 
     @staticmethod
-    def of(role: Role, part: Part, capacity: int, caches: int = 1) -> RolePart:
+    def of(role: Role, part: Part, capacity: int, caches: int = 1, compiled: bool = False) -> RolePart:
         masks = part.family.masks(role.model.sliding_window)
-        return RolePart(role.role, part, role.dtype, capacity, caches, masks)
+        return RolePart(role.role, part, role.dtype, capacity, caches, masks, compiled)
+
+    def store(self, cpu: bool) -> Store:
+        """How a CPU or a GPU keeps its tensors."""
+        return Store(1 if cpu else UNIT, CPU if cpu else CUDA, self.compiled)
 
     def keys(self, rows: int) -> int:
         """How many numbers the keys of one layer are, in one cache."""

@@ -16,7 +16,8 @@ from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.sharding import head_ranges
 from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.models.synthetic import build as build_synthetic
-from llama_ssp.planner.weights import BUFFERS, Part, held, parameters
+from llama_ssp.planner.storage import BUFFERS
+from llama_ssp.planner.weights import Part, held, parameters
 from tests.distributed.threads import ranks_of, together
 from tests.families import FAMILIES, synthetic
 from tests.test_decoder import CPU, PASSES, TOLERANCE, VARIANTS, module_of, saved, walked

@@ -20,9 +20,10 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 def coded(name: str, byte_NBS: Tensor) -> Coded:
     """The rows of a matrix in this format."""
-    table, unpack = BLOCKS[name]
-    kind = Codes(table, KEPT[name][1])
-    code_NK, scale_NG, shift_NG = (None if part is None else part.flatten(1) for part in unpack(byte_NBS))
+    kind = Codes(KEPT[name].table, KEPT[name].group)
+    code_NK, scale_NG, shift_NG = (
+        None if part is None else part.flatten(1) for part in BLOCKS[name](byte_NBS)
+    )
     assert code_NK is not None and scale_NG is not None
     codes_NC = packed(code_NK) if kind.bits == 4 else code_NK
     return Coded(kind, code_NK.shape[1], codes_NC, scale_NG, shift_NG=shift_NG)
@@ -96,16 +97,8 @@ def _q6_k(byte: Tensor) -> Parts:
     return codes - 32, _half(byte[..., 208:]) * scales, None
 
 
-# By format: the table of its codes, and how they are found.
-BLOCKS: dict[str, tuple[str, Callable[[Tensor], Parts]]] = {
-    "Q4_0": ("int4", _q4_0),
-    "Q4_1": ("uint4", _q4_1),
-    "Q5_0": ("int8", _q5_0),
-    "Q5_1": ("uint8", _q5_1),
-    "Q8_0": ("int8", _q8_0),
-    "Q2_K": ("uint4", _q2_k),
-    "Q3_K": ("int4", _q3_k),
-    "Q4_K": ("uint4", _q4_k),
-    "Q5_K": ("uint8", _q5_k),
-    "Q6_K": ("int8", _q6_k),
-}
+# By format, how codes, scales and shifts are found.
+BLOCKS: dict[str, Callable[[Tensor], Parts]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip

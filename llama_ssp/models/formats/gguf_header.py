@@ -19,6 +19,7 @@ from typing import Any
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.folder import MAX_NAME, REFETCH, damaged, require_fetched, require_inside, shards
+from llama_ssp.models.formats.kept import Kept
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 260 000 tokens, with its merges, takes a quarter
@@ -35,11 +36,12 @@ FORMATS = {
     10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
 }  # fmt: skip
-# What codes take in memory: bits of a code, numbers that share a scale, and bytes of this scale with
-# its shift, in fp32. Codes of 5 and 6 bits take a byte.
+# What is kept in memory: scales and shifts are in fp32, and codes of 5 and 6 bits take a byte.
 KEPT = {
-    "Q4_0": (4, 32, 4), "Q4_1": (4, 32, 8), "Q5_0": (8, 32, 4), "Q5_1": (8, 32, 8), "Q8_0": (8, 32, 4),
-    "Q2_K": (4, 16, 8), "Q3_K": (4, 16, 4), "Q4_K": (4, 32, 8), "Q5_K": (8, 32, 8), "Q6_K": (8, 16, 4),
+    "Q4_0": Kept(4, 32, 4, "int4"), "Q4_1": Kept(4, 32, 8, "uint4"), "Q5_0": Kept(8, 32, 4, "int8"),
+    "Q5_1": Kept(8, 32, 8, "uint8"), "Q8_0": Kept(8, 32, 4, "int8"), "Q2_K": Kept(4, 16, 8, "uint4"),
+    "Q3_K": Kept(4, 16, 4, "int4"), "Q4_K": Kept(4, 32, 8, "uint4"), "Q5_K": Kept(8, 32, 8, "uint8"),
+    "Q6_K": Kept(8, 16, 4, "int8"),
 }  # fmt: skip
 UNREAD = {  # for messages
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",

@@ -13,7 +13,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.families import FAMILIES, Family, Gguf
 from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.formats.gguf_header import ARCHITECTURE, KEPT, Header
-from llama_ssp.models.formats.quantised_config import CODES
+from llama_ssp.models.formats.kept import PLAIN, sizes
 
 # Of `general.architecture`: transformers' model_type.
 ARCHITECTURES = {row.gguf.architecture: name for name, row in FAMILIES.items() if row.gguf}
@@ -185,19 +185,13 @@ class _Reading:
 
 
 def codes_of(header: Header) -> dict[str, Any]:
-    """The sizes of codes that a packed model keeps, by the names of ModelConf; `code_mix` has those of all.
-
-    A word of `code_mix` is the matrix, how many layers have it so, and its bits, group and bytes of a scale.
-    """
-    counts: dict[tuple[str, tuple[int, int, int]], int] = {}
+    """What a packed model keeps, by the names of ModelConf."""
+    found = {}
     for name, tensor in header.tensors.items():
         match = BLOCK.fullmatch(name.removesuffix(".weight"))
         if match and len(tensor.shape) == 2:
-            key = match[2], KEPT.get(tensor.format, (0, 0, 0))
-            counts[key] = counts.get(key, 0) + 1
-    most = max(counts, key=counts.__getitem__, default=("", (0, 0, 0)))[1]
-    words = [":".join(map(str, (leaf, count, *sizes))) for (leaf, sizes), count in sorted(counts.items())]
-    return {**dict(zip(CODES, most, strict=True)), "code_mix": " ".join(words)}
+            found[int(match[1]), match[2]] = KEPT.get(tensor.format, PLAIN)
+    return sizes(found)
 
 
 def name_of(model_type: str, name: str) -> str:
@@ -205,14 +199,14 @@ def name_of(model_type: str, name: str) -> str:
     family = FAMILIES[model_type]
     path, _, kind = name.rpartition(".")
     if match := BLOCK.fullmatch(path):
-        own = _leaves(family).get(match[2])
+        own = leaves(family).get(match[2])
         return f"{family.names.blocks}.{match[1]}.{own}.{kind}" if own else name
-    own = _leaves(family).get(path)
+    own = leaves(family).get(path)
     return f"{own}.{kind}" if own else name
 
 
 @cache
-def _leaves(family: Family) -> dict[str, str]:
+def leaves(family: Family) -> dict[str, str]:
     """transformers' names of layers by the file's."""
     found: dict[str, str] = {}
     for field in fields(family.names):

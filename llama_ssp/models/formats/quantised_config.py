@@ -16,9 +16,7 @@ METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "bitsandbytes")
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
 # Endings of the tensors that these add to quantised weights, or put in their place.
 SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
-KEPT_SCALES = (".weight_scale", ".scales")
 BLOCK_OF_4_BIT = 64  # of bitsandbytes: weights with one scale
-CODES = ("code_bits", "code_group", "code_bytes")  # of ModelConf
 PLAIN = {"F64", "F32", "F16", "BF16"}
 READABLE = (
     "compressed-tensors (FP8, int8, int4), fp8, awq (4 bit), gptq (4 and 8 bit), mxfp4, bitsandbytes, GGUF"
@@ -78,21 +76,6 @@ def _claim(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _place(folder: Path) -> str:
     return f"{folder / 'config.json'}: quantization_config"
-
-
-def codes_of(config: Mapping[str, Any], path: Path, formats: Mapping[str, str]) -> dict[str, int]:
-    """The sizes of codes that a packed model keeps, by the config's names; zeros if it would keep none.
-
-    `formats` as above, or empty: most files have scales in 16 bit. Codes of experts are not kept, and not
-    those of GPTQ with act-order.
-    """
-    found = quantised_config(config, path)
-    if found is None or found.act_order:
-        return dict.fromkeys(CODES, 0)
-    scale = next((type_ for name, type_ in formats.items() if name.endswith(KEPT_SCALES)), "BF16")
-    wide = found.method in ("fp8", "bitsandbytes") or scale == "F32"
-    sizes = found.bits, found.group, (4 if wide else 2) + found.zeros
-    return dict(zip(CODES, sizes if found.bits else (0, 0, 0), strict=True))
 
 
 def unreadable(found: str, where: str) -> ModelError:

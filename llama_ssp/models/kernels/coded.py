@@ -96,8 +96,10 @@ class CodedLinear(nn.Module):
 def blocks(part_NC: Tensor, word: int, memory: LargePages | None = None) -> Tensor:
     """(blocks, words, BLOCK), as coded.cpp reads it; words of several bytes are integers."""
     rows, columns = part_NC.shape
-    padded = functional.pad(part_NC, (0, -columns % word, 0, -rows % BLOCK)).contiguous()
-    words = padded.view(torch.int32) if word > 1 else padded
+    beyond = -columns % word, -rows % BLOCK
+    if any(beyond):  # without numbers to add it is a copy, too
+        part_NC = functional.pad(part_NC, (0, beyond[0], 0, beyond[1]))
+    words = part_NC.contiguous().view(torch.int32) if word > 1 else part_NC.contiguous()
     found = words.view(-1, BLOCK, words.shape[1]).transpose(1, 2)
     if memory is None:
         return found.contiguous()

@@ -1,0 +1,138 @@
+"""What a packed model keeps of each matrix, from the headers of its files alone. No torch.
+
+The layouts themselves (layouts.py, block_layouts.py, gguf_blocks.py) need torch, which a plan does without;
+tests/test_packed_bytes.py holds the plan against the bytes of loaded models, in every format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from llama_ssp.models.formats.quantised_config import QuantisedConfig
+
+Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # of a matrix's tensors, by the end of their names
+
+
+class Kept(NamedTuple):
+    """The codes of a matrix in memory: the words of `ModelConf.code_mix`, in their order."""
+
+    bits: int = 0  # of a code; 0: the matrix is plain
+    group: int = 0  # inputs that share a scale; 0: all of a row
+    bytes: int = 0  # of a scale with its zero or shift
+    table: str = ""  # of coded.TABLES; empty where it is not known
+
+
+PLAIN = Kept()
+Matrices = Mapping[tuple[int, str], Kept]  # by the layer's number and the matrix's name in GGUF
+# Matrices with the same inputs, which are one product if they have the same codes. By their names in GGUF.
+FUSED = (
+    ("attn_q", "attn_k", "attn_v"), ("attn_qkv",), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",),
+)  # fmt: skip
+MATRICES = [name for group in FUSED for name in group]
+SCALE_BYTES = {"F16": 2, "BF16": 2}  # others are kept in fp32
+BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
+
+
+def sizes(matrices: Matrices) -> dict[str, Any]:
+    """The codes of a model, by the names of ModelConf: those of most matrices, and the mix of all."""
+    most = max(Counter(matrices.values()).items(), key=lambda each: each[1], default=(PLAIN, 0))[0]
+    return {**usual(most), "code_mix": _mix(matrices)}
+
+
+def usual(codes: Kept) -> dict[str, Any]:
+    """The sizes of a model in which all matrices have these codes."""
+    return {"code_bits": codes.bits, "code_group": codes.group, "code_bytes": codes.bytes, "code_mix": ""}
+
+
+def _mix(matrices: Matrices) -> str:
+    """A word for each kind of product: its matrices, how many layers have it so, and its codes."""
+    counts: Counter[tuple[str, Kept]] = Counter()
+    for number in {number for number, _ in matrices}:
+        for group in FUSED:
+            found = {name: matrices[number, name] for name in group if (number, name) in matrices}
+            if len(set(found.values())) == 1:
+                counts["+".join(found), next(iter(found.values()))] += 1
+            else:
+                counts.update(found.items())
+    return " ".join(":".join(map(str, (names, n, *codes))) for (names, codes), n in sorted(counts.items()))
+
+
+def of_config(config: QuantisedConfig | None) -> Kept:
+    """What config.json says of all matrices. Most files have scales in 16 bit.
+
+    Codes of experts are not kept, and not those of GPTQ with act-order.
+    """
+    if config is None or config.act_order or not config.bits:
+        return PLAIN
+    wide = config.method in ("fp8", "bitsandbytes")
+    return Kept(config.bits, config.group, (4 if wide else 2) + config.zeros)
+
+
+def of_folder(
+    tensors: Headers, config: QuantisedConfig, names: Mapping[str, str], inputs: Mapping[str, int], layer: Any
+) -> dict[tuple[int, str], Kept]:
+    """What is kept of each matrix of the folder's blocks.
+
+    `names`: in GGUF, by the names in this family's blocks; `inputs`: by the names in GGUF; `layer`: finds a
+    block's number in the name of a tensor.
+    """
+    found: dict[tuple[int, str], dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    for tensor, header in tensors.items():
+        if match := layer.search(tensor):
+            leaf = tensor[match.end() :]
+            own = next((own for own in names if leaf.startswith(f"{own}.")), None)
+            if own is not None:
+                found[int(match[1]), names[own]][leaf.removeprefix(own)] = header
+    return {place: kept(stored, config, inputs[place[1]]) for place, stored in found.items()}
+
+
+def kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
+    """What is kept of the matrix with these tensors and so many inputs, in any format of a folder.
+
+    Of tensors that contradict each other nothing: reading them is refused, with the reason.
+    """
+    try:
+        return _kept(stored, config, inputs)
+    except (LookupError, TypeError, ValueError, ZeroDivisionError, StopIteration):
+        return PLAIN
+
+
+def _kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
+    if ".qweight" in stored:  # awq, gptq
+        type_, shape = stored[".scales"]
+        group = config.group if shape[0] > 1 else 0
+        return Kept(config.bits, group, SCALE_BYTES.get(type_, 4) + 1, f"uint{config.bits}")
+    if ".weight_packed" in stored:
+        return _packed(stored, inputs)
+    if ".weight.absmax" in stored:
+        table = next(table for table in ("nf4", "fp4") if any(end.endswith(table) for end in stored))
+        codes, scales = (2 * math.prod(stored[".weight"][1]), math.prod(stored[".weight.absmax"][1]))
+        return Kept(4, codes // max(scales, 1), 4, table)
+    if ".SCB" in stored:
+        return Kept(8, 0, 4, "int8")
+    scale = next((end for end in (".weight_scale_inv", ".weight_scale") if end in stored), None)
+    return PLAIN if scale is None else _scaled(stored, scale, config)
+
+
+def _packed(stored: Headers, inputs: int) -> Kept:
+    """compressed-tensors' words of codes."""
+    bits = 4 if stored[".weight_packed"][1][1] == -(-inputs // 8) else 8
+    type_, shape = stored[".weight_scale"]
+    zeros, groups = ".weight_zero_point" in stored, shape[1] if len(shape) == 2 else 1
+    size = SCALE_BYTES.get(type_, 4) + zeros
+    return Kept(bits, inputs // groups if groups > 1 else 0, size, f"{'u' * zeros}int{bits}")
+
+
+def _scaled(stored: Headers, scale: str, config: QuantisedConfig) -> Kept:
+    """Codes of a byte each, and a grid of scales."""
+    (type_, (outputs, inputs)), (scale_type, shape) = stored[".weight"], stored[scale]
+    rows, groups = shape if len(shape) == 2 else (math.prod(shape), 1)
+    group = -(-inputs // groups)
+    if config.block and (rows not in (1, outputs) or groups != 1):
+        group = config.block[1]
+    zeros = ".weight_zero_point" in stored
+    size = 4 if config.method == "fp8" else SCALE_BYTES.get(scale_type, 4)
+    return Kept(8, group if groups > 1 else 0, size + zeros, "uint8" if zeros else BYTE_TABLES[type_])

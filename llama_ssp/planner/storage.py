@@ -1,0 +1,118 @@
+"""The bytes of one tensor: by its number format, and by how a device keeps it. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llama_ssp.config import Dtype
+from llama_ssp.models.formats.kept import PLAIN, Kept
+from llama_ssp.models.sharding import NF4_BLOCK
+
+# Bytes of a layer's weight, without scales.
+BYTES = {
+    Dtype.fp64: 8, Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.int8: 1, Dtype.int4: 0.5,
+    Dtype.nf4: 0.5, Dtype.packed: 1,  # at most
+}  # fmt: skip
+# Of the formats that are made while loading; nf4 is bitsandbytes' own.
+MADE = {Dtype.int8: Kept(8, 0, 4, "int8"), Dtype.int4: Kept(4, 32, 2, "int4")}
+NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
+
+# The groups of tensors.
+WEIGHTS = "embedding", "head", "layers", "experts", "norms", "quantisation scales", "positions", "buffers"
+EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
+
+UNIT = 512  # bytes to which torch rounds requests on a GPU
+CPU, CUDA = "cpu", "cuda"
+BLOCK = 32  # outputs that a CPU's kernels store together (models/kernels/linear.py)
+WORD = {CPU: 4, CUDA: 16}  # bytes of codes of a group that a kernel reads at once (models/kernels/coded.py)
+
+
+@dataclass(frozen=True)
+class Store:
+    """How a device keeps tensors.
+
+    `unit`: bytes to which its allocator rounds. `kernel`: CPU or CUDA, of the kernels for codes; empty where
+    codes are decoded for each product. `compiled`: of a model with compiled steps.
+    """
+
+    unit: int = 1
+    kernel: str = ""
+    compiled: bool = False
+
+    @property
+    def packs(self) -> bool:
+        """Whether plain matrices are packed for a kernel, too."""
+        return self.compiled and self.kernel == CPU
+
+    def reads(self, codes: Kept, inputs: int) -> bool:
+        """Whether the kernel takes groups of this size."""
+        unit = WORD.get(self.kernel, 0) * 8 // codes.bits if codes.bits else 0
+        return unit > 0 and (codes.group in (0, inputs) or codes.group > inputs or codes.group % unit == 0)
+
+
+AS_THEY_ARE = Store()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """`times` equal tensors: matrices of `outputs` x `inputs`, or vectors (`inputs` 1)."""
+
+    group: str
+    outputs: int
+    inputs: int
+    times: int = 1
+    linear: bool = False  # a layer's matrix, which may be quantised
+    first: int = 0  # input of the matrix on disk
+    codes: Kept = PLAIN  # of a quantised checkpoint
+
+    @property
+    def count(self) -> int:
+        """Numbers in one of them."""
+        return self.outputs * self.inputs
+
+    def kept(self, dtype: Dtype) -> Kept:
+        """Its codes in memory. A part that begins inside a group has smaller groups."""
+        if not self.linear:
+            return PLAIN
+        codes = self.codes if dtype is Dtype.packed else MADE.get(dtype, PLAIN)
+        own = dtype is Dtype.packed and codes.group
+        return codes._replace(group=math.gcd(codes.group, self.first)) if own else codes
+
+
+def width(dtype: Dtype) -> int:
+    """Bytes of an activation, or of a weight that is not quantised; quantised models compute in bf16."""
+    return int(max(BYTES[dtype], 2))
+
+
+def sizes_of(weight: Weight, dtype: Dtype, store: Store = AS_THEY_ARE) -> Iterator[tuple[str, int]]:
+    """(group, bytes) of one such tensor, and of its scales where it is quantised."""
+    codes, outputs = weight.kept(dtype), weight.outputs
+    if weight.linear and dtype is Dtype.nf4:
+        yield weight.group, -(-weight.count // 2)
+        yield SCALES, -(-weight.count // NF4_BLOCK) * 4
+        yield SCALES, NF4_TABLE
+    elif codes.bits:
+        row = -(-weight.inputs * codes.bits // 8)
+        if store.kernel == CPU and table_of(weight, dtype, store):
+            outputs, row = _whole(outputs, BLOCK), _whole(row, WORD[CPU])
+        groups = -(-weight.inputs // codes.group) if codes.group else 1
+        yield weight.group, outputs * row
+        yield SCALES, outputs * groups * codes.bytes
+    else:
+        matrix = weight.linear or weight.group == HEAD
+        if matrix and store.packs and weight.inputs * width(dtype) % WORD[CPU] == 0:
+            outputs = _whole(outputs, BLOCK)
+        yield weight.group, outputs * weight.inputs * width(dtype)
+
+
+def table_of(weight: Weight, dtype: Dtype, store: Store) -> tuple[str, int] | None:
+    """The table that the kernel reads the weight's codes by, and its bytes; all matrices share it."""
+    codes = weight.kept(dtype)
+    by_kernel = store.reads(codes, weight.inputs) and (dtype is not Dtype.int8 or store.compiled)
+    return (codes.table, 4 * 2**codes.bits) if by_kernel else None
+
+
+def _whole(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,172 @@
+"""The plan's bytes are those of loaded models, to the byte, on 1, 2 and 3 ranks; and the peak of loading."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.models.checkpoint import complete
+from llama_ssp.models.kernels import coded
+from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
+from llama_ssp.models.loader import load
+from llama_ssp.planner.storage import CPU, LAYERS, SCALES, Store
+from llama_ssp.planner.weights import Part, held
+from tests import checkpoints
+from tests.distributed.threads import ranks_of
+from tests.hostile import quantised as hostile
+from tests.memory_trace import LiveBytes
+from tests.quantised_folders import FORMATS, quantised
+from tests.test_coded_linear import needs_compiler
+from tests.test_gguf import made
+
+pytestmark = needs_compiler
+KEPT = [name for name in FORMATS if name not in ("gptq-act-order", "mxfp4")]
+PLAIN = {"attention_bias": False}  # a plan knows of biases by a model's family alone
+# Outputs and words of codes that do not fill the kernel's blocks; the MLP in unequal units of 32.
+ODD = {"hidden_size": 200, "head_dim": 20, "intermediate_size": 80, "num_hidden_layers": 1, **PLAIN}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantised")
+
+
+def off(model: ModelConf, path: Path | None, dtype: Dtype, world: int, fast: bool) -> list[int]:
+    """Of each rank, by how many bytes the loaded model differs from the plan."""
+    found = []
+    for rank in ranks_of(world) if world > 1 else [ALONE]:
+        held_bytes = load(model, path, dtype, torch.device("cpu"), "model", rank, fast).weights_bytes
+        planned = held(Part.of(model, world, rank.rank), dtype, Store(1, CPU, fast))
+        found.append(held_bytes - sum(planned.values()))
+    return found
+
+
+def same(path: Path, fast: bool = False, most: int = 3) -> None:
+    """The plan's bytes, on each of 1 to `most` ranks."""
+    model, folder = complete(ModelConf(name="x", path=str(path), dtype=Dtype.packed), "model")
+    for world in range(1, most + 1):
+        assert off(model, folder, Dtype.packed, world, fast) == [0] * world, world
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_folders(name: str, folders: Path) -> None:
+    same(quantised(name, folders / name, **PLAIN))
+
+
+@pytest.mark.parametrize("name", ["int4-channel", "fp8-tensor", "llm-int8"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_sizes_that_do_not_fill_blocks(name: str, fast: bool, folders: Path) -> None:
+    same(quantised(name, folders / f"{name}-odd", **ODD), fast)
+
+
+@pytest.mark.parametrize("write, claim", [(hostile.awq, hostile.AWQ), (hostile.gptq, hostile.GPTQ)])
+def test_codes_by_input(write: Any, claim: dict[str, Any], tmp_path: Path) -> None:
+    """Of random codes: the library that packs them is not always installed."""
+    path = checkpoints.save(tmp_path / "model")
+    hostile.quantised(write, claim)(path)
+    same(path, most=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_gguf(name: str, tmp_path: Path) -> None:
+    """Queries in 16 bit, keys in 4, values in 8; of the second layer all in 4."""
+    kinds = {"": "Q4_K", "0.attn_q": "F16", "0.attn_v": "Q6_K", "ffn_down": "Q3_K", "token_embd": "Q6_K"}
+    same(made(name, tmp_path, kinds, intermediate_size=512)[0])
+
+
+def edited(folder: Path, to: Path, change: Any) -> Path:
+    """A copy with other tensors."""
+    shutil.copytree(folder, to)
+    save_file(change(load_file(folder / "model.safetensors")), to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def some_plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values of both layers, and the second layer's last matrix, as plain numbers."""
+    plain = ("0.self_attn.v_proj", "1.self_attn.v_proj", "1.mlp.down_proj")
+    kept = {}
+    for name, tensor in tensors.items():
+        stem, _, end = name.rpartition(".")
+        if not stem.endswith(plain) or end == "bias":
+            kept[name] = tensor
+        elif end == "weight_shape":
+            kept[f"{stem}.weight"] = torch.zeros(*tensor.tolist(), dtype=torch.bfloat16)
+    return kept
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_plain_matrices_among_coded_ones(fast: bool, folders: Path, tmp_path: Path) -> None:
+    same(
+        edited(quantised("int4-groups", folders / "int4-groups", **PLAIN), tmp_path / "mixed", some_plain),
+        fast,
+    )
+
+
+def test_several_kinds_of_codes(folders: Path, tmp_path: Path) -> None:
+    """Keys of a layer in 8 bit, where queries and values have 4."""
+    wide = load_file(quantised("int8-groups", folders / "int8-groups", **PLAIN) / "model.safetensors")
+    narrow = quantised("int4-groups", folders / "int4-groups", **PLAIN)
+    keys = {name: tensor for name, tensor in wide.items() if "0.self_attn.k_proj" in name}
+    path = edited(narrow, tmp_path / "two", lambda tensors: tensors | keys)
+    model, folder = complete(ModelConf(name="x", path=str(path), dtype=Dtype.packed), "model")
+    kinds = [
+        type(each)
+        for each in load(model, folder, Dtype.packed, torch.device("cpu"), "model").decoder.modules()
+    ]
+    assert kinds.count(CodedLinear) == 4 + 2 + 4 and DecodedLinear not in kinds
+    same(path)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.int8, Dtype.int4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_weights_that_were_plain(dtype: Dtype, tied: bool, fast: bool) -> None:
+    """With compiled steps a CPU has a packed copy of a tied head."""
+    sizes: dict[str, Any] = {
+        "n_heads": 8,
+        "n_kv_heads": 4,
+        "head_dim": 20,
+        "dim": 200,
+        "ffn": 80,
+        "vocab": 300,
+    }
+    model = ModelConf(
+        name="x", weights=Weights.synthetic, family="llama", n_layers=2, context=64, tied=tied, **sizes
+    )
+    model = replace(model, dtype=dtype)
+    assert [off(model, None, dtype, world, fast) for world in (1, 2, 3)] == [[0] * n for n in (1, 2, 3)]
+
+
+class OwnBytes(LiveBytes):
+    """Without pages of the files, and tensors that have no content."""
+
+    def _meet(self, tensor: torch.Tensor, counted: bool) -> None:
+        own = tensor.untyped_storage().filename is None and tensor.device.type != "meta"
+        super()._meet(tensor, counted and own)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.packed, Dtype.bf16])
+@pytest.mark.parametrize("name", ["fp8-tensor", "fine-grained", "int4-zeros", "nf4", "llm-int8"])
+def test_loading_takes_at_most_a_layer_more(
+    name: str, dtype: Dtype, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Than the share. Intermediate results are as small next to a layer as those of large models."""
+    monkeypatch.setattr("llama_ssp.models.formats.coded.DECODED_AT_ONCE", 1 << 14)
+    coded.operators("cpu")
+    sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4, **PLAIN}
+    path = quantised(name, folders / f"{name}-large", **sizes)
+    model, folder = complete(ModelConf(name="x", path=str(path), dtype=dtype), "model")
+    live = OwnBytes()
+    with live.phase():
+        share = load(model, folder, dtype, torch.device("cpu"), "model").weights_bytes
+    groups = held(Part.of(model), dtype, Store(1, CPU))
+    layer = (groups[LAYERS] + groups.get(SCALES, 0)) / model.n_layers
+    assert share < live.peak <= share + layer
