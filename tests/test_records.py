@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from llama_ssp.batch.requests import Form, Refused, Request
 from llama_ssp.batch.responses import Reply, answer, refusal
 from llama_ssp.config import BatchConf, ModelConf, OnBadRow, RunConf, SamplingConfig
 from llama_ssp.errors import DataError
+from llama_ssp.text.logprobs import ScoredToken
 
 SAMPLING = SamplingConfig(temperature=0.7)
 CHAT = "/v1/chat/completions"
@@ -166,25 +168,47 @@ def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
 REPLY = Reply(0, "text", [5, 6], "eos", 3)
 
 
+def spell(token: int) -> tuple[str, bytes | None]:
+    """Tokens are letters; 6 ends a text."""
+    return ("<end>", None) if token == 6 else (chr(96 + token), bytes([96 + token]))
+
+
 def test_answers_follow_the_form_of_the_question(tmp_path: Path):
     body = {"prompt": "x"}
     chat = {"custom_id": "b", "url": CHAT, "body": {"messages": [{"role": "user", "content": "u"}]}}
     plain, completion, conversation = read(
         tmp_path, "\n".join(['{"id": "p", "prompt": "x"}', openai(body), json.dumps(chat)])
     )
-    assert answer(plain, REPLY, "m") == {
+    assert answer(plain, REPLY, "m", spell) == {
         "id": "p", "prompt": "x", "text": "text", "token_ids": [5, 6], "finish_reason": "eos",
         "prompt_tokens": 3, "output_tokens": 2,
     }  # fmt: skip
-    line = answer(completion, REPLY, "m")
+    line = answer(completion, REPLY, "m", spell)
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
     told = line["response"]["body"]
     assert told["choices"][0] == {"index": 0, "text": "text", "logprobs": None, "finish_reason": "stop"}
     assert told["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    said = answer(conversation, REPLY, "m")["response"]["body"]
+    said = answer(conversation, REPLY, "m", spell)["response"]["body"]
     assert said["object"] == "chat.completion"
     assert said["choices"][0]["message"] == {"role": "assistant", "content": "text"}
-    assert answer(completion, REPLY, "m") == line
+    assert answer(completion, REPLY, "m", spell) == line
+
+
+def test_a_chat_s_log_probabilities_have_openai_s_form(tmp_path: Path):
+    body = {"messages": [{"role": "user", "content": "u"}], "logprobs": True, "top_logprobs": 1}
+    (asked,) = read(tmp_path, json.dumps({"custom_id": "b", "url": CHAT, "body": body}))
+    assert asked.logprobs == 1
+    scores = [ScoredToken(5, -0.25, ((7, -math.inf),)), ScoredToken(6, -1.0, ())]
+    line = answer(asked, replace(REPLY, logprobs=scores), "m", spell)
+    assert line["response"]["body"]["choices"][0]["logprobs"] == {
+        "content": [
+            {
+                "token": "e", "logprob": -0.25, "bytes": [101],
+                "top_logprobs": [{"token": "g", "logprob": -9999.0, "bytes": [103]}],
+            },
+            {"token": "<end>", "logprob": -1.0, "bytes": None, "top_logprobs": []},
+        ]
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["id", "custom_id"])

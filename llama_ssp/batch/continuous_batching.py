@@ -13,10 +13,12 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.rng import prompt_key
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import Decode, Writing
+from llama_ssp.text.logprobs import ScoredToken
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class TokenRequest:
     max_new_tokens: int
     stop: tuple[str, ...]
     seed: int | None = None
+    logprobs: int | None = None
+    echo: bool = False
 
     @property
     def longest(self) -> int:
@@ -51,13 +55,46 @@ class ContinuousBatch:
     decode: Decode
     lookahead: Callable[[int], DraftLength]
     ends: frozenset[int]
+    sampled: bool = False  # log-probabilities are of the distribution that is sampled from
     _counts: Counts = field(default_factory=Counts)
 
     def write(
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
     ) -> Iterator[Reply]:
-        """Each reply when its text ends; `begin` is called with the indices that are about to begin."""
+        """Each reply when its text ends; `begin` is called with the indices that are about to begin.
+
+        Prompts that are echoed are scored first, by passes of their own.
+        """
+        self._echoed = dict(self._scored([request for request in requests if request.echo], rows, begin))
+        for request in requests:
+            if not request.max_new_tokens:
+                length = len(request.prompt.token_ids)
+                yield Reply(request.index, "", [], "length", length, [], self._echoed[request.index])
+        if requests := [request for request in requests if request.max_new_tokens]:
+            yield from self._write(requests, rows, begin)
+
+    def _scored(
+        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
+    ) -> Iterator[tuple[int, list[ScoredToken]]]:
+        """Each prompt's log-probabilities; nothing stands before its first token."""
+        for start in range(0, len(requests), rows):
+            batch = requests[start : start + rows]
+            begin([request.index for request in batch])
+            reader = LogprobReader(None, self.sampled)
+            for row, request in enumerate(batch):
+                self.engine.transform.assign(row, request.sampling)
+                reader.by_row[row] = request.logprobs
+            found = self.engine.score([request.prompt for request in batch], reader)
+            for request, after in zip(batch, found, strict=True):
+                yield request.index, [ScoredToken(request.prompt.token_ids[0], None), *after]
+
+    def _write(
+        self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
+    ) -> Iterator[Reply]:
+        """Continues the prompts, `rows` at a time."""
         began, first = time.perf_counter(), requests[:rows]
+        asked = any(request.logprobs is not None for request in requests)
+        self.engine.logprobs = LogprobReader(None, self.sampled) if asked else None
         prompts = [request.prompt for request in first]
         self._waiting, self._begin = deque(requests[rows:]), begin
         self._in_row = dict[int, TokenRequest]()
@@ -94,12 +131,15 @@ class ContinuousBatch:
         self._limits.by_row[row] = request.max_new_tokens
         self._writing.begin(row, request.prompt.token_ids, list(request.stop))
         self.engine.transform.assign(row, request.sampling)
+        if self.engine.logprobs:
+            self.engine.logprobs.by_row[row] = request.logprobs
         if request.seed is not None:
             self.engine.draws.own[prompt_key(request.prompt.id)] = request.seed
 
     def _reply(self, state: State, row: int, finish: str) -> Reply:
-        text, ids = self._writing.text(row), state.generated(row)
-        return Reply(self._in_row[row].index, text, ids, finish, state.prompt_lengths[row])
+        text, ids, index = self._writing.text(row), state.generated(row), self._in_row[row].index
+        scores = state.logprobs[row], self._echoed.get(index, [])
+        return Reply(index, text, ids, finish, state.prompt_lengths[row], *scores)
 
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""

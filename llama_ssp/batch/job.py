@@ -25,7 +25,7 @@ from llama_ssp.text.prompts import file_bytes, has_objects, lines_of
 log = logging.getLogger(__name__)
 
 OF_MODEL = ("name", "repo", "revision", "weights", "dtype", "seed", "agreement")
-OF_TASK = ("chat", "system", "max_new_tokens", "stop", "ignore_eos", "on_bad_row")
+OF_TASK = ("chat", "system", "max_new_tokens", "stop", "ignore_eos", "on_bad_row", "logprobs", "logprobs_of")
 LONGEST = "longest"
 SHOWN = 5  # bad lines that a message quotes
 

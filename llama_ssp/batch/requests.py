@@ -11,6 +11,7 @@ from typing import Any
 
 from llama_ssp.config import BatchConf, RunConf, SamplingConfig
 from llama_ssp.config.schema import MAX_SEED
+from llama_ssp.config.tasks import MAX_LOGPROBS
 from llama_ssp.config.validation import check, check_context
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
@@ -22,10 +23,13 @@ ROLES = ("system", "user", "assistant")
 TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every vocabulary
 SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", *SAMPLING, *ALIASES)
+SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", *SAMPLING, *ALIASES)
+# What a line of each form may say besides; and what it may not.
+ALSO = {"plain": ("echo",), COMPLETIONS: ("echo",), CHAT: ("top_logprobs",)}
+NEVER = {COMPLETIONS: "messages", CHAT: "prompt"}
 # Fields of an OpenAI request that are accepted with this value only (None: with any), and change nothing.
 WITHOUT_EFFECT = {"model": None, "user": None, "metadata": None, "n": 1, "best_of": 1}
-WITHOUT_EFFECT |= {"stream": False, "echo": False, "logprobs": False}
+WITHOUT_EFFECT |= {"stream": False}
 
 
 class Form(Enum):
@@ -38,7 +42,11 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """One record. `messages` replace a prompt; `seed` replaces the run's."""
+    """One record. `messages` replace a prompt; `seed` replaces the run's.
+
+    `logprobs` is how many likely tokens each token's log-probability comes with; with `echo` the prompt's
+    tokens have theirs, too, and no new token needs to be asked for.
+    """
 
     index: int
     id: str
@@ -50,6 +58,8 @@ class Request:
     max_new_tokens: int
     stop: tuple[str, ...]
     seed: int | None = None
+    logprobs: int | None = None
+    echo: bool = False
 
     @property
     def said(self) -> str:
@@ -98,16 +108,17 @@ class Reader:
         task, name, where = self.run.task, f"line-{line.number}", line.where
         assert isinstance(task, BatchConf)
         settings = self.run.sampling, task.max_new_tokens, tuple(task.stop)
-        usual = Request(index, name, Form.plain, where, "", (), *settings)
+        usual = Request(index, name, Form.plain, where, "", (), *settings, logprobs=task.logprobs)
         if self.is_text:
             return replace(usual, prompt=line.text)
         record = parsed_object(line)
         if "custom_id" in record or "body" in record:
             return self._openai(record, usual)
         name = name_of(record.pop("id", name), where)
+        known = (*SETTINGS, *ALSO["plain"])
         for key in record:  # other columns of a table are ignored, misspelt settings are not
-            near = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.8)
-            if key not in SETTINGS and near:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+            if key not in known and near:
                 what, fix = f"the line has an unknown setting {key}", f"did you mean {near[0]}?"
                 raise DataError(what, where, fix=fix)
         return self._with_own(record, replace(usual, id=name))
@@ -122,8 +133,7 @@ class Reader:
         if not isinstance(body, dict) or "custom_id" not in record:
             missing = "custom_id" if isinstance(body, dict) else "body"
             raise DataError(f"the request has no {missing}", where, ", ".join(record), fix="add it")
-        wrong = "prompt" if url == CHAT else "messages"
-        served = [key for key in SETTINGS if key != wrong]
+        served = [key for key in (*SETTINGS, *ALSO[url]) if key != NEVER[url]]
         asked = {key: value for key, value in body.items() if value is not None}
         for key, only in WITHOUT_EFFECT.items():
             if key in asked and asked.pop(key) != only and only is not None:
@@ -145,16 +155,20 @@ class Reader:
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
             raise DataError("stop is no list of texts", where, repr(stop), fix='write ["\\n"]')
-        new = _whole(changes, "max_new_tokens", usual.max_new_tokens, 1, where)
+        logprobs, echo = _logprobs(changes, usual, where), changes.get("echo", False)
+        if not isinstance(echo, bool) or (echo and usual.form is Form.plain and logprobs is None):
+            allowed = "true or false" + ", and logprobs with true" * (usual.form is Form.plain)
+            raise DataError("echo is unusable", where, repr(echo), allowed, "correct it")
+        new = _whole(changes, "max_new_tokens", usual.max_new_tokens, 1 - echo, where)
         seed = _whole(changes, "seed", 0, 0, where) if changes.get("seed") is not None else None
         own = {key: changes[key] for key in SAMPLING if key in changes}
         if "logit_bias" in own:
             own["logit_bias"] = _biases(own["logit_bias"], where)
         sampling = replace(usual.sampling, **own) if own else usual.sampling
         if own or new != usual.max_new_tokens:
-            self._check(sampling, new, where)
+            self._check(sampling, max(1, new), where)
         request = replace(usual, prompt=prompt, messages=messages, sampling=sampling, seed=seed)
-        return replace(request, max_new_tokens=new, stop=tuple(stop))
+        return replace(request, max_new_tokens=new, stop=tuple(stop), logprobs=logprobs, echo=echo)
 
     def _check(self, sampling: SamplingConfig, new: int, where: str) -> None:
         """Raises DataError unless a run could have these settings."""
@@ -185,6 +199,23 @@ def _is_message(message: object) -> bool:
     if not isinstance(message, dict) or message.keys() != {"role", "content"}:
         return False
     return message["role"] in ROLES and isinstance(message["content"], str)
+
+
+def _logprobs(record: dict[str, Any], usual: Request, where: str) -> int | None:
+    """How many alternatives each token comes with; None for no log-probabilities. A chat says it in two."""
+    key, value = "logprobs", record.get("logprobs", usual.logprobs)
+    if usual.form is Form.chat and "logprobs" in record:
+        if not isinstance(value, bool) or ("top_logprobs" in record and not value):
+            allowed = "true or false, and true with top_logprobs"
+            raise DataError("logprobs is unusable", where, repr(value), allowed, "correct it")
+        key, value = "top_logprobs", record.get("top_logprobs", 0) if value else None
+    elif "top_logprobs" in record:
+        raise DataError("top_logprobs stands without logprobs", where, fix='add "logprobs": true')
+    if value is None or value is False:
+        return None
+    if isinstance(value, int) and value is not True and 0 <= value <= MAX_LOGPROBS:
+        return value
+    raise DataError(f"{key} is out of range", where, repr(value), f"0..{MAX_LOGPROBS}", "correct it")
 
 
 def _biases(value: object, where: str) -> dict[int, float]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llama_ssp.batch.requests import Form, Refused, Request
+from llama_ssp.text.logprobs import ScoredToken, Spell, chat, completions, plain, spelled
 
 BY_OPENAI = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 BAD_REQUEST, BROKEN = 400, 500
@@ -14,35 +15,50 @@ BAD_REQUEST, BROKEN = 400, 500
 
 @dataclass(frozen=True)
 class Reply:
-    """A generated text; `index` is the request's."""
+    """A generated text; `index` is the request's. `echoed` are the prompt's log-probabilities."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str
     prompt_tokens: int
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    echoed: list[ScoredToken] = field(default_factory=list)
 
 
-def answer(request: Request, reply: Reply, model: str) -> dict[str, Any]:
-    """The line for a generated text."""
+def answer(request: Request, reply: Reply, model: str, spell: Spell) -> dict[str, Any]:
+    """The line for a generated text; `spell` gives tokens' text."""
     prompt_tokens, output_tokens = reply.prompt_tokens, len(reply.token_ids)
     if request.form is Form.plain:
         asked = {"messages": list(request.messages)} if request.messages else {"prompt": request.prompt}
         line: dict[str, Any] = {"id": request.id, **asked, "text": reply.text, "token_ids": reply.token_ids}
         line |= {"finish_reason": reply.finish_reason, "prompt_tokens": prompt_tokens}
-        return {**line, "output_tokens": output_tokens}
-    is_chat = request.form is Form.chat
-    said = {"message": {"role": "assistant", "content": reply.text}} if is_chat else {"text": reply.text}
+        return {**line, "output_tokens": output_tokens, **_plain_logprobs(request, reply, spell)}
+    is_chat, text = request.form is Form.chat, request.prompt * request.echo + reply.text
+    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    logprobs = None
+    if request.logprobs is not None:
+        found = spelled([*reply.echoed, *reply.logprobs], spell)
+        logprobs = chat(found) if is_chat else completions(found, text, 0)
     total = prompt_tokens + output_tokens
     body = {
         "id": _name("cmpl", request.id),
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 0,  # equal runs write equal files
         "model": model,
-        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": BY_OPENAI[reply.finish_reason]}],
+        "choices": [
+            {"index": 0, **said, "logprobs": logprobs, "finish_reason": BY_OPENAI[reply.finish_reason]}
+        ],
         "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens, "total_tokens": total},
     }
     return _openai(request.id, 200, body)
+
+
+def _plain_logprobs(request: Request, reply: Reply, spell: Spell) -> dict[str, Any]:
+    if request.logprobs is None:
+        return {}
+    found = {"logprobs": plain(spelled(reply.logprobs, spell))}
+    return found | ({"prompt_logprobs": plain(spelled(reply.echoed, spell))} if request.echo else {})
 
 
 def refusal(record: Request | Refused, error: str, code: int = BAD_REQUEST) -> dict[str, Any]:

@@ -42,6 +42,9 @@ Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
 Verification = StrEnum("Verification", ["block", "token", "coupled"])
 # What a draft on ranks of its own does while the target verifies; in fp32 the text is the same.
 Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
+# Which distribution log-probabilities are of: the target's own, unfiltered at temperature 1; or the one that
+# tokens are sampled from, after temperature, filters and penalties.
+LogprobsOf = StrEnum("LogprobsOf", ["target", "sampled"])
 # What the target does when a draft on ranks of its own is lost.
 OnDraftLoss = StrEnum("OnDraftLoss", ["continue", "stop"])
 # How a draft of another tokenizer is paired with the target; `off` refuses it (text/translation.py).
@@ -55,7 +58,8 @@ DraftSeat = StrEnum("DraftSeat", ["auto", "leader", "replicated", "sharded", "ow
 # Whether steps are compiled; `auto` compiles where that pays. The distribution is the same. In 16 bit eager
 # and compiled steps round differently.
 Steps = StrEnum("Steps", ["auto", "eager", "compiled"])
-Output = StrEnum("Output", ["text", "json"])
+# `json` ends with one document; `jsonl` has a line for each text as soon as it ends, and no document.
+Output = StrEnum("Output", ["text", "json", "jsonl"])
 OnBadRow = StrEnum("OnBadRow", ["fail", "skip"])
 # What assigns machines to jobs.
 Scheduler = StrEnum("Scheduler", ["none", "slurm"])

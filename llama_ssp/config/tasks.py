@@ -13,6 +13,7 @@ from llama_ssp.config.schema import (
     MAX_K,
     MAX_SEED,
     Drafting,
+    LogprobsOf,
     OnBadRow,
     SpeculationConfig,
     number,
@@ -24,6 +25,7 @@ PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 PLOTS = (".png", ".svg", ".pdf")
 RECORDS = (".svg", ".html")
 MOST_ROWS = 4096
+MAX_LOGPROBS = 20  # alternatives a token, as in OpenAI's API
 MOST_CERTIFIED = 16  # drafts a round, which may be decided in 2^16 ways
 
 
@@ -111,10 +113,22 @@ class TextConf(PromptedConf):
 
 @dataclass
 class GenerateConf(TextConf):
-    """task=generate: continue prompts from the config, a file, or standard input."""
+    """task=generate: continue prompts from the config, a file, or standard input.
 
+    `logprobs` adds each token's log-probability, and those of the N likeliest tokens at its place (0: none).
+    With `echo` the output has the prompt's tokens, too; with `max_new_tokens` 0 nothing else.
+    """
+
+    max_new_tokens: int = number(128, 0, MAX_INT, "0 scores the prompt, with task.echo=true")
     batch_size: int = number(8, 1, MOST_ROWS)
     trace: bool = False
+    logprobs: int | None = number(None, 0, MAX_LOGPROBS, "null turns them off")
+    logprobs_of: LogprobsOf = LogprobsOf.target
+    echo: bool = False
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        check_echo(self.echo, self.logprobs, self.max_new_tokens)
 
 
 @dataclass
@@ -266,7 +280,7 @@ class BatchConf(TaskConf):
     a line, in the same order. `work` holds the job until then (null: OUTPUT.work). Records are committed one
     by one and published by shards of `shard_size`, which several processes may share. A record that ended
     `retries` attempts, alone, is set aside. `status` only reports the job's progress; `submit` gives the job
-    to the cluster's scheduler.
+    to the cluster's scheduler. `logprobs` is as in task=generate, for lines that do not say it themselves.
     """
 
     input: str | None = None
@@ -282,8 +296,20 @@ class BatchConf(TaskConf):
     prefill_chunk: int = number(512, 1, 2**20)
     shard_size: int = number(256, 1, 10**6)
     retries: int = number(3, 1, 100)
+    logprobs: int | None = number(None, 0, MAX_LOGPROBS, "null turns them off")
+    logprobs_of: LogprobsOf = LogprobsOf.target
     status: bool = False
     submit: bool = False
+
+
+def check_echo(echo: bool, logprobs: int | None, max_new_tokens: int) -> None:
+    """Raises UsageError for an echo without log-probabilities, and for a run without new tokens or echo."""
+    if echo and logprobs is None:
+        what, fix = "an echo gives the prompt's log-probabilities", "write task.logprobs=0, or a number of"
+        raise UsageError(f"{what}, and none are asked for", "task.echo=true", fix=f"{fix} alternatives")
+    if not (max_new_tokens or echo):
+        what, fix = "task.max_new_tokens is 0: no text is asked for", "write at least 1; or task.echo=true"
+        raise UsageError(what, allowed="1 or more", fix=f"{fix} task.logprobs=0, which scores the prompt")
 
 
 # task=NAME is NameConf.

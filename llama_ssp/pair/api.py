@@ -18,14 +18,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llama_ssp.config import GenerateConf, SamplingConfig, SpeculationConfig
+from llama_ssp.config import GenerateConf, LogprobsOf, RunConf, SamplingConfig, SpeculationConfig
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.overrides import check_arguments
-from llama_ssp.pair.batches import Batch, require_numbers, texts_of
+from llama_ssp.errors import UsageError
+from llama_ssp.pair.batches import Batch, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.speculative.logprobs import LogprobReader
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, spelled
 from llama_ssp.text.prompts import TextPrompt
 
 USUAL_TOKENS = 2048  # of a prompt and its continuation, in the memory check
@@ -36,7 +40,7 @@ class Completion:
     """One prompt's continuation.
 
     `finish_reason` is eos, stop, length or context. `drafted` and `accepted` count draft tokens up to the
-    end of the text.
+    end of the text. `logprobs` has an entry for each of `token_ids`; None unless asked for.
     """
 
     prompt: str
@@ -46,6 +50,24 @@ class Completion:
     prompt_tokens: int
     drafted: int
     accepted: int
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """A given text's log-probabilities, one entry a token; of its first token it is None."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [one.token_id for one in self.logprobs]
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the text, given its first token."""
+        return sum(one.logprob for one in self.logprobs if one.logprob is not None)
 
 
 @dataclass(frozen=True)
@@ -58,6 +80,10 @@ class StreamedRow:
     drafted: int
     accepted: int
     finish_reason: str | None
+    logprobs: list[TokenLogprob] | None = None
+
+
+Text = str | Sequence[int]  # a text, or its token ids
 
 
 def load_pair(
@@ -97,19 +123,25 @@ class Pair:
         return self._session.models.devices
 
     def generate(
-        self, prompts: Sequence[str], *, max_new_tokens: int = 128, sampling: SamplingConfig | None = None,
+        self, prompts: Sequence[Text], *, max_new_tokens: int = 128, sampling: SamplingConfig | None = None,
         speculation: SpeculationConfig | None = None, stop: Sequence[str] = (), seed: int | None = None,
-        chat: bool = False, system: str | None = None,
+        chat: bool = False, system: str | None = None, logprobs: int | None = None,
+        logprobs_of: str = "target",
     ) -> list[Completion]:  # fmt: skip
         """Continues every prompt, `batch_size` at a time; the completions in the order of the prompts.
 
         Without `seed` one is drawn. `chat` puts each prompt into the model's chat template, after `system`.
-        Raises UsageError for settings, DataError for prompts, ModelError for logits that are not numbers.
+        `logprobs` adds each token's log-probability and those of this many likeliest tokens: of the target,
+        unfiltered and at temperature 1, or with `logprobs_of="sampled"` of the distribution that tokens are
+        sampled from. Raises UsageError for settings, DataError for prompts, ModelError for logits that are
+        not numbers.
         """
         done: list[Completion] = []
         with first_cause(self._ranks):
-            settings = max_new_tokens, sampling, speculation, stop, chat, system
-            for batch, first in self._batches(prompts, seed, *settings):
+            run = self._run(
+                max_new_tokens, sampling, speculation, stop, chat, system, logprobs, logprobs_of
+            )  # fmt: skip
+            for batch, first in self._batches(prompts, seed, run):
                 drafted, accepted = Counter[int](), Counter[int]()
                 for step in batch.steps:
                     for row in step.rows:
@@ -119,35 +151,67 @@ class Pair:
                 require_numbers(*texts_of(state))
                 done += [
                     Completion(
-                        prompts[first + n], text, state.generated(n), str(state.finished[n]),
+                        self._text(prompts[first + n]), text, state.generated(n), str(state.finished[n]),
                         state.prompt_lengths[n], drafted[n], accepted[n],
+                        None if logprobs is None else self._spelled(state.logprobs[n]),
                     )
                     for n, text in enumerate(batch.texts())
                 ]  # fmt: skip
         return done if self._ranks.is_leader else []
 
     def stream(
-        self, prompts: Sequence[str], *, max_new_tokens: int = 128, sampling: SamplingConfig | None = None,
+        self, prompts: Sequence[Text], *, max_new_tokens: int = 128, sampling: SamplingConfig | None = None,
         speculation: SpeculationConfig | None = None, stop: Sequence[str] = (), seed: int | None = None,
-        chat: bool = False, system: str | None = None,
+        chat: bool = False, system: str | None = None, logprobs: int | None = None,
+        logprobs_of: str = "target",
     ) -> Iterator[list[StreamedRow]]:  # fmt: skip
         """The same, round by round: what each prompt of the batch got. All rounds must be taken.
 
         On ranks other than the leader every list is empty.
         """
         with first_cause(self._ranks):
-            settings = max_new_tokens, sampling, speculation, stop, chat, system
-            for batch, first in self._batches(prompts, seed, *settings):
+            run = self._run(
+                max_new_tokens, sampling, speculation, stop, chat, system, logprobs, logprobs_of
+            )  # fmt: skip
+            for batch, first in self._batches(prompts, seed, run):
+                given = batch.state.logprobs
                 for step in batch.steps:
                     rows = [
                         StreamedRow(
                             first + row.row, batch.writing.text(row.row), row.tokens, len(row.drafted),
                             row.accepted, row.finish,
+                            None if logprobs is None
+                            else self._spelled(given[row.row][len(given[row.row]) - len(row.tokens) :]),
                         )
                         for row in step.rows
                     ]  # fmt: skip
                     yield rows if self._ranks.is_leader else []
                 require_numbers(*texts_of(batch.state))
+
+    def score(
+        self, texts: Sequence[Text], *, top: int = 0, sampling: SamplingConfig | None = None
+    ) -> list[ScoredText]:
+        """The log-probability of every token of these texts, each given those before it.
+
+        `top` adds those of this many likeliest tokens. They are of the target, unfiltered at temperature 1;
+        with `sampling` of the distribution that these settings give, after the text's first token. The draft
+        plays no part. Raises DataError for texts, UsageError for settings.
+        """
+        pair, found = self._session, list[ScoredText]()
+        with first_cause(self._ranks):
+            run = self._run(
+                1, sampling, None, (), False, None, top, "target" if sampling is None else "sampled"
+            )
+            read = self._read(texts, run, shorter=False)
+            rows, reader = pair.rows, LogprobReader(top, sampling is not None)
+            engine = pair.engine(0, run)
+            for first in range(0, len(read), rows):
+                batch = read[first : first + rows]
+                for number, (text, after) in enumerate(zip(batch, engine.score(batch, reader), strict=True)):
+                    scores = [ScoredToken(text.token_ids[0], None), *after]
+                    found.append(ScoredText(self._text(texts[first + number]), self._spelled(scores)))
+                self._ranks.broadcast_ints([0])  # a rank without a part in the target waits here
+        return found if self._ranks.is_leader else []
 
     def close(self) -> None:
         """Parts from the other ranks, if there are any. The pair cannot be used afterwards."""
@@ -160,23 +224,52 @@ class Pair:
         if kind is None:
             self.close()
 
-    def _batches(
-        self, prompts: Sequence[str], seed: int | None, max_new_tokens: int, sampling: SamplingConfig | None,
-        speculation: SpeculationConfig | None, stop: Sequence[str], chat: bool, system: str | None,
-    ) -> Iterator[tuple[Batch, int]]:  # fmt: skip
-        """Each batch of a run with these settings, its prompts read, and the number of its first prompt."""
-        pair, run = self._session, self._session.run
+    def _run(
+        self, max_new_tokens: int, sampling: SamplingConfig | None, speculation: SpeculationConfig | None,
+        stop: Sequence[str], chat: bool, system: str | None, logprobs: int | None, logprobs_of: str,
+    ) -> RunConf:  # fmt: skip
+        """The run with these settings, checked."""
+        run = self._session.run
+        if logprobs_of not in tuple(LogprobsOf):
+            raise UsageError("logprobs_of is unknown", "", repr(logprobs_of), ", ".join(LogprobsOf))
         assert isinstance(run.task, GenerateConf)
         task = replace(run.task, max_new_tokens=max_new_tokens, stop=list(stop), chat=chat, system=system)
+        task = replace(task, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of))
         sampling, speculation = sampling or run.sampling, speculation or run.speculation
         run = replace(run, task=task, sampling=sampling, speculation=speculation)
         checks.check(run)
         checks.check_context(run)
+        return run
+
+    def _batches(
+        self, prompts: Sequence[Text], seed: int | None, run: RunConf
+    ) -> Iterator[tuple[Batch, int]]:
+        """Each batch of a run with these settings, its prompts read, and the number of its first prompt."""
+        pair, task = self._session, run.task
+        assert isinstance(task, GenerateConf)
         if not prompts:
             return
         if seed is None:
             seed = self._ranks.broadcast_ints([secrets.randbelow(2**31)] if self._ranks.is_leader else [])[0]
-        read = [pair.prompt(TextPrompt(str(n), text, f"prompt {n}"), run) for n, text in enumerate(prompts)]
+        read = self._read(prompts, run)
         batches = pair.batches(seed, run, task.stop, pair.costs)
         for first in range(0, len(read), task.batch_size):
             yield batches.begin(read[first : first + task.batch_size]), first
+
+    def _read(self, texts: Sequence[Text], run: RunConf, shorter: bool = True) -> list[Prompt]:
+        """The texts as token ids; `shorter`: than the context, so that a token can follow."""
+        tokens, found = self._session.tokens, list[Prompt]()
+        for n, text in enumerate(texts):
+            given = TextPrompt(str(n), text if isinstance(text, str) else "", f"prompt {n}")
+            if isinstance(text, str) and shorter:
+                found.append(self._session.prompt(given, run))
+            else:
+                ids = tokens.encode(text) if isinstance(text, str) else list(text)
+                found.append(usable(given, ids, tokens, run, 0 if shorter else 1))
+        return found
+
+    def _text(self, text: Text) -> str:
+        return text if isinstance(text, str) else self._session.tokens.decode(list(text))
+
+    def _spelled(self, found: Sequence[ScoredToken]) -> list[TokenLogprob]:
+        return spelled(found, self._session.tokens.spell)

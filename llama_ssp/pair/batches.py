@@ -12,9 +12,11 @@ from llama_ssp.errors import DataError, ModelError
 from llama_ssp.speculative.draft_length import DraftLength
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
+from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts, ratio
 from llama_ssp.text.detokenizer import Decode, Writing
+from llama_ssp.text.logprobs import ScoredToken
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Message, Tokens, conversation
 
@@ -104,6 +106,12 @@ class Batches:
         rounds = timed.rounds(limits, self._lookahead(timed.state.rows))
         return Batch(timed.state, writing, (step for step, _ in rounds))
 
+    def score(self, prompts: list[Prompt]) -> list[list[ScoredToken]]:
+        """The log-probabilities of given texts, if the run asks for some: an entry a token, on the leader."""
+        reader = self._engine.logprobs or LogprobReader()
+        found = self._engine.score(prompts, reader)
+        return [[ScoredToken(p.token_ids[0], None), *after] for p, after in zip(prompts, found, strict=True)]
+
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""
         return {
@@ -166,10 +174,11 @@ def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = Fals
     return tokens.encode(text.text, special)
 
 
-def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf) -> Prompt:
+def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyond: int = 0) -> Prompt:
     """The prompt of these tokens; of none, the model's own first token, if there is one.
 
-    Raises DataError where the model cannot continue it.
+    Raises DataError where the model cannot continue it. A text that is not continued may be one token longer:
+    `beyond` is 1.
     """
     context, vocab = run.model.context, run.model.vocab
     if not ids and tokens.bos_id is not None:
@@ -177,7 +186,7 @@ def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf) -> Pr
     if not ids:
         what = "the prompt is empty and the model has no token to begin a text with"
         raise DataError(what, text.where, fix="give the prompt some text")
-    if len(ids) >= context:
+    if len(ids) >= context + beyond:
         raise _too_long(text, f"{len(ids)} tokens", context)
     if max(ids) >= vocab:
         raise DataError(

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from llama_ssp.config import Drafting, OnBadRow, RunConf
+from llama_ssp.config import Drafting, LogprobsOf, OnBadRow, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError
@@ -27,6 +27,7 @@ from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.engine import RankEngine
+from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.measure_costs import measured
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import Rule
@@ -137,6 +138,7 @@ class PairSession:
         run = run or self.run
         engine, lookahead = self.engine(seed, run), partial(lookahead_for, run, costs=costs)
         new_tokens: int = getattr(run.task, "max_new_tokens", 0)
+        engine.logprobs = logprob_reader(run)
         return Batches(engine, self.tokens.decode, lookahead, new_tokens, self.end_ids, list(stops))
 
     def measurement(
@@ -149,6 +151,13 @@ class PairSession:
         took, accepted = figures["ms_per_token"], figures["acceptance_rate_decided"]
         held = self.models.held_bytes
         return RunMeasurement(name, self._prediction, rows or self.rows, k, took, accepted, held)
+
+
+def logprob_reader(run: RunConf) -> LogprobReader | None:
+    """Which log-probabilities the task asks for; None without any."""
+    top: int | None = getattr(run.task, "logprobs", None)
+    sampled = getattr(run.task, "logprobs_of", None) is LogprobsOf.sampled
+    return None if top is None else LogprobReader(top, sampled)
 
 
 def regular(run: RunConf) -> RunConf:

@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from llama_ssp.distributed.process_group import checksum
 from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.speculative.decision import decide_for
 from llama_ssp.speculative.drafters.local import Drafter
+from llama_ssp.speculative.logprobs import LogprobReader, scored
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol, RoundResult
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import Rule
+from llama_ssp.text.logprobs import ScoredToken
 
 DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round that a stopwatch tells apart
 # Called with each decided round: the state before the commit, the proposal, the result, and on the leader
@@ -45,8 +48,9 @@ class RankEngine(ABC):
         self.target, self.drafter, self.context = target, drafter, context
         self.part: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch's
         self.watch: Watch | None = None
+        self.logprobs: LogprobReader | None = None  # what the leader keeps of the target's distribution
         self._rounds, self._enter, self._device = self._protocol(roles), roles.everyone.enter, device
-        self._target_ranks = roles.target
+        self._target_ranks, self._leads = roles.target, roles.leads
 
     @property
     def target_forwards(self) -> int:
@@ -88,6 +92,19 @@ class RankEngine(ABC):
             self.target.refill(state.token_BS, row, state.lengths[row])
         if self.drafter:
             self.drafter.refill(state, row)
+
+    @torch.inference_mode()
+    def score(self, texts: list[Prompt], reader: LogprobReader) -> list[list[ScoredToken]]:
+        """Log-probabilities of each text's tokens but the first; on other ranks than the leader none.
+
+        Caches are used anew: what was prefilled before must be prefilled again.
+        """
+        self._enter("prefill")
+        self._require_same(texts)
+        if self.target is None:
+            return [[] for _ in texts]
+        state = State(texts, max(len(text.token_ids) for text in texts), self._device)
+        return scored(self.target, state, self.transform, reader, self._leads)
 
     def _require_same(self, prompts: list[Prompt]) -> None:
         """Before ranks sum parts of prompts: sums of other prompts would be wrong, or never end."""
@@ -173,6 +190,10 @@ class Engine(RankEngine):
         if proposal.damaged is not None:
             decided_BN[:, 2] += proposal.damaged
         result = RoundResult.of(decided_BN, proposal)
+        if self.logprobs:
+            blocks = [[] if ended else result.tokens(row) for row, ended in enumerate(state.ended)]
+            found = self.logprobs.read(logit_BWV, probs_BWV, self.transform.vocab, blocks)
+            result = replace(result, logprobs=found)
         if self.watch:
             self.watch(state, proposal, result, probs_BWV, logit_BWV)
         return result

@@ -123,6 +123,8 @@ def commit(
         kept, finish = limits.trim(state, row, block, context)
         counted = drafted if kept == len(block) else drafted[:kept]
         state.append(row, block[:kept])
+        if result.logprobs:
+            state.logprobs[row] += result.logprobs[row][:kept]
         state.finished[row] = finish
         step.rows.append(
             RowStep(

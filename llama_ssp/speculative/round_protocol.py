@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 import torch
@@ -23,6 +23,7 @@ from llama_ssp.distributed.process_group import checksum
 from llama_ssp.distributed.roles import LeaderChannel, Roles
 from llama_ssp.errors import DistributedError
 from llama_ssp.speculative.state import Proposal, State
+from llama_ssp.text.logprobs import ScoredToken
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class RoundResult:
     overlap: list[list[float]]
     damaged: list[bool]
     standing: list[list[tuple[float, float]]]
+    logprobs: list[list[ScoredToken]] = field(default_factory=list)  # of the tokens; empty unless asked for
 
     def tokens(self, row: int) -> list[int]:
         return [*self.drafted[row][: self.accepted[row]], self.token[row]]

@@ -15,6 +15,7 @@ from torch import Tensor
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.rng import Purpose, Slot, prompt_key
 from llama_ssp.speculative.sampling import Prefix
+from llama_ssp.text.logprobs import ScoredToken
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class State:
         self.prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
         self.texts = [list(prompt.token_ids) for prompt in prompts]
         self.finished: list[str | None] = [None] * len(prompts)  # why each row ended
+        self.logprobs: list[list[ScoredToken]] = [[] for _ in prompts]  # of generated tokens, if asked for
         self.capacity = room
         padded = [text + [0] * (room + 1 - len(text)) for text in self.texts]
         self.token_BS = sent(padded, device)
@@ -110,6 +112,7 @@ class State:
         self.prompts[row] = prompt
         self.keys[row], self.prompt_lengths[row] = prompt_key(prompt.id), len(prompt.token_ids)
         self.texts[row], self.finished[row] = list(prompt.token_ids), None
+        self.logprobs[row] = []
         padded = [*prompt.token_ids, *[0] * (self.capacity + 1 - len(prompt.token_ids))]
         self.token_BS[row] = sent(padded, self.device)
         self._lengths_changed()

@@ -20,7 +20,7 @@ from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
-from llama_ssp.config import BatchConf
+from llama_ssp.config import BatchConf, LogprobsOf
 from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, StorageError
@@ -100,7 +100,8 @@ class BatchTask(Task[BatchConf]):
 
     def _writer(self, pair: PairSession) -> ContinuousBatch:
         engine, lookahead = pair.engine(self._inputs.seed), partial(lookahead_for, pair.run)
-        return ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids)
+        sampled = self._task.logprobs_of is LogprobsOf.sampled
+        return ContinuousBatch(engine, pair.tokens.decode, lookahead, pair.end_ids, sampled)
 
     def _lead(self, pair: PairSession) -> None:
         """Shard by shard, until each is done or another process works on it."""
@@ -177,7 +178,9 @@ class BatchTask(Task[BatchConf]):
             log.warning("%s: %s", request.where, NOT_NUMBERS)
             self._refuse(attempt, request, refusal(request, NOT_NUMBERS, BROKEN))
             return
-        attempt.finish(request.index, answer(request, written, self._inputs.pairs[0].target))
+        assert self._pair is not None
+        model, spell = self._inputs.pairs[0].target, self._pair.tokens.spell
+        attempt.finish(request.index, answer(request, written, model, spell))
         self._answered += 1
 
     def _refuse(self, attempt: Attempt, record: Request | Refused, line: dict[str, Any]) -> None:
@@ -223,7 +226,7 @@ def tokenised(record: Request | Refused, pair: PairSession) -> TokenRequest | Re
     """The request as token ids, or why the model cannot continue it."""
     if isinstance(record, Refused):
         return record
-    how = record.sampling, record.max_new_tokens, record.stop, record.seed
+    how = record.sampling, record.max_new_tokens, record.stop, record.seed, record.logprobs, record.echo
     text = TextPrompt(record.id, record.said, record.where)
     try:
         return TokenRequest(record.index, prompt_of(text, pair.tokens, pair.run, record.messages), *how)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +17,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
 from llama_ssp.tasks.common import Task, longest, output_of
 from llama_ssp.text.detokenizer import Writing
+from llama_ssp.text.logprobs import ScoredToken, plain, spelled
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
 
@@ -57,21 +60,57 @@ class GenerateTask(Task[GenerateConf]):
 
     def _write(self, batches: Batches, rows: list[tuple[TextPrompt, Prompt]], tokens: Tokens) -> None:
         """Continues one batch; what it has written is kept also if it is interrupted."""
-        batch = batches.begin([prompt for _, prompt in rows])
-        silent = self._run.output is Output.json
-        stream = _Stream(self._console, [text.text for text, _ in rows], batch.writing)
+        prompts = [prompt for _, prompt in rows]
+        echoed: list[Any] = batches.score(prompts) if self._task.echo else [None] * len(rows)
+        if not self._task.max_new_tokens:
+            found = [
+                self._output(text, unwritten(prompt), [], echoed[row])
+                for row, (text, prompt) in enumerate(rows)
+            ]
+            self._found += found
+            self._print(f"{one['id']}: {scores_in_words(one['prompt_logprobs'])}" for one in found)
+            self._lines(found)
+            return
+        batch = batches.begin(prompts)
+        stream = _Stream(self._console, [text for text, _ in rows], batch.writing, self._task.chat)
+
+        def output(row: int) -> dict[str, Any]:
+            written = output_of(batch.state, row, batch.writing.text(row))
+            return self._output(rows[row][0], written, batch.state.logprobs[row], echoed[row])
+
         try:
             for step in batch.steps:
+                self._lines(output(row.row) for row in step.rows if row.finish)
                 if self._task.trace:
-                    self._trace(step, batch, tokens, silent)
-                elif not silent:
+                    self._trace(step, batch, tokens, self._run.output is not Output.text)
+                elif self._run.output is Output.text:
                     stream.show(step)
         finally:
-            self._found += [
-                {"id": text.id, "prompt": text.text, **output_of(batch.state, row, batch.writing.text(row))}
-                for row, (text, _) in enumerate(rows)
-            ]
             stream.end()
+            found = [output(row) for row in range(len(rows))]
+            self._found += found
+        if self._task.logprobs is not None:
+            for one in found:
+                log.info("%s: %s", one["id"], scores_in_words(one["logprobs"]))
+
+    def _lines(self, outputs: Iterable[dict[str, Any]]) -> None:
+        """With output=jsonl, prints a line of JSON for each text that has ended."""
+        if self._run.output is Output.jsonl:
+            for output in outputs:
+                self._console.line(json.dumps(output))
+
+    def _output(
+        self, text: TextPrompt, written: dict[str, Any], logprobs: list[ScoredToken],
+        echoed: list[ScoredToken] | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """A prompt's part of the summary, with the log-probabilities that are asked for."""
+        found: dict[str, Any] = {"id": text.id, "prompt": text.text, **written}
+        if self._task.logprobs is not None and self._pair is not None:
+            spell = self._pair.tokens.spell
+            found["logprobs"] = plain(spelled(logprobs, spell))
+            if echoed is not None:
+                found["prompt_logprobs"] = plain(spelled(echoed, spell))
+        return found
 
     def _trace(self, step: Step, batch: Batch, tokens: Tokens, silent: bool) -> None:
         """Records a round, and prints it."""
@@ -84,10 +123,13 @@ class GenerateTask(Task[GenerateConf]):
 
 
 class _Stream:
-    """Prints texts in the order of the prompts: the first unfinished one live, the others when it ends."""
+    """Prints texts in the order of the prompts: the first unfinished one live, the others when it ends.
 
-    def __init__(self, console: Console, prompts: list[str], writing: Writing) -> None:
-        self._console, self._prompts, self._writing = console, prompts, writing
+    On a terminal each follows its prompt; several prompts have a line with their id between them.
+    """
+
+    def __init__(self, console: Console, prompts: list[TextPrompt], writing: Writing, chat: bool) -> None:
+        self._console, self._prompts, self._writing, self._chat = console, prompts, writing, chat
         self._ended = [False] * len(prompts)
         self._row = 0
         self._begun = False
@@ -99,7 +141,7 @@ class _Stream:
             ended = self._ended[self._row]
             piece = self._writing.printable(self._row, ended)
             if not self._begun and self._console.is_terminal:
-                self._console.write(f"\x1b[2m{self._prompts[self._row]}\x1b[0m")
+                self._console.write(self._heading(self._prompts[self._row]))
             self._begun = True
             self._console.write(piece)
             if not ended:
@@ -107,11 +149,33 @@ class _Stream:
             self.end()
             self._row += 1
 
+    def _heading(self, prompt: TextPrompt) -> str:
+        """The prompt, dim: of a chat as a paragraph, else as the beginning of the text."""
+        name = f"--- {prompt.id}\n" if len(self._prompts) > 1 else ""
+        return f"\x1b[2m{name}{prompt.text}{chr(10) * self._chat}\x1b[0m"
+
     def end(self) -> None:
         """Ends the line that is being written, if any."""
         if self._begun:
             self._console.write("\n")
         self._begun = False
+
+
+def unwritten(prompt: Prompt) -> dict[str, Any]:
+    """What `output_of` gives for a prompt that is not continued."""
+    length = len(prompt.token_ids)
+    counts = {"prompt_tokens": length, "output_tokens": 0}
+    return {"text": "", "token_ids": [], "finish_reason": "length", **counts}
+
+
+def scores_in_words(found: list[dict[str, Any]]) -> str:
+    """The log-probability of tokens, given as in the output, as words."""
+    known = [one["logprob"] for one in found if one["logprob"] is not None]
+    if not known:
+        return "no token to score"
+    return (
+        f"{len(known)} tokens, log-probability {sum(known):.4f}, {-sum(known) / len(known):.4f} nats a token"
+    )
 
 
 def in_words(figures: dict[str, Any]) -> str:

@@ -111,6 +111,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
                 log.info("%s", line)
             if status in ("done", "failed", "partial") or task.has_output():
                 is_json = run.output is Output.json
-                if is_json or console.is_terminal or run.task.name != "generate":  # piped: the text alone
+                is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped
+                if is_json or not (is_alone or run.output is Output.jsonl):
                     console.document(summary, is_json)
     return FAILED_CHECK if status == "failed" else OK

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +53,9 @@ class Tokens(Protocol):
         """A prompt's ids. Names of special tokens in it are text, or with `special` those tokens."""
 
     def decode(self, ids: list[int]) -> str: ...
+
+    def spell(self, token_id: int) -> tuple[str, bytes | None]:
+        """The token's text and bytes; of a special token its name, and None."""
 
     def chat(self, messages: list[Message]) -> list[int]:
         """The ids of a conversation by the model's own template, up to the model's answer."""
@@ -111,6 +115,13 @@ class HubTokens:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def spell(self, token_id: int) -> tuple[str, bytes | None]:
+        known = self._known
+        letters = known.surfaces[token_id] if token_id < known.size else None
+        if letters is None:
+            return known.names.get(token_id, ""), None
+        return letters.decode("utf-8", "replace"), letters
+
     def chat(self, messages: list[Message]) -> list[int]:
         """The template's special tokens are read as such; those in the messages are text."""
         rendered, typed = self._rendered(messages), [message["content"] for message in messages]
@@ -131,6 +142,10 @@ class HubTokens:
         added = self._tokenizer.added_tokens_decoder.values()
         names = [str(token) for token in added if token.special]
         return next((name for name in names if any(name in text for text in texts)), None)
+
+    @cached_property
+    def _known(self) -> Vocabulary:
+        return self.vocabulary()
 
     def vocabulary(self) -> Vocabulary:
         """The meaning of its ids."""
@@ -242,6 +257,10 @@ class ByteTokens:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
+
+    def spell(self, token_id: int) -> tuple[str, bytes | None]:
+        text = self.decode([token_id])
+        return text, text.encode()
 
     def chat(self, messages: list[Message]) -> list[int]:
         raise DataError("synthetic models have no chat template", fix="use task.chat=false")

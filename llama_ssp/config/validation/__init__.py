@@ -8,7 +8,7 @@ import re
 from omegaconf import DictConfig, OmegaConf
 
 from llama_ssp.config import SIZES, TASKS, ModelConf, PlacementConf, RunConf, few_resolvers
-from llama_ssp.config.schema import MAX_INT, Splitting, Weights
+from llama_ssp.config.schema import MAX_INT, Output, Splitting, Weights
 from llama_ssp.config.validation.cluster import check_cluster
 from llama_ssp.config.validation.values import between, check_values
 from llama_ssp.errors import UsageError
@@ -41,6 +41,12 @@ def check(run: RunConf) -> None:
         if model is not None:
             _check_model(role, model)
     run.task.check(spec, run.draft is not None)
+    if run.output is Output.jsonl and run.task.name != "generate":
+        what, fix = (
+            "output=jsonl is for task=generate",
+            "use output=json; task=batch writes JSONL to its file",
+        )
+        raise UsageError(what, "output", f"task={run.task.name}", fix=fix)
     if sampling.min_new_tokens > most:
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
@@ -90,6 +96,6 @@ def check_context(run: RunConf) -> None:
     if model.context < 2:
         what = f"{of}, which leaves no room for a prompt and a new token"
         raise UsageError(what, "model.context", allowed="2 or more", fix="choose another model")
-    prompt, new = getattr(run.task, "prompt_tokens", 1), getattr(run.task, "max_new_tokens", 1)
+    prompt, new = getattr(run.task, "prompt_tokens", 1), getattr(run.task, "max_new_tokens", 1) or 1
     between("task.prompt_tokens", prompt, 1, model.context - 1, of)
     between("task.max_new_tokens", new, 1, model.context - prompt, f"{of}, prompt included")

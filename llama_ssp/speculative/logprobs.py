@@ -1,0 +1,101 @@
+"""Log-probabilities of tokens, from the target's logits that a round has in any case.
+
+Two distributions can be asked for: the target's own, unfiltered and at temperature 1; and the one that tokens
+are sampled from, after every control. The draft's distribution plays no part in either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.transfer import sent
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform
+from llama_ssp.speculative.state import State
+from llama_ssp.text.logprobs import ScoredToken
+
+NUMBERS = 2**24  # logits of one forward: of a text that is scored whole there are many
+
+
+@dataclass
+class LogprobReader:
+    """Which rows' tokens get log-probabilities, and with how many alternatives.
+
+    `top` is for all rows but those in `by_row`; None keeps nothing. With `sampled` they are of the
+    distribution that tokens are sampled from, where alternatives of probability 0 are left out.
+    """
+
+    top: int | None = None
+    sampled: bool = False
+    by_row: dict[int, int | None] = field(default_factory=dict)
+
+    def of_row(self, row: int) -> int | None:
+        return self.by_row.get(row, self.top)
+
+    def read(
+        self, logit_BWV: Tensor, probs_BWV: Tensor | None, vocab: int, blocks: list[list[int]]
+    ) -> list[list[ScoredToken]]:
+        """The log-probabilities of each row's tokens, of which the first is predicted by column 0.
+
+        `probs_BWV` is what the sampling controls make of the logits; `vocab` is how many tokens there are:
+        logits behind that are padding.
+        """
+        tops = [self.of_row(row) for row in range(len(blocks))]
+        chosen = [row for row, top in enumerate(tops) if top is not None]
+        kept = [(row, i) for row in chosen for i in range(len(blocks[row]))]
+        if not kept:
+            return [[] for _ in blocks]
+        rows, columns = zip(*kept, strict=True)
+        at = sent([list(rows), list(columns)], logit_BWV.device)
+        if self.sampled and probs_BWV is not None:
+            logprob_NV = probs_BWV[at[0], at[1]].log()
+        else:
+            own_NV = logit_BWV[at[0], at[1]][:, :vocab]
+            logprob_NV = own_NV.to(torch.promote_types(own_NV.dtype, torch.float32)).log_softmax(-1)
+        token_N1 = sent([[blocks[row][i]] for row, i in kept], logit_BWV.device)
+        most = min(logprob_NV.shape[-1], max(top or 0 for top in tops))
+        best = logprob_NV.topk(most)
+        # One transfer; ids below 2^53 are exact in fp64.
+        parts = logprob_NV.gather(1, token_N1), best.values, best.indices
+        found = torch.cat([part.double() for part in parts], 1).tolist()
+        texts: list[list[ScoredToken]] = [[] for _ in blocks]
+        for (row, i), (own, *rest) in zip(kept, found, strict=True):
+            pairs = zip(rest[most:], rest[: tops[row] or 0], strict=False)
+            top = tuple((int(token), value) for token, value in pairs if value > -torch.inf)
+            texts[row].append(ScoredToken(blocks[row][i], own, top))
+        return texts
+
+
+def scored(
+    target: ModelRunner, state: State, transform: SamplingTransform, reader: LogprobReader, leads: bool
+) -> list[list[ScoredToken]]:
+    """The log-probabilities of each text's tokens but the first, given those before it.
+
+    Every rank of the target computes; only where `leads` is set there are values. `target` begins anew.
+    """
+    target.start(state.rows, state.capacity)
+    found: list[list[ScoredToken]] = [[] for _ in state.texts]
+    width = max(1, min(target.prefill_chunk, NUMBERS // (state.rows * target.model.vocab)))
+    last = [length - 1 for length in state.lengths]
+    while target.cached != last:
+        starts = target.cached
+        ends = [min(start + width, end) for start, end in zip(starts, last, strict=True)]
+        wanted = [end - start for start, end in zip(starts, ends, strict=True)]
+        logit_BWV = target.logits(state.token_BS, ends, wanted)
+        if leads:
+            spans = zip(state.texts, starts, ends, strict=True)
+            blocks = [text[start + 1 : end + 1] for text, start, end in spans]
+            probs_BWV = transform(logit_BWV, _prefix(state, starts, max(wanted))) if reader.sampled else None
+            parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
+            found = [before + part for before, part in zip(found, parts, strict=True)]
+    return found
+
+
+def _prefix(state: State, starts: list[int], width: int) -> Prefix:
+    """The prefixes of positions behind `starts`; a text's first token stands for its prompt."""
+    start_B = sent(starts, state.device)
+    length_BW = start_B[:, None] + torch.arange(1, width + 1, device=state.device)
+    return Prefix(state.token_BS, length_BW.clamp_(max=state.capacity), torch.ones_like(start_B))
