@@ -31,7 +31,7 @@ from bench.side_by_side import PROMPTS  # noqa: E402
 from bench.surroundings import processor, write  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config import DraftSeat, PlacementConf, register  # noqa: E402
-from llama_ssp.config.overrides import CONF  # noqa: E402
+from llama_ssp.config.presets import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
 from llama_ssp.distributed.process_group import Group, checksum  # noqa: E402

@@ -25,7 +25,7 @@ from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
-from llama_ssp.config.overrides import CONF  # noqa: E402
+from llama_ssp.config.presets import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.pair.assembly import engine_for, lookahead_for  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402

@@ -81,7 +81,7 @@ def drafts(heat: float, new: int, scratch: Path) -> list[Opened]:
     asked = {
         "demo_draft, the same tokens": ["draft=demo_draft"],
         "demo_draft with other ids, intersection": [
-            "draft=local", f"draft.path={other}", "speculation.bridge=intersection",
+            f"draft={other}", "speculation.bridge=intersection",
         ],
         "demo_bytes, intersection": ["draft=demo_bytes", "speculation.bridge=intersection"],
         "demo_bytes, text": ["draft=demo_bytes", "speculation.bridge=text"],

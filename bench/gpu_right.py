@@ -172,7 +172,7 @@ def command(small: bool) -> Iterator[Bar]:
     yield counted(differing, len(PROMPTS), "texts that differ between engines")
     for code, words in (
         (2, ["speculation.k=-1"]), (3, ["task.prompt_file=/nowhere.txt"]), (5, ["placement=own"]),
-        (4, ["model=local", "model.path=/nowhere"]),
+        (4, ["model=/nowhere"]),
     ):  # fmt: skip
         done = _ran([str(RUN), *words])
         wrong = done.code != code or len(done.errors()) != 1

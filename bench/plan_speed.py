@@ -28,7 +28,7 @@ import yaml  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 
 from llama_ssp.config import Dtype, register  # noqa: E402
-from llama_ssp.config.overrides import CONF  # noqa: E402
+from llama_ssp.config.presets import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models.devices import device_of, dtype_of  # noqa: E402

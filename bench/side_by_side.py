@@ -28,7 +28,7 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
-from llama_ssp.config.overrides import CONF  # noqa: E402
+from llama_ssp.config.presets import CONF  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import RankModels  # noqa: E402

@@ -27,7 +27,8 @@ from llama_ssp.batch.slurm import status, submit
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.environment import RankEnvironment, rank_environment
-from llama_ssp.config.overrides import CONF, check_arguments, check_homes, translated
+from llama_ssp.config.overrides import check_arguments, check_sources, translated
+from llama_ssp.config.presets import CONF
 from llama_ssp.config.validation.cluster import check_sharing
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
@@ -141,7 +142,7 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
             raise
     except OverrideParseException as error:
         found_words = " ".join(str(error).split()).partition(" See ")[0]
-        fix = "quote overrides for the shell: 'task.prompts=[\"a prompt\"]'"
+        fix = "quote a value that holds blanks or signs: 'task.stop=[\"a b\"]'; a prompt is prompt='any text'"
         what = "an override cannot be read"
         raise UsageError(what, error.override[:80], found_words, fix=fix) from error
     except Exception as error:  # what Hydra cannot merge is the user's mistake, whatever its class
@@ -158,7 +159,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
             checked = checks.to_run(cfg)
     except OmegaConfBaseException as error:
         raise translated(error) from error
-    check_homes(checked, sys.argv[1:])
+    check_sources(checked, sys.argv[1:])
     check_sharing(checked)
     task, leads = checked.task, _environment().is_leader
     if isinstance(task, PlanConf):

@@ -105,12 +105,12 @@ def prompt_file(row: int, name: str, file: str, content: bytes | str, *holds: st
 
 
 def alone(path: Path) -> list[str]:
-    return ["model=local", f"model.path={path}", "draft=none", "task.max_new_tokens=4", "seed=1"]
+    return [f"model={path}", "draft=none", "task.max_new_tokens=4", "seed=1"]
 
 
 def both(model: Path, draft: Path) -> list[str]:
     return [
-        "model=local", f"model.path={model}", "draft=local", f"draft.path={draft}",
+        f"model={model}", f"draft={draft}",
         "task.max_new_tokens=4", "seed=1",
     ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, ModelConf, Steps, TimesConf
-from llama_ssp.config.overrides import CONF
+from llama_ssp.config.presets import CONF
 from llama_ssp.planner.hardware import Machine, machine_of
 from llama_ssp.planner.search import PlanRequest
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload

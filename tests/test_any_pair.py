@@ -101,7 +101,7 @@ def test_a_plan_says_what_a_run_would_be_refused_for(command: Command, saved: Sa
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(content))
-    pair = ("model=local", f"model.path={saved.whole}", "draft=local", f"draft.path={other}")
+    pair = (f"model={saved.whole}", f"draft={other}")
     planned = summary(
         command("task=plan", *pair, "task.prompt_tokens=16", "task.max_new_tokens=8", "output=json")
     )
@@ -141,7 +141,7 @@ def test_other_ids_cost_nothing(sampling: tuple[str, ...], command: Command, tmp
     other = renumber(SHIPPED_FOLDER / "demo_draft", tmp_path / "other")
     own = (PROMPTS, "model=demo", *DEMO[2:], *sampling)
     plain = summary(command(*own, "draft=demo_draft"))
-    found = summary(command(*own, "draft=local", f"draft.path={other}", "speculation.bridge=intersection"))
+    found = summary(command(*own, f"draft={other}", "speculation.bridge=intersection"))
     assert found["vocabulary"]["verdict"] == "same size but different"
     assert found["vocabulary"]["shared_tokens"] == 4096
     assert texts(found) == texts(plain)
@@ -176,7 +176,7 @@ def neo_pair(folder: Path) -> list[str]:
         build(name, vocab_size=made.get_vocab_size() + 16, **ends).save_pretrained(folder / name)
         special = made.id_to_token(0)
         checkpoints.write_tokenizer(folder / name, made, bos_token=special, eos_token=special)
-        arguments += [f"{role}=local", f"{role}.path={folder / name}"]
+        arguments += [f"{role}={folder / name}"]
     return [*arguments, *FP32, "seed=1", "out=null"]
 
 

@@ -78,8 +78,8 @@ def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: load_pair("7b"), "no hub id; found '7b'.*did you mean 7B?"),
-        (lambda: load_pair("no/such/folder"), "model is no preset, no folder and no hub id"),
+        (lambda: load_pair("7b"), "there is no model=7b.*did you mean model=7B?"),
+        (lambda: load_pair("no/such/folder"), "model: there is no such folder or file"),
         (lambda: load_pair("tiny", overrides=["hydra.run.dir=x"]), "hydra"),
         (lambda: load_pair("tiny").generate(["x"], sampling=SamplingConfig(top_p=2.0)), "sampling.top_p"),
         (lambda: load_pair("tiny").generate(["x"], max_new_tokens=0), "task.max_new_tokens"),

@@ -81,7 +81,7 @@ EVALUATIONS = [
     Case(
         0, "eval-short-context",
         lambda m: [
-            "task=eval", "task.quick=true", "task.shots=30", "model=local", f"model.path={m.saved.whole}",
+            "task=eval", "task.quick=true", "task.shots=30", f"model={m.saved.whole}",
             "draft=none",
         ], 3, ("fills the model's context", "task.shots"), FILES,
     ),
@@ -93,9 +93,9 @@ SIDE_BY_SIDE = [
     Case(0, "compare-no-draft", (*COMPARED, "draft=none"), 2, ("nobody drafts", "speculation=ngram")),
     Case(0, "compare-none", (*COMPARED, "speculation=none"), 2, ("nobody drafts", "drafter none")),
     Case(0, "compare-k-0", (*COMPARED, "speculation.k=0"), 2, ("nobody drafts", "k 0")),
-    Case(0, "record-kind", (*COMPARED, "task.record=a.gif"), 2, ("task.record", "'a.gif'", ".svg")),
-    Case(0, "record-empty", (*COMPARED, "task.record="), 2, ("task.record is empty",)),
-    Case(0, "record-nowhere", (*COMPARED, "task.record=no/a.svg"), 2, ("task.record is in no folder",)),
+    Case(0, "picture-kind", (*COMPARED, "task.plot=a.gif"), 2, ("task.plot", "'a.gif'", ".svg")),
+    Case(0, "picture-empty", (*COMPARED, "task.plot="), 2, ("task.plot is empty",)),
+    Case(0, "picture-nowhere", (*COMPARED, "task.plot=no/a.svg"), 2, ("task.plot is in no folder",)),
     Case(0, "compare-stop", (*COMPARED, 'task.stop=[""]'), 2, ("task.stop holds an empty string",)),
     Case(0, "compare-past-context", (*COMPARED, "task.max_new_tokens=1024"), 2, ("1023", "context of 1024")),
     Case(0, "compare-nothing", ("task=compare",), 2, ("there is no prompt", "standard input"), stdin=b"\n"),

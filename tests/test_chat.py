@@ -199,7 +199,7 @@ def test_a_draft_without_the_template_s_tokens_reads_them_as_text(tmp_path: Path
 def test_chats_through_the_command(command: Command, tmp_path: Path) -> None:
     folder = checkpoints.save(tmp_path / "model", vocab_size=320)
     tokens(folder)
-    arguments = ("model=local", f"model.path={folder}", "draft=none", "seed=1", "task.max_new_tokens=4",
+    arguments = (f"model={folder}", "draft=none", "seed=1", "task.max_new_tokens=4",
                  "output=json")  # fmt: skip
     prompt = f'task.prompts=["hi {END}"]'
     answer = command(prompt, *arguments, "task.chat=true", "task.system=be kind")

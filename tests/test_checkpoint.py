@@ -139,7 +139,7 @@ def test_a_hub_copy_is_named_by_its_commit_and_holds_no_pickle_and_no_code(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     monkeypatch.setattr(huggingface_hub.utils, "disable_progress_bars", lambda: quiet.append(rank))
     caplog.set_level(logging.INFO)
-    path = find(ModelConf(name="7B", repo="some/model", download=True), "draft")
+    path = find(ModelConf(name="7B", repo="some/model"), "draft", download=True)
     assert commit_of(path) == "0123abc" and commit_of(tmp_path) is None
     assert asked["local_files_only"] is False and asked["repo"] == "some/model"
     assert "at commit 0123abc; draft.revision=0123abc keeps to it" in caplog.text

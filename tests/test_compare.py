@@ -29,7 +29,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 def trained(saved: Saved) -> tuple[str, ...]:
     """A pair of folders in fp32: greedy texts are then equal to the last token."""
-    folders = "model=local", f"model.path={saved.sharded}", "draft=local", f"draft.path={saved.whole}"
+    folders = f"model={saved.sharded}", f"draft={saved.whole}"
     return *folders, "model.dtype=fp32", "draft.dtype=fp32"
 
 
@@ -91,8 +91,8 @@ def test_a_json_run_prints_the_document_alone(command: Command) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["svg", "html"])
 def test_the_picture_is_saved_without_a_terminal(ending: str, command: Command) -> None:
-    answer = command(*COMPARE, 'task.prompts=["hello"]', f"task.record=a.{ending}")
-    assert document(answer)["record"] == f"a.{ending}"
+    answer = command(*COMPARE, 'task.prompts=["hello"]', f"task.plot=a.{ending}")
+    assert document(answer)["plot"] == f"a.{ending}"
     assert Path(f"a.{ending}").stat().st_size > 1000
 
 
@@ -126,7 +126,7 @@ def test_what_was_compared_remains_when_it_is_stopped(
         finish(side, prompt, *rest)
 
     monkeypatch.setattr(Contestant, "begin", stopped)
-    answer = command(*COMPARE, 'task.prompts=["a","b","c"]', "task.record=a.svg")
+    answer = command(*COMPARE, 'task.prompts=["a","b","c"]', "task.plot=a.svg")
     assert answer.code == 130
     found = document(answer)
     assert (found["status"], len(found["comparisons"])) == ("interrupted", 1)

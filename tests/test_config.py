@@ -14,7 +14,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from llama_ssp import config
-from llama_ssp.config import GenerateConf, ModelConf, RunConf, Weights, overrides
+from llama_ssp.config import GenerateConf, ModelConf, RunConf, Weights
+from llama_ssp.config import presets as preset_files
 from llama_ssp.config import validation as checks
 from llama_ssp.errors import UsageError
 from llama_ssp.models import synthetic
@@ -55,17 +56,17 @@ OF_THE_TARGET = ("int4", "int8")
 
 
 def presets(group: str) -> list[str]:
-    return sorted(file.stem for file in (overrides.CONF / group).glob("*.yaml"))
+    return sorted(file.stem for file in (preset_files.CONF / group).glob("*.yaml"))
 
 
-OTHERS = [(g, n) for g in overrides.GROUPS if g not in ("model", "draft") for n in presets(g)]
+OTHERS = [(g, n) for g in preset_files.GROUPS if g not in ("model", "draft") for n in presets(g)]
 
 
 @pytest.fixture(scope="module")
 def hydra() -> Iterator[None]:
     config.register()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(overrides.CONF), version_base="1.3"):
+    with initialize_config_dir(str(preset_files.CONF), version_base="1.3"):
         yield
 
 
@@ -111,7 +112,7 @@ def test_drafts_are_the_models(hydra: None) -> None:
 def test_a_draft_of_the_target_s_weights_is_the_target_but_for_the_dtype(bits: str, hydra: None) -> None:
     run = composed("model=gemma2-9b", "model.path=/models/mine", "model.scan=true", f"draft={bits}")
     assert run.draft == replace(run.model, name=f"gemma2-9b_{bits}", dtype=config.Dtype(bits))
-    own = OmegaConf.load(overrides.CONF / "draft" / "int4.yaml").keys()
+    own = OmegaConf.load(preset_files.CONF / "draft" / "int4.yaml").keys()
     assert {*own, "agreement"} == {entry.name for entry in fields(ModelConf)}  # also keys of later versions
     other = composed("model=qwen2.5-7b", f"draft={bits}", "draft.seed=3").draft
     assert other is not None and other.seed == 3

@@ -207,7 +207,7 @@ def test_modes_draw_from_streams_of_their_own(command: Command, monkeypatch: pyt
 def test_greedy_texts_agree_prompt_by_prompt(command: Command, saved: Saved) -> None:
     """A checkpoint with a tokenizer, and fp32 so that near ties do not matter."""
     answer = command(
-        *EVAL, "model=local", f"model.path={saved.whole}", "draft=local", f"draft.path={saved.whole}",
+        *EVAL, f"model={saved.whole}", f"draft={saved.whole}",
         "model.dtype=fp32", "draft.dtype=fp32", "sampling=greedy", "task.quick=true", "task.shots=1",
     )  # fmt: skip
     assert (answer.code, answer.errors) == (0, [])
@@ -358,6 +358,6 @@ def test_progress_on_a_terminal(
 def test_the_prompts_are_checked_against_each_model(command: Command, tmp_path: Path) -> None:
     """A context too short for the worked lines is found before weights are read."""
     path = checkpoints.save(tmp_path / "short", max_position_embeddings=16)
-    answer = command(*EVAL, "model=local", f"model.path={path}", "draft=none", "task.quick=true")
+    answer = command(*EVAL, f"model={path}", "draft=none", "task.quick=true")
     assert answer.code == 3
     assert "fills the model's context" in answer.errors[0] and "task.shots" in answer.errors[0]

@@ -16,7 +16,7 @@ import yaml
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.config import SIZES, Dtype, ModelConf, Weights
-from llama_ssp.config.overrides import CONF
+from llama_ssp.config.presets import CONF
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
@@ -52,7 +52,7 @@ def save(folder: Path, name: str, changed: bool = False) -> Path:
 def pair(name: str, folder: Path) -> list[str]:
     target, draft = save(folder / "target", name), save(folder / "draft", name, changed=True)
     return [
-        "model=local", f"model.path={target}", "draft=local", f"draft.path={draft}", "seed=3",
+        f"model={target}", f"draft={draft}", "seed=3",
         "model.dtype=fp32", "draft.dtype=fp32", "output=json", PROMPT,
     ]  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_what_is_not_planned_or_split_says_so_by_name(command: Command, tmp_path
     folder = tmp_path / "target"
     tiny("cohere", vocab_size=SIZE).save_pretrained(folder)
     checkpoints.write_tokenizer(folder, checkpoints.tokenizer(SIZE))
-    alone = ("model=local", f"model.path={folder}", "draft=none", "seed=1")
+    alone = (f"model={folder}", "draft=none", "seed=1")
     answer = command("task=plan", *alone, "task.prompt_tokens=8", "task.max_new_tokens=8")
     assert answer.code == 4 and "cannot be planned" in answer.errors[0]
     assert "cohere" in answer.errors[0] and "llama" in answer.errors[0]
@@ -158,7 +158,7 @@ def test_a_falcon_that_places_tokens_by_slots_is_refused(command: Command, tmp_p
     """Its biases come from the mask's slots; the family is tested without them."""
     build("falcon", vocab_size=SIZE, alibi=True).save_pretrained(tmp_path)
     checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer(SIZE))
-    answer = command(PROMPT, "model=local", f"model.path={tmp_path}", "draft=none", "task.max_new_tokens=4")
+    answer = command(PROMPT, f"model={tmp_path}", "draft=none", "task.max_new_tokens=4")
     assert answer.code == 4 and "explicit positions" in answer.errors[0]
 
 

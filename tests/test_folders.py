@@ -105,7 +105,7 @@ def test_a_folder_without_tokens_says_what_is_missing(
     """A class without its files would cut every text into nothing."""
     if settings is not None:
         (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    alone = ("model=local", f"model.path={bare}", "draft=none", "task.max_new_tokens=4", "seed=1")
+    alone = (f"model={bare}", "draft=none", "task.max_new_tokens=4", "seed=1")
     answer = command('task.prompts=["a"]', *alone)
     assert answer.code == 4 and answer.err.splitlines() == answer.errors
     assert "tokenizer cannot be read" in answer.errors[0] and "tokenizer.json" in answer.errors[0]
@@ -124,9 +124,9 @@ def test_ends_without_a_generation_config(bare: Path) -> None:
 
 
 def test_hub_names_find_their_key(command: Command) -> None:
-    with pytest.raises(ModelError, match=r"model\.path is not a folder.*model\.repo=some/model"):
+    with pytest.raises(ModelError, match=r"model\.path is not a folder.*model=some/model"):
         find(ModelConf("local", path="some/model"), "model")
-    with pytest.raises(ModelError, match=r"is not at hand.*draft\.download=true"):
+    with pytest.raises(ModelError, match=r"is not at hand.*add download=true"):
         find(ModelConf("local", repo="nobody/nothing-here"), "draft")
     answer = command("model=some/model")
-    assert answer.code == 2 and "model=local model.repo=some/model" in answer.errors[0]
+    assert answer.code == 4 and "model some/model is not at hand" in answer.errors[0]

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from llama_ssp import config
-from llama_ssp.config import Dtype, ModelConf, Splitting, Weights, overrides
+from llama_ssp.config import Dtype, ModelConf, Splitting, Weights, presets
 from llama_ssp.config import validation as checks
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
@@ -71,11 +71,11 @@ def phase_bytes(*what: Any) -> dict[str, int]:
 def hydra() -> Iterator[None]:
     config.register()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(overrides.CONF), version_base="1.3"):
+    with initialize_config_dir(str(presets.CONF), version_base="1.3"):
         yield
 
 
-PRESETS = sorted(file.stem for file in (overrides.CONF / "model").glob("*.yaml") if file.stem != "local")
+PRESETS = sorted(file.stem for file in (presets.CONF / "model").glob("*.yaml") if file.stem != "local")
 
 
 @pytest.mark.slow

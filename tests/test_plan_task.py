@@ -147,8 +147,7 @@ def test_only_config_json_is_read(command, saved, tmp_path):
         document(
             command(
                 "task=plan",
-                "model=local",
-                f"model.path={path}",
+                f"model={path}",
                 "draft=none",
                 "cluster=p4d",
                 "out=null",
@@ -185,9 +184,10 @@ def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
         (["placement=deepspeed"], 5, "what DeepSpeed holds is not planned"),
         (["placement=sharded", "placement.draft_degree=9"], 5, "exceeds the target's ranks"),
         (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
-        (["model=local"], 2, "neither a path nor a repo"),
-        (["model=local", "model.path=/no/such"], 4, "model.path is not a folder"),
-        (["model=local", "model.repo=nobody/nothing"], 4, "config.json is not at hand"),
+        (["model=local"], 2, "model=local names no model"),
+        (["model=/no/such"], 4, "there is no such folder or file"),
+        (["model=13B", "model.path=/no/such"], 4, "model.path is not a folder"),
+        (["model=nobody/nothing"], 4, "config.json is not at hand"),
     ],
 )
 def test_refused_in_one_line(command, words, code, said):

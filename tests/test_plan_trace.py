@@ -8,7 +8,7 @@ import pytest
 
 from bench.plan_bytes import ALLOWED_BYTES, ALLOWED_SHARE
 from llama_ssp.config import Dtype, ModelConf, Weights
-from llama_ssp.config.overrides import CONF
+from llama_ssp.config.presets import CONF
 from llama_ssp.planner.activations import GPU, Forward, Kernels
 from llama_ssp.planner.weights import Part, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role

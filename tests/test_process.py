@@ -53,7 +53,7 @@ def errors(text: str) -> list[str]:
         (["task=eval", "task.pairs=[tiny,8B]"], 2, "there is no model=8B"),
         (["task=eval", "task.pairs=[tiny/7B]", "task.plot=a.doc"], 2, "task.plot"),
         (["task.prompt_file=/no/such"], 3, "does not exist"),
-        ([PROMPT, "model=local", "model.path=/no/such", "draft=none"], 4, "not a folder"),
+        ([PROMPT, "model=/no/such", "draft=none"], 4, "no such folder or file"),
     ],
     ids=["help", "cfg", "version", "range", "key", "pair", "plot", "prompts", "folder"],
 )

@@ -136,8 +136,7 @@ def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
     context, text = module.config.max_position_embeddings, "z" * (LIMIT + 20)
     ids = torch.tensor([checkpoints.tokenizer().encode(text).ids])
     asked = [
-        "model=local",
-        f"model.path={tmp_path}",
+        f"model={tmp_path}",
         "draft=none",
         "seed=1",
         "sampling=greedy",

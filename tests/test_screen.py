@@ -128,5 +128,5 @@ def test_a_picture_in_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write the picture"):
         save([scene()], tmp_path / "no" / "a.svg", 80, "")
     with pytest.raises(UsageError, match="in no folder"):
-        check_pictures({"record": str(tmp_path / "no" / "a.svg")})
-    check_pictures({"record": str(tmp_path / "a.svg")})
+        check_pictures({"plot": str(tmp_path / "no" / "a.svg")})
+    check_pictures({"plot": str(tmp_path / "a.svg")})

@@ -110,7 +110,7 @@ def lines(shown: str) -> list[str]:
 
 
 def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_path: Path) -> None:
-    terminal = open_terminal("task.record=session.svg", columns=80)
+    terminal = open_terminal("task.plot=session.svg", columns=80)
     terminal.until("prompt> ")
     terminal.type("hello\n")
     terminal.until(ALTERNATE)
@@ -137,7 +137,7 @@ def test_two_prompts_a_resize_and_the_end_of_the_input(open_terminal: Any, tmp_p
     assert terminal.leave() == 0
     found = summary(tmp_path)
     assert [one["prompt"] for one in found["comparisons"]] == ["hello", "日本 \N{PARTY POPPER}", "hello"]
-    assert found["status"] == "done" and found["record"] == "session.svg"
+    assert found["status"] == "done" and found["plot"] == "session.svg"
     assert (tmp_path / "session.svg").read_text().count("times&#160;as&#160;fast") == 3
     assert "Traceback" not in terminal.seen
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
@@ -16,12 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
 from llama_ssp.config.environment import rank_environment
+from llama_ssp.config.presets import GROUPS, nearest, options
 from llama_ssp.config.private_folder import check_folder, is_unsafe
+from llama_ssp.config.short_forms import in_full
 from llama_ssp.errors import UsageError, shortened
 
-_packaged = Path(__file__).parents[1] / "conf"  # in an installed wheel
-CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
-GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
 LOSSY = {  # settings of other programs that change the output distribution
     **dict.fromkeys(("lenience", "lenient"), "lenience accepts more than the exact rule"),
     **dict.fromkeys(("typical_acceptance", "typical", "posterior_threshold"), "typical acceptance is lossy"),
@@ -35,10 +35,16 @@ ADDED_TO = {  # maps, to which Hydra adds with a plus sign
     "sampling.logit_bias": "{5: -2.0}', token: bias",
     "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
 }
+RENAMED = {
+    "task.record": "plot=FILE", "record": "plot=FILE", "task.image": "plot=FILE",
+    "model.download": "download=true, for both models", "draft.download": "download=true, for both models",
+}  # fmt: skip
 HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
 INFO = "all", "config", "defaults", "defaults-tree", "plugins", "searchpath"
 # Hydra's flags and their values: () is none, None is any. Hydra itself takes the beginning of a flag for the
 # flag, which would pass the flags refused above.
+SWEEP, CONFIG_DIR = {"--multirun", "-m"}, ("--config-dir", "-cd")
+SOURCES = ("path", "repo", "revision")  # of a model's files
 FLAGS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve"), ()),
     **dict.fromkeys(("--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"), ()),
@@ -55,39 +61,52 @@ NOT_OPTIONAL = re.compile(r"is not Optional|Incompatible value '?None'?")
 NO_RESOLVER = re.compile(
     r"(?:Unsupported interpolation type |Error resolving interpolation '\$\{)(?P<name>[\w.]+)(?:[:\s]|$)"
 )
+NO_KEY = re.compile(r"Key '(?P<key>\w+)' not in '(?P<schema>\w+)'")
 NO_OPTION = re.compile(r"Could not find '(?P<group>[^'/]+)/(?P<option>[^']*)'")
 TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
 def check_arguments(arguments: list[str]) -> list[str]:
-    """The arguments, overrides first, then flags: Hydra's parser needs the overrides in one piece.
+    """The arguments in full, overrides first, then flags: Hydra's parser needs the overrides in one piece.
 
     Refuses what Hydra accepts and this program does not, with a suggestion.
     """
-    known, dropped = config.known_keys(), "draft=none" in arguments
-    words, flags = list[str](), list[str]()
+    words, flags, folders = list[str](), list[str](), list[Path]()
     waiting = iter(arguments)
     for argument in waiting:
         if argument.startswith("-"):
-            flags += _checked_flag(argument, waiting)
-            continue
-        words.append(argument)
-        name, equals, value = argument.partition("=")
-        if equals or name.startswith("~"):
-            _check_override(name, value if equals else None, known)
-            if dropped and name.startswith("draft."):
-                raise UsageError(f"{name} is set, but draft=none leaves no draft", fix="drop one of the two")
+            flag = _checked_flag(argument, waiting)
+            flags += flag
+            if flag[0].partition("=")[0] in CONFIG_DIR:
+                folders.append(Path(flag[-1].removeprefix(f"{flag[0].partition('=')[0]}=")))
+        else:
+            words.append(argument)
+    words = in_full(words, folders, sweeps=bool(SWEEP & set(flags)))
+    known = config.known_keys()
+    for word in words:
+        name, equals, value = word.partition("=")
+        _check_override(name, value if equals else None, known)
+        if "draft=none" in words and name.startswith("draft."):
+            raise UsageError(f"{name} is set, but draft=none leaves no draft", fix="drop one of the two")
     return words + flags
 
 
-def check_homes(run: config.RunConf, arguments: list[str]) -> None:
-    """Refuses a repo on the command line where the preset has a path, which takes precedence."""
+def check_sources(run: config.RunConf, arguments: list[str]) -> None:
+    """Refuses a folder, a repository or a revision on the command line that the run does not read."""
     for role, model in (("model", run.model), ("draft", run.draft)):
-        given = any(word.lstrip("+").startswith(f"{role}.repo=") for word in arguments)
-        if given and model is not None and model.repo is not None and model.path is not None:
-            what, found = f"{role}.repo is given beside {role}.path", f"repo {model.repo}, path {model.path}"
-            fix = f"write {role}=local {role}.repo={model.repo}, or leave {role}.repo out"
-            raise UsageError(what, f"{role} {model.name}", found, "one of them", fix)
+        given = [word.lstrip("+").partition("=")[0] for word in arguments]
+        unused = [key for key in SOURCES if f"{role}.{key}" in given]
+        if model is None or not unused:
+            continue
+        if model.weights is config.Weights.synthetic:
+            what, found = f"{role}.weights=synthetic reads no files", f"{role}.{unused[0]}"
+            raise UsageError(what, f"{role} {model.name}", found, fix=f"drop {found}, or {role}.weights")
+        unused = [key for key in unused if key != "path" and getattr(model, key) is not None]
+        if model.path is not None and unused:
+            what = f"{role}.{unused[0]} is given, and the files are in a folder"
+            found = f"{role}.path={model.path}"
+            fix = f"write {role}=ORG/NAME for the hub, or leave {role}.{unused[0]} out"
+            raise UsageError(what, f"{role} {model.name}", found, fix=fix)
 
 
 def translated(error: Exception) -> UsageError:
@@ -101,29 +120,37 @@ def translated(error: Exception) -> UsageError:
         return UsageError(what, "", f"${{{value}:...}}", allowed, fix)
     if found := NO_OPTION.search(text):
         return _no_option(found["group"], found["option"])
+    tasks = {schema.__name__: name for name, schema in config.TASKS.items()}
+    if (found := NO_KEY.search(text)) and found["schema"] in tasks:
+        return _not_of_the_task(tasks[found["schema"]], found["key"])
     if found := WRONG_TYPE.search(text):
         allowed = TYPE_NAMES.get(found["wanted"], found["wanted"])
         return UsageError(f"{key} is of the wrong type", "", repr(found["found"]), allowed)
     if found := NOT_IN_ENUM.search(text):
-        return UsageError(f"{key} has no such choice", "", repr(found["found"]), found["wanted"])
+        fix = "the file of answers of task=batch is task.output=FILE" if key == "output" else ""
+        return UsageError(f"{key} has no such choice", "", repr(found["found"]), found["wanted"], fix)
     if found := NOT_A_LIST.search(text):
-        return UsageError(f"{key} is not a list", "", found["found"], "a list", f"write '{key}=[\"...\"]'")
+        fix = "prompt='your text'" if key == "task.prompts" else f"'{key}=[\"...\"]'"
+        return UsageError(f"{key} is not a list", "", found["found"], "a list", f"write {fix}")
     if NOT_OPTIONAL.search(text):
         return UsageError(f"{key} may not be null", "", "null", fix="give it a value, or leave it out")
     return UsageError(_plain(error), fix="see --help for keys and values")
 
 
+def _not_of_the_task(task: str, key: str) -> UsageError:
+    of_task = {
+        name: [entry.name for entry in fields(schema) if entry.name != "name"]
+        for name, schema in config.TASKS.items()
+    }
+    shown = "prompt" if key == "prompts" else key
+    fix = f"it is for {', '.join(name for name, keys in of_task.items() if key in keys)}"
+    return UsageError(f"task={task} has no key {shown}", "", f"task.{key}", ", ".join(of_task[task]), fix)
+
+
 def _no_option(group: str, option: str) -> UsageError:
-    what, allowed = f"there is no {group}={option}", _options(group)
-    if not allowed:
-        return UsageError(what, fix="see --help")
-    fix = "choose one"
-    if close := difflib.get_close_matches(option, allowed, n=1):
-        fix = f"did you mean {group}={close[0]}?"
-    elif group in ("model", "draft") and "/" in option:
-        fix = f"for a hub repository write {group}=local {group}.repo={option}"
-    elif group in ("model", "draft"):
-        fix = f"or use {group}=local with {group}.path"
+    what, allowed = f"there is no {group}={option}", options(group) if group in GROUPS else []
+    near = nearest(option, allowed)
+    fix = f"did you mean {group}={near}?" if near else "choose one" if allowed else "see --help"
     return UsageError(what, allowed=", ".join(allowed), fix=fix)
 
 
@@ -135,7 +162,7 @@ def _checked_flag(argument: str, waiting: Iterator[str]) -> list[str]:
     if flag not in FLAGS:
         close = difflib.get_close_matches(flag, FLAGS, n=1)
         raise UsageError(f"unknown flag {flag}", fix=f"did you mean {close[0]}?" if close else "see --help")
-    if flag in ("--multirun", "-m") and rank_environment().world > 1:
+    if flag in SWEEP and rank_environment().world > 1:
         raise UsageError(f"{flag} needs one process", fix="loop over torchrun in the shell")
     allowed = FLAGS[flag]
     if allowed == ():
@@ -145,7 +172,7 @@ def _checked_flag(argument: str, waiting: Iterator[str]) -> list[str]:
     if (not value and not optional) or (value and allowed and value not in allowed):
         fix = f"write {flag} {(allowed or ('VALUE',))[0]}"
         raise UsageError(f"{flag} needs a value", "", repr(value), ", ".join(allowed or ("text",)), fix)
-    if flag in ("--config-dir", "-cd"):
+    if flag in CONFIG_DIR:
         check_folder(Path(value), GROUPS)
     return [argument, *following]
 
@@ -161,11 +188,11 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
         raise UsageError(f"{key} is refused: a setting cannot be deleted", fix=fix)
     if bare in GROUPS and value in ("", "null") and bare != "experiment":
         what, fix = f"{bare}={value} names no option", draft_none if bare == "draft" else "choose one"
-        raise UsageError(what, allowed=", ".join(_options(bare)), fix=fix)
+        raise UsageError(what, allowed=", ".join(options(bare)), fix=fix)
     if bare in GROUPS and ".." in (value or ""):
         what = f"{bare} names a file outside of the configuration"
         fix = "put the file into a folder of yours, and name that by --config-dir"
-        raise UsageError(what, "", value, ", ".join(_options(bare)), fix)
+        raise UsageError(what, "", value, ", ".join(options(bare)), fix)
     for name, example in ADDED_TO.items():
         if bare.startswith(f"{name}.") or key == name:  # Hydra reads keys after a point as text
             raise UsageError(f"{key} cannot be set so", fix=f"write '+{name}={example}")
@@ -174,15 +201,19 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
     if leaf in LOSSY:
         fix = "the output distribution is exactly the target's; there is no option to change that"
         raise UsageError(f"{bare} is refused: not lossless", found=LOSSY[leaf], fix=fix)
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    close = difflib.get_close_matches(bare, [*known, *GROUPS], n=1, cutoff=0.6)
-    meant = (same_leaf or close or [""])[0]
-    fix = f"did you mean {meant}?" if meant else "see --help for the keys"
-    raise UsageError(f"unknown key {bare}", fix=fix)
+    raise UsageError(f"unknown key {bare}", fix=_meant(bare, known))
 
 
-def _options(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+def _meant(key: str, known: list[str]) -> str:
+    """A suggestion for an unknown key: one with the same last part, or a longer one, or one spelt alike."""
+    if key in RENAMED:
+        return f"write {RENAMED[key]}"
+    group, _, leaf = key.rpartition(".")
+    same = [name for name in known if name.rpartition(".")[2] == leaf]
+    longer = [name for name in known if name.startswith(f"{group}.{leaf}" if group else leaf)]
+    close = difflib.get_close_matches(key, [*known, *GROUPS], n=1, cutoff=0.6)
+    found = (same or longer or close or [""])[0]
+    return f"did you mean {found}?" if found else "llama-ssp TASK --help lists the keys"
 
 
 def _plain(error: Exception) -> str:

@@ -48,6 +48,7 @@ class RunConf:
     task: TaskConf = field(default_factory=TaskConf)
     plan: PlanningConf = field(default_factory=PlanningConf)
     engine: Steps = Steps.auto
+    download: bool = False
     seed: int | None = number(None, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
     output: Output = Output.text
     out: str | None = "outputs"
@@ -70,7 +71,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=RunConf)
     for name, schema in TASKS.items():
-        store.store(group="task", name=f"{name}_schema", node=schema)
+        store.store(group="task", name=name, node=schema(name=name))
 
 
 def known_keys(schema: type = RunConf, prefix: str = "") -> list[str]:

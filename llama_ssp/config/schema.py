@@ -81,7 +81,6 @@ class ModelConf:
     repo: str | None = None
     revision: str | None = None
     path: str | None = None
-    download: bool = False
     weights: Weights = Weights.checkpoint
     dtype: Dtype = Dtype.auto
     seed: int = number(0, 0, MAX_SEED)

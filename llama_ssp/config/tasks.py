@@ -23,7 +23,7 @@ from llama_ssp.errors import UsageError
 
 PAIR = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 PLOTS = (".png", ".svg", ".pdf")
-RECORDS = (".svg", ".html")
+SCREENS = (".svg", ".html")
 MOST_ROWS = 4096
 MAX_LOGPROBS = 20  # alternatives a token, as in OpenAI's API
 MOST_CERTIFIED = 16  # drafts a round, which may be decided in 2^16 ways
@@ -171,10 +171,10 @@ class CompareConf(TextConf):
     """task=compare: each prompt by regular and by speculative sampling, side by side.
 
     Prompts come from the config, a file or a pipe, else from the terminal. One sampling runs after the other.
-    `record` saves the final picture, as .svg or .html.
+    `plot` saves the final picture, as .svg or .html.
     """
 
-    record: str | None = picture(*RECORDS)
+    plot: str | None = picture(*SCREENS)
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)

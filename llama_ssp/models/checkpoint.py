@@ -15,6 +15,7 @@ from typing import Any
 
 from llama_ssp.config import SIZES, Dtype, ModelConf, Weights, home_expanded
 from llama_ssp.config.environment import rank_environment
+from llama_ssp.config.presets import HUB_ID
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
 from llama_ssp.models.families import (
@@ -45,7 +46,6 @@ from llama_ssp.models.formats.quantised_config import quantised_config, require_
 log = logging.getLogger(__name__)
 
 SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parents[1] / "shipped"  # models in this package
-REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub repository's name
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
@@ -68,23 +68,23 @@ class Checkpoint:
     formats: dict[str, str] = field(default_factory=dict)  # of numbers, as safetensors names them
 
 
-def complete(model: ModelConf, role: str) -> tuple[ModelConf, Path | None]:
+def complete(model: ModelConf, role: str, download: bool = False) -> tuple[ModelConf, Path | None]:
     """The model with the shape that its checked folder says, and the folder; None for a synthetic model."""
     if model.weights is Weights.synthetic:
         _require_experts(model, role)
         return _with_codes(model, role), None
-    path = find(model, role)
+    path = find(model, role, download)
     return _with_codes(with_shape(model, inspect(path), role), role), path
 
 
-def outlined(model: ModelConf, role: str) -> ModelConf:
+def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     """The model with its shape from config.json alone; a preset that has the shape needs no files."""
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
         _require_experts(model, role)
         return _with_codes(model, role)
     local = model.path is not None or model.repo is None
-    path = find(model, role) if local else _hub_copy(model, role, "config.json").parent
+    path = find(model, role) if local else _hub_copy(model, role, download, "config.json").parent
     config = read_config(path)
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
     return _with_codes(replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied)), role)
@@ -112,10 +112,10 @@ def _require_experts(model: ModelConf, role: str) -> None:
         )
 
 
-def find(model: ModelConf, role: str) -> Path:
+def find(model: ModelConf, role: str, download: bool = False) -> Path:
     """The folder of a model, or its GGUF file: its `path`, or the local copy of its hub repository."""
     if model.path is None and model.repo is not None:
-        path = _hub_copy(model, role)
+        path = _hub_copy(model, role, download)
         commit = commit_of(path)
         pinned = "" if model.revision == commit else f"; {role}.revision={commit} keeps to it"
         log.info("%s %s: %s at commit %s%s", role, model.name, model.repo, commit, pinned)
@@ -128,13 +128,13 @@ def find(model: ModelConf, role: str) -> Path:
     if file := gguf_in(path):
         return file
     if not path.is_dir():
-        hub = f"; for a hub repository write {role}.repo={model.path}" if REPO.fullmatch(model.path) else ""
+        hub = f"; for a hub repository write {role}={model.path}" if HUB_ID.fullmatch(model.path) else ""
         fix = f"give the folder that holds config.json and *.safetensors, or a *.gguf file{hub}"
         raise ModelError(f"{role}.path is not a folder", path, fix=fix)
     return path
 
 
-def _hub_copy(model: ModelConf, role: str, file: str | None = None) -> Path:
+def _hub_copy(model: ModelConf, role: str, download: bool, file: str | None = None) -> Path:
     """The repository's folder in the local store, or one file; fetched if `download` is true."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -142,17 +142,17 @@ def _hub_copy(model: ModelConf, role: str, file: str | None = None) -> Path:
 
     if not rank_environment().is_leader:
         disable_progress_bars()
-    how = {"revision": model.revision, "local_files_only": not model.download}
+    how = {"revision": model.revision, "local_files_only": not download}
     try:
         if file is not None:
             return Path(hf_hub_download(model.repo, file, **how))
         return Path(snapshot_download(model.repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, **how))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         what = f"{role} {model.name}{f': {file}' if file else ''} is not at hand"
-        found = "no local copy" if not model.download else str(error)
+        found = "no local copy" if not download else str(error)
         fix = (
-            f"write {role}.path=FOLDER, or {role}.download=true with {role}.revision=COMMIT, "
-            f"or {role}.weights=synthetic to try the machine without weights"
+            f"add download=true, or give a folder: {role}=PATH; "
+            f"{role}.weights=synthetic tries the machine without weights"
         )
         raise ModelError(what, f"hub repository {model.repo}", found, fix=fix) from None
 

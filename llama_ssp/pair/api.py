@@ -22,7 +22,6 @@ from llama_ssp.config import GenerateConf, LogprobsOf, RunConf, SamplingConfig, 
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
-from llama_ssp.config.overrides import check_arguments
 from llama_ssp.errors import UsageError
 from llama_ssp.pair.batches import Batch, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
@@ -95,18 +94,17 @@ def load_pair(
     `model` and `draft` are names of presets, folders, or ids on the Hugging Face hub; without a draft the
     target is sampled regularly, or with n-grams. The memory check is for `batch_size` texts of `max_tokens`
     tokens each. `overrides` are those of the command line: "placement=own", "model.dtype=int8",
-    "model.download=true".
+    "download=true".
 
     Raises UsageError, ModelError or DistributedError.
     """
-    names = pair_words(model, draft)
-    check_arguments([*names, *overrides])
+    words = pair_words(model, draft, overrides)
     sizes = [f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens // 16)}"]
-    run = composed([*names, *sizes, *overrides])
+    run = composed([*sizes, *words])
     spec = pair_specs(run, [], rank_environment().world)[0]
     ranks = ranks_of(run)
     with first_cause(ranks):
-        ranks.require_same("arguments of load_pair", "\n".join([*names, *overrides]))
+        ranks.require_same("arguments of load_pair", "\n".join(words))
         assert isinstance(spec.run.task, GenerateConf)
         return Pair(PairSession(spec, ranks).load(spec.run.task.batch_size, max_tokens))
 

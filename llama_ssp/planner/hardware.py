@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, Scheduler, TimesConf
-from llama_ssp.config.overrides import CONF
+from llama_ssp.config.presets import CONF
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.activations import GPU, Kernels

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_ssp import config
-from llama_ssp.config import Drafting, DraftSeat, ModelConf, Overlap, PlacementConf, RunConf, Splitting
+from llama_ssp.config import Drafting, DraftSeat, Overlap, PlacementConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import Placement, resolve
@@ -38,14 +38,14 @@ class PairSpec:
 
     @property
     def target(self) -> str:
-        return _name(self.run.model, self.target_path)
+        return self.run.model.name
 
     @property
     def drafter(self) -> str | None:
         """The name of the draft model, or ngram; None without drafts."""
         if self.run.drafts_from_text:
             return "ngram"
-        return _name(self.run.draft, self.draft_path) if self.run.draft and self.run.has_draft_model else None
+        return self.run.draft.name if self.run.draft and self.run.has_draft_model else None
 
 
 def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec, ...]:
@@ -55,8 +55,8 @@ def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec,
 
 
 def _completed(run: RunConf, world: int) -> PairSpec:
-    model, target_path = complete(run.model, "model")
-    draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft")
+    model, target_path = complete(run.model, "model", run.download)
+    draft, draft_path = (None, None) if run.draft is None else complete(run.draft, "draft", run.download)
     whole = replace(run, model=model, draft=draft)
     checks.check_context(whole)
     seat = run.placement.draft
@@ -121,8 +121,3 @@ def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
             raise UsageError(f"task.pairs: {model.name} has no files of its own", found=repr(name), fix=fix)
     spec = run.speculation if draft else replace(run.speculation, drafter=Drafting.none)
     return replace(run, model=preset.model, draft=preset.draft, speculation=spec)
-
-
-def _name(model: ModelConf, path: Path | None) -> str:
-    """The preset's name; of preset `local` the folder's."""
-    return path.name if model.name == "local" and path is not None else model.name

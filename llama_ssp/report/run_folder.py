@@ -27,8 +27,9 @@ def config_sha256(run: RunConf) -> str:
 
 
 def deciding(run: RunConf) -> dict[str, Any]:
-    """The settings that decide the output: all but where results go, and what only the plan uses."""
-    return {key: value for key, value in resolved(run).items() if key not in ("out", "output", "plan")}
+    """The settings that decide the output: not where results go, nor what only the plan uses."""
+    others = ("out", "output", "download", "plan")
+    return {key: value for key, value in resolved(run).items() if key not in others}
 
 
 def versions() -> dict[str, str]:

@@ -47,7 +47,7 @@ class CompareTask(Task[CompareConf]):
         self._screen = self._on_terminal()
         self._scenes: list[Scene] = []
         self._sides: tuple[Contestant, ...] = ()
-        self._recorded: str | None = None
+        self._saved: str | None = None
 
     def run(self) -> str:
         task, pair = self._task, self._open()
@@ -68,7 +68,7 @@ class CompareTask(Task[CompareConf]):
             for text, prompt in given or self._typed_prompts(pair):
                 self._compare(text, prompt)
         finally:
-            self._record(pair)
+            self._save_picture(pair)
         return "done"
 
     def figures(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class CompareTask(Task[CompareConf]):
         return {
             "comparisons": self._found,
             "speedup": ratio(*paces) if paces and None not in paces else None,
-            "record": self._recorded,
+            "plot": self._saved,
             **self._pair_figures(),
         }
 
@@ -124,7 +124,7 @@ class CompareTask(Task[CompareConf]):
             require_numbers(*texts_of(side.state))
         found = {name: side.figures() for name, side in zip(SIDES, self._sides, strict=True)}
         self._found.append({"id": text.id, "prompt": text.text, **found})
-        if self._task.record is not None:
+        if self._task.plot is not None:
             self._scenes.append(scene)
         if self._screen is not None:
             self._screen.keep(scene)
@@ -142,16 +142,16 @@ class CompareTask(Task[CompareConf]):
         console = RichConsole(file=sys.stdout, highlight=False)
         return Screen(console) if console.is_terminal and not console.is_dumb_terminal else None
 
-    def _record(self, pair: PairSession) -> None:
-        """Saves the picture of what was compared, where `task.record` asks for it."""
-        if self._task.record is None or not self._scenes or not self._ranks.is_leader:
+    def _save_picture(self, pair: PairSession) -> None:
+        """Saves the picture of what was compared, where `task.plot` asks for it."""
+        if self._task.plot is None or not self._scenes or not self._ranks.is_leader:
             return
-        path = home_expanded(self._task.record)
+        path = home_expanded(self._task.plot)
         width = RichConsole(file=sys.stdout).width if self._screen is not None else RECORDED
         save(
             self._scenes, path, width, f"llama-ssp task=compare: {pair.spec.target} with {pair.spec.drafter}"
         )
-        self._recorded = str(path)
+        self._saved = str(path)
 
 
 def in_words(scene: Scene) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 from llama_ssp.config import Output, PlanConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
-from llama_ssp.config.overrides import check_arguments
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import FAILED_CHECK, OK, ModelError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined
@@ -43,15 +42,14 @@ def plan(
     `model` and `draft` are names of presets, folders, or ids on the Hugging Face hub; `cluster` is a preset's
     name, `local` this machine. `overrides` are those of the command line. Raises UsageError or ModelError.
     """
-    words = [*pair_words(model, draft), "task=plan", f"cluster={cluster}", *overrides]
-    check_arguments(words)
+    words = pair_words(model, draft, ["task=plan", f"cluster={cluster}", *overrides])
     return planned(composed(words), 1)[1]
 
 
 def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     """The run with its models' shapes, and its plan."""
-    draft = None if run.draft is None else outlined(run.draft, DRAFT)
-    run = replace(run, model=outlined(run.model, TARGET), draft=draft)
+    draft = None if run.draft is None else outlined(run.draft, DRAFT, run.download)
+    run = replace(run, model=outlined(run.model, TARGET, run.download), draft=draft)
     checks.check_context(run)
     for role, model in ((TARGET, run.model), (DRAFT, run.draft)):
         if model is not None:

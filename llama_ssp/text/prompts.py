@@ -32,6 +32,7 @@ MAX_INPUT_BYTES = 2**28  # of standard input, which is read whole
 MAX_FILE_BYTES = 2**30
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")  # of files with an object a line, in upper or lower case
 MAX_ID_LENGTH = 256
+STDIN = "-"  # as the name of a prompt file
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
 SHORT = [  # for tasks that compare models; the shipped pair was trained on such text
     "def hello",
@@ -117,6 +118,8 @@ def read_prompts(task: PromptedConf) -> Reading:
     if task.prompts is not None:
         found = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]
         return _checked(iter(found), task.on_bad_row)
+    if task.prompt_file == STDIN and sys.stdin is not None:
+        return _from_stdin(task.on_bad_row)
     if task.prompt_file is not None:
         data = file_bytes("task.prompt_file", task.prompt_file)
         return _checked(_parse(data, task.prompt_file, has_objects(task.prompt_file)), task.on_bad_row)
@@ -126,9 +129,14 @@ def read_prompts(task: PromptedConf) -> Reading:
         return _samples(SHORT)
     if sys.stdin is None or sys.stdin.isatty():
         return _samples([] if isinstance(task, CompareConf) and sys.stdin is not None else SAMPLE)
+    return _from_stdin(task.on_bad_row)
+
+
+def _from_stdin(policy: OnBadRow) -> Reading:
+    """The prompts of standard input: objects if the first line begins one, else a prompt a line."""
     data = _stdin_bytes()
     jsonl = data.removeprefix(BOM).lstrip()[:1] == b"{"
-    return _checked(_parse(data, "standard input", jsonl), task.on_bad_row)
+    return _checked(_parse(data, "standard input", jsonl), policy)
 
 
 def _samples(texts: list[str], where: str = "sample") -> Reading:
@@ -251,8 +259,8 @@ def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], pol
         bad = f"{len(reading.skipped)} bad ones, first: {reading.skipped[0]}"
         raise DataError("no usable prompt is left", found=bad)
     if not reading.prompts:
-        fix = "write task.prompts='[\"your prompt\"]' or pipe one prompt a line"
-        raise UsageError("there is no prompt", "task.prompts, task.prompt_file, standard input", fix=fix)
+        fix = "write prompt='your prompt' or pipe one prompt a line"
+        raise UsageError("there is no prompt", "prompt, prompt_file, standard input", fix=fix)
     return reading
 
 

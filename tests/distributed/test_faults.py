@@ -129,8 +129,8 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-K, FOLDER = "speculation.k=-1", "model.path=/no/such"
-OUT_OF_RANGE, NO_FOLDER = "speculation.k is out of range", "model.path is not a folder"
+K, FOLDER = "speculation.k=-1", "model=/no/such"
+OUT_OF_RANGE, NO_FOLDER = "speculation.k is out of range", "model: there is no such folder or file"
 IMPORT = "a package cannot be imported; import of llama_ssp.tasks.runner halted"
 
 
@@ -139,8 +139,6 @@ def fail_at_start(own: dict[int, str], port: int, rank: int) -> None:
     setting = own.get(rank, "")
     if setting == IMPORT:
         sys.modules["llama_ssp.tasks.runner"] = None  # type: ignore[assignment]
-    elif setting == FOLDER:
-        sys.argv += ["model=local", "draft=none", setting]
     elif setting:
         sys.argv.append(setting)
     if port:

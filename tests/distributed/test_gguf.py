@@ -40,7 +40,7 @@ def outputs(answer: str) -> Any:
 
 
 def run(path: Path, *more: str) -> tuple[str, ...]:
-    pair = "model=local", f"model.path={path}", "draft=local", f"draft.path={path}"
+    pair = f"model={path}", f"draft={path}"
     return *pair, *FP32, "task.max_new_tokens=12", "seed=5", "speculation.k=3", *more
 
 

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from llama_ssp.config import ModelConf
-from llama_ssp.config.overrides import CONF
+from llama_ssp.config.presets import CONF
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.decoder_model import DecoderModel

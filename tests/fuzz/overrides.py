@@ -17,7 +17,7 @@ from random import Random
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llama_ssp.config import TASKS, ModelConf, RunConf, known_keys
-from llama_ssp.config.overrides import GROUPS
+from llama_ssp.config.presets import GROUPS
 from tests.fuzz.nasty import NASTY, noise
 
 ABSURD = 1e20  # no setting is so large
@@ -196,7 +196,7 @@ def _syntax(random: Random, task: str) -> Made:
 
 
 def _group(random: Random, task: str) -> Made:
-    from llama_ssp.config.overrides import CONF
+    from llama_ssp.config.presets import CONF
 
     group = random.choice([name for name in GROUPS if name != "task"])
     option = random.choice([file.stem for file in (CONF / group).glob("*.yaml")])

@@ -41,7 +41,7 @@ def tried(row: Hostile, engine: str, whole: Path, sharded: Path, folder: Path) -
     model = checkpoints.copied(sharded if row.sharded else whole, folder / "model")
     row.damage(model)
     world, placement = ENGINES[engine]
-    asked = [PROMPT, "model=local", f"model.path={model}", "draft=none", "task.max_new_tokens=4", "seed=1"]
+    asked = [PROMPT, f"model={model}", "draft=none", "task.max_new_tokens=4", "seed=1"]
     return run([*asked, *placement, *row.extra], folder, world)
 
 

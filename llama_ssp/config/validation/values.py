@@ -10,8 +10,8 @@ from llama_ssp.config.schema import MAX_INT
 from llama_ssp.errors import UsageError
 
 NEVER_EMPTY = (
-    "name", "repo", "revision", "path", "prompt_file", "out", "plot", "record", "image", "offload_folder",
-    "gpu", "folder", "input", "output", "work", "python",
+    "name", "repo", "revision", "path", "prompt_file", "out", "plot", "offload_folder", "gpu", "folder",
+    "input", "output", "work", "python",
 )  # fmt: skip
 NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 

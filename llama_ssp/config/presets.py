@@ -1,0 +1,74 @@
+"""Presets, and models by name: a preset, a folder, a GGUF file, or an id on the hub. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama_ssp.config.run import home_expanded
+from llama_ssp.config.tasks import TASKS
+from llama_ssp.errors import ModelError, RunError, UsageError
+
+_packaged = Path(__file__).parents[1] / "conf"  # in an installed wheel
+CONF = _packaged if _packaged.is_dir() else Path(__file__).parents[2] / "conf"
+GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "task", "experiment")
+ROLES = ("model", "draft")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+OVER_RANKS = re.compile(r"(?P<model>\w+)_(?P<ranks>\d+)GPUs?", re.IGNORECASE)  # names of an earlier program
+NAMES_OF_A_MODEL = "a preset, a folder, a GGUF file, or ORG/NAME on the Hugging Face hub"
+
+
+def options(group: str) -> list[str]:
+    """The names that GROUP=NAME takes."""
+    return sorted(TASKS) if group == "task" else sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def model_words(role: str, name: str, folders: Sequence[Path] = ()) -> list[str]:
+    """The overrides for a model by its name.
+
+    `role` is model or draft; `folders` are private ones that may hold presets. Raises UsageError or
+    ModelError where there is no such model.
+    """
+    homes = [folder / role for folder in (CONF, *folders)]
+    if not name.startswith("/") and any(os.path.isfile(home / f"{name}.yaml") for home in homes):
+        return [f"{role}={name}"]
+    path = home_expanded(name)
+    if os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path)):
+        source, shown = "path", Path(os.path.abspath(path)).name
+    elif HUB_ID.fullmatch(name) and not name.startswith("."):
+        source, shown = "repo", name
+    else:
+        raise _no_model(role, name, path)
+    return [f"{role}=local", f"{role}.name={quoted(shown)}", f"{role}.{source}={quoted(name)}"]
+
+
+def quoted(text: object) -> str:
+    """The text for an override, so that it arrives as it is: quotes, backslashes and ${...} too."""
+    plain = re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", str(text))
+    escaped = re.sub(r"(\\*)('|$)", lambda f: f[1] * 2 + ("\\'" if f[2] else ""), plain)
+    return f"'{escaped}'"
+
+
+def nearest(name: str, names: Sequence[str]) -> str | None:
+    """The name that is most alike, also in other letters (7b for 7B); None if none is."""
+    by_letters = {other.lower(): other for other in names}
+    found = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return by_letters[found[0]] if found else None
+
+
+def _no_model(role: str, name: str, path: Path) -> RunError:
+    if os.path.exists(path):
+        what, fix = f"{role} is neither a model folder nor a GGUF file", "give the folder that holds the file"
+        return ModelError(what, path, fix=fix)
+    if name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1:
+        return ModelError(f"{role}: there is no such folder or file", path, fix="check the path")
+    what = f"there is no {role}={name}"
+    if over := OVER_RANKS.fullmatch(name):
+        fix = f"start {over['ranks']} ranks: torchrun --nproc-per-node {over['ranks']} launch/run.py ..."
+        return UsageError(what, allowed=NAMES_OF_A_MODEL, fix=f"{fix} {role}={over['model']}")
+    near = nearest(name, options(role))
+    fix = f"did you mean {role}={near}?" if near else f"llama-ssp {role} --help lists the presets"
+    return UsageError(what, allowed=NAMES_OF_A_MODEL, fix=fix)
