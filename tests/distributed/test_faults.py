@@ -140,7 +140,8 @@ def fail_at_start(own: dict[int, str], port: int, rank: int) -> None:
     if setting == IMPORT:
         sys.modules["llama_ssp.tasks.runner"] = None  # type: ignore[assignment]
     elif setting:
-        sys.argv.append(setting)
+        group = setting.partition("=")[0]
+        sys.argv[1:] = [*(word for word in sys.argv[1:] if not word.startswith(f"{group}=")), setting]
     if port:
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
 
