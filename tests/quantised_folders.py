@@ -41,20 +41,21 @@ class Format:
 
 
 def compressed(
-    bits: int, type_: str, strategy: str, symmetric: bool = True, dtype: Any = torch.bfloat16, **own: Any
-):
-    """compressed-tensors: the format of its name, with scales of the given type."""
+    bits: int, type_: str, strategy: str, symmetric: bool = True, dtype: Any = torch.bfloat16,
+    inputs: dict[str, Any] | None = None, **own: Any,
+) -> Format:  # fmt: skip
+    """compressed-tensors: the format of its name, with scales of the given type.
+
+    `inputs`: how inputs of layers are rounded.
+    """
     weights = {"num_bits": bits, "type": type_, "strategy": strategy, "symmetric": symmetric, **own}
     packs = type_ == "int" and (bits == 4 or strategy == "group")
     kind = "pack-quantized" if packs else f"{type_}-quantized"
-    inputs = (
-        None
-        if packs or strategy == "block"
-        else {"num_bits": bits, "type": type_, "strategy": "token", "dynamic": True}
-    )
     claim = {
         "quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed",
-        "config_groups": {"0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "config_groups": {"0": {
+            "targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": kind,
+        }},
         "ignore": ["lm_head"],
     }  # fmt: skip
 
@@ -77,6 +78,10 @@ def compressed(
             "weight_scale": scale.to(dtype),
             "weight_zero_point": zero.to(torch.int8),
         }
+        if inputs and not inputs["dynamic"]:  # as if calibrated, each layer by itself
+            tensors["input_scale"] = 50 * tensors["weight_scale"].mean().reshape(1)
+            zero = torch.zeros(1, dtype=torch.int8)
+            tensors["input_zero_point"] = zero if inputs.get("symmetric", True) else zero + 9
         return {f".{end}": tensor for end, tensor in library().compress(tensors, scheme()).items()}
 
     def read(tensors: Tensors, _shape: tuple[int, int]) -> Tensor:
@@ -276,6 +281,23 @@ def mxfp4() -> Format:
     return Format("compressed_tensors", {"quant_method": "mxfp4"}, write, read, changes, "gpt_oss")
 
 
+TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+FP8_TOKEN, STATIC = {**TOKEN, "type": "float"}, {**TOKEN, "strategy": "tensor", "dynamic": False}
+FP8_GROUPS = {**FP8_TOKEN, "strategy": "group", "group_size": 128}
+WIDE: dict[str, Any] = {"dtype": torch.float32}  # scales in the type of the test: weights are transformers'
+# Formats whose activations are rounded, too.
+ROUNDED = {
+    "w8a8": compressed(8, "int", "channel", inputs=TOKEN, **WIDE),
+    "w8a8-zeros": compressed(8, "int", "channel", inputs={**TOKEN, "symmetric": False}, **WIDE),
+    "w8a8-static": compressed(8, "int", "channel", inputs=STATIC, **WIDE),
+    "w8a8-static-zeros": compressed(8, "int", "tensor", inputs={**STATIC, "symmetric": False}, **WIDE),
+    "fp8-fp8": compressed(8, "float", "channel", inputs=FP8_TOKEN, **WIDE),
+    "fp8-fp8-static": compressed(8, "float", "tensor", inputs={**STATIC, "type": "float"}, **WIDE),
+    "fp8-fp8-blocks": compressed(8, "float", "block", block_structure=[128, 128], inputs=FP8_GROUPS, **WIDE),
+    "w4a8": compressed(4, "int", "group", group_size=128, inputs=TOKEN, **WIDE),
+    "llm-int8": eight_bit(),
+    "w4a-fp8": compressed(4, "int", "group", group_size=128, inputs=FP8_TOKEN, **WIDE),
+}
 FORMATS = {
     "fp8-tensor": compressed(8, "float", "tensor"),
     "fp8-channel": compressed(8, "float", "channel"),
@@ -303,8 +325,8 @@ FORMATS = {
     "nf4-bf16": four_bit("nf4", dtype=torch.bfloat16),
     "nf4-nested": four_bit("nf4", nested=True),
     "fp4": four_bit("fp4"),
-    "llm-int8": eight_bit(),
     "mxfp4": mxfp4(),
+    **ROUNDED,
 }
 
 

@@ -28,11 +28,12 @@ from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.planner.storage import LAYERS, SCALES
 from llama_ssp.planner.weights import Part, held, weights
 from tests.distributed.threads import ranks_of, together
-from tests.quantised_folders import FORMATS, matrices, module_of, quantised, reference, weights_of
+from tests.quantised_folders import FORMATS, ROUNDED, matrices, module_of, quantised, reference, weights_of
 from tests.test_decoder import TOLERANCE, require_same, walked
 
 NAMES = list(FORMATS)
-ROUNDED = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
+PLAIN = [name for name in NAMES if name not in ROUNDED]  # of the others test_rounded.py has the logits
+IN_BF16 = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
 STACKED = None, Cut(2, ((6, 40),)), Cut(2, ((0, 8), (30, 64))), Cut(1, ((32, 64),)), Cut(1, ((16, 50),))
 
 
@@ -53,6 +54,13 @@ def loaded(folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
         found = differences(wanted(config), source.shapes, config)
         assert not any(found.values()), found
         return decoder(config, source, ranks, **how)
+
+
+def walked_by(folder: Path, world: int, **how: Any) -> tuple[list[Decoder], list[list[Tensor]]]:
+    """Each rank's part, and the logits that it finds."""
+    ranks = ranks_of(world)
+    parts = [loaded(folder, rank, **how) for rank in ranks]
+    return parts, together([lambda part=part: walked(part)[0] for part in parts], ranks)  # type: ignore[misc]
 
 
 def whole(part: Tensor | Coded, dtype: torch.dtype) -> Tensor:
@@ -78,7 +86,7 @@ def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
                 assert cut is None or weight.unique().numel() > 8
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ROUNDED])
+@pytest.mark.parametrize("name", [name for name in PLAIN if name not in IN_BF16])
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, folders: Path) -> None:
     folder = quantised(name, folders / name)
@@ -86,16 +94,15 @@ def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, f
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PLAIN)
 @torch.inference_mode()
 def test_parts_give_the_logits_of_the_whole(name: str, world: int, folders: Path) -> None:
     folder = quantised(name, folders / name)
     expected, _ = walked(loaded(folder))
-    ranks = ranks_of(world)
-    parts = [loaded(folder, rank) for rank in ranks]
+    parts, found = walked_by(folder, world)
     sizes = {sum(weight.numel() for weight in part.parameters()) for part in parts}
     assert len(sizes) > 1  # uneven
-    for logits in together([lambda part=part: walked(part)[0] for part in parts], ranks):  # type: ignore[misc]
+    for logits in found:
         for ours, theirs in zip(logits, expected, strict=True):
             assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
@@ -109,12 +116,9 @@ KEPT = [name for name in NAMES if name not in ("gptq-act-order", "mxfp4")]
 def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, folders: Path) -> None:
     """Of each rank, to the byte."""
     folder = quantised(name, folders / name)
-    expected, _ = walked(loaded(folder))
     model, _ = complete(ModelConf(name="x", path=str(folder), dtype=Dtype.packed), "model")
-    ranks = ranks_of(world) if world > 1 else [ALONE]
-    parts = [loaded(folder, rank, keeps_codes=True) for rank in ranks]
-    runs = [lambda part=part: walked(part)[0] for part in parts]  # type: ignore[misc]
-    for logits in together(runs, ranks) if world > 1 else [runs[0]()]:
+    (parts, found), (_, decoded) = (walked_by(folder, world, keeps_codes=keeps) for keeps in (True, False))
+    for logits, expected in zip(found, decoded, strict=True):
         for ours, theirs in zip(logits, expected, strict=True):
             assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
     for rank, part in enumerate(parts):

@@ -17,9 +17,11 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadNorms, Mlp, Norm, WholeNorms
 from llama_ssp.models.experts import Experts, Gate, Routing
+from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.linear import Beside, Embedding, Head, Product, Products, Summed, dense, plain
+from llama_ssp.models.rounded import RoundedInputs
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
@@ -225,34 +227,50 @@ class Assembly:
 
         Of each its name, the number of its outputs, and the rows.
         """
-        weights, biases = [], []
+        weights, roundings, biases = [], [], []
         for name, outputs, spans in parts:
             cut = Cut(ROWS, tuple(spans))
-            weights.append(self._read_for_product(f"{name}.weight", (outputs, self.shape.dim), cut))
+            weight, rounding = self._read_for_product(f"{name}.weight", (outputs, self.shape.dim), cut)
+            weights.append(weight)
+            roundings.append(rounding)
             if self.shape.family.has_bias(self.config, name, part):
                 biases.append(self.read(f"{name}.bias", (outputs,), cut))
         coded = [weight for weight in weights if isinstance(weight, Coded)]
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         bias = _joined(biases) if biases else None
         whole: Tensor | Coded | None = None
-        if not coded:
+        alike = len({*roundings}) == 1
+        if alike and not coded:
             whole = _joined(plain)
-        elif not plain and len({weight.kind for weight in coded}) == 1:
+        elif alike and not plain and len({weight.kind for weight in coded}) == 1:
             whole = joined(coded)
         if whole is not None:
             del weights, coded, plain  # a product may make a copy
-            return self.product(whole, bias)
+            return self._rounded(self.product(whole, bias), roundings[0])
         sizes = [weight.shape[0] for weight in weights]
         each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
-        return Beside([self.product(weight, own) for weight, own in zip(weights, each, strict=True)])
+        products = [self.product(weight, own) for weight, own in zip(weights, each, strict=True)]
+        return Beside(list(map(self._rounded, products, roundings)))
 
     def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
         """A layer that is split by its inputs; the first rank has the bias."""
         cut, dim = Cut(COLUMNS, tuple(spans)) if self.split else None, self.shape.dim
-        weight = self._read_for_product(f"{name}.weight", (dim, inputs), cut)
+        weight, rounding = self._read_for_product(f"{name}.weight", (dim, inputs), cut)
         has_bias = self.ranks.rank == 0 and self.shape.family.has_bias(self.config, name, part)
         made = self.product(weight, self.read(f"{name}.bias", (dim,)) if has_bias else None)
+        made = self._rounded(made, rounding, inputs, spans[0][0])
         return Summed(made, self.ranks.all_reduce) if self.split else made
+
+    def _rounded(
+        self, product: nn.Module, rounding: Rounding | None, inputs: int | None = None, first: int = 0
+    ) -> nn.Module:
+        """With inputs rounded if the checkpoint asks for it; `inputs`: the number that all ranks have."""
+        if rounding is None:
+            return product
+        gather = self.ranks.all_gather if self.split and inputs is not None else None
+        whole = self.shape.dim if inputs is None else inputs
+        where = {"dtype": self.dtype, "device": self.device}
+        return RoundedInputs(product, rounding, where, whole, first, gather)
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         size, family = size or self.shape.dim, self.shape.family
@@ -270,10 +288,14 @@ class Assembly:
         """The tensor of this shape, or the cut part."""
         return self._numbers(self._part(name, shape, cut)).to(self.device)
 
-    def _read_for_product(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
-        """The product moves it to the device: quantising begins on the CPU."""
+    def _read_for_product(
+        self, name: str, shape: Sizes, cut: Cut | None
+    ) -> tuple[Tensor | Coded, Rounding | None]:
+        """The weight, and how the inputs are rounded. The product moves it to the device: quantising begins
+        on the CPU."""
         part = self._part(name, shape, cut)
-        return part if self.keeps_codes and isinstance(part, Coded) else self._numbers(part)
+        rounding = part.rounding if isinstance(part, Coded) else None
+        return part if self.keeps_codes and isinstance(part, Coded) else self._numbers(part), rounding
 
     def _part(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
         self.wanted[name] = shape

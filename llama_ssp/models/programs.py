@@ -31,7 +31,10 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 FOLDER = Path(__file__).parent
 TRACED = [  # the code that programs are made from
-    *(FOLDER / f"{name}.py" for name in ["attention", "decoder", "experts", "linear", "programs", "steps"]),
+    *(
+        FOLDER / f"{name}.py"
+        for name in ["attention", "decoder", "experts", "linear", "programs", "rounded", "steps"]
+    ),
     *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "coded", "linear")),
     *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "coded", "linear")),
     *(FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "coded", "experts")),

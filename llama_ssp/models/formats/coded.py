@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.sharding import COLUMNS, Cut
 
 DECODED_AT_ONCE = 1 << 22  # weights: bounds the memory of intermediate results
@@ -83,6 +84,7 @@ class Coded:
     scale_NG: Tensor  # fp32, bf16 or fp16
     zero_NG: Tensor | None = None  # uint8
     shift_NG: Tensor | None = None  # in the type of the scales
+    rounding: Rounding | None = None  # of the layer's inputs
 
     @property
     def shape(self) -> torch.Size:

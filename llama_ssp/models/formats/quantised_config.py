@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
+from llama_ssp.models.formats.activation_schemes import (
+    LLM_INT8_THRESHOLD,
+    Rounding,
+    Scheme,
+    rounding_of,
+    schemes_of,
+)
 
 METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "bitsandbytes")
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
 # Endings of the tensors that these add to quantised weights, or put in their place.
 SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
+LARGEST_FP16 = 65504
 BLOCK_OF_4_BIT = 64  # of bitsandbytes: weights with one scale
 PLAIN = {"F64", "F32", "F16", "BF16"}
 READABLE = (
@@ -37,6 +45,16 @@ class QuantisedConfig:
     block: tuple[int, int] | None = None  # of fp8: outputs and inputs with one scale
     act_order: bool = False
     less_one: bool = False  # gptq: zeros are stored less one
+    schemes: tuple[Scheme, ...] = ()  # of inputs
+
+    def rounding_of(self, layer: str) -> Rounding | None:
+        """How inputs of a quantised layer are rounded; a static scale is still to be read."""
+        return rounding_of(layer, self.schemes)
+
+    @property
+    def in_words(self) -> str:
+        rounds = any(scheme.rounding for scheme in self.schemes)
+        return self.name + (", inputs rounded" if rounds else "")
 
 
 def quantised_config(config: Mapping[str, Any], where: Path) -> QuantisedConfig | None:
@@ -96,9 +114,17 @@ class _Reader:
             case "compressed-tensors":
                 return self._compressed()
             case "bitsandbytes":
-                bits, group = (4, BLOCK_OF_4_BIT) if self.claim.get("load_in_4bit") else (8, 0)
-                return QuantisedConfig(self.method, f"bitsandbytes, {bits} bits", bits, group)
+                return self._bitsandbytes()
         return QuantisedConfig(self.method, self.method)
+
+    def _bitsandbytes(self) -> QuantisedConfig:
+        if self.claim.get("load_in_4bit"):
+            return QuantisedConfig(self.method, "bitsandbytes, 4 bits", 4, BLOCK_OF_4_BIT)
+        threshold = self.claim.get("llm_int8_threshold", LLM_INT8_THRESHOLD)
+        if type(threshold) not in (int, float) or not 0 <= threshold < LARGEST_FP16:
+            raise self._odd("llm_int8_threshold", threshold, f"0..{LARGEST_FP16}")
+        schemes = (Scheme(("Linear",), Rounding(threshold=float(threshold))),)
+        return QuantisedConfig(self.method, "bitsandbytes, 8 bits", 8, schemes=schemes)
 
     def _by_input(self) -> QuantisedConfig:
         """GPTQ and AWQ."""
@@ -157,7 +183,12 @@ class _Reader:
         block = next(iter(blocks), None)
         args: Mapping[str, Any] = next((own for own in weights if isinstance(own, Mapping)), {})
         zeros = args.get("symmetric") is False
-        return QuantisedConfig(self.method, name, *_sizes(args, block), zeros=zeros, block=block)
+        try:
+            schemes = schemes_of([group for group in own if isinstance(group, Mapping)])
+        except ValueError as error:
+            raise unreadable(f"compressed-tensors with {error}", self.place) from None
+        sizes = _sizes(args, block)
+        return QuantisedConfig(self.method, name, *sizes, zeros=zeros, block=block, schemes=schemes)
 
     def _number(self, *keys: str, default: int) -> int:
         value = next((self.claim[key] for key in keys if self.claim.get(key) is not None), default)
