@@ -78,8 +78,11 @@ def compressed(
             "weight_scale": scale.to(dtype),
             "weight_zero_point": zero.to(torch.int8),
         }
-        if inputs and not inputs["dynamic"]:  # as if calibrated, each layer by itself
-            tensors["input_scale"] = 50 * tensors["weight_scale"].mean().reshape(1)
+        if (
+            inputs and not inputs["dynamic"]
+        ):  # FP8: each layer by itself, which layers with the same inputs show
+            by_itself = 50 * tensors["weight_scale"].mean().reshape(1)
+            tensors["input_scale"] = by_itself if type_ == "float" else torch.tensor([0.03])
             zero = torch.zeros(1, dtype=torch.int8)
             tensors["input_zero_point"] = zero if inputs.get("symmetric", True) else zero + 9
         return {f".{end}": tensor for end, tensor in library().compress(tensors, scheme()).items()}

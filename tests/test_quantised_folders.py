@@ -31,8 +31,8 @@ from tests.distributed.threads import ranks_of, together
 from tests.quantised_folders import FORMATS, ROUNDED, matrices, module_of, quantised, reference, weights_of
 from tests.test_decoder import TOLERANCE, require_same, walked
 
-NAMES = list(FORMATS)
-PLAIN = [name for name in NAMES if name not in ROUNDED]  # of the others test_rounded.py has the logits
+PLAIN = [name for name in FORMATS if name not in ROUNDED]  # of the others test_rounded.py has the logits
+NAMES = [*PLAIN, "llm-int8", "w8a8-static-zeros"]
 IN_BF16 = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
 STACKED = None, Cut(2, ((6, 40),)), Cut(2, ((0, 8), (30, 64))), Cut(1, ((32, 64),)), Cut(1, ((16, 50),))
 
@@ -152,8 +152,8 @@ def test_layers_of_other_formats_may_stand_beside_each_other(folders: Path, tmp_
 
 
 BY_TRANSFORMERS = [
-    name for name, form in FORMATS.items()
-    if form.claim["quant_method"] in ("compressed-tensors", "fp8", "mxfp4") or name == "llm-int8"
+    name for name in NAMES
+    if FORMATS[name].claim["quant_method"] in ("compressed-tensors", "fp8", "mxfp4") or name == "llm-int8"
 ]  # fmt: skip
 
 

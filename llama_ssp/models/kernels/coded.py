@@ -1,7 +1,7 @@
 """Linear layers with weights in codes: products read codes and scales, and make numbers in registers.
 
-Inputs are not quantised here (rounded.py). A number is not rounded to 16 bit after its code is scaled, as libraries do that
-decode weights first: so products are nearer to those of the codes than theirs.
+Inputs are as they are given (rounded.py rounds some). A number is not rounded to 16 bit after its code is
+scaled, as libraries do that decode weights first: so products are nearer to those of the codes than theirs.
 """
 
 from __future__ import annotations
