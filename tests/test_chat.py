@@ -213,3 +213,10 @@ def test_chats_through_the_command(command: Command, tmp_path: Path) -> None:
     for wrong in (("task.system=x",), ("task.special_tokens=true", "task.chat=true")):
         refused = command(prompt, *arguments, *wrong)
         assert refused.code == 2 and len(refused.errors) == 1
+
+
+@pytest.mark.parametrize("task", ["measure", "agree", "certify"])
+def test_tasks_that_compare_take_chats(task: str, command: Command) -> None:
+    """The template is asked for; a random model has none."""
+    answer = command(f"task={task}", "task.chat=true", 'task.prompts=["hello"]', "out=null")
+    assert answer.code == 3 and "no chat template" in answer.errors[0]

@@ -13,7 +13,8 @@ import torch
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.planner.run_plan import DEVICE
 from llama_ssp.tasks import rank_memory
-from llama_ssp.tasks.measure import MeasureTask, peak_memory
+from llama_ssp.tasks.measure import peak_memory
+from llama_ssp.tasks.measured_pair import MeasuredPair
 from llama_ssp.tasks.profiling import PARTS
 from llama_ssp.text.prompts import SENTENCES
 from tests.conftest import Answer, Command
@@ -79,13 +80,13 @@ def test_peak_memory_and_the_plan_read_one_probe(tmp_path: Path, monkeypatch: py
 
 def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every batch, so that what slows the machine slows all; first a warm-up on one prompt."""
-    turn, order = MeasureTask._turn, list[tuple[str, str, int]]()
+    turn, order = MeasuredPair._turn, list[tuple[str, str, int]]()
 
-    def seen(task: MeasureTask, pair: Any, contender: Any, batch: Any, repeat: int, sample: Any) -> None:
-        order.append((contender.record.name, batch[0].id, repeat))
-        turn(task, pair, contender, batch, repeat, sample)
+    def seen(pair: MeasuredPair, contender: Any, batch: Any, repeat: int, sample: Any) -> None:
+        order.append((contender.record.name, batch[0][1].id, repeat))
+        turn(pair, contender, batch, repeat, sample)
 
-    monkeypatch.setattr(MeasureTask, "_turn", seen)
+    monkeypatch.setattr(MeasuredPair, "_turn", seen)
     command(*QUICK, "task.ks=[2]", "out=null", "output=json")
     names = ["target alone", "draft alone", "pair, K = 2"]
     at = [("0", 0), ("0", 0), ("1", 0), ("0", 1), ("1", 1)]
@@ -146,15 +147,15 @@ def test_a_draft_of_a_shorter_context_is_not_measured_alone(command: Command) ->
 def test_what_was_measured_remains_when_it_is_stopped(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn, turns = MeasureTask._turn, list[int]()
+    turn, turns = MeasuredPair._turn, list[int]()
 
-    def stopping(task: MeasureTask, *rest: Any) -> Any:
+    def stopping(task: MeasuredPair, *rest: Any) -> Any:
         turns.append(1)
         if len(turns) == 11:  # after the warm-up of three and a repeat of six: the second counts nothing
             raise KeyboardInterrupt
         turn(task, *rest)
 
-    monkeypatch.setattr(MeasureTask, "_turn", stopping)
+    monkeypatch.setattr(MeasuredPair, "_turn", stopping)
     answer = command(*QUICK, "task.ks=[2]")
     assert answer.code == 130
     found = document(answer)

@@ -134,7 +134,7 @@ def test_speculation_that_does_not_pay_is_called_so() -> None:
 
 
 def test_the_csv_has_a_line_for_each_turn() -> None:
-    rows = list(csv.DictReader(io.StringIO(repeats_csv(speeds(2).records))))
+    rows = list(csv.DictReader(io.StringIO(repeats_csv([("a/b", one) for one in speeds(2).records]))))
     assert [(row["contender"], row["repeat"]) for row in rows[:3]] == [
         ("target alone", "0"), ("target alone", "1"), ("draft alone", "0"),
     ]  # fmt: skip

@@ -47,6 +47,11 @@ class TaskConf:
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
     @property
+    def writes_past_end(self) -> bool:
+        """Whether an end-of-text token ends no text."""
+        return getattr(self, "ignore_eos", False)
+
+    @property
     def named_pairs(self) -> list[str]:
         """The pairs of presets that the task names in the place of the run's own."""
         return getattr(self, "pairs", [])
@@ -69,17 +74,25 @@ class TaskConf:
 
 @dataclass
 class PromptedConf(TaskConf):
-    """A task that continues prompts: from the config, a file, or its own source (text/prompts.py)."""
+    """A task that continues prompts: from the config, a file, or its own source (text/prompts.py).
+
+    `chat` puts each prompt into the target's chat template, after `system` if given.
+    """
 
     prompts: list[str] | None = None
     prompt_file: str | None = None
     on_bad_row: OnBadRow = OnBadRow.fail
+    chat: bool = False
+    system: str | None = None
     max_new_tokens: int = number(128, 1, MAX_INT)
     prefill_chunk: int = number(512, 1, 2**20)
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        sources = [key for key in ("prompts", "prompt_file", "lengths") if getattr(self, key, None)]
+        if self.system is not None and not self.chat:
+            what, fix = "task.system is a part of a chat", "write task.chat=true, or put it into the prompt"
+            raise UsageError(what, found="task.chat=false", fix=fix)
+        sources = [key for key in ("prompts", "prompt_file", "lengths", "suite") if getattr(self, key, None)]
         if len(sources) > 1:
             what = f"both task.{sources[0]} and task.{sources[1]} are given"
             raise UsageError(what, allowed="one source of prompts", fix="drop one of them")
@@ -91,21 +104,15 @@ class PromptedConf(TaskConf):
 class TextConf(PromptedConf):
     """A task that shows what it writes.
 
-    `chat` puts each prompt into the target's chat template, after `system` if given. Names of special tokens
-    in a prompt are text, or with `special_tokens` (without `chat`) those tokens.
+    Names of special tokens in a prompt are text, or with `special_tokens` (without `chat`) those tokens.
     """
 
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
-    chat: bool = False
-    system: str | None = None
     special_tokens: bool = False
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        if self.system is not None and not self.chat:
-            what, fix = "task.system is a part of a chat", "write task.chat=true, or put it into the prompt"
-            raise UsageError(what, found="task.chat=false", fix=fix)
         if self.special_tokens and self.chat:
             what, found = "in a chat special tokens are the template's", "task.special_tokens=true"
             raise UsageError(what, found=f"{found}, task.chat=true", fix="choose one of the two")
@@ -129,6 +136,19 @@ class GenerateConf(TextConf):
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
         check_echo(self.echo, self.logprobs, self.max_new_tokens)
+
+
+def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
+    """Raises UsageError for entries of `task.pairs` that name no pair, or a draft where none drafts."""
+    for name in pairs:
+        if not PAIR.fullmatch(name):
+            allowed, fix = "TARGET or TARGET/DRAFT", "use the names under conf/model, such as 13B/7B"
+            raise UsageError("a task.pairs entry names no pair", "", repr(name), allowed, fix)
+    drafted = [name for name in pairs if "/" in name and not name.endswith("/none")]
+    if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
+        what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
+        fix = "name the target alone, or choose speculation=default"
+        raise UsageError(what, "speculation", f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
 
 
 @dataclass
@@ -155,15 +175,7 @@ class EvalConf(TaskConf):
         for key, values in (("seeds", self.seeds), ("sizes", self.sizes)):
             if not values:
                 raise UsageError(f"task.{key} is an empty list", fix=f"leave it out, or write task.{key}=[1]")
-        for name in self.pairs:
-            if not PAIR.fullmatch(name):
-                allowed, fix = "TARGET or TARGET/DRAFT", "use the names under conf/model, such as 13B/7B"
-                raise UsageError("a task.pairs entry names no pair", "", repr(name), allowed, fix)
-        drafted = [name for name in self.pairs if "/" in name and not name.endswith("/none")]
-        if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
-            what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
-            fix = "name the target alone, or choose speculation=default"
-            raise UsageError(what, "speculation", f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
+        check_pairs(self.pairs, spec)
 
 
 @dataclass
@@ -191,17 +203,33 @@ class MeasureConf(PromptedConf):
     """task=measure: the speed of the target alone, the draft alone and the pair at each K of `ks`.
 
     Prompts come from the config or a file, else they are fifteen sentences; with `lengths` they are random
-    tokens, one prompt of each length. Contenders take turns `repeats` times, after a warm-up that does not
-    count. `plot` null puts plot.png into the run folder.
+    tokens, one prompt of each length; with `suite` they are the questions of a published file, of several
+    turns each (text/suites.py). An entry of `pairs` is TARGET or TARGET/DRAFT, presets under conf/model;
+    without any, the run's own pair is measured. Contenders take turns `repeats` times, after a warm-up that
+    does not count. `ignore_eos` null is true, but false with a suite. `plot` null puts plot.png into the run
+    folder.
     """
 
+    suite: str | None = None
+    pairs: list[str] = field(default_factory=list)
     lengths: list[int] = number(list, 1, 2**20)
     ks: list[int] = number(lambda: [1, 2, 4, 8], 1, MAX_K)
     repeats: int = number(6, 1, 1000)
     max_new_tokens: int = number(64, 1, MAX_INT)
-    ignore_eos: bool = True
+    ignore_eos: bool | None = None
     batch_size: int = number(1, 1, MOST_ROWS)
     plot: str | None = picture(*PLOTS)
+
+    @property
+    def writes_past_end(self) -> bool:
+        return self.suite is None if self.ignore_eos is None else self.ignore_eos
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        check_pairs(self.pairs, spec)
+        if self.suite is not None and self.batch_size > 1:
+            what, fix = "a suite's questions are answered one by one", "leave task.batch_size=1"
+            raise UsageError(what, "task.suite", f"task.batch_size={self.batch_size}", "1", fix)
 
 
 @dataclass

@@ -44,10 +44,9 @@ class PairSession:
         self.spec, self.run, self.ranks = spec, spec.run, ranks
         self.placements = model_placements(spec)
         self.tokens = tokens_of(self.placements)
-        ignores_end = getattr(spec.run.task, "ignore_eos", False)
-        self.end_ids = frozenset[int]() if ignores_end else self.tokens.end_ids
+        self.end_ids = frozenset[int]() if spec.run.task.writes_past_end else self.tokens.end_ids
         self._models: RankModels | None = None
-        self.costs: Costs | None = None  # of rounds at each K, if `load` has measured them
+        self.costs: Costs | None = None  # of rounds at each K, if they have been measured
 
     @property
     def models(self) -> RankModels:
@@ -98,7 +97,7 @@ class PairSession:
         """
         self.check(rows, max_tokens, caches)
         self.open(ModelCache(self.ranks, self.run.placement))
-        self.costs = self._measured_costs()
+        self.measure_costs()
         return self
 
     def open(self, cache: ModelCache) -> PairSession:
@@ -112,12 +111,11 @@ class PairSession:
         """Frees the models, but for those in a cache."""
         self._models = None
 
-    def _measured_costs(self) -> Costs | None:
-        """What rounds cost at each K; None where K is not chosen by that, or on several ranks."""
+    def measure_costs(self) -> None:
+        """Sets `costs` to what rounds cost at each K, if K is chosen by that, on one rank."""
         target, draft, spec = self.models.target, self.models.draft, self.run.speculation
-        if not spec.adaptive or spec.cost_ratio is not None or self.ranks.world > 1 or not (target and draft):
-            return None
-        return measured(target, draft, self.run, self.rows, self._slots)
+        if spec.adaptive and spec.cost_ratio is None and self.ranks.world == 1 and target and draft:
+            self.costs = measured(target, draft, self.run, self.rows, self._slots)
 
     def engine(
         self, seed: int, run: RunConf | None = None, end_ids: frozenset[int] | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb, log, sqrt
+from math import comb, exp, inf, log, nan, prod, sqrt
 from statistics import NormalDist, median, quantiles
 
 LEVEL = 0.95
@@ -51,6 +51,30 @@ def paired_difference(gained: int, lost: int, n: int, level: float = LEVEL) -> E
     middle = more - less
     reach = _quantile(level) * sqrt((more + less - middle**2) / whole)
     return Estimate((gained - lost) / n, max(-1.0, middle - reach), min(1.0, middle + reach))
+
+
+def ratio_of_sums(
+    over: Sequence[Sequence[float]], under: Sequence[Sequence[float]], level: float = LEVEL
+) -> Estimate:
+    """The product of the sums of `over` by that of the sums of `under`; each holds a figure of every item.
+
+    The interval is over items, which were drawn at random: the logarithm's, by linearisation. Of one item,
+    and where a sum is 0, nothing is known: the interval has no end.
+    """
+    n = len(over[0])
+    sums = [[sum(one) for one in side] for side in (over, under)]
+    if not all(map(prod, sums)):
+        return Estimate(nan, 0.0, inf)
+    value = prod(sums[0]) / prod(sums[1])
+    if n < 2:
+        return Estimate(value, 0.0, inf)
+    slopes = [
+        sum(one[i] / total for one, total in zip(over, sums[0], strict=True))
+        - sum(one[i] / total for one, total in zip(under, sums[1], strict=True))
+        for i in range(n)
+    ]
+    reach = _quantile(level) * sqrt(n / (n - 1) * sum(slope**2 for slope in slopes))
+    return Estimate(value, value * exp(-reach), value * exp(reach))
 
 
 def median_of(values: list[float], level: float = LEVEL) -> Estimate:

@@ -26,6 +26,16 @@ SPEEDS = (
     Column("acceptance_rate", "accepted"),
     Column("tokens_per_target_forward", "tokens/forward"),
 )
+CATEGORIES = (
+    FIRST,
+    Column("category", is_text=True),
+    Column("questions"),
+    Column("tokens_per_round", "tokens/round"),
+    Column("tokens_per_round", "interval", is_interval=True, optional=1),
+    Column("speedup", "faster"),
+    Column("speedup", "interval", is_interval=True),
+    Column("acceptance_rate", "accepted", optional=2),
+)
 SCORES = (
     Column("pair", is_text=True),
     Column("mode", "sampling", is_text=True),
@@ -89,28 +99,67 @@ def _difference(one: Row) -> str:
 
 
 def speeds(found: Row) -> Items:
-    """task=measure: speeds, where the time goes, acceptance by position, drafts apart, and notes."""
-    rows = [
-        ("target alone", found.get("target_alone") or {}),
-        ("draft alone", found.get("draft_alone") or {}),
-    ]
-    rows += [(f"pair, K = {_k(one)}", one) for one in found.get("pair", ())]
-    rows = [(name, row) for name, row in rows if row.get("ms_per_token") is not None]
+    """task=measure: the speeds of a pair or of several, a suite's categories, where the time goes, notes."""
+    if "pairs" in found:
+        return _speeds_of_pairs(found["pairs"], found["peak_memory"])
+    rows = _contenders(found)
     if not rows:
         return []
     items: Items = [Table("speeds", SPEEDS, [{"contender": name, **row} for name, row in rows])]
-    items += [_split(rows), _positions(rows)]
+    if found.get("suite"):
+        items += _categories([("", found)])
+    else:
+        items.append(_split(rows))
+    items.append(_positions(rows))
     for name, row in rows:
         if (apart := row["overlap"]) is not None:
             items += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
-    return [*items, "", *_notes(found)]
+    return [*items, "", *_notes(found), *_memory(found["peak_memory"])]
 
 
-def repeats_csv(records: list[Record]) -> str:
-    """A line for each contender and repeat of task=measure, for other statistics."""
+def _contenders(found: Row) -> list[tuple[str, Row]]:
+    """The contenders of a pair that have been measured."""
+    rows = [(name, found.get(name.replace(" ", "_")) or {}) for name in ("target alone", "draft alone")]
+    rows += [(f"pair, K = {_k(one)}", one) for one in found.get("pair", ())]
+    return [(name, row) for name, row in rows if row.get("ms_per_token") is not None]
+
+
+def _speeds_of_pairs(pairs: list[Row], memory: list[Row]) -> Items:
+    """A row for each target and for each pair at each K."""
+    shown: dict[str, Row] = {}
+    for one in pairs:
+        target = one["name"].partition("/")[0]
+        for name, row in _contenders(one):
+            if name != "draft alone":
+                pair = target if name == "target alone" else f"{one['name']}{name.removeprefix('pair')}"
+                shown.setdefault(pair, row)
+    if not shown:
+        return []
+    rows = [{"contender": name, **row} for name, row in shown.items()]
+    categories = _categories([(one["name"], one) for one in pairs])
+    return [Table("speeds", SPEEDS, rows), *categories, "", pairs[0]["interval"], *_memory(memory)]
+
+
+def _categories(pairs: list[tuple[str, Row]]) -> Items:
+    """A suite's categories: of each pair and K, what it gets a round, how much faster, what is accepted."""
     rows = [
-        {"contender": record.name, "k": record.k, "repeat": repeat, **sample.row()}
-        for record in records
+        {"contender": f"{name}{', ' * bool(name)}K = {_k(row)}", **one,
+         **{f"at_{n}": rate for n, rate in enumerate(one["acceptance_by_position"], start=1)}}
+        for name, found in pairs
+        for row in found.get("pair", ())
+        for one in row.get("by_category", ())
+    ]  # fmt: skip
+    most = max((len(row["acceptance_by_position"]) for row in rows), default=0)
+    places = [Column(f"at_{n}", f"at {n}", optional=n + 2) for n in range(1, most + 1)]
+    explained = "intervals of 95 % over questions; at n: drafts of position n that were accepted"
+    return [Table("categories", [*CATEGORIES, *places], rows, "by category"), explained] if rows else []
+
+
+def repeats_csv(records: list[tuple[str, Record]]) -> str:
+    """A line for each pair, contender and repeat of task=measure, for other statistics."""
+    rows = [
+        {"pair": pair, "contender": record.name, "k": record.k, "repeat": repeat, **sample.row()}
+        for pair, record in records
         for repeat, sample in enumerate(record.samples)
     ]
     text = io.StringIO()
@@ -168,7 +217,10 @@ def _notes(found: Row) -> Iterator[str]:
         )
     covered = f" (coverage {coverage:.3f})" if coverage else ""
     yield f"{found['interval']}{covered}; ms and tokens/s without prefill, first token with it"
-    for rank in found["peak_memory"]:
+
+
+def _memory(ranks: list[Row]) -> Iterator[str]:
+    for rank in ranks:
         device = f", device {rank['device_bytes'] / MIB:.0f} MiB" if rank["device_bytes"] else ""
         process = f"process {rank['process_bytes'] / MIB:.0f} MiB"
         yield f"peak memory, rank {rank['rank']}: {process}{device}"

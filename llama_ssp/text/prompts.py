@@ -10,8 +10,8 @@ import json
 import logging
 import stat
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from llama_ssp.config import (
@@ -24,6 +24,7 @@ from llama_ssp.config import (
     home_expanded,
 )
 from llama_ssp.errors import DataError, StorageError, UsageError
+from llama_ssp.text.suites import question_of
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +68,16 @@ SENTENCES = [
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A prompt as text. `where` is for messages: file and line."""
+    """A prompt as text. `where` is for messages: file and line.
+
+    A suite's question has a category, and `later` turns, each of which follows an answer.
+    """
 
     id: str
     text: str
     where: str
+    category: str = ""
+    later: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,11 @@ def read_prompts(task: PromptedConf) -> Reading:
         return _from_stdin(task.on_bad_row)
     if task.prompt_file is not None:
         data = file_bytes("task.prompt_file", task.prompt_file)
-        return _checked(_parse(data, task.prompt_file, has_objects(task.prompt_file)), task.on_bad_row)
+        made = _record if has_objects(task.prompt_file) else _text
+        return _checked(_parse(data, task.prompt_file, made), task.on_bad_row)
+    if isinstance(task, MeasureConf) and task.suite is not None:
+        data = file_bytes("task.suite", task.suite)
+        return _checked(_parse(data, task.suite, _question), task.on_bad_row)
     if isinstance(task, MeasureConf):
         return _samples([] if task.lengths else SENTENCES, "sentences")
     if isinstance(task, CertifyConf | AgreeConf):
@@ -135,8 +145,8 @@ def read_prompts(task: PromptedConf) -> Reading:
 def _from_stdin(policy: OnBadRow) -> Reading:
     """The prompts of standard input: objects if the first line begins one, else a prompt a line."""
     data = _stdin_bytes()
-    jsonl = data.removeprefix(BOM).lstrip()[:1] == b"{"
-    return _checked(_parse(data, "standard input", jsonl), policy)
+    made = _record if data.removeprefix(BOM).lstrip()[:1] == b"{" else _text
+    return _checked(_parse(data, "standard input", made), policy)
 
 
 def _samples(texts: list[str], where: str = "sample") -> Reading:
@@ -188,12 +198,22 @@ def lines_of(data: bytes, file: str) -> Iterator[Line]:
         start += len(raw) + 1
 
 
-def _parse(data: bytes, name: str, jsonl: bool) -> Iterator[TextPrompt | DataError]:
+def _parse(data: bytes, name: str, made: Callable[[Line], TextPrompt]) -> Iterator[TextPrompt | DataError]:
     for line in lines_of(data, name):
         try:
-            yield _record(line) if jsonl else TextPrompt(f"line-{line.number}", line.text, line.where)
+            yield made(line)
         except DataError as error:
             yield error
+
+
+def _text(line: Line) -> TextPrompt:
+    return TextPrompt(f"line-{line.number}", line.text, line.where)
+
+
+def _question(line: Line) -> TextPrompt:
+    """A suite's question."""
+    own_id, category, turns = question_of(parsed_object(line), f"line-{line.number}", line.where)
+    return TextPrompt(name_of(own_id, line.where), turns[0], line.where, category, turns[1:])
 
 
 def _record(line: Line) -> TextPrompt:

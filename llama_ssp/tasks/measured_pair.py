@@ -1,0 +1,236 @@
+"""One pair of task=measure: its contenders, their turns, and what they wrote.
+
+Contenders take turns on the same prompts. Every rank takes the same turns in the same order; no decision
+depends on a clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llama_ssp.config import MeasureConf, RunConf
+from llama_ssp.distributed.comm import Ranks
+from llama_ssp.errors import DataError
+from llama_ssp.pair.assembly import ModelCache, RankModels, draft_alone, engine_for, lookahead_for
+from llama_ssp.pair.batches import TimedRun, prompt_of, require_numbers, texts_of
+from llama_ssp.pair.session import PairSession, regular
+from llama_ssp.planner.run_plan import RunMeasurement
+from llama_ssp.report.console import Progress
+from llama_ssp.report.speed_stats import Record, Sample, Speeds
+from llama_ssp.report.suite_stats import Answer, by_category
+from llama_ssp.speculative.engine import Engine, RankEngine
+from llama_ssp.speculative.generate import Limits, Step
+from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.common import longest
+from llama_ssp.tasks.profiling import PARTS, Stopwatch
+from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.tokenizer import Message
+
+log = logging.getLogger(__name__)
+Batch = list[tuple[TextPrompt, Prompt]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Takes turns. `models` is None on ranks that have no part in it and wait."""
+
+    record: Record
+    run: RunConf
+    models: RankModels | None
+    is_pairs: bool = True
+    answers: dict[str, list[Answer]] = field(default_factory=dict)  # to a suite's questions, a repeat each
+
+
+class MeasuredPair:
+    """A warm-up, the repeats, then, but for suites, a turn of each contender with the stopwatch on."""
+
+    def __init__(
+        self, pair: PairSession, prompts: Batch, seed: int, ranks: Ranks, watch: Stopwatch
+    ) -> None:  # fmt: skip
+        """Checks that the pair fits. Raises DistributedError otherwise."""
+        assert isinstance(pair.run.task, MeasureConf)
+        self.pair, self._task, self._seed = pair, pair.run.task, seed
+        self._ranks, self._watch = ranks, watch
+        self.contenders: list[Contender] = []
+        rows = min(self._task.batch_size, len(prompts))
+        self.batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
+        self._most = max(self._whole_length(*one) for one in prompts)
+        pair.check(rows, self._most)
+
+    @property
+    def name(self) -> str:
+        target, drafter = self.pair.spec.target, self.pair.spec.drafter
+        return target if drafter is None else f"{target}/{drafter}"
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [prompt for batch in self.batches for _, prompt in batch]
+
+    def measure(self, cache: ModelCache) -> None:
+        """Loads the models and takes all turns; the models are the cache's afterwards."""
+        task, pair = self._task, self.pair
+        models = pair.open(cache).models
+        pair.measure_costs()
+        alone = len(pair.placements) > 1 and self._most <= models.draft_context
+        self.contenders = contenders_of(models, pair.run, task.ks if pair.spec.drafter else [], alone)
+        passes = task.repeats + (task.suite is None)
+        with Progress(
+            f"measure {self.name}", (1 + passes * len(self.batches)) * len(self.contenders), "turns"
+        ) as progress:
+            self._repeat(self.batches[:1], 0, progress)  # a warm-up
+            for contender in self.contenders:
+                contender.answers.clear()
+            for repeat in range(task.repeats):
+                samples = self._repeat(self.batches, repeat, progress)
+                for contender, sample in zip(self.contenders, samples, strict=True):
+                    contender.record.samples += [sample] if contender.models else []
+            for contender in self.contenders if task.suite is None else ():
+                self._split(contender)
+                progress.advance(len(self.batches))
+
+    def figures(self) -> dict[str, Any]:
+        """Right at any moment."""
+        found = speeds_of(self.contenders).figures() if self.contenders else {}
+        if self._task.suite is not None and found:
+            questions = [text for batch in self.batches for text, _ in batch]
+            pairs = [one for one in self.contenders if one.is_pairs][1:]
+            for row, contender in zip(found["pair"], pairs, strict=True):
+                row["by_category"] = by_category(questions, self.contenders[0].answers, contender.answers)
+        counts = [len(prompt.token_ids) for prompt in self.prompts]
+        return {**found, "prompts": len(counts), "prompt_tokens": counts, **self.pair.figures()}
+
+    def measurements(self, prefix: str) -> list[RunMeasurement]:
+        """Every contender with the target; the draft alone does not write the target's texts."""
+        return [
+            self.pair.measurement(prefix + one.record.name, one.record.figures(), one.run)
+            for one in self.contenders
+            if one.models and one.is_pairs and one.record.samples
+        ]
+
+    def _whole_length(self, text: TextPrompt, prompt: Prompt) -> int:
+        """How long the prompt and its answers can become; a turn's frame is at most as long as the first."""
+        new, first, later = self._task.max_new_tokens, len(prompt.token_ids), 0
+        for turn in text.later:
+            later += len(self.pair.tokens.encode(turn)) + first + new
+        return first + new + later
+
+    def _repeat(self, batches: list[Batch], repeat: int, progress: Progress) -> list[Sample]:
+        """Every contender writes all texts; they change turns after each batch, so machine noise is shared.
+
+        Every repeat draws other texts, the same in every run of this seed.
+        """
+        samples = [Sample() for _ in self.contenders]
+        for batch in batches:
+            for contender, sample in zip(self.contenders, samples, strict=True):
+                self._turn(contender, batch, repeat, sample)
+                progress.advance(1)
+        return samples
+
+    def _turn(self, contender: Contender, batch: Batch, repeat: int, sample: Sample) -> None:
+        """One batch, or one question of a suite, by one contender."""
+        if contender.models is not None:
+            if self._task.suite is None:
+                self._write(contender, [prompt for _, prompt in batch], repeat, sample)
+            else:
+                contender.answers.setdefault(batch[0][0].id, []).append(
+                    self._answer(contender, *batch[0], repeat, sample)
+                )
+        self._ranks.barrier()  # ranks without a part in it wait here: a barrier waits longer than a message
+
+    def _answer(
+        self, contender: Contender, question: TextPrompt, prompt: Prompt, repeat: int, sample: Sample
+    ) -> Answer:
+        """All turns of a question: each follows what this contender has answered before."""
+        answer = Answer()
+        for number, text in enumerate([question.text, *question.later]):
+            if number:
+                try:
+                    prompt = self._follow_up(question, text, number, answer.turns)
+                except DataError as problem:
+                    log.warning("skipped: %s", problem)
+                    answer.turns_skipped += 1
+                    continue
+            timed, accepted = self._write(contender, [prompt], repeat, sample)
+            ids = timed.state.generated(0)
+            shown = ids[:-1] if timed.state.finished[0] == "eos" else ids
+            answer.take(self.pair.tokens.decode(shown), timed.seconds, timed.counts, accepted)
+        return answer
+
+    def _follow_up(self, question: TextPrompt, text: str, number: int, answers: list[str]) -> Prompt:
+        """The prompt of a later turn. Raises DataError where it does not fit the model's context."""
+        asked, messages = [question.text, *question.later[: number - 1]], list[Message]()
+        for earlier, answer in zip(asked, answers, strict=False):
+            messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": text})
+        whole = "\n\n".join(message["content"] for message in messages)
+        following = replace(question, id=f"{question.id} turn {number + 1}", text=whole)
+        return prompt_of(following, self.pair.tokens, self.pair.run, messages if self._task.chat else ())
+
+    def _write(
+        self, contender: Contender, prompts: list[Prompt], repeat: int, sample: Sample
+    ) -> tuple[TimedRun, list[int]]:
+        """The batch's texts, timed, and how many tokens each row and round got."""
+        engine, got = self._engine(contender, repeat), list[int]()
+        timed = TimedRun(engine, prompts, self._task.max_new_tokens)
+        for step, spent in self._rounds(contender, timed):
+            got += [len(row.tokens) for row in step.rows]
+            if step.round:
+                sample.delivery_ms.append(1000 * spent)
+                for row in step.rows:
+                    sample.inter_token_ms += [1000 * spent / len(row.tokens)] * len(row.tokens)
+        require_numbers(*texts_of(timed.state))
+        first_s, counts = timed.first_token_s or 0.0, timed.counts
+        sample.take(longest(prompts), counts.prefill_s, counts.decode_s, first_s, counts)
+        if engine.overlap is not None and contender.record.k != 0:
+            sample.overlaps.append(engine.overlap)
+        return timed, got
+
+    def _engine(self, contender: Contender, repeat: int) -> RankEngine:
+        assert contender.models is not None
+        pair, chunk = self.pair, self._task.prefill_chunk
+        seed = self._seed + repeat
+        return engine_for(contender.models, contender.run, pair.tokens, pair.end_ids, seed, chunk)
+
+    def _rounds(self, contender: Contender, timed: TimedRun) -> Iterator[tuple[Step, float]]:
+        limits = Limits(self._task.max_new_tokens, self.pair.end_ids)
+        return timed.rounds(limits, lookahead_for(contender.run, timed.state.rows, self.pair.costs))
+
+    def _split(self, contender: Contender) -> None:
+        """The same turn with the stopwatch on, which is not part of the other figures."""
+        if contender.models is not None:
+            engine, made = self._engine(contender, 0), 0
+            if isinstance(engine, Engine):  # the leader's clocks are those that are shown
+                engine.part = self._watch.part
+            self._watch.spent.clear()
+            for batch in self.batches:
+                timed = TimedRun(engine, [prompt for _, prompt in batch], self._task.max_new_tokens)
+                with self._watch.running(engine.synchronize):
+                    for _ in self._rounds(contender, timed):
+                        pass
+                made += timed.counts.committed.total()
+            contender.record.split = {part: 1000 * self._watch.spent[part] / made for part in PARTS}
+        self._ranks.barrier()
+
+
+def contenders_of(models: RankModels, run: RunConf, ks: list[int], drafts_alone: bool) -> list[Contender]:
+    """The contenders in their order: the target alone, the draft alone, the pair at each K."""
+    plain = regular(run)
+    found = [Contender(Record("target alone", 0), plain, models)]
+    if ks and drafts_alone and not models.roles.drafts_apart:  # apart, the leader has no part in it
+        found.append(Contender(Record("draft alone", 0), plain, draft_alone(models), is_pairs=False))
+    for k in ks:
+        spec = replace(run.speculation, k=k, adaptive=False)
+        found.append(Contender(Record(f"pair, K = {k}", k), replace(run, speculation=spec), models))
+    if ks and run.speculation.adaptive:
+        found.append(Contender(Record("pair, adaptive", None), run, models))
+    return found
+
+
+def speeds_of(contenders: list[Contender]) -> Speeds:
+    """The contenders' records, by their names."""
+    records = [contender.record for contender in contenders]
+    draft = next((record for record in records if record.name == "draft alone"), None)
+    return Speeds(records[0], draft, [record for record in records[1:] if record is not draft])
