@@ -29,7 +29,7 @@ from llama_ssp.config import BatchConf, Output, RunConf
 from llama_ssp.distributed.signals import CODE_FILE, end_with_parent
 from llama_ssp.errors import OK, UsageError
 from llama_ssp.planner.gpus import gpus_here
-from llama_ssp.planner.hardware import CPU
+from llama_ssp.planner.storage import CPU
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.tables import figure
 from llama_ssp.speculative.stats import ratio

@@ -18,9 +18,8 @@ from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.engine import tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import Prediction, predict, require_fit
-from llama_ssp.planner.storage import BYTES
-from llama_ssp.planner.weights import parameters
+from llama_ssp.planner.run_plan import Prediction, predict, require_fit, warn_of_codes
+from llama_ssp.planner.weights import Part, held
 from llama_ssp.planner.workload import Role
 from llama_ssp.text.pairing import Pairing
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
@@ -119,6 +118,7 @@ def require_loadable(
         )  # fmt: skip
     if prediction is not None:
         require_fit(prediction, run.plan.enforce)
+        warn_of_codes(prediction)
     elif run.plan.enforce:
         _require_capacity(found, run, rows * max(caches), slots)
     return prediction
@@ -160,9 +160,14 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
             log.info("no draft model: plain decoding")
     elif _same_weights(draft, target):
         log.warning("the draft is the target itself: exact, but no gain is expected")
-    elif parameters(draft.model) * BYTES[draft.dtype] >= parameters(target.model) * BYTES[target.dtype]:
+    elif _bytes(draft) >= _bytes(target):
         line = "draft %s is no smaller than target %s: drafting pays if acceptance exceeds the cost ratio"
         log.warning(line, draft.model.name, target.model.name)
+
+
+def _bytes(placed: ModelPlacement) -> int:
+    """Of the whole model's weights."""
+    return sum(held(Part.of(placed.model), placed.dtype).values())
 
 
 def _same_weights(draft: ModelPlacement, target: ModelPlacement) -> bool:

@@ -11,13 +11,20 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.planner.advice import Largest, advice, largest, overrides
 from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.fit import FitVerdict, RankMemory
-from llama_ssp.planner.search import Option, PlanRequest, option, regular_ms, search
+from llama_ssp.planner.search import (
+    Option,
+    PlanRequest,
+    cost_of,
+    option,
+    regular_ms,
+    search,
+    slower_than_16_bit,
+)
 from llama_ssp.planner.speed import (
     ACCEPTANCES,
     AcceptancePoint,
     at_acceptance,
     break_even,
-    pass_cost,
     prefill_s,
 )
 from llama_ssp.planner.storage import WEIGHTS
@@ -55,6 +62,11 @@ class Plan:
         """Why steps of the chosen placement run eagerly, by role. Roles with compiled steps are left out."""
         reasons = {one.role: self.request.why_eager(one, self.chosen.placement) for one in self.request.roles}
         return {role: reason for role, reason in reasons.items() if reason is not None}
+
+    @property
+    def slower(self) -> dict[str, float]:
+        """By role how many times as long a step takes as in 16 bit, where being quantised makes it slower."""
+        return slower_than_16_bit(self.request, self.chosen.placement, self.chosen.k)
 
     @property
     def fewest(self) -> Option | None:
@@ -105,6 +117,7 @@ class Plan:
             "band": self.request.band,
             "overlap": self.overlap(),
             "eager_steps": self.eager,
+            "slower_than_16_bit": self.slower,
         }
         return {
             "verdict": chosen.verdict.value,
@@ -158,7 +171,7 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     by_layers = chosen.placement.splitting is Splitting.layers  # then regular sampling is by layers, too
     regular = chosen.regular_ms if by_layers else regular_ms(request, options, worlds)
     drafts = len(chosen.times.verify) > 1
-    cost = pass_cost(request.target, len(chosen.placement.target))
+    cost = cost_of(request, request.target, chosen.placement)
     least_s = 0.0 if request.machine.is_cpu else launching_s(cost)  # passes over prompts are never graphs
     rows, prompt, chunk = work.rows, work.prompt_tokens, work.prefill_chunk
     prefill = prefill_s(cost, request.machine.times, rows, prompt, chunk, least_s)

@@ -18,10 +18,10 @@ from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.advice import advice
 from llama_ssp.planner.engine import tokens_generated
 from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory
-from llama_ssp.planner.hardware import CPU, machine_of
+from llama_ssp.planner.hardware import machine_of
 from llama_ssp.planner.memory import SEGMENTS
-from llama_ssp.planner.search import Option, PlanRequest, option, round_times
-from llama_ssp.planner.storage import WEIGHTS
+from llama_ssp.planner.search import Option, PlanRequest, option, round_times, warnings_of_codes
+from llama_ssp.planner.storage import CPU, WEIGHTS
 from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 
@@ -120,6 +120,13 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     changes = advice(request, chosen, [chosen.placement.world]) or [SMALLER]
     fix = "; or ".join([*changes, "plan.enforce=false to try all the same"])
     raise DistributedError("the models do not fit", where, found, allowed, fix)
+
+
+def warn_of_codes(prediction: Prediction) -> None:
+    """Logs which role is slower for being quantised."""
+    chosen = prediction.option
+    for line in warnings_of_codes(prediction.request, chosen.placement, chosen.k):
+        log.warning("%s", line)
 
 
 @dataclass(frozen=True)

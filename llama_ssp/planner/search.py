@@ -24,6 +24,7 @@ from llama_ssp.planner.workload import TARGET, Role, Workload
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
 MANY_RANKS = 256  # over more of them a draft is split over powers of two only
 PROB_BYTES = 4  # of a probability that is sent to the leader
+NOTABLE = 0.05  # by how much a step must be slower to be named
 
 
 @dataclass(frozen=True)
@@ -162,30 +163,68 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
     return sorted(found, key=_order)
 
 
+def cost_of(request: PlanRequest, role: Role, placement: Placement) -> PassCost:
+    """What a pass of the role costs with this placement."""
+    ranks = len(placement.target) if role.role == TARGET else placement.draft_degree
+    return pass_cost(role, ranks, request.machine.store(request.why_eager(role, placement) is None))
+
+
+def step_s(request: PlanRequest, role: Role, placement: Placement, cost: PassCost, each: int) -> float:
+    """Seconds of a step over `each` tokens of each row, halfway through the texts."""
+    machine, work = request.machine, request.work
+    slots = work.prompt_tokens + work.new_tokens / 2
+    spent = forward_s(cost, machine.times, work.rows, each, slots)
+    eager = request.why_eager(role, placement) is not None
+    return as_run(spent, cost, machine.times, eager, machine.is_cpu)
+
+
+def slower_than_16_bit(request: PlanRequest, placement: Placement, k: int) -> dict[str, float]:
+    """Of each role that is slower for being quantised: the time of a step over that in 16 bit.
+
+    A step of the target verifies K drafts; the draft's has one token.
+    """
+    found = {}
+    for role in request.roles:
+        wide = replace(role, dtype=request.machine.dtype(Dtype.auto))
+        if BYTES[role.dtype] >= BYTES[Dtype.bf16] or (role.role != TARGET and not placement.draft):
+            continue
+        each = k + 1 if role.role == TARGET else 1
+        own, other = (
+            step_s(request, one, placement, cost_of(request, one, placement), each) for one in (role, wide)
+        )
+        if own > other * (1 + NOTABLE):
+            found[role.role] = own / other
+    return found
+
+
+def warnings_of_codes(request: PlanRequest, placement: Placement, k: int) -> Iterator[str]:
+    """The same in words, a line each."""
+    slower, wide = slower_than_16_bit(request, placement, k), request.machine.dtype(Dtype.auto).value
+    for role in request.roles:
+        if times := slower.get(role.role):
+            tokens = request.work.rows * (k + 1 if role.role == TARGET else 1)
+            step = f"a step of {tokens} token{'s' * (tokens > 1)} takes {times:.1f} times as long"
+            what = f"{role.role}.dtype={role.dtype.value} saves memory, but is slower than {wide} here"
+            yield f"{what}: by the plan {step}"
+
+
 def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     """Seconds of a draft step, and of verifying 0, 1, ... drafts, with this placement."""
     machine, work, draft = request.machine, request.work, request.draft
     times = machine.times
-    slots = work.prompt_tokens + work.new_tokens / 2  # halfway through the texts
-
-    def step_s(role: Role, cost: PassCost, each: int) -> float:
-        eager = request.why_eager(role, placement) is not None
-        spent = forward_s(cost, times, work.rows, each, slots)
-        return as_run(spent, cost, times, eager, machine.is_cpu)
-
     step = 0.0
     if draft is not None and placement.draft:
-        cost = pass_cost(draft, placement.draft_degree)
+        cost = cost_of(request, draft, placement)
         probs = work.rows * cost.vocab
-        step = step_s(draft, cost, 1) + probs * times.probs
+        step = step_s(request, draft, placement, cost, 1) + probs * times.probs
         if placement.draft_apart:
             step += probs * PROB_BYTES / times.link_per_s
-    target = pass_cost(request.target, len(placement.target))
+    target = cost_of(request, request.target, placement)
     messages = 2 * times.message if placement.world > 1 else 0.0
 
     def verify_s(k: int) -> float:
         probs = work.rows * (k + 1) * target.vocab
-        spent = step_s(request.target, target, k + 1) + probs * times.probs + times.round
+        spent = step_s(request, request.target, placement, target, k + 1) + probs * times.probs + times.round
         return spent + (times.check + probs * times.accept if k else 0.0) + messages
 
     drafts = (draft is not None and bool(placement.draft)) or request.text_drafts

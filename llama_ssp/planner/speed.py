@@ -12,8 +12,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from llama_ssp.config import Overlap, TimesConf
-from llama_ssp.planner.storage import BUFFERS, EMBEDDING, EXPERTS, POSITIONS, width
+from llama_ssp.config import Dtype, Overlap, TimesConf
+from llama_ssp.planner.efficiency import Efficiency, Points, efficiency_of, of_plain
+from llama_ssp.planner.storage import (
+    AS_THEY_ARE,
+    BUFFERS,
+    EMBEDDING,
+    EXPERTS,
+    POSITIONS,
+    Store,
+    sizes_of,
+    width,
+)
 from llama_ssp.planner.weights import Part, held, weights
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
@@ -53,6 +63,21 @@ class Times:
 
 
 @dataclass(frozen=True)
+class CodedCost:
+    """Quantised matrices of one efficiency: bytes of codes and scales, and numbers."""
+
+    bytes: float
+    numbers: float
+    how: Efficiency
+
+    def seconds(self, times: Times, tokens: int) -> float:
+        """Of their products, in a pass of so many tokens."""
+        moved = self.how.moved * self.numbers if tokens >= self.how.moves_from else 0.0
+        reading = (self.bytes * self.how.read + moved) / times.bytes_per_s
+        return max(reading, 2 * self.numbers * tokens / (times.flops_per_s * between(self.how.flops, tokens)))
+
+
+@dataclass(frozen=True)
 class PassCost:
     """What the busiest rank of a role reads and computes in a pass.
 
@@ -62,7 +87,7 @@ class PassCost:
 
     ranks: int
     layers: int
-    weights: float
+    weights: float  # with codes and scales
     slot: float
     flops: float
     sums: int
@@ -70,6 +95,8 @@ class PassCost:
     vocab: int
     experts: float = 0.0
     chosen: float = 0.0
+    coded: tuple[CodedCost, ...] = ()  # of `weights`
+    share: Points = ((1, 1.0),)  # of the machine's operations a second, of plain weights
 
     def read(self, tokens: int) -> float:
         """Bytes of weights that a pass reads: tokens choose experts independently, some of them the same."""
@@ -112,8 +139,8 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
     )
 
 
-def pass_cost(role: Role, ranks: int) -> PassCost:
-    """The cost for the first rank, which holds what does not divide evenly."""
+def pass_cost(role: Role, ranks: int, store: Store = AS_THEY_ARE) -> PassCost:
+    """The cost for the first rank, which holds what does not divide evenly; `store`: how it keeps weights."""
     part = Part.of(role.model, ranks)
     not_read = (POSITIONS, BUFFERS, EXPERTS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS, EXPERTS)
     found = held(part, role.dtype)
@@ -124,7 +151,19 @@ def pass_cost(role: Role, ranks: int) -> PassCost:
     w, sums = width(role.dtype), _layer_sums(part) * part.layers + PASS_SUMS if ranks > 1 else 0
     slot = 2.0 * part.layers * part.key_width * w
     own = sums, part.dim * w, part.whole_vocab, found.get(EXPERTS, 0), chosen
-    return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, *own)
+    coded = _coded(part, role.dtype, store)
+    return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, *own, coded, of_plain(store))
+
+
+def _coded(part: Part, dtype: Dtype, store: Store) -> tuple[CodedCost, ...]:
+    """The quantised matrices of a rank."""
+    found: dict[Efficiency, tuple[float, float]] = {}
+    for weight in weights(part, dtype is Dtype.packed):
+        if how := efficiency_of(weight, dtype, store):
+            size, numbers = found.get(how, (0.0, 0.0))
+            size += weight.times * sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
+            found[how] = size, numbers + weight.times * weight.count
+    return tuple(CodedCost(*sizes, how) for how, sizes in found.items())
 
 
 def _layer_sums(part: Part) -> int:
@@ -135,12 +174,15 @@ def _layer_sums(part: Part) -> int:
 def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) -> float:
     """Seconds of one pass over `each` tokens of each row, which attends to `slots` cached ones."""
     tokens, ranks = rows * each, cost.ranks
-    reading = cost.read(tokens) / times.bytes_per_s * between(times.rows_cost, tokens)
-    computing = cost.flops * tokens / times.flops_per_s
+    plain = cost.read(tokens) - sum(each.bytes for each in cost.coded)
+    numbers = cost.flops - 2 * sum(each.numbers for each in cost.coded)
+    reading = plain / times.bytes_per_s * between(times.rows_cost, tokens)
+    computing = numbers * tokens / (times.flops_per_s * between(cost.share, tokens))
+    products = max(reading, computing) + sum(each.seconds(times, tokens) for each in cost.coded)
     attending = cost.slot * rows * slots / times.bytes_per_s
     traffic = 2 * cost.width * tokens * (ranks - 1) / ranks / times.link_per_s
     reducing = cost.sums * (between(times.reduce, ranks) + traffic) if ranks > 1 else 0.0
-    return max(reading, computing) + attending + cost.layers * times.layer + times.step + reducing
+    return products + attending + cost.layers * times.layer + times.step + reducing
 
 
 def prefill_s(

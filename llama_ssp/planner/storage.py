@@ -24,7 +24,7 @@ WEIGHTS = "embedding", "head", "layers", "experts", "norms", "quantisation scale
 EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
 
 UNIT = 512  # bytes to which torch rounds requests on a GPU
-CPU, CUDA = "cpu", "cuda"
+CPU, CUDA, OLD = "cpu", "cuda", "a GPU without bf16"  # which has no kernel for codes
 BLOCK = 32  # outputs that a CPU's kernels store together (models/kernels/linear.py)
 WORD = {CPU: 4, CUDA: 16}  # bytes of codes of a group that a kernel reads at once (models/kernels/coded.py)
 
@@ -33,8 +33,8 @@ WORD = {CPU: 4, CUDA: 16}  # bytes of codes of a group that a kernel reads at on
 class Store:
     """How a device keeps tensors.
 
-    `unit`: bytes to which its allocator rounds. `kernel`: CPU or CUDA, of the kernels for codes; empty where
-    codes are decoded for each product. `compiled`: of a model with compiled steps.
+    `unit`: bytes to which its allocator rounds. `kernel`: CPU or CUDA, of the kernels for codes; else codes
+    are decoded for each product. `compiled`: of a model with compiled steps.
     """
 
     unit: int = 1

@@ -14,7 +14,7 @@ from llama_ssp.distributed.placement import spans
 from llama_ssp.planner.advice import MOST_K, MOST_ROWS
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
 from llama_ssp.planner.plan import PARTS, Plan, parts
-from llama_ssp.planner.search import Option
+from llama_ssp.planner.search import Option, warnings_of_codes
 from llama_ssp.planner.speed import BAND
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import GIB
@@ -164,6 +164,7 @@ def _words(plan: Plan) -> Iterator[str]:
         yield f"{guess}; waiting instead takes {overlap['ms_per_token_waiting']:.2f} ms/token"
     if plan.eager:
         yield f"steps run eagerly: {'; '.join(f'{role}, {reason}' for role, reason in plan.eager.items())}"
+    yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
     yield f"times within {plan.request.band:.0%}, constants of {machine.times.source}"
     if machine.nodes > 1 and not machine.is_cpu and plan.chosen.placement.world > machine.gpus:

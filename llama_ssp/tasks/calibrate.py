@@ -37,9 +37,10 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import StorageError
 from llama_ssp.models.devices import describe, device_of, dtype_of
-from llama_ssp.planner.hardware import CPU, CPU_TABLE, Machine, known, machine_of, matching
+from llama_ssp.planner.hardware import CPU_TABLE, Machine, known, machine_of, matching
 from llama_ssp.planner.search import PlanRequest, round_times
 from llama_ssp.planner.speed import RoundTimes
+from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 from llama_ssp.report.run_folder import versions
 from llama_ssp.tasks.common import Task

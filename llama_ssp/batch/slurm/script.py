@@ -12,7 +12,7 @@ from llama_ssp import __version__
 from llama_ssp.batch.workers import LOGS, SOURCES
 from llama_ssp.config import ClusterConf
 from llama_ssp.errors import UsageError
-from llama_ssp.planner.hardware import CPU
+from llama_ssp.planner.storage import CPU
 
 LOG_NAME = "%x-%A_%a.out"  # job's name, number, element: restarts append to it
 PLAIN = re.compile(r"[\w./=:,@%+-]+")
