@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from hydra import compose, initialize_config_dir  # noqa: E402
 
 from bench.side_by_side import PROMPTS  # noqa: E402
-from bench.surroundings import processor, write  # noqa: E402
+from bench.surroundings import write  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config import DraftSeat, PlacementConf, register  # noqa: E402
 from llama_ssp.config.presets import CONF  # noqa: E402
@@ -37,6 +37,7 @@ from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
 from llama_ssp.distributed.process_group import Group, checksum  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
+from llama_ssp.report.machine import processor  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from tests.distributed.pairs import Case, opened, written  # noqa: E402

@@ -173,7 +173,7 @@ def allowed(row: dict[str, Any]) -> int:
 
 def table(rows: list[dict[str, Any]], size: int, world: int) -> str:
     """A complete results file."""
-    from surroundings import processor
+    from llama_ssp.report.machine import processor
 
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True

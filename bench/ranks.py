@@ -37,13 +37,14 @@ from bars import Bar, all_met, bars_table, most  # noqa: E402
 from contenders import alone, by_us, in_turn, opened  # noqa: E402
 from fast import sizes  # noqa: E402
 from pictures import write_json  # noqa: E402
-from surroundings import said_by_git, surroundings, write  # noqa: E402
+from surroundings import surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, RunConf, Steps  # noqa: E402
 from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
 from llama_ssp.planner.speed import pass_cost  # noqa: E402
 from llama_ssp.planner.workload import Role  # noqa: E402
+from llama_ssp.report.machine import said_by_git  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 
 log = logging.getLogger("bench")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from llama_ssp.report.machine import processor, said_by_git
 from llama_ssp.report.run_folder import versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,18 +36,6 @@ def without_folder(word: str) -> str:
     """The argument, without a folder that only this machine has."""
     key, _, value = word.partition("=")
     return f"{key}=FOLDER" if Path(value).is_absolute() else word
-
-
-def said_by_git(folder: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
-
-
-def processor() -> str:
-    """The processor's name, if the system reports it."""
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def write(place: str, text: str) -> None:

@@ -60,7 +60,7 @@ def test_the_document_and_the_files(command: Command) -> None:
     assert found["cost_ratio"] > 0 and found["interval_coverage"] == 0.5
     assert found["peak_memory"][0]["process_bytes"] > 10**7
     folder = Path(found["run_folder"])
-    assert (folder / "plot.png").read_bytes()[:4] == b"\x89PNG" and found["plot"] == str(folder / "plot.png")
+    assert "<svg" in (folder / "plot.svg").read_text() and found["plot"] == str(folder / "plot.svg")
     rows = list(csv.DictReader((folder / "repeats.csv").open()))
     assert [row["contender"] for row in rows] == [
         name for name in ("target alone", "draft alone", "pair, K = 1", "pair, K = 3") for _ in range(2)

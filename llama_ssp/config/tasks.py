@@ -158,7 +158,7 @@ class EvalConf(TaskConf):
     The score is highest with sampling=greedy; the ancestor had sampling.temperature=0.5. An entry of `pairs`
     is TARGET or TARGET/DRAFT, presets under conf/model; without any, the run's own pair is scored.
     The first n questions of each seed are scored for every n of `sizes`; `quick` asks 10 of one seed. `plot`
-    null puts plot.png into the run folder.
+    null puts plot.svg into the run folder.
     """
 
     pairs: list[str] = field(default_factory=list)
@@ -206,7 +206,7 @@ class MeasureConf(PromptedConf):
     tokens, one prompt of each length; with `suite` they are the questions of a published file, of several
     turns each (text/suites.py). An entry of `pairs` is TARGET or TARGET/DRAFT, presets under conf/model;
     without any, the run's own pair is measured. Contenders take turns `repeats` times, after a warm-up that
-    does not count. `ignore_eos` null is true, but false with a suite. `plot` null puts plot.png into the run
+    does not count. `ignore_eos` null is true, but false with a suite. `plot` null puts plot.svg into the run
     folder.
     """
 
@@ -263,7 +263,7 @@ class AgreeConf(PromptedConf):
     """task=agree: how far draft and target agree greedily on each prompt, and where they differ.
 
     The draft writes `chunk` tokens at a time, which the target reads in one pass, until they differ or have
-    agreed on `max_new_tokens`. `plot` null puts plot.png into the run folder.
+    agreed on `max_new_tokens`. `plot` null puts plot.svg into the run folder.
     """
 
     max_new_tokens: int = number(64, 1, MAX_INT)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from math import nan
 from pathlib import Path
@@ -17,10 +20,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
+logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of its font cache
 
 GREY, BLUE = "#8a8f98", "#1f77b4"
 COLOURS = {"regular": GREY, "speculative": BLUE}
-PARTS = {"draft": "#2ca02c", "verify": BLUE, "decide": "#9467bd", "communicate": "#d62728", "host": GREY}
+PARTS = {
+    "draft": ("#2ca02c", "draft"),
+    "verify": (BLUE, "verify (alone: forward passes)"),
+    "decide": ("#9467bd", "decide"),
+    "communicate": ("#d62728", "communicate"),
+    "host": (GREY, "host"),
+}
+STYLE: dict[str, Any] = {
+    "font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "legend.frameon": False,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3, "axes.axisbelow": True,
+    "savefig.dpi": 200, "svg.fonttype": "none", "svg.hashsalt": "llama-ssp", "pdf.fonttype": 42,
+    "axes.prop_cycle": "cycler('color', ['#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00'])",
+}  # fmt: skip
 
 
 def check_pictures(names: dict[str, str]) -> None:
@@ -40,58 +56,120 @@ def plot_place(name: str | None, folder: Path | None) -> Path | None:
     if folder is not None and find_spec("matplotlib") is None:
         log.info("no plot: matplotlib is not installed (pip install matplotlib)")
         return None
-    return folder / "plot.png" if folder is not None else None
+    return folder / "plot.svg" if folder is not None else None
 
 
-def plot_agreements(found: list[dict[str, Any]], most: int, path: Path) -> None:
+def plot(summary: dict[str, Any], path: Path) -> None:
+    """Draws the picture of a run from its summary, if it has one. Raises StorageError."""
+    figure = picture(summary)
+    if figure is not None:
+        save(figure, path)
+
+
+def svg(summary: dict[str, Any]) -> str | None:
+    """The picture of a run as SVG; None where it has none, or matplotlib is not installed."""
+    figure = picture(summary) if find_spec("matplotlib") else None
+    if figure is None:
+        return None
+    _write(figure, text := io.StringIO(), "svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def picture(summary: dict[str, Any]) -> Figure | None:
+    """The figure of a run, with a title that says what was measured where; None where there is nothing."""
+    make = PICTURES.get(summary["task"])
+    with styled():
+        figure = make(summary) if make is not None else None
+        if figure is not None:
+            figure.suptitle(caption(summary), fontsize="small")
+    return figure
+
+
+def caption(summary: dict[str, Any]) -> str:
+    """Pair, hardware, date and number of prompts of a run, as far as its summary has them."""
+    host, drafter = summary.get("host") or {}, summary.get("drafter")
+    pair = summary.get("target") if summary["task"] != "eval" else None
+    words = [f"{pair} with {drafter}" if pair and drafter else pair]
+    words += [f"{host['processor']}, {host['cores']} cores" if host else None, *summary.get("gpus", [])[:1]]
+    words += [(summary.get("began") or "")[:10], _number(summary)]
+    return "; ".join(word for word in words if word)
+
+
+def _number(summary: dict[str, Any]) -> str:
+    if summary["task"] == "measure":
+        repeats = (summary.get("target_alone") or {}).get("repeats", 0)
+        return f"n = {repeats} repeats of {summary.get('prompts')} prompts"
+    if summary["task"] == "eval":
+        return f"n = {max((row['prompts'] for row in summary['rows']), default=0)} prompts"
+    return f"n = {len(summary['prompts'])} prompts"
+
+
+def _agreements(summary: dict[str, Any]) -> Figure | None:
     """Over how many tokens the models agree, as a share of the prompts; a mark where they part."""
+    found = summary["prompts"]
+    if not found:
+        return None
     lengths = sorted(one["agreed_tokens"] for one in found)
     parted = sorted(one["agreed_tokens"] for one in found if one["fork"] is not None)
     steps = range(max(lengths) + 2)
     agreeing = [100 * sum(length >= n for length in lengths) / len(found) for n in steps]
     figure, axes = _percentages(7)
-    axes.step(steps, agreeing, where="post", color=BLUE, label="still agree")
+    axes.step(steps, agreeing, where="post", color=BLUE, label="models agree so far")
     heights = [100 * sum(other > n for other in lengths) / len(found) for n in parted]
-    axes.plot([n + 1 for n in parted], heights, "o", ms=4, color=GREY, label="parts here")
-    axes.set_xlim(0, min(most, max(lengths) + 1))
-    axes.set_xlabel("tokens")
-    axes.set_ylabel(f"of {len(found)} prompts, %")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    save(figure, path)
+    axes.plot([n + 1 for n in parted], heights, "o", ms=4, color=GREY, label="first mismatch", clip_on=False)
+    axes.set_xlim(0, max(lengths) + 1)
+    _whole_ticks(axes)
+    axes.set_xlabel("generated tokens, greedy")
+    axes.set_ylabel("share of prompts, %")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
 
 
-def plot_scores(rows: list[dict[str, Any]], path: Path) -> None:
+def _scores(summary: dict[str, Any]) -> Figure | None:
     """Bars with their intervals, regular next to speculative, one group for each pair and size."""
+    rows = summary["rows"]
+    if not rows:
+        return None
     groups = list(dict.fromkeys((row["pair"], row["prompts_per_seed"]) for row in rows))
-    sizes = {size for _, size in groups}
-    figure, axes = _percentages(2.5 + 1.3 * len(groups))
+    figure, axes = _percentages(3.5 + 1.3 * len(groups))
     for side, (mode, colour) in enumerate(COLOURS.items()):
         shown = [row for row in rows if row["mode"] == mode]
         places = [groups.index((row["pair"], row["prompts_per_seed"])) + 0.4 * side - 0.2 for row in shown]
         heights, reach = _with_intervals(shown, "score", 100)
         if shown:
             axes.bar(places, heights, 0.36, yerr=reach, capsize=4, color=colour, label=mode)
-    labels = [pair if len(sizes) == 1 else f"{pair}\n{size} a seed" for pair, size in groups]
+    differences = {(one["pair"], one["prompts_per_seed"]): one for one in summary.get("differences", ())}
+    labels = [_score_label(*group, differences.get(group)) for group in groups]
     axes.set_xticks(range(len(groups)), labels)
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.set_ylabel("right products, % (95 % interval)")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    save(figure, path)
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
 
 
-def plot_speeds(found: dict[str, Any], path: Path) -> None:
+def _score_label(pair: str, size: int, difference: dict[str, Any] | None) -> str:
+    """The pair, and its difference with the interval: what the picture is about."""
+    if difference is None:
+        return f"{pair}\n{size} a seed"
+    figures = (100 * difference[f"difference{end}"] for end in ("", "_low", "_high"))
+    return f"{pair}\n{size} a seed\ndifference " + "{:+.1f} ({:+.1f}..{:+.1f})".format(*figures)
+
+
+def _speeds(summary: dict[str, Any]) -> Figure | None:
     """Three panels of what task=measure has measured: speed-up over K, acceptance by position, time."""
-    picture = _figure(13)
-    speed, acceptance, time = picture.subplots(1, 3, width_ratios=[1.2, 1, 1.2])
-    _speedups(speed, found)
-    _acceptance(acceptance, found)
-    _time(time, found)
-    save(picture, path)
+    if not summary.get("target_alone"):
+        return None
+    figure = _figure(13, 4.6)
+    speed, acceptance, time = figure.subplots(1, 3, width_ratios=[1.2, 1, 1.2])
+    _speedups(speed, summary)
+    _acceptance(acceptance, summary)
+    _time(time, summary)
+    return figure
 
 
 def _speedups(axes: Axes, found: dict[str, Any]) -> None:
-    pair = [row for row in found["pair"] if row["k"] and row["speedup"] is not None]
-    axes.set_title("times as fast as the target alone", fontsize=10)
+    pair = [row for row in found["pair"] if row["k"] and row.get("speedup") is not None]
+    axes.set_title("times as fast as the target alone")
     axes.set_xlabel("K, drafts a round")
     axes.axhline(1, color="black", linewidth=0.8)
     if not pair:
@@ -104,35 +182,37 @@ def _speedups(axes: Axes, found: dict[str, Any]) -> None:
         curve = [predicted(alpha, cost, k) or 0.0 for k in range(max(ks) + 1)]
         label = f"predicted: acceptance {alpha:.2f}, cost {cost:.2f}"
         axes.plot(range(len(curve)), curve, linestyle="--", color=GREY, label=label)
-    axes.legend(frameon=False, fontsize=8)
+    _whole_ticks(axes)
+    _legend_below(axes)
 
 
 def _acceptance(axes: Axes, found: dict[str, Any]) -> None:
-    axes.set_title("share of drafts accepted", fontsize=10)
+    axes.set_title("share of drafts accepted")
     axes.set_xlabel("position in the block")
     axes.set_ylim(0, 1.02)
     for row in found["pair"]:
         if rates := row.get("acceptance_by_position"):
             axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=_drafts(row))
-    if axes.lines:
-        axes.legend(frameon=False, fontsize=8)
+    _whole_ticks(axes)
+    _legend_below(axes)
 
 
 def _time(axes: Axes, found: dict[str, Any]) -> None:
     rows = [("target", found["target_alone"]), ("draft", found["draft_alone"] or {})]
     rows += [(_drafts(row), row) for row in found["pair"]]
     split = [(name, part) for name, row in rows if (part := row.get("time_split_ms_per_token"))]
-    axes.set_title("where the time goes, ms/token", fontsize=10)
+    axes.set_title("where the time goes, ms/token")
     bottom = [0.0] * len(split)
-    for part, colour in PARTS.items():
+    for part, (colour, label) in PARTS.items():
         heights = [own[part] for _, own in split]
         if any(heights):
-            axes.bar(range(len(split)), heights, 0.6, bottom=bottom, color=colour, label=part)
+            axes.bar(range(len(split)), heights, 0.6, bottom=bottom, color=colour, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.set_xticks(range(len(split)), [name for name, _ in split], fontsize=8)
-    if any(bottom):
-        axes.set_ylim(0, 1.25 * max(bottom))
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper left")
+    axes.set_xticks(range(len(split)), [name for name, _ in split], fontsize="small")
+    _legend_below(axes)
+
+
+PICTURES = {"measure": _speeds, "eval": _scores, "agree": _agreements}
 
 
 def _drafts(row: dict[str, Any]) -> str:
@@ -150,10 +230,19 @@ def _with_intervals(
     return [unit * row[name] for row in rows], reach
 
 
-def _figure(width: float) -> Figure:
+@contextmanager
+def styled() -> Iterator[None]:
+    """The style of every picture of the project."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
+def _figure(width: float, height: float = 4) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, 4), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _percentages(width: float) -> tuple[Figure, Axes]:
@@ -163,11 +252,32 @@ def _percentages(width: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def save(figure: Any, path: Path) -> None:
-    """Writes the picture without frames, in the format of its name's ending. Raises StorageError."""
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
+def _whole_ticks(axes: Axes) -> None:
+    """The axis counts: ticks at whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend_below(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the picture in the format of its name's ending. Raises StorageError."""
     try:
-        figure.savefig(path, dpi=150)
+        _write(figure, path, None)
     except OSError as error:
         raise StorageError(f"cannot write the plot: {error.strerror}", where=str(path)) from None
+
+
+def _write(figure: Figure, place: Any, kind: str | None) -> None:
+    """Without frames; an SVG without its date, so that equal figures make equal files."""
+    import matplotlib
+
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    is_svg = kind == "svg" or getattr(place, "suffix", "") == ".svg"
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(place, format=kind, metadata={"Date": None} if is_svg else None)

@@ -17,6 +17,7 @@ import yaml
 from llama_ssp import __version__
 from llama_ssp.config import RunConf, home_expanded, resolved
 from llama_ssp.errors import StorageError
+from llama_ssp.report.machine import commit, host
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
 
@@ -50,9 +51,10 @@ class RunFolder:
         self._run, self._seed = run, seed
         self.path: Path | None = None
         self._rounds: IO[str] | None = None
+        now = datetime.now()
+        self._began = now.isoformat(timespec="seconds")
         if run.out is None:
             return
-        now = datetime.now()
         base = home_expanded(run.out) / f"{now:%Y-%m-%d}"
         with _writing(run.out):
             base.mkdir(parents=True, exist_ok=True)
@@ -65,9 +67,14 @@ class RunFolder:
         return {
             "task": self._run.task.name,
             "status": status,
+            "began": self._began,
+            "target": self._run.model.name,
+            "drafter": _drafter(self._run),
             "config_sha256": config_sha256(self._run),
             "seed": self._seed,
             "versions": versions(),
+            "commit": commit(),
+            "host": host(),
             **figures,
             "run_folder": str(self.path) if self.path else None,
         }
@@ -94,6 +101,13 @@ class RunFolder:
                 draft = self.path / "summary.json.part"
                 draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
                 draft.replace(self.path / "summary.json")
+
+
+def _drafter(run: RunConf) -> str | None:
+    """The name of what drafts: a model, or a way without one."""
+    if run.has_draft_model and run.draft is not None:
+        return run.draft.name
+    return run.speculation.drafter.value if run.drafts_from_text else None
 
 
 @contextmanager

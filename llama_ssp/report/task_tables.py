@@ -277,3 +277,27 @@ ITEMS: dict[str, Callable[[Row], Items]] = {
     "generate": outputs, "compare": comparisons, "measure": speeds, "eval": scores, "agree": agreements,
     "certify": checks,
 }  # fmt: skip
+
+
+PLANNED = (
+    Column("what", "plan against actual", is_text=True),
+    Column("predicted", digits=2),
+    Column("measured", digits=2),
+    Column("predicted_over_measured", "predicted / measured"),
+)
+MEMORY = {"held_bytes": "weights and caches", "tensor_bytes": "tensors", "reserved_bytes": "reserved",
+          "device_bytes": "in all"}  # fmt: skip
+
+
+def plan_against_actual(summary: Row) -> Table | None:
+    """The plan's predictions next to what was measured; None where there was no plan."""
+    plan = summary.get("plan")
+    if not plan:
+        return None
+    rows = [{"what": f"{way['name']}, ms/token", **way["ms_per_token"]} for way in plan["ways"]]
+    for rank in plan["memory"]:
+        for key, name in MEMORY.items():
+            both = {part: rank[key][part] and rank[key][part] / MIB for part in ("predicted", "measured")}
+            rows.append({"what": f"rank {rank['rank']}, {name}, MiB", **rank[key], **both})
+    rows = [row for row in rows if row["measured"] is not None]
+    return Table("plan_against_actual", PLANNED, rows) if rows else None

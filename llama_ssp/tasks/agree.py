@@ -12,7 +12,6 @@ from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Progress
-from llama_ssp.report.plots import plot_agreements
 from llama_ssp.report.task_tables import agreements as agreements_shown
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -48,7 +47,7 @@ class AgreeTask(Task[AgreeConf]):
                     progress.advance(len(part))
         finally:
             self._show()
-        self._draw(task.plot, lambda path: plot_agreements(self._found, task.max_new_tokens, path))
+        self._draw(task.plot)
         return "done"
 
     def figures(self) -> dict[str, Any]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar, cast
 
 from llama_ssp.config import Output, PromptedConf, TaskConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.session import PairSession
+from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import Console, Item
-from llama_ssp.report.plots import plot_place
+from llama_ssp.report.plots import plot, plot_place
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.tasks.inputs import RunInputs
@@ -70,12 +70,17 @@ class Task(Generic[Conf]):
         if self._run.output is Output.text:
             self._console.show(items)
 
-    def _draw(self, name: str | None, plot: Callable[[Path], None]) -> None:
-        """Has the leader draw a plot where `task.plot` asks for it, or into the run folder."""
+    def _draw(self, name: str | None) -> None:
+        """Has the leader draw the run's picture where `task.plot` asks for it, or into the run folder."""
         place = plot_place(name, self._folder.path)
         if place is not None and self._ranks.is_leader:
-            plot(place)
+            plot(self._folder.summary("", {**self.figures(), "gpus": gpu_names()}), place)
             self._plot = str(place)
+
+
+def gpu_names() -> list[str]:
+    """The GPUs of this machine that the run sees."""
+    return [gpu.name for gpu in gpus_here()]
 
 
 def output_of(state: State, row: int, text: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from llama_ssp.pair.batches import Batches, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.report.console import Progress
-from llama_ssp.report.plots import plot_scores
 from llama_ssp.report.statistics import paired_difference, wilson
 from llama_ssp.report.task_tables import scores
 from llama_ssp.speculative.state import Prompt
@@ -76,7 +75,7 @@ class EvalTask(Task[EvalConf]):
         finally:
             if self.has_output():
                 self._print(scores(self.figures()))
-        self._draw(self._task.plot, lambda path: plot_scores(self._rows(), path))
+        self._draw(self._task.plot)
         return "done"
 
     def has_output(self) -> bool:

@@ -18,7 +18,6 @@ from llama_ssp.pair.batches import usable
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import TENSORS
-from llama_ssp.report.plots import plot_speeds
 from llama_ssp.report.suite_stats import answer_lines
 from llama_ssp.report.task_tables import repeats_csv, speeds
 from llama_ssp.tasks.common import Task
@@ -89,8 +88,7 @@ class MeasureTask(Task[MeasureConf]):
         """Prints the tables and writes the files and the plot, of what has been measured."""
         if not self.has_output() or not self._ranks.is_leader:
             return
-        figures, several = self.figures(), bool(self._task.pairs)
-        self._print(speeds(figures))
+        self._print(speeds(self.figures()))
         records = [
             (one.name, contender.record) for one in self._measured_pairs for contender in one.contenders
         ]
@@ -98,8 +96,8 @@ class MeasureTask(Task[MeasureConf]):
         if self._task.suite is not None:
             for one in self._measured_pairs:
                 self._write_answers(one)
-        if not several:
-            self._draw(self._task.plot, lambda path: plot_speeds(figures, path))
+        if not self._task.pairs:
+            self._draw(self._task.plot)
 
     def _write_answers(self, one: MeasuredPair) -> None:
         """A file of each contender's answers, as Spec-Bench's own scripts read them."""

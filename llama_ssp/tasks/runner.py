@@ -32,7 +32,7 @@ from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
 from llama_ssp.tasks.certify.task import CertifyTask
-from llama_ssp.tasks.common import Task
+from llama_ssp.tasks.common import Task, gpu_names
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
 from llama_ssp.tasks.generate import GenerateTask
@@ -103,7 +103,9 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     finally:
         plan = compare_with_plan(task.measurements(), memory)
         wall_s = time.perf_counter() - began
-        summary = folder.summary(status, {**task.figures(), "plan": plan, "wall_s": wall_s})
+        summary = folder.summary(
+            status, {**task.figures(), "plan": plan, "wall_s": wall_s, "gpus": gpu_names()}
+        )
         try:
             folder.close(summary)
         finally:  # a full disk must not cost what was done

@@ -253,7 +253,7 @@ def main() -> None:
 
 def table(rows: list[str], bad: int) -> str:
     """A results file that needs nothing beside it."""
-    from bench.surroundings import processor
+    from llama_ssp.report.machine import processor
     from llama_ssp.report.run_folder import versions
 
     commit = subprocess.run(

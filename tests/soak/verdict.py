@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.surroundings import processor
+from llama_ssp.report.machine import processor
 from llama_ssp.report.run_folder import versions
 from llama_ssp.report.tables import aligned
 from tests.soak.processes import Held

@@ -1,0 +1,44 @@
+"""Where a run took place: host, processor, and the program's commit. No torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[2]
+
+
+@cache
+def host() -> dict[str, str | int | None]:
+    """The machine's name, system, processor and cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    system = f"{platform.system()} {platform.release()}"
+    return {"name": platform.node(), "system": system, "processor": processor(), "cores": cores}
+
+
+@cache
+def processor() -> str:
+    """The processor's name, if the system reports it."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+@cache
+def commit() -> str | None:
+    """The commit of the checkout that runs, `-dirty` with changes; None of an installed package."""
+    if not (SOURCES / ".git").exists():
+        return None
+    return said_by_git(SOURCES, "describe", "--always", "--dirty", "--exclude=*") or None
+
+
+def said_by_git(folder: Path, *words: str) -> str:
+    """What git prints; nothing where it fails or is not installed."""
+    try:
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
