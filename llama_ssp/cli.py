@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -35,6 +36,7 @@ from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave
 from llama_ssp.errors import (
     DISTRIBUTED,
     INPUT_OUTPUT,
+    OK,
     USAGE,
     DistributedError,
     JointError,
@@ -45,8 +47,10 @@ from llama_ssp.errors import (
     one_line,
 )
 from llama_ssp.planner.resolve import pair_specs
-from llama_ssp.report.console import LogHandler, waiting
+from llama_ssp.report import commands
+from llama_ssp.report.console import Console, LogHandler, waiting
 from llama_ssp.report.plots import check_pictures
+from llama_ssp.report.sweep import Sweep
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import Reading, read_prompts
 
@@ -81,7 +85,8 @@ def _guarded() -> int:
     try:
         rank_environment()
         _prepare_output()
-        code = max((run(cfg, folders) for cfg, folders in _compose()), default=0)
+        words = sys.argv[1:]
+        code = _read_runs(words) if words and words[0] in commands.USAGE else _run_jobs(_compose())
         sys.stdout.flush()
         return code
     except Exception as error:
@@ -90,6 +95,22 @@ def _guarded() -> int:
             _forget_unwritable_output()
             leave(code)
         return code
+
+
+def _read_runs(words: list[str]) -> int:
+    """The commands that read run folders; the exit code."""
+    return commands.execute(words[0], words[1:]) if _environment().is_leader else OK
+
+
+def _run_jobs(jobs: list[ComposedJob]) -> int:
+    """Runs each job; a sweep ends with a table of all. The greatest exit code."""
+    if len(jobs) < 2:
+        return max((run(job) for job in jobs), default=OK)
+    sweep = Sweep([job.words for job in jobs], jobs[0].cfg.out)
+    try:
+        return max(run(job, sweep.place(number)) for number, job in enumerate(jobs))
+    finally:
+        sweep.end(Console())
 
 
 def _in_words(error: Exception) -> tuple[str, int]:
@@ -114,20 +135,27 @@ def _stopped(stop: KeyboardInterrupt) -> int:
     return _fail("stopped by a signal; what was finished is in the run folder", 128 + number, stop)
 
 
-def _compose() -> list[tuple[DictConfig, list[Path]]]:
-    """For each job of a sweep, the merged config and the private folders with presets for it.
+@dataclass(frozen=True)
+class ComposedJob:
+    """A job's merged config, the private folders with presets for it, and its overrides."""
 
-    Empty if Hydra only printed something.
-    """
+    cfg: DictConfig
+    folders: list[Path]
+    words: list[str]
+
+
+def _compose() -> list[ComposedJob]:
+    """The jobs of a sweep, or the one; none if Hydra only printed something."""
     sys.argv[1:] = check_arguments(sys.argv[1:])
     config.register()
     GlobalHydra.instance().clear()
-    found: list[tuple[DictConfig, list[Path]]] = []
+    found: list[ComposedJob] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
     def keep(cfg: DictConfig) -> None:
-        sources = HydraConfig.get().runtime.config_sources
-        found.append((cfg, [Path(s.path) for s in sources if s.provider == "command-line"]))
+        hydra_ = HydraConfig.get()
+        private = [Path(s.path) for s in hydra_.runtime.config_sources if s.provider == "command-line"]
+        found.append(ComposedJob(cfg, private, list(hydra_.overrides.task)))
 
     try:
         with tempfile.TemporaryDirectory() as scratch, config.few_resolvers():
@@ -152,11 +180,15 @@ def _compose() -> list[tuple[DictConfig, list[Path]]]:
     return found
 
 
-def run(cfg: DictConfig, folders: list[Path]) -> int:
-    """One run: checks everything that needs no model, then imports torch; the exit code."""
+def run(job: ComposedJob, place: Path | None = None) -> int:
+    """One run: checks everything that needs no model, then imports torch; the exit code.
+
+    `place` is a sweep's folder for the run.
+    """
+    folders = job.folders
     try:
         with GUARD.held():
-            checked = checks.to_run(cfg)
+            checked = checks.to_run(job.cfg)
     except OmegaConfBaseException as error:
         raise translated(error) from error
     check_sources(checked, sys.argv[1:])
@@ -165,7 +197,7 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     if isinstance(task, PlanConf):
         from llama_ssp.tasks import plan as planning
 
-        return planning.execute(checked, rank_environment().world, leads)
+        return planning.execute(checked, rank_environment().world, leads, place)
     if isinstance(task, BatchConf) and (code := _shared(checked, folders)) is not None:
         return code
     check_pictures(task.pictures)
@@ -175,8 +207,8 @@ def run(cfg: DictConfig, folders: list[Path]) -> int:
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
     is_job = isinstance(task, BatchConf) and leads
     seed = chosen_seed(checked, is_job)
-    job = job_of(recorded, pairs[0].files, seed) if is_job else None
-    inputs = RunInputs(recorded, seed, pairs, reading, job)
+    batch_job = job_of(recorded, pairs[0].files, seed) if is_job else None
+    inputs = RunInputs(recorded, seed, pairs, reading, batch_job, place)
     with GUARD.held("stopped by a signal before the run began"), waiting("loading torch and transformers"):
         from llama_ssp.tasks.runner import execute
 

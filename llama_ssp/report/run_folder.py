@@ -44,10 +44,11 @@ def versions() -> dict[str, str]:
 class RunFolder:
     """`<out>/<date>/<time>-<task>/`: the resolved config, the summary, the rounds when traced.
 
-    With `out` null nothing is written. Raises StorageError where the folder cannot be written.
+    `place` is another path for it: of a sweep's run. With `out` null nothing is written. Raises StorageError
+    where the folder cannot be written.
     """
 
-    def __init__(self, run: RunConf, seed: int | None) -> None:
+    def __init__(self, run: RunConf, seed: int | None, place: Path | None = None) -> None:
         self._run, self._seed = run, seed
         self.path: Path | None = None
         self._rounds: IO[str] | None = None
@@ -55,10 +56,11 @@ class RunFolder:
         self._began = now.isoformat(timespec="seconds")
         if run.out is None:
             return
-        base = home_expanded(run.out) / f"{now:%Y-%m-%d}"
+        named = f"{now:%Y-%m-%d}/{now:%H-%M-%S}-{run.task.name}"
+        place = place or home_expanded(run.out) / named
         with _writing(run.out):
-            base.mkdir(parents=True, exist_ok=True)
-            self.path = _new_folder(base, f"{now:%H-%M-%S}-{run.task.name}")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self.path = _new_folder(place.parent, place.name)
             config = yaml.safe_dump({**resolved(run), "seed": seed}, sort_keys=False, allow_unicode=True)
             (self.path / "config.yaml").write_text(config, encoding="utf-8")
 

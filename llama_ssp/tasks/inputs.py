@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from llama_ssp.batch.job import Job
 from llama_ssp.config import RunConf
@@ -12,10 +13,14 @@ from llama_ssp.text.prompts import Reading
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The config, its pairs, and the prompts as text; only the leader has a batch's `job`."""
+    """The config, its pairs, and the prompts as text; only the leader has a batch's `job`.
+
+    `place` is a sweep's folder for the run.
+    """
 
     run: RunConf
     seed: int
     pairs: tuple[PairSpec, ...]
     reading: Reading
     job: Job | None = None
+    place: Path | None = None

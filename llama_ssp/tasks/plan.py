@@ -62,13 +62,13 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     return run, make_plan(request, resolve(run.placement, world, drafts=request.draft is not None))
 
 
-def execute(run: RunConf, ranks: int, is_leader: bool) -> int:
+def execute(run: RunConf, ranks: int, is_leader: bool, place: Path | None = None) -> int:
     """Prints and keeps the plan; exit code 1 if task.require_fit is set and the pair does not fit."""
     task = run.task
     assert isinstance(task, PlanConf)
     run, plan = planned(run, ranks)
     vocabulary, words = vocabularies(run)
-    folder = RunFolder(run if is_leader else replace(run, out=None), run.seed)
+    folder = RunFolder(run if is_leader else replace(run, out=None), run.seed, place)
     summary = folder.summary("done", {**plan.document(), "vocabulary": vocabulary})
     console, is_json = Console(silent=not is_leader), run.output is Output.json
     try:

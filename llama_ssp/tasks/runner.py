@@ -87,7 +87,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     """Runs the task; only the leader prints and writes. What was done is reported whatever stops it."""
     run = inputs.run
     console = Console(silent=not ranks.is_leader)
-    folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed)
+    folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed, inputs.place)
     ranks.keep_errors_in(folder.path)
     began = time.perf_counter()
     task = TASKS[type(run.task)](inputs, console, folder, ranks)

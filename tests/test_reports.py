@@ -1,0 +1,190 @@
+"""Tables, reports of run folders, differences of two runs, and the table of a sweep: on made-up runs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.cells import cell_len
+from rich.console import Console as RichConsole
+
+from llama_ssp.errors import DataError, StorageError, UsageError
+from llama_ssp.report import commands
+from llama_ssp.report.console import Console
+from llama_ssp.report.statistics import Estimate, difference_of, ratio_of, wilson
+from llama_ssp.report.sweep import Sweep
+from llama_ssp.report.tables import Column, Table, text_of
+from llama_ssp.report.task_tables import speeds as shown
+from tests.test_speeds import speeds
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+HOSTILE = "<script>alert(1)</script> & \"'|"
+
+
+def measured(repeats: int = 6, pace: float = 1.0) -> dict[str, Any]:
+    found = speeds(repeats).figures()
+    for row in (found["target_alone"], found["draft_alone"], *found["pair"]):
+        for end in ("", "_low", "_high"):
+            if row[f"ms_per_token{end}"] is not None:
+                row[f"ms_per_token{end}"] *= pace
+    own = {"peak_memory": [], "prompts": 3, "status": "done", "target": "big", "drafter": "small"}
+    return {"task": "measure", **found, **own}
+
+
+def saved(folder: Path, summary: dict[str, Any], **settings: Any) -> str:
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"sampling": settings, "out": str(folder)}))
+    return str(folder)
+
+
+def drawn(table: Any, width: int) -> list[str]:
+    console = RichConsole(file=io.StringIO(), width=width, color_system=None, _environ={})
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal_and_break_no_number(width: int) -> None:
+    table = shown(measured())[0]
+    assert isinstance(table, Table)
+    lines = drawn(table, width)
+    assert max(map(cell_len, lines)) <= width
+    row = next(line for line in lines if line.startswith("pair, K = 4"))
+    assert "2.00" in row.split() and "2.00..2.00" in row.split()  # what matters most stays
+    left_out = [column.head for column in table.columns if column not in table.fitting(width)]
+    assert ("first token" in left_out) == (width == 80)
+    assert any("too narrow for" in line and "speeds.csv" in line for line in lines) == bool(left_out)
+
+
+def test_a_table_writes_every_form() -> None:
+    columns = [
+        Column("name", is_text=True),
+        Column("ms", digits=1),
+        Column("ms", "interval", is_interval=True),
+    ]
+    rows = [{"name": HOSTILE, "ms": 1.25, "ms_low": 1.0, "ms_high": 2.0}, {"name": "b", "ms": None}]
+    table = Table("times", columns, rows, "Times")
+    assert text_of([table])[2].split() == ["name", "ms", "interval"]
+    assert [row[1:] for row in csv.reader(io.StringIO(table.csv()))] == [
+        ["ms", "ms_low", "ms_high"], ["1.25", "1.0", "2.0"], ["", "", ""],
+    ]  # fmt: skip
+    assert "| b | - | - |" in table.markdown() and "\\|" in table.markdown()
+    assert "<script" not in table.html() and "1.00..2.00" in table.html()
+
+
+def test_intervals_of_changes() -> None:
+    """Newcombe's own example: 56 of 70 less 48 of 80."""
+    found = difference_of(wilson(48, 80), wilson(56, 70))
+    assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
+    assert ratio_of(Estimate(2, 1, 4), Estimate(4, 3, 5)) == Estimate(2, 0.75, 5)
+
+
+class Tags(HTMLParser):
+    """All tags of a page, and what they would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.fetched += [
+            value for name, value in attrs if name in ("src", "href", "data") and value and value[0] != "#"
+        ]
+
+
+def test_a_report_is_one_file_without_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs side by side, each with its picture; what a run's texts hold does not become part of the page."""
+    other = {
+        "task": "generate",
+        "outputs": [{"id": "a", "text": HOSTILE, "prompt": "p"}],
+        "ms_per_token": 2.0,
+    }
+    places = [saved(tmp_path / "a", measured(), top_k=1), saved(tmp_path / "b", measured(pace=2), top_k=2)]
+    places.append(saved(tmp_path / "c", other))
+    assert commands.execute("report", places) == 0
+    file = Path(capsys.readouterr().out.strip())
+    assert file == tmp_path / "a" / "report.html"
+    page = file.read_text()
+    parser = Tags()
+    parser.feed(page)
+    assert not parser.fetched and not {"script", "link", "img", "iframe"} & parser.tags
+    assert page.count("<svg") == 2 and "Side by side" in page and "&lt;script&gt;" in page
+    assert "sampling.top_k" in page and "big with small" in page and "@media print" in page
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_report(tmp_path: Path) -> None:
+    """No table is wider than the window, and the page prints."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no browser")
+    place = saved(tmp_path / "a", measured())
+    commands.execute("report", [place, f"out={tmp_path / 'a.html'}"])
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'user'}"]
+    made = tmp_path / "a.pdf"
+    subprocess.run(
+        [*command, f"--print-to-pdf={made}", (tmp_path / "a.html").as_uri()], timeout=120, check=True
+    )
+    assert made.read_bytes().startswith(b"%PDF") and made.stat().st_size > 10_000
+
+
+def test_what_differs_between_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = [saved(tmp_path / "a", measured(), top_k=1), saved(tmp_path / "b", measured(pace=20), top_k=2)]
+    assert commands.execute("diff", places) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "sampling.top_k 1 2" in lines
+    changed = next(line for line in lines if line.startswith("target alone, ms/token"))
+    assert "second / first 20.00" in changed and changed.endswith("differs")
+    same = next(line for line in lines if line.startswith("K = 4, times as fast"))
+    assert "second / first 1.00" in same and same.endswith("no difference seen")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "error"),
+    [
+        ("report", [], UsageError), ("report", ["missing"], DataError), ("diff", ["a"], UsageError),
+        ("diff", ["a", "c"], UsageError), ("report", ["--x"], UsageError), ("report", ["broken"], DataError),
+        ("report", ["a", "out=no/a.html"], StorageError),
+    ],
+)  # fmt: skip
+def test_wrong_words(
+    command: str, words: list[str], error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(Path("a"), measured())
+    saved(Path("c"), {"task": "generate", "outputs": []})
+    Path("broken").mkdir()
+    Path("broken/summary.json").write_text("{")
+    with pytest.raises(error):
+        commands.execute(command, words)
+
+
+def test_a_sweep_ends_with_one_table(tmp_path: Path) -> None:
+    """Folders are named by what differs; a job that did not finish has no row."""
+    jobs = [["task=measure", f"sampling.top_k={k}", "seed=1"] for k in (1, 2, 3)]
+    sweep = Sweep(jobs, str(tmp_path))
+    for number, pace in ((0, 1.0), (1, 2.0)):
+        place = sweep.place(number)
+        assert place is not None and place.name == f"sampling.top_k={number + 1}"
+        saved(place, measured(pace=pace))
+    sweep.end(Console(silent=True))
+    (file,) = tmp_path.rglob("sweep.csv")
+    rows = list(csv.DictReader(file.open()))
+    assert [row["sampling.top_k"] for row in rows] == ["1", "2"]
+    paces = [float(row["target alone, ms/token"]) for row in rows]
+    assert paces[1] == pytest.approx(2 * paces[0]) and "target alone, ms/token_low" in rows[0]
+    assert re.search(r"\| 2 \|", file.with_suffix(".md").read_text())
+    assert Sweep(jobs, None).place(0) is None
