@@ -196,6 +196,39 @@ def test_groups_of_blocks_share_a_program(family, layers, monkeypatch, tmp_path)
     assert made == ["opening", "through", "through", "closing"]
 
 
+@needs_compiler
+@pytest.mark.parametrize("group", [2, 8])
+def test_states_of_named_layers_are_those_of_eager_steps(group, monkeypatch, tmp_path):
+    """In groups of two blocks, inside of one and between two, and as one program."""
+    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(steps, "GROUP", group)
+    made: list[str] = []
+    compiled = steps.compiled
+    monkeypatch.setattr(
+        steps, "compiled", lambda part: (made.append(part.function.__name__), compiled(part))[1]
+    )
+    found = []
+    for fast in (False, True):
+        model = ours("llama-gqa", 5, fast=fast)
+        model.tap((0, 3, 4, 5))
+        runner = ModelRunner(model)
+        runner.start(2, 20)
+        token_BS = torch.arange(2 * 20).view(2, 20) % VOCAB
+        runner.prefill(token_BS, [6, 3])
+        assert len(model.tapped_TX) == 9
+        logits = runner.logits(token_BS, [10, 6], [4, 3])
+        found.append((logits[:, :3], model.tapped_TX))
+        model.tap(())
+        runner.logits(token_BS, [11, 7], [1, 1])
+        assert model.tapped_TX is None
+    (plain, states), (fast_logits, fast_states) = found
+    assert states.shape[0] == 7 and not torch.equal(states, fast_states)
+    for one, other in ((states, fast_states), (plain, fast_logits)):
+        assert (one - other).abs().max() <= 1e-5 * one.abs().max()
+    groups = ["opening", *2 * ["through_with_states"], "closing", *2 * ["through"]]
+    assert made == (groups if group == 2 else ["whole_with_states", "whole"])
+
+
 @pytest.mark.parametrize(
     ("kinds", "ends"),
     [

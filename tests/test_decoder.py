@@ -197,7 +197,7 @@ def test_one_program_serves_every_width(other, tmp_path):
             arguments = token_T, feed.position_T, feed.first_T, caches
             if number == len(steps):
                 steps.append(compiled(Part(whole, found, arguments, ())))
-            logit_TV = steps[number](found, *arguments)
+            (logit_TV,) = steps[number](found, *arguments)
             assert (logit_TV - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
@@ -222,7 +222,7 @@ def test_named_layers_give_their_hidden_states(tmp_path):
     found = saved(module, tmp_path)
     token_T = torch.arange(3, 12)
     logit_RV, kept = found(
-        token_T, Feed.of([(0, 0, 9)], CPU), caches_of(found, 1), torch.tensor([8]), layers=(0, 1)
+        token_T, Feed.of([(0, 0, 9)], CPU), caches_of(found, 1), torch.tensor([8]), taps=(1, 2)
     )
     expected = module(token_T[None], use_cache=False, output_hidden_states=True)
     torch.testing.assert_close(logit_RV, expected.logits[0, -1:], rtol=1e-4, atol=1e-5)

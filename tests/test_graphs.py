@@ -59,7 +59,8 @@ class Replayed(GraphedModel):
         step()
 
     def _captured(self, step: Call) -> Call:
-        self.captures.append(len(step()))
+        made = step()
+        self.captures.append(len(made[0] if isinstance(made, list) else made))
         return step
 
 
@@ -105,6 +106,29 @@ def test_rounds_decided_by_graphs_are_those_of_the_definitions(rule: str, rows: 
     assert len({function for function, *_ in graphed._functions}) == 2
     speculate(graphed, prompts(rows), draft, **how, draws=draws_for(graphed, RULES[rule], 0))
     assert len(graphed._functions) == kept
+
+
+def test_states_of_named_layers_are_those_of_eager_steps():
+    """Padded steps, too; without taps there are none, and graphs with them are made anew."""
+    plain, graphed = model_of(DecoderModel), model_of(Replayed)
+    graphed.tap((0, 2))
+    graphed._step = graphed_step = partial(
+        steps._chosen, partial(steps.whole_with_states, graphed.decoder), (0, 2)
+    )
+    found = []
+    plain.tap((0, 2))
+    for model in (plain, graphed):
+        runner = ModelRunner(model)
+        runner.start(3, 30)
+        token_BS = torch.arange(3 * 30).view(3, 30) % VOCAB
+        runner.prefill(token_BS, [3, 1, 2])
+        runner.logits(token_BS, [10, 9, 8], [6, 6, 6])
+        found.append(model.tapped_TX)
+    assert graphed.captures and graphed._step is graphed_step
+    torch.testing.assert_close(*found)
+    graphed.tap(())
+    assert graphed._step is None and graphed.tapped_TX is None
+    assert not any(memory.graphs for memory in graphed._memories)
 
 
 def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monkeypatch, caplog):

@@ -74,7 +74,8 @@ class ModelConf:
     A size of 0 (preset `local`) is read from the checkpoint's config.json. Of a model with experts,
     `dense_layers` is how many layers have none, but an MLP of width `ffn`. Of a quantised checkpoint:
     bits of a code, inputs that share a scale (0: all of a row), and bytes of a scale with its zero; where
-    matrices differ, `code_mix` has the sizes of each (models/formats/gguf_model.py).
+    matrices differ, `code_mix` has the sizes of each (models/formats/gguf_model.py). Of a trained head that
+    drafts: how many numbers of the target's hidden states it reads, and how many tokens it can draft.
     """
 
     name: str = MISSING
@@ -101,10 +102,17 @@ class ModelConf:
     code_group: int = number(0, 0, MAX_INT)
     code_bytes: int = number(0, 0, 64)
     code_mix: str = ""
+    head_inputs: int = number(0, 0, MAX_INT)
+    head_vocab: int = number(0, 0, MAX_INT)
     vocab: int = number(0, 0, MAX_INT)
     context: int = number(0, 0, MAX_INT)
     tied: bool = False
     sliding_window: int | None = number(None, 1, MAX_INT, "null is none")
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a trained head, which reads the target's hidden states."""
+        return self.head_inputs > 0
 
 
 @dataclass

@@ -83,6 +83,7 @@ class Assembly:
         self.norms = norms_of(config)
         self.wanted: dict[str, Sizes] = {}  # the tensors that were asked for, as they are on disk
         self.reduce = ranks.all_reduce if self.split else None
+        self.attention_inputs = self.shape.dim
 
     def whole(self) -> Decoder:
         shape, names, world = self.shape, self.names, self.ranks.world
@@ -151,7 +152,8 @@ class Assembly:
         qkv = [(prefix + name, *rows) for name, rows in zip(names.qkv, self._qkv(), strict=True)]
         inputs, span = shape.n_heads * shape.head_dim, _times(heads.query, shape.head_dim)
         return Attention(
-            self.columns(qkv, ATTENTION), self.rows(prefix + names.output, inputs, [span], ATTENTION), sizes,
+            self.columns(qkv, ATTENTION, self.attention_inputs),
+            self.rows(prefix + names.output, inputs, [span], ATTENTION), sizes,
             shape.head_dim, Scores(shape.scale, own.window, shape.softcap), own.rotary,
             self.qk_norms(prefix), sinks,
         )  # fmt: skip
@@ -178,7 +180,8 @@ class Assembly:
         names, width = self.names, self.shape.ffn
         fused, gated = self.shape.family.fused_mlp, self.shape.family.gated
         spans = [self.mlp, _behind(self.mlp, width)] if fused else [self.mlp]
-        up = self.columns([(prefix + name, width * (1 + fused), spans) for name in names.up], MLP)
+        parts = [(prefix + name, width * (1 + fused), spans) for name in names.up]
+        up = self.columns(parts, MLP, self.shape.dim)
         return Mlp(up, self.rows(prefix + names.down, width, [self.mlp], MLP), self.activation(), gated)
 
     def experts(self, prefix: str) -> Experts:
@@ -222,7 +225,7 @@ class Assembly:
         down_bias = self.read(f"{down_name}_bias", (experts, dim)) if self.ranks.rank == 0 else None
         return up_EFH, down_EHF, up_bias, down_bias
 
-    def columns(self, parts: list[tuple[str, int, list[Span]]], part: int) -> nn.Module:
+    def columns(self, parts: list[tuple[str, int, list[Span]]], part: int, inputs: int) -> nn.Module:
         """One layer that is split by its outputs, of the given rows of one or several on disk.
 
         Of each its name, the number of its outputs, and the rows.
@@ -230,7 +233,7 @@ class Assembly:
         weights, roundings, biases = [], [], []
         for name, outputs, spans in parts:
             cut = Cut(ROWS, tuple(spans))
-            weight, rounding = self._read_for_product(f"{name}.weight", (outputs, self.shape.dim), cut)
+            weight, rounding = self._read_for_product(f"{name}.weight", (outputs, inputs), cut)
             weights.append(weight)
             roundings.append(rounding)
             if self.shape.family.has_bias(self.config, name, part):

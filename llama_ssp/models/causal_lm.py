@@ -50,6 +50,8 @@ class CausalModel:
         self.dtype: torch.dtype = embedding.weight.dtype
         self.windows = windows_of(config)
         self.caches = Tally()
+        self.taps: tuple[int, ...] = ()
+        self.tapped_TX: Tensor | None = None
         self.mask_by_kind = kinds_of(config) is not None
         self.additive_mask = config._attn_implementation != "sdpa"
         self.scale = RowScale.of(module, self.context)
@@ -79,6 +81,17 @@ class CausalModel:
     def parameters(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
 
+    def tap(self, blocks: tuple[int, ...]) -> None:
+        """As of a `DecoderModel`; what the last block gives is not among them: transformers norms it first.
+
+        Raises ModelError for a block that the model does not have.
+        """
+        layers = int(self.module.config.num_hidden_layers)
+        if blocks and max(blocks) >= layers:
+            what, allowed = "the head reads layers that the target cannot give", f"0..{layers - 1}"
+            raise ModelError(what, self.name, max(blocks), allowed, "use a head of this target")
+        self.taps, self.tapped_TX = blocks, None
+
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
         return RaggedCache(rows, capacity, tally=self.caches)
 
@@ -91,7 +104,10 @@ class CausalModel:
         # As an index: a slice of several rows' last columns is no plain matrix, and the head's product would
         # be batched, with a copy of its weights for every row (bf16 on a CPU).
         last = sent([feed.width - 1], self.device) if last_only else 0
-        return self._forward(token_BW, feed.positions(), cache, beyond_BW, logits_to_keep=last)
+        logits = self._forward(token_BW, feed.positions(), cache, beyond_BW, logits_to_keep=last)
+        if self.tapped_TX is not None:
+            self.tapped_TX = self.tapped_TX[feed.real()]
+        return logits
 
     def _forward(
         self, token_BW: Tensor, position_BW: Tensor, cache: RaggedCache, beyond_BW: Tensor | None, **how: Any
@@ -101,9 +117,15 @@ class CausalModel:
             self.scale.beyond_BW = beyond_BW
         mask = cache.masks if self.mask_by_kind else next(iter(cache.masks.values()))
         inputs = {"position_ids": position_BW, "attention_mask": mask, "past_key_values": cache, **how}
-        logits: Tensor = self.module(input_ids=token_BW, use_cache=True, **inputs).logits
+        if self.taps:
+            inputs["output_hidden_states"] = True
+        found = self.module(input_ids=token_BW, use_cache=True, **inputs)
         if self.scale:
             self.scale.beyond_BW = None
+        if self.taps:
+            states = [found.hidden_states[block].to(self.device) for block in sorted(self.taps)]
+            self.tapped_TX = torch.cat(states, -1)
+        logits: Tensor = found.logits
         return logits
 
     def _mask(self, visible_BWS: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from llama_ssp.models.formats import gguf_model, kept
 from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_model import config_of, name_of
 from llama_ssp.models.formats.quantised_config import quantised_config, require_readable
+from llama_ssp.models.heads.settings import head_settings, kind_of
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
         _require_experts(model, role)
         return _with_codes(model, role), None
     path = find(model, role, download)
+    if kind_of(path):
+        return _with_head(model, path, role), path
     return _with_codes(with_shape(model, inspect(path), role), role), path
 
 
@@ -85,9 +88,21 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
         return _with_codes(model, role)
     local = model.path is not None or model.repo is None
     path = find(model, role) if local else _hub_copy(model, role, download, "config.json").parent
+    if kind_of(path):
+        return _with_head(model, path if local else find(model, role, download), role)
     config = read_config(path)
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
     return _with_codes(replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied)), role)
+
+
+def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
+    """The model with the shape of the folder's head; it is tied if it embeds by the target's table."""
+    if role != "draft":
+        what, fix = "a trained head is no model of its own", "give it as the draft of its target: draft.path"
+        raise ModelError(what, path, kind_of(path), fix=fix)
+    head = head_settings(path)
+    found = with_shape(model, Checkpoint(path, head.block, {}), role)
+    return replace(found, tied=not head.embeds, head_inputs=head.inputs, head_vocab=head.vocab)
 
 
 def _with_codes(model: ModelConf, role: str) -> ModelConf:

@@ -37,7 +37,7 @@ EXACT = 16  # tokens; with more, four graphs serve the numbers up to twice as ma
 LARGEST = 2**22  # numbers given to a function; a graph keeps its memory
 MOST = 512  # tokens of a graph, which keeps memory for their logits
 WARM_UPS = 3  # what is made at first use (handles, workspaces, kernels) must be there before a capture
-Call = Callable[[], Tensor]
+Call = Callable[[], Any]  # gives a tensor, or a step's list of them
 
 
 class GraphedModel(SteppedModel):
@@ -79,13 +79,22 @@ class GraphedModel(SteppedModel):
         memory.user = weakref.ref(cache)
         return cache
 
-    def _call(self, arguments: Arguments) -> Tensor:
+    def tap(self, blocks: tuple[int, ...]) -> None:
+        if blocks != self.taps:
+            for memory in self._memories:
+                memory.graphs.clear()
+            self._pool = None
+        super().tap(blocks)
+
+    def _call(self, arguments: Arguments) -> list[Tensor]:
         *given, layers = arguments
         memory = next(memory for memory in self._memories if memory.layers is layers)
         size = padded(len(given[0]))
         if size not in memory.graphs and size <= MOST and not self._refused:
             self._capture(size, memory)
-        return super()._call(arguments) if self._refused or size > MOST else memory.graphs[size](*given)
+        if self._refused or size > MOST:
+            return super()._call(arguments)
+        return memory.graphs[size](*given)
 
     def replayed(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """What a function gives of these tensors, by a graph for each set of shapes.
@@ -143,7 +152,7 @@ class GraphedModel(SteppedModel):
         with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):
             made = step()
 
-        def replay() -> Tensor:
+        def replay() -> Any:
             graph.replay()
             return made
 
@@ -165,7 +174,8 @@ class Function:
     def __call__(self, given: Iterable[Tensor]) -> Tensor:
         for buffer, each in zip(self.buffers, given, strict=True):
             buffer.copy_(each)
-        return self.replay()
+        made: Tensor = self.replay()
+        return made
 
 
 def padded(tokens: int) -> int:
@@ -185,12 +195,13 @@ class Graph:
         # Each begins at a multiple of 16 bytes, as kernels may have been compiled for.
         self.buffer_3T = pad_31.repeat(1, size + size % 2)[:, :size]
 
-    def __call__(self, *given: Tensor) -> Tensor:
+    def __call__(self, *given: Tensor) -> list[Tensor]:
         count = len(given[0])
         torch.stack(given, out=self.buffer_3T[:, :count])
         if count < self.buffer_3T.shape[1]:
             self.buffer_3T[:, count:] = self._pad_3T[:, count:]
-        return self.replay()[:count].clone()  # the caller may keep it beyond the next replay
+        # The caller may keep them beyond the next replay.
+        return [made[:count].clone() for made in self.replay()]
 
 
 @dataclass(eq=False)

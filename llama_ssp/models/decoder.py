@@ -173,17 +173,18 @@ class Decoder(nn.Module):
 
     def forward(
         self, token_T: Tensor, feed: Feed, caches: list[KeysValues], wanted_R: Tensor | None = None,
-        layers: Collection[int] = (),
+        taps: Collection[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-        """Logits (R, V) of the tokens `wanted_R`, or of all; and what the named layers give, (T, H) each.
+        """Logits (R, V) of the tokens `wanted_R`, or of all; and what the blocks `taps` are given, (T, H)
+        each, in the order of the blocks. The number of blocks names what the last one gives.
 
         Keys and values of the tokens are written into the caches.
         """
         x_TH, turns = self.opening(token_T, feed)
-        kept = []
-        for number, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+        kept = [x_TH] if 0 in taps else []
+        for number, (block, cache) in enumerate(zip(self.blocks, caches, strict=True), start=1):
             x_TH = block(x_TH, turns, cache, feed)
-            if number in layers:
+            if number in taps:
                 kept.append(x_TH)
         return self.closing(x_TH if wanted_R is None else x_TH[wanted_R]), kept
 

@@ -32,6 +32,8 @@ class DecoderModel:
         self.device, self.dtype = table.device, table.dtype
         self.caches = Tally()
         self.attend: attention.Attend = attention.attend_rows  # of passes that are not steps
+        self.taps: tuple[int, ...] = ()
+        self.tapped_TX: Tensor | None = None
         limits = [
             p[SCALED_FROM] for p in rotary_parameters(config).values() if p.get("rope_type") == "longrope"
         ]
@@ -47,6 +49,13 @@ class DecoderModel:
     def held_bytes(self) -> int:
         return self.weights_bytes + self.caches.most
 
+    def tap(self, blocks: tuple[int, ...]) -> None:
+        """From now on a pass leaves what these blocks are given in `tapped_TX`, as `Decoder.forward` says.
+
+        Token after token as it is fed, the blocks' states one after the other.
+        """
+        self.taps, self.tapped_TX = blocks, None
+
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         return SlotCache.of(rows, capacity, self.decoder.cache_shapes, self.dtype, self.device, self.caches)
 
@@ -60,7 +69,8 @@ class DecoderModel:
             pairs = enumerate(feed.count)
             place_T = sent([row * width + column for row, n in pairs for column in range(n)], self.device)
             token_T = token_T[place_T]
-        logit_RV = self._run(token_T, self._feed(feed, cache, place_T), cache, last_only)
+        logit_RV, kept = self._run(token_T, self._feed(feed, cache, place_T), cache, last_only)
+        self.tapped_TX = torch.cat(kept, -1) if kept else None
         if last_only:
             width, place_T = 1, None
             if not all(feed.count):
@@ -69,13 +79,16 @@ class DecoderModel:
             logit_RV = logit_RV.new_zeros(rows * width, self.vocab).index_copy_(0, place_T, logit_RV)
         return logit_RV.view(rows, width, self.vocab)
 
-    def _run(self, token_T: Tensor, feed: attention.Feed, cache: SlotCache, last_only: bool) -> Tensor:
+    def _run(
+        self, token_T: Tensor, feed: attention.Feed, cache: SlotCache, last_only: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Logits of all tokens, or of each row's last one; and what the taps are given."""
         wanted_R = None
         if last_only:
             ends = list(accumulate(count for _, _, count in feed.rows))
             wanted_R = sent([end - 1 for end in ends], self.device)
-        logit_RV: Tensor = self.decoder(token_T, feed, cache.layers, wanted_R)[0]
-        return logit_RV
+        found: tuple[Tensor, list[Tensor]] = self.decoder(token_T, feed, cache.layers, wanted_R, self.taps)
+        return found
 
     def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Feed:
         starts = zip(feed.start, feed.count, strict=True)

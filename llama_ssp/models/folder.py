@@ -196,6 +196,12 @@ def require_small(file: Path) -> None:
 
 def require_safe(path: Path) -> None:
     """Refuses what libraries would open and is not a whole file of the folder, and a model that runs code."""
+    require_whole(path)
+    _require_no_code(path)
+
+
+def require_whole(path: Path) -> None:
+    """Refuses what libraries would open and is not a whole file of the folder."""
     for entry in sorted([*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]):
         if entry.suffix in READ_BY_LIBRARIES and entry.exists():
             if not entry.is_file():
@@ -203,7 +209,6 @@ def require_safe(path: Path) -> None:
             require_inside(entry, path)
             if entry.suffix != ".safetensors":  # `header` reads those that are used
                 require_fetched(entry)
-    _require_no_code(path)
 
 
 def require_fetched(file: Path) -> None:

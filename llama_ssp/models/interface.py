@@ -35,6 +35,7 @@ class Model(Protocol):
     restart: int | None  # texts that grow longer are fed anew
     device: torch.device
     dtype: torch.dtype
+    tapped_TX: Tensor | None  # of the last pass, what the blocks of `tap` were given; None without any
 
     @property
     def weights_bytes(self) -> int:
@@ -43,6 +44,9 @@ class Model(Protocol):
     @property
     def held_bytes(self) -> int:
         """Bytes of the weights, and of the caches at most so far."""
+
+    def tap(self, blocks: tuple[int, ...]) -> None:
+        """From now on a pass keeps what these blocks are given, token after token as it is fed."""
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         """A Cache of the model's own kind."""

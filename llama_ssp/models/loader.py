@@ -88,7 +88,7 @@ def _decoder(
         with watch(f"{role} {model.name}", total) as report:
             made = decoder(config, WatchedSource(source, total, report), *how)
     else:
-        with _refusing(path), closing(_opened(path, config, names := wanted(config))) as files:
+        with _refusing(path), closing(opened(path, config, names := wanted(config))) as files:
             _require_complete(path, differences(names, files.shapes, config))
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
@@ -103,7 +103,8 @@ def _decoder(
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)
 
 
-def _opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | GgufSource:
+def opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | GgufSource:
+    """The weights of a folder or file, by the names of the model's tensors."""
     if is_gguf(path):
         return GgufSource(read_header(path), config)
     prefix = family_of(config.model_type).names.embedding.partition(".")[0]

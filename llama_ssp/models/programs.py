@@ -11,13 +11,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.kernels.build import cache_folder, is_ours, processor
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ TRACED = [  # the code that programs are made from
         FOLDER / f"{name}.py"
         for name in ["attention", "decoder", "experts", "linear", "programs", "rounded", "steps"]
     ),
+    *(FOLDER / "heads" / f"{name}.py" for name in ("eagle3", "model")),
     *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "coded", "linear")),
     *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "coded", "linear")),
     *(FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "coded", "experts")),
@@ -100,13 +101,24 @@ def mark(given: tuple[Any, ...]) -> None:
                 torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="T")
 
 
+class Named(Protocol):
+    """What a program's file is named by."""
+
+    name: str
+    config: Any
+    device: torch.device
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+
 class ProgramFile:
     """A program on disk, in inductor's cache folder: the next start loads it and traces nothing.
 
     Its name is a hash of all that it was made from; weights are not in it. It may not exist yet.
     """
 
-    def __init__(self, model: DecoderModel, part: Part) -> None:
+    def __init__(self, model: Named, part: Part) -> None:
         self.part, self._name = part, model.name
         versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
         config = model.config.to_json_string(use_diff=False)

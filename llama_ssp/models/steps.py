@@ -36,7 +36,8 @@ from llama_ssp.models.slot_cache import SlotCache
 
 log = logging.getLogger(__name__)
 
-Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], Tensor]
+# A step gives logits, then what the model's taps are given.
+Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], list[Tensor]]
 Arguments = tuple[Tensor, Tensor, Tensor, list[KeysValues]]  # tokens, positions, first slots, caches
 WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
@@ -63,16 +64,24 @@ class SteppedModel(DecoderModel):
             token_BW = torch.zeros(1, count, dtype=torch.int64, device=self.device)
             self.logits(token_BW, Feed((start,), (count,), 8, self.device), cache, last_only=False)
 
-    def _run(self, token_T: Tensor, feed: attention.Feed, cache: SlotCache, last_only: bool) -> Tensor:
+    def tap(self, blocks: tuple[int, ...]) -> None:
+        if blocks != self.taps:
+            self._step = None  # the next pass loads or compiles another
+        super().tap(blocks)
+
+    def _run(
+        self, token_T: Tensor, feed: attention.Feed, cache: SlotCache, last_only: bool
+    ) -> tuple[Tensor, list[Tensor]]:
         width = max(count for _, _, count in feed.rows)
         if last_only or width > WIDEST or feed.long_T is not None or self._failed:
             return super()._run(token_T, feed, cache, last_only)
         arguments = token_T, feed.position_T, feed.first_T, cache.layers
         if self._step is not None or self._made(arguments):
-            return self._call(arguments)
+            logit_TV, *kept = self._call(arguments)
+            return logit_TV, kept
         return super()._run(token_T, feed, cache, last_only)
 
-    def _call(self, arguments: Arguments) -> Tensor:
+    def _call(self, arguments: Arguments) -> list[Tensor]:
         assert self._step is not None
         with self.ranks.during("a step"):
             return self._step(*arguments)
@@ -93,7 +102,8 @@ class SteppedModel(DecoderModel):
         began, compiles = time.perf_counter(), False
         programs: dict[Path, Program] = {}
         groups = groups_of(kinds := kinds_of(self.decoder, self.config))
-        files = [ProgramFile(self, part) for part in parts(self.decoder, kinds, groups, *arguments)]
+        found = parts(self.decoder, kinds, groups, bool(self.taps), *arguments)
+        files = [ProgramFile(self, part) for part in found]
         for file in files:
             program = programs.get(file.path) or file.load()
             if program is None:
@@ -104,7 +114,7 @@ class SteppedModel(DecoderModel):
             programs[file.path] = program
         how = f"compiled in {time.perf_counter() - began:.1f} s" if compiles else "loaded"
         log.info("engine: the step of %s is %s", self.name, how)
-        return joined(self.decoder, groups, [programs[file.path] for file in files])
+        return joined(self.decoder, groups, self.taps, [programs[file.path] for file in files])
 
 
 def kinds_of(decoder: Decoder, config: Any) -> tuple[str, ...]:
@@ -124,39 +134,53 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
 
 
 def parts(
-    decoder: Decoder, kinds: tuple[str, ...], groups: list[slice], token_T: Tensor, position_T: Tensor,
-    first_T: Tensor, caches: list[KeysValues],
+    decoder: Decoder, kinds: tuple[str, ...], groups: list[slice], tapped: bool, token_T: Tensor,
+    position_T: Tensor, first_T: Tensor, caches: list[KeysValues],
 ) -> list[Part]:  # fmt: skip
-    """The whole step, or what is before the groups, the groups, and what is behind them."""
+    """The whole step, or what is before the groups, the groups, and what is behind them.
+
+    Where the model has taps, all blocks' states come out of the programs: so groups share one all the same.
+    """
     if len(groups) == 1:
-        return [Part(whole, decoder, (token_T, position_T, first_T, caches), kinds)]
+        given = token_T, position_T, first_T, caches
+        return [Part(whole_with_states if tapped else whole, decoder, given, kinds)]
     feed = attention.Feed(position_T, first_T, attention_kernel.attend)
     x_TH = decoder.embedding.weight.new_empty(len(token_T), decoder.embedding.weight.shape[1])
     turns = {kind: rotary(feed) for kind, rotary in decoder.rotaries.items()}
     middle = [
-        Part(through, decoder.blocks[own], (x_TH, turns, position_T, first_T, caches[own]), kinds[own])
+        Part(
+            through_with_states if tapped else through, decoder.blocks[own],
+            (x_TH, turns, position_T, first_T, caches[own]), kinds[own],
+        )
         for own in groups
-    ]
+    ]  # fmt: skip
     first = Part(opening, decoder, (token_T, position_T, first_T), kinds)
     return [first, *middle, Part(closing, decoder, (x_TH,), kinds)]
 
 
-def joined(decoder: Decoder, groups: list[slice], programs: list[Program]) -> Step:
+def joined(decoder: Decoder, groups: list[slice], taps: tuple[int, ...], programs: list[Program]) -> Step:
     """The step that calls the programs of `parts`."""
     if len(programs) == 1:
-        return partial(programs[0], decoder)
+        only = partial(programs[0], decoder)
+        return partial(_chosen, only, taps) if taps else only
     first, *middle, last = programs
     blocks = [decoder.blocks[own] for own in groups]
     of_groups = list(zip(middle, blocks, groups, strict=True))
 
-    def step(token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]) -> Tensor:
+    def step(token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]) -> list[Tensor]:
         x_TH, turns = first(decoder, token_T, position_T, first_T)
+        states = [x_TH]
         for program, own, where in of_groups:
-            x_TH = program(own, x_TH, turns, position_T, first_T, caches[where])
-        logit_TV: Tensor = last(decoder, x_TH)
-        return logit_TV
+            states += program(own, states[-1], turns, position_T, first_T, caches[where])
+        return [last(decoder, states[-1]), *(states[number] for number in sorted(taps))]
 
     return step
+
+
+def _chosen(step: Step, taps: tuple[int, ...], *arguments: Any) -> list[Tensor]:
+    """Of a step that gives all states, those of the taps."""
+    logit_TV, *states = step(*arguments)
+    return [logit_TV, *(states[number] for number in sorted(taps))]
 
 
 # The functions that torch traces: everything that differs from call to call is an argument, weights too.
@@ -164,10 +188,18 @@ def joined(decoder: Decoder, groups: list[slice], programs: list[Program]) -> St
 
 def whole(
     decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]
-) -> Tensor:
+) -> list[Tensor]:
+    return whole_with_states(decoder, token_T, position_T, first_T, caches)[:1]
+
+
+def whole_with_states(
+    decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]
+) -> list[Tensor]:
+    """Logits, then what each block is given, and what the last one gives."""
     x_TH, turns = opening(decoder, token_T, position_T, first_T)
-    x_TH = through(list(decoder.blocks), x_TH, turns, position_T, first_T, caches)
-    return closing(decoder, x_TH)
+    blocks = list(decoder.blocks)
+    states = [x_TH, *through_with_states(blocks, x_TH, turns, position_T, first_T, caches)]
+    return [closing(decoder, states[-1]), *states]
 
 
 def opening(decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor) -> tuple[Tensor, Turns]:
@@ -178,13 +210,23 @@ def opening(decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tens
 def through(
     blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor,
     caches: list[KeysValues],
-) -> Tensor:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
+    return through_with_states(blocks, x_TH, turns, position_T, first_T, caches)[-1:]
+
+
+def through_with_states(
+    blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor,
+    caches: list[KeysValues],
+) -> list[Tensor]:  # fmt: skip
+    """What each of the blocks gives."""
     _never_empty(x_TH)
     _never_empty(caches[0][0][0])
     feed = attention.Feed(position_T, first_T, attention_kernel.attend)
+    states = []
     for block, cache in zip(blocks, caches, strict=True):
         x_TH = block(x_TH, turns, cache, feed)
-    return x_TH
+        states.append(x_TH)
+    return states
 
 
 def closing(decoder: Decoder, x_TH: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,7 @@ from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import fingerprint
+from llama_ssp.models.heads.model import HeadModel, load_head, table_of, table_on_disk
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel
@@ -36,6 +38,7 @@ from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
+from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
@@ -57,7 +60,7 @@ class RankModels:
     """
 
     target: Model | None
-    draft: Model | None
+    draft: Model | HeadModel | None
     devices: dict[str, str]
     roles: Roles
     vocab: int
@@ -80,11 +83,13 @@ class ModelCache:
         self._patience_s = placement.draft_timeout_s
         self._roles: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Roles] = {}
         self._held: list[tuple[ModelPlacement, Model]] = []
+        self._head: tuple[list[ModelPlacement], HeadModel] | None = None  # a head, with its pair
 
     def open(self, found: list[ModelPlacement]) -> RankModels:
         """Loads this rank's part of the pair, after freeing the models that the pair does not need."""
         if self._held:
             self._held = [(placed, model) for placed, model in self._held if placed in found]
+            self._head = self._head if self._head and self._head[0] == found else None
             gc.collect()
             torch.cuda.empty_cache()
         self._ranks.enter("load")
@@ -95,8 +100,15 @@ class ModelCache:
             self._ranks.require_same("the models' files", json.dumps(prints))
         self._ranks.barrier()  # every rank has checked that the pair fits
         roles = self._roles_of(found)
-        models = {placed.role: self._model(placed, roles) for placed in found}
-        target, draft = models["model"], models.get(DRAFT)
+        target = self._model(found[0], roles)
+        has_head = found[-1].model.is_head
+        draft: Model | HeadModel | None = None
+        if has_head and roles.draft is not None and target is not None:
+            draft = self._head_of(found, target)
+        elif len(found) > 1 and not has_head:
+            draft = self._model(found[1], roles)
+        if target is not None:
+            target.tap(draft.taps if isinstance(draft, HeadModel) else ())
         sizes = [(model.vocab, model.context) if model else (0, 0) for model in (target, draft)]
         every = self._ranks.gather_ints([*sizes[0], *sizes[1]])
         vocab, context, _, draft_context = map(max, *every, [0, 0, 0, 0])
@@ -112,6 +124,19 @@ class ModelCache:
             self._roles[key] = roles_of(*key, self._ranks, self._essential, self._patience_s)
         self._ranks.may_lose(() if self._essential else self._roles[key].apart)
         return self._roles[key]
+
+    def _head_of(self, found: list[ModelPlacement], target: Model) -> HeadModel:
+        """The pair's head, with the target's embedding if it has none of its own."""
+        if self._head is None:
+            above, placed = found
+            table = table_of(target)
+            head = load_head(
+                placed.path or Path(), placed.dtype, placed.device, above.model.n_layers,
+                partial(table_on_disk, above.path, above.model) if table is None else lambda: table,
+                table is not None, placed.model.name, placed.compiled,
+            )  # fmt: skip
+            self._head = found, head
+        return self._head[1]
 
     def _model(self, placed: ModelPlacement, roles: Roles) -> Model | None:
         """This rank's part of the model; None where it has none."""
@@ -130,11 +155,17 @@ def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: 
     """Compiles the models' steps before anything is timed; graphs for steps of the widths that will come."""
     longest = speculation.k_max if speculation.adaptive else speculation.k
     kinds = ((pair.target, range(1, longest + 2)), (pair.draft, range(1, LAG + 1)))
-    wanted = [(model, widths) for model, widths in kinds if isinstance(model, SteppedModel)]
+    wanted: list[Callable[[], None]] = [
+        partial(model.prepare, widths, rows, min(slots, model.context))
+        for model, widths in kinds
+        if isinstance(model, SteppedModel)
+    ]
+    if isinstance(pair.draft, HeadModel) and pair.draft.fast:
+        wanted.append(pair.draft.prepare)
     if wanted:
         with Progress("compile", len(wanted), "models", ticks=True) as progress:
-            for model, widths in wanted:
-                model.prepare(widths, rows, min(slots, model.context))
+            for make in wanted:
+                make()
                 progress.advance(1)
 
 
@@ -175,18 +206,18 @@ def engine_for(
     first = next(model for model in (pair.target, pair.draft) if model)
     draws = draws_for(first, rule_of(run), seed)
     roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None
-    drafter = _drafter(pair, run, transform, draws, chunk, bridge)
+    target = ModelRunner(pair.target, chunk) if pair.target else None
+    drafter = _drafter(pair, run, transform, draws, target, chunk, bridge)
     if not run.has_draft_model and not roles.drafts_apart:
         roles = replace(roles, draft_channel=None)
-    target = ModelRunner(pair.target, chunk) if pair.target else None
     if target is not None and roles.leads:
         return Engine(target, drafter or Drafter(), transform, rule or rule_of(run), draws, roles)
     return Follower(target, drafter, transform, draws, roles, pair.context, first.device)
 
 
 def _drafter(
-    pair: RankModels, run: RunConf, transform: SamplingTransform, draws: Draws, chunk: int,
-    bridge: Bridge | None,
+    pair: RankModels, run: RunConf, transform: SamplingTransform, draws: Draws, target: ModelRunner | None,
+    chunk: int, bridge: Bridge | None,
 ) -> Drafter | None:  # fmt: skip
     """This rank's part in drafting; None where it has none."""
     roles, wide = pair.roles, partial(torch.promote_types, torch.float32)
@@ -199,6 +230,8 @@ def _drafter(
         if not isinstance(roles.draft_channel, DraftClient):
             return None
         return RemoteDrafter(roles.draft_channel, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
+    if isinstance(pair.draft, HeadModel):
+        return HeadDrafter(pair.draft, target, transform, draws) if target else None
     runner = ModelRunner(pair.draft, chunk)
     if roles.draft is not None and not roles.draft.is_leader:
         apart = roles.drafts_apart
@@ -213,9 +246,17 @@ def _drafter(
 
 
 def draft_alone(pair: RankModels) -> RankModels | None:
-    """The draft in the target's place, on the ranks that share it with the leader; None on others."""
+    """The draft in the target's place, on the ranks that share it with the leader; None on others.
+
+    A head cannot stand there: it reads a target's hidden states.
+    """
     group = pair.roles.draft
-    if pair.draft is None or group is None or (group.world == 1 and not pair.roles.leads):
+    if (
+        pair.draft is None
+        or isinstance(pair.draft, HeadModel)
+        or group is None
+        or (group.world == 1 and not pair.roles.leads)
+    ):
         return None
     roles = Roles(pair.roles.everyone if group.world == 1 else group, group, None)
     return replace(

@@ -84,6 +84,7 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
 
 def tokens_of(found: list[ModelPlacement]) -> Tokens:
     """The target's tokenizer, with how the draft's tokenizer matches it. Raises ModelError or UsageError."""
+    found = [placed for placed in found if not placed.model.is_head]  # it has the target's tokens
     for placed in found:
         if placed.path is not None:  # first: config.json chooses the tokenizer, too
             require_supported(placed.path)

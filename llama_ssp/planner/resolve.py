@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_ssp import config
-from llama_ssp.config import Drafting, DraftSeat, Overlap, PlacementConf, RunConf, Splitting
+from llama_ssp.config import Drafting, DraftSeat, ModelConf, Overlap, PlacementConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.errors import UsageError
+from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.sharding import require_deepspeed, require_split
 from llama_ssp.planner.run_plan import request_of
@@ -60,7 +60,10 @@ def _completed(run: RunConf, world: int) -> PairSpec:
     whole = replace(run, model=model, draft=draft)
     checks.check_context(whole)
     seat = run.placement.draft
-    if world > 1 and is_free(run.placement) and is_bridged(whole, target_path, draft_path):
+    if draft is not None and draft.is_head:
+        require_head(draft, model, run.placement, world)
+        seat = DraftSeat.leader  # every target rank has the hidden states; one head is enough
+    elif world > 1 and is_free(run.placement) and is_bridged(whole, target_path, draft_path):
         seat = DraftSeat.leader  # which translates the text of a draft with another tokenizer
     placement = choose_placement(replace(whole, placement=replace(run.placement, draft=seat)), world)
     if placement.splitting is Splitting.deepspeed:
@@ -79,6 +82,20 @@ def require_own_ranks(run: RunConf, placement: Placement) -> None:
         what, found = "a draft runs ahead on ranks of its own only", f"ahead, with {placement.in_words()}"
         fix = "use placement=own on two ranks or more, or speculation.overlap=auto"
         raise UsageError(what, "speculation.overlap", found, "auto, off", fix)
+
+
+def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, world: int) -> None:
+    """Refuses a head of another target, and a place where it has no hidden states."""
+    if draft.head_inputs % target.dim:
+        found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
+        allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
+        raise ModelError("the head is not one of this target", f"draft {draft.name}", found, allowed, fix)
+    if placement.splitting is not Splitting.tensor:
+        what, found = "a head drafts beside a target that is split by tensors", placement.splitting.value
+        raise UsageError(what, "placement.splitting", found, "tensor", "use placement=auto")
+    if world > 1 and placement.draft not in (DraftSeat.auto, DraftSeat.leader):
+        what, found = "a head reads the target's hidden states: it sits on the leader", placement.draft.value
+        raise UsageError(what, "placement.draft", found, "leader", "use placement=leader or placement=auto")
 
 
 def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:

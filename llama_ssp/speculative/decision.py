@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cuda_graphs import GraphedModel
+from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative import native
@@ -28,7 +29,7 @@ from llama_ssp.speculative.verification import Block, RoundDraws, Rule, acceptan
 Decide = Callable[[Rule, Draws, State, Proposal, Tensor], Tensor]
 
 
-def draws_for(model: Model, rule: Rule, seed: int) -> CounterDraws:
+def draws_for(model: Model | HeadModel, rule: Rule, seed: int) -> CounterDraws:
     """The draws of a rank that has this model: in one call each where there is a kernel, or graphs."""
     draws = source(rule, seed)
     if isinstance(model, GraphedModel) and type(draws) is CounterDraws:

@@ -76,9 +76,11 @@ class RankEngine(ABC):
         state = State(prompts, min(max(own, longest), self.context), self._device)
         if self.target:
             self.target.start(state.rows, state.capacity)
+        if self.drafter:
+            self.drafter.start(state.rows, state.capacity)  # before the target's pass, which a head reads
+        if self.target:
             self.target.prefill(state.token_BS, [length - 1 for length in state.lengths])
         if self.drafter:
-            self.drafter.start(state.rows, state.capacity)
             self.drafter.prefill(state)
         return state
 

@@ -7,10 +7,12 @@ import time
 from collections import defaultdict
 
 from llama_ssp.config import RunConf
+from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import Costs
-from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.drafters.head import HeadDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
@@ -23,7 +25,7 @@ TURNS = 4
 SHORT_S = 0.1  # if all rounds are shorter, every K is measured
 
 
-def measured(target: Model, draft: Model, run: RunConf, rows: int, slots: int) -> Costs | None:
+def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, slots: int) -> Costs | None:
     """Seconds of whole rounds, probabilities and draws included; None where texts are too short to tell.
 
     On meaningless texts, half as long as texts may get. The least of a few turns counts, as other load only
@@ -36,8 +38,12 @@ def measured(target: Model, draft: Model, run: RunConf, rows: int, slots: int) -
         return None
     rule = RULES[run.speculation.verification.value]
     transform, draws = SamplingTransform(run.sampling, (), target.vocab), draws_for(target, rule, 0)
-    drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    engine = Engine(ModelRunner(target), drafter, transform, rule, draws)
+    runner = ModelRunner(target)
+    if isinstance(draft, HeadModel):
+        drafter: Drafter = HeadDrafter(draft, runner, transform, draws)
+    else:
+        drafter = ModelDrafter(ModelRunner(draft), transform, draws)
+    engine = Engine(runner, drafter, transform, rule, draws)
     state = engine.prefill([Prompt(str(row), (0,) * half) for row in range(rows)], half)
     drafting: dict[int, list[float]] = defaultdict(list)
     rounds: dict[int, list[float]] = defaultdict(list)

@@ -7,6 +7,8 @@ after full acceptance is fed it next round.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from llama_ssp.models.interface import Cache, Model
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.transfer import sent
 
+# Called after each pass with the texts, what was fed of which row (row, start, count), and what the model's
+# taps gave of these tokens.
+Observer = Callable[[Tensor, list[tuple[int, int, int]], Tensor], None]
 LAG = 2  # tokens that a draft model lacks after full acceptance; they are fed in one forward
 
 
@@ -30,6 +35,7 @@ class ModelRunner:
         self.limit: int | None = model.restart
         self._given: list[int] = []  # the length of each text when it was first fed
         self._cache: Cache | None = None
+        self.observer: Observer | None = None
 
     def start(self, rows: int, capacity: int) -> None:
         """A new batch: an empty cache."""
@@ -60,7 +66,7 @@ class ModelRunner:
             feed = Feed((start,), (count,), self._cache.capacity, self.model.device, (length,))
             token_1W = self._input(token_BS[row : row + 1], feed)
             self.model.logits(token_1W, feed, self._cache.row(row), last_only=True)
-            self.forwards += 1
+            self._observed(token_BS, [(row, start, count)])
         self.cached[row], self._given[row] = max(length - 1, 0), length
 
     def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
@@ -124,8 +130,14 @@ class ModelRunner:
         feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, given)
         logits = self.model.logits(self._input(token_BS, feed), feed, self._cache, last_only)
         self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
-        self.forwards += 1
+        rows = range(len(count))
+        self._observed(token_BS, [(row, feed.start[row], count[row]) for row in rows if count[row]])
         return feed, logits
+
+    def _observed(self, token_BS: Tensor, fed: list[tuple[int, int, int]]) -> None:
+        self.forwards += 1
+        if self.observer is not None and self.model.tapped_TX is not None:
+            self.observer(token_BS, fed, self.model.tapped_TX)
 
     def _input(self, token_BS: Tensor, feed: Feed) -> Tensor:
         """The tokens of one forward, (B, W).

@@ -8,6 +8,7 @@ from typing import Any
 
 from llama_ssp.config import AgreeConf, Drafting, Verification
 from llama_ssp.errors import UsageError
+from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import RunMeasurement
@@ -85,6 +86,8 @@ class AgreeTask(Task[AgreeConf]):
         by_target, forwards = fork_chances(models.target, found, transform, task.prefill_chunk)
         self._fork_forwards += forwards
         own = models.draft if tokens.paired is None or tokens.paired.bridge is None else None
+        if isinstance(own, HeadModel):
+            own = None
         by_draft, _ = fork_chances(own, found, transform, task.prefill_chunk)
         if models.roles.drafts_apart:
             by_draft = from_any(self._ranks, by_draft)

@@ -129,6 +129,16 @@ def _damaged(logit_BD: Tensor) -> Tensor:
     return (logit_BD.isnan() | logit_BD.isposinf()).any(-1)
 
 
+def probs_of_some(transform: SamplingTransform, logit_BV: Tensor, state: State, offset: int) -> Tensor:
+    """The probabilities to draw from, (B, V), where only some tokens have logits and the others -inf.
+
+    Where the controls forbid all of these nothing is damaged: any distribution is right, and certainty of
+    token 0 is one.
+    """
+    probs_BV = transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
+    return certain_where(probs_BV.isnan().any(-1) & ~_damaged(logit_BV), probs_BV)
+
+
 class IntersectionDrafter(_BridgedDrafter):
     """Samples from the draft's distribution over the tokens that both models have."""
 
@@ -154,7 +164,7 @@ class IntersectionDrafter(_BridgedDrafter):
     def _step(self, state: State, offset: int, count: tuple[int, ...]) -> Drawn:
         """Draft number `offset` of each row that has one, written behind its text in both vocabularies."""
         logit_BV = self._in_target(self._forward(self._own, offset, count)[:, 0].to(state.device))
-        probs_BV = self._probs(logit_BV, state, offset)
+        probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
         idle = [offset >= n for n in count]
         token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))
         state.write_draft(token_B, offset, count)
@@ -176,15 +186,6 @@ class IntersectionDrafter(_BridgedDrafter):
         # Clamped, so that -inf is compared with a number and stays -inf.
         share_BS = torch.exp(logit_BS - top_BV.gather(1, to_BS).clamp(min=torch.finfo(wide).min))
         return top_BV + torch.zeros_like(top_BV).scatter_add(1, to_BS, share_BS).log()
-
-    def _probs(self, logit_BV: Tensor, state: State, offset: int) -> Tensor:
-        """The probabilities to draw from.
-
-        Where the controls forbid all shared tokens nothing is damaged: any distribution is right, and
-        certainty of token 0 is one.
-        """
-        probs_BV = self._transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
-        return certain_where(probs_BV.isnan().any(-1) & ~_damaged(logit_BV), probs_BV)
 
 
 class TextDrafter(_BridgedDrafter):

@@ -1,0 +1,1 @@
+"""Trained heads: drafters that read the target's hidden states."""

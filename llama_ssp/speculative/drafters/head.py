@@ -1,0 +1,160 @@
+"""A trained head that drafts: it reads the target's hidden states, which each target pass brings.
+
+At position t the head reads g, made of the target's hidden states at t, and token t+1. So of a text of n
+committed tokens it reads the positions up to n-2, and the last of them gives the first draft. For further
+drafts it reads its own z in the place of g. Those keys and values never count: as soon as the target has fed
+a position, its own states take their place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.steps import WIDEST
+from llama_ssp.models.transfer import sent
+from llama_ssp.speculative.drafters.cross_vocab import probs_of_some
+from llama_ssp.speculative.drafters.local import Drafter, Drawn, nothing, proposal_of, reach, resting
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import Draws, Purpose
+from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.state import Proposal, State
+
+Span = tuple[int, int, int]  # a row, a position, and how many from there
+
+
+class HeadDrafter(Drafter):
+    """Samples from the head's distribution, under the same controls as the target.
+
+    Of each row the first `_cached` positions were read with the target's states. Those of later positions
+    wait in `_state_NH`, position p at place p modulo `_window` of the row.
+    """
+
+    def __init__(
+        self, head: HeadModel, target: ModelRunner, transform: SamplingTransform, draws: Draws
+    ) -> None:
+        """`target` is the runner whose passes the head reads; its model has the head's taps."""
+        self._head, self._transform, self._draws = head, transform, draws
+        self._window = max(target.prefill_chunk, WIDEST)
+        self._passes = 0
+        target.observer = self.observe
+
+    @property
+    def forwards(self) -> int:
+        return self._passes
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.device
+
+    def start(self, rows: int, capacity: int) -> None:
+        self._slots = min(capacity, self._head.context)
+        self._cached = [0] * rows
+        self._cache: SlotCache = self._head.new_cache(rows, self._slots)
+        self._state_NH = self._head.new_states(rows, self._window)
+
+    def prefill(self, state: State) -> None:
+        """Reads what the target's prefill has brought, but for the last position, which the draft needs."""
+        self._read(state.token_BS, [length - 2 for length in state.lengths])
+
+    def refill(self, state: State, row: int) -> None:
+        ends = list(self._cached)
+        ends[row] = state.lengths[row] - 2
+        self._read(state.token_BS, ends)
+
+    def limit(self, length: int) -> int:
+        """Nothing before there is a hidden state: a text of one token has none."""
+        return reach(self._head.context, length) if length > 1 else 0
+
+    def observe(self, token_BS: Tensor, fed: list[Span], state_TX: Tensor) -> None:
+        """Keeps the target's hidden states of a pass; what the head has read at these positions is stale."""
+        for row, start, _ in fed:
+            self._cached[row] = min(self._cached[row], start)
+        if any(start + count - self._cached[row] > self._window for row, start, count in fed):
+            ends = list(self._cached)
+            for row, start, _ in fed:
+                ends[row] = start
+            self._read(token_BS, ends)
+        self._state_NH[self._places(fed)] = self._head.fused(state_TX)
+
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        if not max(count):
+            return nothing(state)
+        lengths, drawn = state.lengths, []
+        z_RH, rows = self._state_NH[:0], list[int]()  # what the head gave last, of which rows
+        for offset in range(max(count)):
+            wanted = [row for row, n in enumerate(count) if n > offset]
+            if offset == 0:
+                fed = [self._unread(row, lengths[row]) for row in wanted]
+                z_RH = self._forward(state.token_BS, fed, self._state_NH[self._places(fed)])
+                for row in wanted:
+                    self._cached[row] = lengths[row] - 1
+            else:
+                kept_RH = z_RH[sent([rows.index(row) for row in wanted], z_RH.device)]
+                fed = [(row, lengths[row] - 2 + offset, 1) for row in wanted]
+                z_RH = self._forward(state.token_BS, fed, kept_RH)
+            rows = wanted
+            drawn.append(self._drawn(state, offset, rows, self._head.logits(z_RH)))
+            state.write_draft(drawn[-1].token_B, offset, count)
+        return proposal_of(drawn, count)
+
+    def _unread(self, row: int, length: int) -> Span:
+        """The positions that a text of this length lacks; the last one is read again if none is lacking."""
+        start = min(self._cached[row], length - 2)
+        return row, start, length - 1 - start
+
+    def _drawn(self, state: State, offset: int, rows: list[int], logit_RE: Tensor) -> Drawn:
+        """Draft number `offset` of these rows, and its distribution over the target's tokens."""
+        logit_BV = self._in_target(logit_RE.to(state.device), rows, state.rows)
+        probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
+        idle = [row not in rows for row in range(state.rows)]
+        token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))
+        return Drawn(token_B, probs_BV)
+
+    def _in_target(self, logit_RE: Tensor, rows: list[int], count: int) -> Tensor:
+        """Logits by the target's ids, (B, V): -inf of tokens that the head lacks, zeros in other rows."""
+        vocab, ids_E = max(self._transform.vocab, self._head.vocab), self._head.ids_E
+        wide = torch.promote_types(logit_RE.dtype, torch.float32)
+        if ids_E is None and len(rows) == count:
+            return logit_RE.to(wide)
+        logit_RV = logit_RE.new_full((len(rows), vocab), -torch.inf, dtype=wide)
+        if ids_E is None:
+            logit_RV[:, : logit_RE.shape[1]] = logit_RE.to(wide)
+        else:
+            logit_RV[:, ids_E.to(logit_RV.device)] = logit_RE.to(wide)
+        if len(rows) == count:
+            return logit_RV
+        return logit_RV.new_zeros(count, vocab).index_copy_(0, sent(rows, logit_RV.device), logit_RV)
+
+    def _read(self, token_BS: Tensor, ends: list[int]) -> None:
+        """Reads each row up to its end, as far as the cache goes."""
+        fed = [
+            (row, cached, min(end, self._slots) - cached)
+            for row, (cached, end) in enumerate(zip(self._cached, ends, strict=True))
+            if cached < min(end, self._slots)
+        ]
+        if fed:
+            self._forward(token_BS, fed, self._state_NH[self._places(fed)])
+        self._cached = [max(pair) for pair in zip(self._cached, ends, strict=True)]
+
+    def _forward(self, token_BS: Tensor, fed: list[Span], g_TH: Tensor) -> Tensor:
+        """z of the last position of each row that is fed, (R, H)."""
+        self._passes += 1
+        row_T = [row for row, _, count in fed for _ in range(count)]
+        next_T = [start + i + 1 for _, start, count in fed for i in range(count)]
+        row_T, next_T = sent([row_T, next_T], token_BS.device)
+        z_TH = self._head.states(token_BS[row_T, next_T], g_TH, fed, self._cache)
+        if len(z_TH) == len(fed):
+            return z_TH
+        ends, end = [], -1
+        for _, _, count in fed:
+            ends.append(end := end + count)
+        return z_TH[sent(ends, z_TH.device)]
+
+    def _places(self, fed: list[Span]) -> Tensor:
+        """Where the states of these positions stand in `_state_NH`."""
+        window = self._window
+        places = [row * window + (start + i) % window for row, start, count in fed for i in range(count)]
+        return sent(places, self._head.device)

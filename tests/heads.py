@@ -1,0 +1,169 @@
+"""Random EAGLE-3 heads in the published layouts, and a second reading of their formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from llama_ssp.config import Dtype
+from llama_ssp.models.heads.model import HeadModel, load_head
+
+CPU = torch.device("cpu")
+FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
+
+
+def save_head(
+    folder: Path, *, vocab: int, target_dim: int, raw: bool = False, ids: list[int] | None = None,
+    taps: tuple[int, ...] | None = None, block: str = "llama", dim: int = 16, embeds: bool = True,
+    context: int = 160, seed: int = 0, loud: float = 0.5, flags: tuple[str, ...] = (), **extra: Any,
+) -> Path:  # fmt: skip
+    """A random head; `ids` are the target's tokens that it can draft, None all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kvs, size, ffn, own = 4, 2, 6, 20, vocab if ids is None else len(ids)
+    inputs = target_dim * len(taps or range(3))
+
+    def random(*shape: int) -> Tensor:
+        return loud * torch.randn(*shape, generator=generator)
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    name = "midlayer" if raw else "layers.0"
+    tensors = {
+        "fc.weight": random(dim, inputs),
+        f"{name}.self_attn.q_proj.weight": random(heads * size, 2 * dim),
+        f"{name}.self_attn.k_proj.weight": random(kvs * size, 2 * dim),
+        f"{name}.self_attn.v_proj.weight": random(kvs * size, 2 * dim),
+        f"{name}.self_attn.o_proj.weight": random(dim, heads * size),
+        f"{name}.mlp.gate_proj.weight": random(ffn, dim), f"{name}.mlp.up_proj.weight": random(ffn, dim),
+        f"{name}.mlp.down_proj.weight": random(dim, ffn),
+        f"{name}.input_layernorm.weight": norm(dim), f"{name}.hidden_norm.weight": norm(dim),
+        f"{name}.post_attention_layernorm.weight": norm(dim), "norm.weight": norm(dim),
+        "lm_head.weight": random(own, dim),
+    }  # fmt: skip
+    if block == "qwen3":
+        tensors |= {f"{name}.self_attn.{part}_norm.weight": norm(size) for part in "qk"}
+    if embeds:
+        tensors["embed_tokens.weight"] = random(vocab, dim)
+    if "norm_before_fc" in flags:
+        tensors["input_norm.weight"] = norm(inputs)
+    if "fc_norm" in flags:
+        tensors |= {f"fc_norm.{n}.weight": norm(target_dim) for n in range(inputs // target_dim)}
+    if ids is not None:
+        tensors["d2t"] = torch.tensor(ids) - torch.arange(own)
+        tensors["t2d"] = torch.tensor([token in ids for token in range(vocab)])
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    sizes = {
+        "model_type": block, "hidden_size": dim, "intermediate_size": ffn, "num_hidden_layers": 1,
+        "num_attention_heads": heads, "num_key_value_heads": kvs, "head_dim": size, "vocab_size": vocab,
+        "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 1000.0,
+        "hidden_act": "silu", "attention_bias": False,
+    }  # fmt: skip
+    own_keys: dict[str, Any] = {"draft_vocab_size": own, **dict.fromkeys(flags, True), **extra}
+    if taps is not None:
+        own_keys["eagle_aux_hidden_state_layer_ids"] = list(taps)
+    if raw:
+        content = {"architectures": ["LlamaForCausalLMEagle3"], **sizes, **own_keys}
+    else:
+        content = {
+            "architectures": ["Eagle3Speculator"], "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+            "speculators_model_type": "eagle3", "transformer_layer_config": sizes, **own_keys,
+        }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def loaded(folder: Path, layers: int = 5, table: Tensor | None = None, **how: Any) -> HeadModel:
+    settings = {
+        "dtype": Dtype.fp32,
+        "device": CPU,
+        "shares": table is not None,
+        "name": "head",
+        "fast": False,
+    }
+    return load_head(folder, layers=layers, table=lambda: table, **(settings | how))
+
+
+class Reference:
+    """A head by the formulas of the published code, in fp64, anew for each text: nothing is kept."""
+
+    def __init__(self, folder: Path, table: Tensor | None = None) -> None:
+        content = json.loads((folder / "config.json").read_text())
+        self.sizes = content.get("transformer_layer_config", content)
+        self.flags = {flag: content.get(flag, False) for flag in FLAGS}
+        self.weights = {key: value.double() for key, value in load_file(folder / "model.safetensors").items()}
+        if table is not None:
+            self.weights["embed_tokens.weight"] = table.double()
+        self.name = "midlayer" if "midlayer.hidden_norm.weight" in self.weights else "layers.0"
+
+    def ids(self) -> list[int]:
+        """The target's id of each of its tokens."""
+        own = len(self.weights["lm_head.weight"])
+        offset = self.weights.get("d2t", torch.zeros(own)).long().tolist()
+        return [place + offset[place] for place in range(own)]
+
+    def logits(self, states_TX: Tensor, text: list[int], drafts: list[int]) -> Tensor:
+        """Over its own tokens, for the one after `drafts`, given the target's states of all but the last."""
+        assert len(states_TX) == len(text) - 1
+        states = states_TX.double()
+        if self.flags["norm_before_fc"]:
+            states = self.normed(states, "input_norm")
+        if self.flags["fc_norm"]:
+            count = sum(key.startswith("fc_norm.") for key in self.weights)
+            parts = states.chunk(count, -1)
+            states = torch.cat([self.normed(part, f"fc_norm.{n}") for n, part in enumerate(parts)], -1)
+        g = list(linear(states, self.weights["fc.weight"]))
+        tokens = text[1:]
+        for token in [*drafts, None]:
+            z = self.block(torch.stack(g), tokens)
+            out = self.normed(z, "norm")
+            if token is not None:
+                g.append((out if self.flags["norm_output"] else z)[-1])
+                tokens = [*tokens, token]
+        return linear(out[-1], self.weights["lm_head.weight"])
+
+    def probs(self, states_TX: Tensor, text: list[int], drafts: list[int], vocab: int, heat: float) -> Tensor:
+        """Over the target's tokens."""
+        found = torch.zeros(vocab, dtype=torch.float64)
+        found[self.ids()] = (self.logits(states_TX, text, drafts) / heat).softmax(-1)
+        return found
+
+    def block(self, g: Tensor, tokens: list[int]) -> Tensor:
+        weights, heads = self.weights, self.sizes["num_attention_heads"]
+        kvs, size, name = self.sizes["num_key_value_heads"], self.sizes["head_dim"], self.name
+        embedded = self.normed(weights["embed_tokens.weight"][tokens], f"{name}.input_layernorm")
+        normed = self.normed(g, f"{name}.hidden_norm")
+        both = torch.cat([embedded, normed], -1)
+        q, k, v = (linear(both, weights[f"{name}.self_attn.{part}_proj.weight"]) for part in "qkv")
+        q, k, v = q.view(-1, heads, size), k.view(-1, kvs, size), v.view(-1, kvs, size)
+        if f"{name}.self_attn.q_norm.weight" in weights:
+            q, k = self.normed(q, f"{name}.self_attn.q_norm"), self.normed(k, f"{name}.self_attn.k_norm")
+        q, k = self.turned(q), self.turned(k)
+        k, v = (part.repeat_interleave(heads // kvs, 1) for part in (k, v))
+        score = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
+        ahead = torch.ones(score.shape[1:], dtype=torch.bool).triu(1)
+        seen = torch.einsum("hqk,khd->qhd", score.masked_fill(ahead, -torch.inf).softmax(-1), v)
+        x = normed if self.flags["norm_before_residual"] else g
+        x = x + linear(seen.flatten(1), weights[f"{name}.self_attn.o_proj.weight"])
+        y = self.normed(x, f"{name}.post_attention_layernorm")
+        gate, up = (linear(y, weights[f"{name}.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+        return x + linear(silu(gate) * up, weights[f"{name}.mlp.down_proj.weight"])
+
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt()
+        return x * scale * self.weights[f"{name}.weight"]
+
+    def turned(self, x_THD: Tensor) -> Tensor:
+        size = x_THD.shape[-1]
+        speed = self.sizes["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angle = torch.arange(len(x_THD), dtype=torch.float64)[:, None, None] * speed
+        first, second = x_THD.chunk(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
