@@ -49,6 +49,7 @@ class RunConf:
     plan: PlanningConf = field(default_factory=PlanningConf)
     engine: Steps = Steps.auto
     download: bool = False
+    document: str | None = None
     seed: int | None = number(None, 0, MAX_SEED, "choose another seed, or leave it out to draw one")
     output: Output = Output.text
     out: str | None = "outputs"

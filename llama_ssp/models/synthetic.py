@@ -55,6 +55,7 @@ def config_for(model: ModelConf) -> Any:
         family.mlp_key: model.ffn,
         "max_position_embeddings": model.context,
         "tie_word_embeddings": model.tied,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     if family.grouped:
         shape |= {"num_key_value_heads": model.n_kv_heads, "head_dim": model.head_dim}
@@ -79,7 +80,6 @@ def config_for(model: ModelConf) -> Any:
     except ValueError:
         what, fix = "the family is not one that transformers knows", "correct model.family"
         raise ModelError(what, model.name, model.family, fix=fix) from None
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,8 +26,11 @@ from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.session import first_cause, ranks_of
+from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Bytes, compare_with_plan, in_words
+from llama_ssp.planner.stand_ins import STAR
 from llama_ssp.report.console import Console
+from llama_ssp.report.document_tables import beside
 from llama_ssp.report.run_folder import RunFolder, deciding, versions
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
@@ -83,6 +87,12 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     return replace(inputs, seed=sent["seed"], pairs=pairs, reading=reading)
 
 
+def stand_ins(pairs: Sequence[PairSpec]) -> list[str]:
+    """The names of the pairs' models that are not a document's own (planner/stand_ins.py)."""
+    models = [model for pair in pairs for model in (pair.run.model, pair.run.draft) if model]
+    return sorted({model.name for model in models if model.name.endswith(STAR)})
+
+
 def _run(inputs: RunInputs, ranks: Ranks) -> int:
     """Runs the task; only the leader prints and writes. What was done is reported whatever stops it."""
     run = inputs.run
@@ -103,14 +113,16 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     finally:
         plan = compare_with_plan(task.measurements(), memory)
         wall_s = time.perf_counter() - began
-        summary = folder.summary(
-            status, {**task.figures(), "plan": plan, "wall_s": wall_s, "gpus": gpu_names()}
-        )
+        published = {"document": run.document, "stand_ins": stand_ins(inputs.pairs)} if run.document else {}
+        run_figures = {"plan": plan, "wall_s": wall_s, "gpus": gpu_names()}
+        summary = folder.summary(status, {**task.figures(), **published, **run_figures})
         try:
             folder.close(summary)
         finally:  # a full disk must not cost what was done
             for line in in_words(plan) if plan and ranks.is_leader else ():
                 log.info("%s", line)
+            if run.output is Output.text:
+                console.show(beside(summary))
             if status in ("done", "failed", "partial") or task.has_output():
                 is_json = run.output is Output.json
                 is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped

@@ -8,6 +8,7 @@ import re
 from omegaconf import DictConfig, OmegaConf
 
 from llama_ssp.config import SIZES, TASKS, ModelConf, PlacementConf, RunConf, few_resolvers
+from llama_ssp.config.documents import DOCUMENTS
 from llama_ssp.config.schema import MAX_INT, Output, Splitting, Weights
 from llama_ssp.config.validation.cluster import check_cluster
 from llama_ssp.config.validation.values import between, check_values
@@ -50,6 +51,9 @@ def check(run: RunConf) -> None:
     if sampling.min_new_tokens > most:
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
+    if run.document is not None and run.document not in DOCUMENTS:
+        what, fix = "document names no write-up", "leave it out; conf/experiment sets it"
+        raise UsageError(what, "", repr(run.document), ", ".join(DOCUMENTS), fix)
     check_cluster(run.cluster)
     _check_placement(run.placement)
 
