@@ -41,7 +41,7 @@ def test_prompts_from_a_pipe_one_a_line(command: Command) -> None:
         "prompt: hello", "prompt: a fox",
     ]  # fmt: skip
     assert answer.out.count("--- regular") == answer.out.count("--- speculative, tiny_draft, K = 4") == 2
-    assert len(re.findall(r"--- \d+\.\d\d times as fast: .* prefill left out", answer.out)) == 2
+    assert len(re.findall(r"--- \d+\.\d\d times as fast: .* prefill excluded", answer.out)) == 2
     found = document(answer)
     assert (found["task"], found["status"]) == ("compare", "done")
     assert [one["id"] for one in found["comparisons"]] == ["line-1", "line-3"]

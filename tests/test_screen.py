@@ -19,6 +19,7 @@ from llama_ssp.errors import StorageError, UsageError
 from llama_ssp.report.live_view import STYLES, Scene, bars, save, verdict
 from llama_ssp.report.plots import check_pictures
 from llama_ssp.report.timeline import Arrival, Track
+from llama_ssp.report.trace_view import trace_line
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 WRITTEN = "def f(x):\n    return 日本語 🎉 x\t# tab\n\x1b[31mred\x07\u202e\n"
@@ -69,7 +70,7 @@ def test_eighty_columns_hold_two_panes() -> None:
     output = drawn(scene().end(whole=True), 80, 24)
     first = next(line for line in output.splitlines() if "regular" in line)
     assert "speculative, K = 4" in first and cell_len(first) == 80
-    assert "times as fast" in output.splitlines()[-1]
+    assert "times as fast" in output.splitlines()[-2]
     assert r"\x1b[31mred\x07\u202e" in output
 
 
@@ -97,6 +98,25 @@ def test_tokens_are_coloured_by_origin() -> None:
     assert "\x1b[0msampled" in body
 
 
+def test_without_colours_the_marks_remain() -> None:
+    """NO_COLOR: what was accepted is underlined, what was rejected struck through; the legend shows it."""
+    pieces = tuple((origin, origin) for origin in STYLES)
+    marked = Scene("p", Track("a", 0, [Arrival(1, pieces, 4, 4, 1)]), Track("b", 0, []))
+    record = {
+        "id": "0", "round": 2, "position": 9, "drafted": [1, 2], "drafted_text": ["yes", "no"], "accepted": 1,
+        "last_origin": "corrected", "last_text": "so",
+    }  # fmt: skip
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=True, no_color=True, _environ={"TERM": "xterm"})
+    console.print(replace(marked, whole=True), trace_line(record, console.no_color))
+    said = file.getvalue()
+    assert "\x1b[4mdrafted\x1b[0m" in said and "\x1b[4mdrafted and accepted" in said
+    assert "\x1b[4m'yes'\x1b[0m" in said and "\x1b[9m~'no'~\x1b[0m" in said
+    assert not re.search(r"\x1b\[3\dm", said)
+    plain = "0 at 9, round 2: drafted 'yes' ~'no'~; accepted 1 of 2; corrected 'so'"
+    assert trace_line(record).plain == plain
+
+
 def test_the_bar_of_accepted_lengths() -> None:
     assert bars([8, 0, 4, 1]) == "0█8  1 0  2▄4  3▁1"
     assert bars([]) == "" and bars([0, 0]) == "0 0  1 0"
@@ -104,7 +124,7 @@ def test_the_bar_of_accepted_lengths() -> None:
 
 def test_the_verdict_compares_times_a_token() -> None:
     said = verdict(scene(texts=("ab" * 10, "c" * 40)).end(whole=True))
-    assert said == "0.99 times as fast: 97.50 ms a token, then 98.75; prefill left out"
+    assert said == "0.99 times as fast: 97.50 ms/token, then 98.75; prefill excluded"
     assert verdict(Scene("p", Track("a"), Track("b")).end(whole=True)) == ""
 
 

@@ -24,9 +24,11 @@ FRAMES_PER_S = 20
 SIDE_BY_SIDE = 60  # columns from which two panes stand side by side; below, one above the other
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
-FIGURE_LINES = 3
+FIGURE_LINES = 4
 STYLES = {"drafted": "green", "corrected": "yellow", "bonus": "cyan", "sampled": ""}
+PLAIN_STYLES = {"drafted": "underline", "corrected": "reverse", "bonus": "bold", "sampled": ""}  # NO_COLOR
 LEGEND = {"drafted": "drafted and accepted", "corrected": "corrected", "bonus": "bonus", "sampled": "sampled"}
+ONE_PROMPT = "one prompt, one seed: task=measure gives an interval"
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -52,7 +54,7 @@ class Scene:
         side_by_side = width >= SIDE_BY_SIDE
         widths = (width // 2, width - width // 2) if side_by_side else (width, width)
         bodies = [
-            _body(track).wrap(console, max(own - FRAME, 2), overflow="fold")
+            _body(track, console.no_color).wrap(console, max(own - FRAME, 2), overflow="fold")
             for track, own in zip(tracks, widths, strict=True)
         ]
         prompt = list(Text(visible(self.prompt), style="dim").wrap(console, max(width, 2), overflow="fold"))
@@ -63,11 +65,13 @@ class Scene:
             _pane(track, Text("\n").join(body[-room:]), room, own)
             for track, body, room, own in zip(tracks, bodies, rows, widths, strict=True)
         ]
-        yield Group(_legend(), *prompt)
+        yield Group(_legend(console.no_color), *prompt)
         grid = Table.grid(*(Column(width=own) for own in widths), padding=0)
         grid.add_row(*panes)
         yield grid if side_by_side else Group(*panes)
         yield Text(self.note, style="bold", no_wrap=True, overflow="ellipsis")
+        if self.whole and self.note:
+            yield Text(ONE_PROMPT, style="dim")
 
     @staticmethod
     def _fitted(prompt: list[Text], height: int, stacked: int) -> tuple[list[Text], list[int]]:
@@ -129,18 +133,18 @@ def verdict(scene: Scene) -> str:
     if faster is None:
         return ""
     before, after = scene.regular.ms_per_token, scene.speculative.ms_per_token
-    return f"{faster:.2f} times as fast: {before:.2f} ms a token, then {after:.2f}; prefill left out"
+    return f"{faster:.2f} times as fast: {before:.2f} ms/token, then {after:.2f}; prefill excluded"
 
 
 def figures(track: Track) -> list[str]:
     """The lines under a text."""
     if not track.tokens:
-        return ["", "", ""]
+        return [""] * FIGURE_LINES
     speed = f"{track.tokens} tokens  {track.tokens_per_s or 0:.0f} tokens/s  {track.seconds:.2f} s"
     if not track.drafted:
-        return [speed, "", ""]
+        return [speed, *[""] * (FIGURE_LINES - 1)]
     rate = f"{track.acceptance_rate:.0%} accepted  {track.tokens_per_round:.2f} tokens a round"
-    return [speed, rate, bars(track.accepted_lengths)]
+    return [speed, rate, "rounds by how many drafts stood:", bars(track.accepted_lengths)]
 
 
 def bars(lengths: list[int]) -> str:
@@ -150,21 +154,32 @@ def bars(lengths: list[int]) -> str:
     return "  ".join(f"{n}{BARS[height]}{lengths[n]}" for n, height in enumerate(heights))
 
 
-def _body(track: Track) -> Text:
+def style_of(origin: str, is_plain: bool) -> str:
+    """How a token is drawn; `is_plain` without colours."""
+    return (PLAIN_STYLES if is_plain else STYLES).get(origin, "")
+
+
+def _body(track: Track, is_plain: bool) -> Text:
     body = Text()
     for text, origin in track.pieces():
-        body.append(visible(text), STYLES[origin])
+        body.append(visible(text), style_of(origin, is_plain))
     return body
 
 
 def _pane(track: Track, body: Text, rows: int, width: int) -> Panel:
     missing = rows - len(body.plain.split("\n"))
     lines = [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in figures(track)]
-    ended = "" if track.finish is None else f" ({track.finish})"
-    title = Text(track.title + ended, style="bold", no_wrap=True, overflow="ellipsis")
-    return Panel(Group(body, *[Text("")] * missing, *lines), title=title, title_align="left", width=width)
+    title = Text(track.title, style="bold", no_wrap=True, overflow="ellipsis")
+    ended = None if track.finish is None else f"ended by: {track.finish}"
+    content = Group(body, *[Text("")] * missing, *lines)
+    return Panel(content, title=title, title_align="left", subtitle=ended, subtitle_align="left", width=width)
 
 
-def _legend() -> Text:
-    marks = [Text("■ ", STYLES[origin]).append(meaning, "dim") for origin, meaning in LEGEND.items()]
+def _legend(is_plain: bool) -> Text:
+    marks = [
+        Text(meaning, style_of(origin, True))
+        if is_plain
+        else Text("■ ", STYLES[origin]).append(meaning, "dim")
+        for origin, meaning in LEGEND.items()
+    ]
     return Text("  ", no_wrap=True, overflow="ellipsis").join(marks)

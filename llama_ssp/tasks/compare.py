@@ -6,20 +6,18 @@ Both run on the same models, one after the other. The screen is drawn between ro
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
-
-from rich.console import Console as RichConsole
 
 from llama_ssp.config import CompareConf, Output, home_expanded
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.live_view import Scene, Screen, figures, save, verdict
+from llama_ssp.report.console import rich_console
+from llama_ssp.report.live_view import ONE_PROMPT, Scene, Screen, figures, save, verdict
 from llama_ssp.report.timeline import Track
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
@@ -139,7 +137,7 @@ class CompareTask(Task[CompareConf]):
         """The screen, where there is a terminal that can move its cursor."""
         if not (self._ranks.is_leader and self._console.is_terminal and self._run.output is Output.text):
             return None
-        console = RichConsole(file=sys.stdout, highlight=False)
+        console = rich_console()
         return Screen(console) if console.is_terminal and not console.is_dumb_terminal else None
 
     def _save_picture(self, pair: PairSession) -> None:
@@ -147,7 +145,7 @@ class CompareTask(Task[CompareConf]):
         if self._task.plot is None or not self._scenes or not self._ranks.is_leader:
             return
         path = home_expanded(self._task.plot)
-        width = RichConsole(file=sys.stdout).width if self._screen is not None else RECORDED
+        width = rich_console().width if self._screen is not None else RECORDED
         save(
             self._scenes, path, width, f"llama-ssp task=compare: {pair.spec.target} with {pair.spec.drafter}"
         )
@@ -160,4 +158,5 @@ def in_words(scene: Scene) -> list[str]:
     for track in (scene.regular, scene.speculative):
         lines += [f"--- {track.title}", visible(track.text)]
         lines += [f"({line})" for line in figures(track) if line]
-    return [*lines, f"--- {verdict(scene)}", ""]
+    said = verdict(scene)
+    return [*lines, f"--- {said}", *[ONE_PROMPT] * bool(said), ""]

@@ -11,7 +11,8 @@ from typing import Any
 from llama_ssp.config import GenerateConf, Output
 from llama_ssp.pair.batches import Batch, Batches, nothing_run, require_numbers
 from llama_ssp.planner.run_plan import RunMeasurement
-from llama_ssp.report.console import Console
+from llama_ssp.report.console import Console, rich_console
+from llama_ssp.report.trace_view import EXPLAINED, trace_line
 from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
@@ -30,6 +31,7 @@ class GenerateTask(Task[GenerateConf]):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._batches: Batches | None = None
+        self._explained = False  # the marks of a trace
 
     def run(self) -> str:
         task, pair = self._task, self._open()
@@ -116,10 +118,13 @@ class GenerateTask(Task[GenerateConf]):
         """Records a round, and prints it."""
         for row in step.rows:
             name, text = batch.state.prompts[row.row].id, batch.writing.text(row.row)
-            record = traced(step.round, name, row, tokens, text)
+            position = len(batch.state.generated(row.row)) - len(row.tokens)
+            record = traced(step.round, name, position, row, tokens, text)
             self._folder.round(record)
             if not silent:
-                self._console.line(_trace_line(record))
+                self._console.show([EXPLAINED] * (not self._explained))
+                self._console.show([trace_line(record, rich_console().no_color)])
+                self._explained = True
 
 
 class _Stream:
@@ -189,24 +194,15 @@ def in_words(figures: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def traced(number: int, name: str, row: RowStep, tokens: Tokens, text: str) -> dict[str, Any]:
+def traced(number: int, name: str, position: int, row: RowStep, tokens: Tokens, text: str) -> dict[str, Any]:
     """One row's round, for people and for rounds.jsonl."""
     origins = [row.origin(i) for i in range(len(row.tokens))]
     return {
-        "round": number, "id": name, **{key: value for key, value in asdict(row).items() if key != "row"},
+        "round": number, "id": name, "position": position,
+        **{key: value for key, value in asdict(row).items() if key != "row"},
         "drafted_text": [tokens.decode([token]) for token in row.drafted],
         "origins": origins,
         "last_origin": origins[-1] if origins else None,
         "last_text": tokens.decode(row.tokens[-1:]),
         "text": text,
     }  # fmt: skip
-
-
-def _trace_line(record: dict[str, Any]) -> str:
-    texts, accepted = record["drafted_text"], record["accepted"]
-    drafted = " ".join(repr(text) if n < accepted else f"~{text!r}~" for n, text in enumerate(texts))
-    return (
-        f"{record['id']} round {record['round']}: drafted {drafted or 'nothing'}; "
-        f"accepted {accepted} of {len(record['drafted'])}; "
-        f"{record['last_origin']} {record['last_text']!r}; text {record['text']!r}"
-    )

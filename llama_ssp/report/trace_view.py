@@ -1,0 +1,28 @@
+"""What each round drafted, accepted and drew, in a line for people. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.text import Text
+
+from llama_ssp.report.live_view import style_of
+
+REJECTED = "red strike"
+EXPLAINED = (
+    "'...' accepted draft, ~'...'~ rejected; then the token of the target: corrected where a draft was "
+    "rejected, bonus after all drafts, sampled without drafts; `at` is the place of the round's first token"
+)
+
+
+def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
+    """A round of rounds.jsonl; `is_plain` marks without colours."""
+    line = Text(f"{record['id']} at {record['position']}, round {record['round']}: drafted ")
+    accepted, origin = record["accepted"], record["last_origin"]
+    for number, text in enumerate(record["drafted_text"]):
+        is_kept = number < accepted
+        word, style = (f"{text!r}", style_of("drafted", is_plain)) if is_kept else (f"~{text!r}~", REJECTED)
+        line.append(" " * (number > 0)).append(word, style)
+    line.append("nothing" * (not record["drafted_text"]))
+    line.append(f"; accepted {accepted} of {len(record['drafted'])}; ")
+    return line.append(f"{origin} ").append(repr(record["last_text"]), style_of(origin or "", is_plain))
