@@ -27,8 +27,18 @@ from llama_ssp.batch.job import chosen_seed, job_of
 from llama_ssp.batch.slurm import status, submit
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
+from llama_ssp.config.completion import COMPLETION, completion
 from llama_ssp.config.environment import RankEnvironment, rank_environment
-from llama_ssp.config.overrides import check_arguments, check_sources, translated
+from llama_ssp.config.help import help_for
+from llama_ssp.config.overrides import (
+    HELP,
+    QUIET,
+    VERBOSE,
+    VERSION,
+    check_arguments,
+    check_sources,
+    translated,
+)
 from llama_ssp.config.presets import CONF
 from llama_ssp.config.validation.cluster import check_sharing
 from llama_ssp.distributed.placement import LEADER
@@ -50,6 +60,7 @@ from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report import commands
 from llama_ssp.report.console import Console, LogHandler, waiting
 from llama_ssp.report.plots import check_pictures
+from llama_ssp.report.run_folder import versions
 from llama_ssp.report.sweep import Sweep
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import Reading, read_prompts
@@ -59,8 +70,7 @@ GRACE_S = 4.0  # for a rank to obey a signal
 
 def main() -> NoReturn:
     """Runs the command and leaves with its exit code."""
-    level = logging.INFO if _environment().is_leader else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", handlers=[LogHandler()])
+    _begin_log()
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     if os.environ.get("LLAMA_SSP_DEBUG") != "1":
@@ -80,13 +90,37 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
+def _begin_log() -> None:
+    """The log on standard error: the leader's own lines; warnings only with -q.
+
+    With -v every rank logs, and libraries, too; each line has its time, rank and module.
+    """
+    level, form = logging.INFO if _environment().is_leader else logging.ERROR, "%(message)s"
+    if {*QUIET} & set(sys.argv):
+        level = max(level, logging.WARNING)
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    libraries = max(level, logging.WARNING)
+    if {*VERBOSE} & set(sys.argv):
+        level, libraries = logging.DEBUG, logging.INFO
+        form = f"%(asctime)s rank {_environment().rank} %(name)s: %(message)s"
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")
+    logging.basicConfig(level=libraries, format=form, handlers=[LogHandler()])
+    logging.getLogger("llama_ssp").setLevel(level)
+
+
 def _guarded() -> int:
     """Runs the command; every error becomes one line and an exit code."""
     try:
         rank_environment()
         _prepare_output()
         words = sys.argv[1:]
-        code = _read_runs(words) if words and words[0] in commands.USAGE else _run_jobs(_compose())
+        if words and words[0] in commands.USAGE:
+            code = _read_runs(words)
+        elif (text := _answer(words)) is not None:
+            code = OK
+            sys.stdout.write(text if _environment().is_leader else "")
+        else:
+            code = _run_jobs(_compose())
         sys.stdout.flush()
         return code
     except Exception as error:
@@ -113,6 +147,19 @@ def _run_jobs(jobs: list[ComposedJob]) -> int:
         sweep.end(Console())
 
 
+def _answer(arguments: list[str]) -> str | None:
+    """What --help, --version and the completion of words print; None for a run."""
+    words = [word for word in arguments if not word.startswith("-")]
+    if {*HELP} & set(arguments):
+        return help_for(words)
+    if {*VERSION} & set(arguments):
+        own, *others = versions().items()
+        return f"llama-ssp {own[1]} ({', '.join(' '.join(pair) for pair in others)})\n"
+    if words[:1] == [COMPLETION]:
+        return completion(arguments[arguments.index(COMPLETION) + 1 :])
+    return None
+
+
 def _in_words(error: Exception) -> tuple[str, int]:
     """The error's line and exit code. Raises an error of this program itself again."""
     if isinstance(error, RunError):
@@ -132,7 +179,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
 
 def _stopped(stop: KeyboardInterrupt) -> int:
     number = stop.args[0] if stop.args else signal.SIGINT
-    return _fail("stopped by a signal; what was finished is in the run folder", 128 + number, stop)
+    return _fail("; ".join(["stopped by a signal", *getattr(stop, "__notes__", [])]), 128 + number, stop)
 
 
 @dataclass(frozen=True)

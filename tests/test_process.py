@@ -45,9 +45,10 @@ def errors(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--help"], 0, "Configuration groups"),
+        (["--help"], 0, "llama-ssp TASK"),
+        (["measure", "--help"], 0, "repeats=6"),
         (["--cfg", "job"], 0, "speculation:"),
-        (["--version"], 0, ""),
+        (["--version"], 0, "llama-ssp 0.1.0"),
         ([PROMPT, "speculation.k=-1"], 2, "speculation.k is out of range"),
         ([PROMPT, "speculation.kk=1"], 2, "unknown key"),
         (["task=eval", "task.pairs=[tiny,8B]"], 2, "there is no model=8B"),
@@ -55,7 +56,7 @@ def errors(text: str) -> list[str]:
         (["task.prompt_file=/no/such"], 3, "does not exist"),
         ([PROMPT, "model=/no/such", "draft=none"], 4, "no such folder or file"),
     ],
-    ids=["help", "cfg", "version", "range", "key", "pair", "plot", "prompts", "folder"],
+    ids=["help", "task-help", "cfg", "version", "range", "key", "pair", "plot", "prompts", "folder"],
 )
 def test_answers_without_torch(arguments: list[str], code: int, said: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -30,7 +30,10 @@ LOSSY = {  # settings of other programs that change the output distribution
 }
 REFUSED_FLAGS = dict.fromkeys(
     ("--config-path", "-cp", "--config-name", "-cn"), "it would replace the project's configuration"
-) | {"--experimental-rerun": "it reads pickled files"}
+) | {
+    "--experimental-rerun": "it reads pickled files",
+    **dict.fromkeys(("--shell-completion", "-sc"), "write source <(llama-ssp completion bash)"),
+}
 ADDED_TO = {  # maps, to which Hydra adds with a plus sign
     "sampling.logit_bias": "{5: -2.0}', token: bias",
     "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
@@ -40,17 +43,16 @@ RENAMED = {
     "model.download": "download=true, for both models", "draft.download": "download=true, for both models",
 }  # fmt: skip
 HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
-INFO = "all", "config", "defaults", "defaults-tree", "plugins", "searchpath"
-# Hydra's flags and their values: () is none, None is any. Hydra itself takes the beginning of a flag for the
+# The flags and their values: () is none, None is any. Hydra itself takes the beginning of a flag for the
 # flag, which would pass the flags refused above.
+QUIET, VERBOSE = ("--quiet", "-q"), ("--verbose", "-v")
+HELP, VERSION = ("--help", "-h"), ("--version",)
 SWEEP, CONFIG_DIR = {"--multirun", "-m"}, ("--config-dir", "-cd")
 SOURCES = ("path", "repo", "revision")  # of a model's files
 FLAGS: dict[str, tuple[str, ...] | None] = {
-    **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve"), ()),
-    **dict.fromkeys(("--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"), ()),
-    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
-    **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), None),
-    **dict.fromkeys(("--info", "-i"), INFO),
+    **dict.fromkeys((*HELP, *VERSION, *QUIET, *VERBOSE, *SWEEP, "--resolve"), ()),
+    **dict.fromkeys(("--cfg", "-c"), ("job",)),
+    **dict.fromkeys(CONFIG_DIR, None),
 }
 WRONG_TYPE = re.compile(
     r"(?s)[Vv]alue '(?P<found>.*?)' .*(?:could not be converted to|is not a valid) (?P<wanted>\w+)"
@@ -88,7 +90,7 @@ def check_arguments(arguments: list[str]) -> list[str]:
         _check_override(name, value if equals else None, known)
         if "draft=none" in words and name.startswith("draft."):
             raise UsageError(f"{name} is set, but draft=none leaves no draft", fix="drop one of the two")
-    return words + flags
+    return words + [flag for flag in flags if flag not in (*QUIET, *VERBOSE)]
 
 
 def check_sources(run: config.RunConf, arguments: list[str]) -> None:
@@ -168,8 +170,8 @@ def _checked_flag(argument: str, waiting: Iterator[str]) -> list[str]:
     if allowed == ():
         return [argument]
     following = [] if equals else list(islice(waiting, 1))
-    value, optional = value or "".join(following), flag in ("--info", "-i")
-    if (not value and not optional) or (value and allowed and value not in allowed):
+    value = value or "".join(following)
+    if not value or (allowed and value not in allowed):
         fix = f"write {flag} {(allowed or ('VALUE',))[0]}"
         raise UsageError(f"{flag} needs a value", "", repr(value), ", ".join(allowed or ("text",)), fix)
     if flag in CONFIG_DIR:

@@ -18,12 +18,14 @@ GROUPS = ("model", "draft", "placement", "cluster", "sampling", "speculation", "
 ROLES = ("model", "draft")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 OVER_RANKS = re.compile(r"(?P<model>\w+)_(?P<ranks>\d+)GPUs?", re.IGNORECASE)  # names of an earlier program
+UNNAMED = "local"  # the preset behind every folder and id
 NAMES_OF_A_MODEL = "a preset, a folder, a GGUF file, or ORG/NAME on the Hugging Face hub"
 
 
 def options(group: str) -> list[str]:
     """The names that GROUP=NAME takes."""
-    return sorted(TASKS) if group == "task" else sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    names = TASKS if group == "task" else (file.stem for file in (CONF / group).glob("*.yaml"))
+    return sorted({*names} - ({UNNAMED} if group in ROLES else {""}))
 
 
 def model_words(role: str, name: str, folders: Sequence[Path] = ()) -> list[str]:

@@ -37,7 +37,25 @@ RESOLVERS = ("oc.select", "now")
 
 @dataclass
 class RunConf:
-    """The whole run."""
+    """The whole run.
+
+    Attributes:
+        model: The target: a preset, a folder, a GGUF file, or ORG/NAME on the Hugging Face hub.
+        draft: The draft model, in the same way; none is no draft. Without a target of your own: the shipped
+            one.
+        placement: Which ranks and devices hold what.
+        cluster: The machines, for plans and schedulers.
+        sampling: The distribution that is sampled from.
+        speculation: How tokens are drafted and verified.
+        task: What the run does.
+        plan: The plan that the run is compared with.
+        engine: Whether steps are compiled; auto compiles where that pays.
+        download: Fetch models from the Hugging Face hub that are not on this machine.
+        document: The published write-up whose figures are shown beside the run's; experiment=NAME sets it.
+        seed: The seed of all random numbers; null draws one.
+        output: What goes to standard output: text, one json document at the end, or jsonl with a line a text.
+        out: The folder for run folders; null writes none.
+    """
 
     model: ModelConf = field(default_factory=ModelConf)
     draft: ModelConf | None = None

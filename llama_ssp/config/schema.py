@@ -71,11 +71,40 @@ USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither g
 class ModelConf:
     """One model: its files, its number format, and its shape, so that planning needs no file.
 
-    A size of 0 (preset `local`) is read from the checkpoint's config.json. Of a model with experts,
-    `dense_layers` is how many layers have none, but an MLP of width `ffn`. Of a quantised checkpoint:
-    bits of a code, inputs that share a scale (0: all of a row), and bytes of a scale with its zero; where
-    matrices differ, `code_mix` has the sizes of each (models/formats/gguf_model.py). Of a trained head that
-    drafts: how many numbers of the target's hidden states it reads, and how many tokens it can draft.
+    A size of 0 is read from the checkpoint's config.json.
+
+    Attributes:
+        name: The name in tables and records.
+        repo: A repository on the Hugging Face hub with files of this shape; model=ORG/NAME needs no preset.
+        revision: A commit, tag or branch of the repository; null is its main branch.
+        path: A folder or GGUF file with a model of this shape; model=FOLDER needs no preset.
+        weights: checkpoint reads files; synthetic builds the same shape from a seed, without files.
+        dtype: How weights are held. auto is what the device computes fastest without loss of range; int8,
+            int4 and nf4 quantise while reading; packed keeps the codes of a quantised checkpoint.
+        seed: The seed of synthetic weights.
+        agreement: The mean acceptance probability of a synthetic draft at temperature 1.
+        scan: Look for numbers that are not finite in each weight that is read, and name it.
+        family: The architecture, as config.json's model_type.
+        n_layers: Layers.
+        n_heads: Query heads.
+        n_kv_heads: Heads of keys and values.
+        head_dim: Width of a head.
+        dim: Width of the model.
+        ffn: Width of the MLP.
+        experts: Experts of a layer; 0 is none.
+        experts_per_token: Experts that a token is sent to.
+        expert_ffn: Width of an expert.
+        dense_layers: Layers without experts, in a model that has them.
+        code_bits: Bits of a code of a quantised checkpoint; 0 is none.
+        code_group: Inputs that share a scale; 0 is a whole row.
+        code_bytes: Bytes of a scale with its zero.
+        code_mix: The sizes of each matrix where they differ (models/formats/gguf_model.py).
+        head_inputs: Numbers of the target's hidden states that a trained head reads; 0 is no head.
+        head_vocab: Tokens that a trained head can draft.
+        vocab: Tokens of the vocabulary.
+        context: The longest text, in tokens.
+        tied: The head is the embedding.
+        sliding_window: Tokens that a layer with a window looks back at; null is none.
     """
 
     name: str = MISSING
@@ -119,11 +148,24 @@ class ModelConf:
 class PlacementConf:
     """The ranks and devices of the models (distributed/placement.py resolves the ranks).
 
-    A device `auto` is the rank's own accelerator, else the CPU. `draft_degree` null is all of the target's
-    ranks for replicated and sharded, one rank for own; `target_ranks` and `draft_ranks` list them one by one.
-    `max_memory` (device index, cpu: "20GiB") and `offload_folder` are for splitting=layers. All ranks end
-    when one does not answer for `timeout_s`. A draft on ranks of its own is lost when its process ends, or
-    does not answer for `draft_timeout_s`; `on_draft_loss` says whether the target then continues alone.
+    All ranks end when one does not answer.
+
+    Attributes:
+        splitting: tensor gives each rank a slice of every layer; layers gives each device of one process
+            whole layers; deepspeed has DeepSpeed slice a model that every rank has read whole.
+        draft: Where the draft is: on the leader, replicated or sharded over the target's ranks, or on ranks
+            of its own; auto asks the plan.
+        draft_degree: Ranks of the draft; null is all of the target's where it shares them, and one of its
+            own.
+        target_ranks: The target's ranks, one by one.
+        draft_ranks: The draft's ranks, one by one.
+        target_device: auto (the rank's own accelerator, else the CPU), cpu, cuda or cuda:N.
+        draft_device: The same for the draft.
+        max_memory: Bytes of each device for splitting=layers: '+placement.max_memory={0: 20GiB, cpu: 60GiB}'.
+        offload_folder: The folder for layers that fit on no device, with splitting=layers.
+        timeout_s: Seconds after which a rank that does not answer is lost.
+        on_draft_loss: What the target does when a draft on ranks of its own is lost: continue alone, or stop.
+        draft_timeout_s: Seconds after which a draft on ranks of its own is lost.
     """
 
     splitting: Splitting = Splitting.tensor
@@ -144,11 +186,21 @@ class PlacementConf:
 class TimesConf:
     """The constants of predicted times; null is as calibrated on published runs (planner/speed.py).
 
-    Of peak, a GEMV attains `bandwidth_share` and a long GEMM `flops_share`. A pass costs `step_us`, and
-    `layer_us` a layer; a round `round_us`, and `check_us` with drafts. A distribution costs `law_ns` for each
-    token of the vocabulary, and `accept_ns` where drafts are verified. A message is the leader's broadcast.
-    Maps go from a number of ranks (all_reduce_us), or of tokens in one pass (rows_cost, relative to one), to
-    a figure; values between are interpolated.
+    Maps go from a number of ranks, or of tokens, to a figure; values between are interpolated.
+
+    Attributes:
+        source: Where the figures are from.
+        bandwidth_share: Share of the peak bandwidth that a GEMV attains.
+        flops_share: Share of the peak FLOPS that a long GEMM attains.
+        rows_cost: By tokens in one pass: the cost relative to one.
+        layer_us: Microseconds of a layer, beside its bytes.
+        step_us: Microseconds of a forward pass, beside its layers.
+        round_us: Microseconds of a round, beside its passes.
+        check_us: Further microseconds of a round with drafts.
+        law_ns: Nanoseconds of a distribution, for each token of the vocabulary.
+        accept_ns: The same where drafts are verified.
+        all_reduce_us: By ranks: microseconds of an all-reduce.
+        message_us: Microseconds of the leader's broadcast.
     """
 
     source: str = ""
@@ -169,10 +221,23 @@ class TimesConf:
 class SlurmConf:
     """Slurm's options for task=batch; null is the cluster's own default.
 
-    `time` is "H:MM:SS" or "D-HH:MM:SS"; an element of the array stops `signal_s` before its end, and goes on
-    in a new one. `mem` is a node's, `cpus_per_rank` a rank's; `gpu_type` is a name in the cluster's own gres.
-    `setup` are shell lines that run first on the node ("module load cuda"), `options` further options of
-    sbatch ("--exclusive"), `torchrun` of torchrun; `python` null is the interpreter of this command.
+    An element of the array stops `signal_s` before its end, and goes on in a new one.
+
+    Attributes:
+        partition: The partition.
+        account: The account.
+        qos: The quality of service.
+        constraint: Features that nodes must have.
+        time: The time limit, as H:MM:SS or D-HH:MM:SS.
+        mem: Memory of a node, such as 64G.
+        cpus_per_rank: CPU cores of a rank.
+        gpu_type: The GPUs' name in the cluster's own gres.
+        job_name: The job's name.
+        signal_s: Seconds before the time limit at which work stops.
+        setup: Shell lines that run first on the node, such as "module load cuda".
+        options: Further options of sbatch, such as --exclusive.
+        torchrun: Further options of torchrun.
+        python: The interpreter on the nodes; null is this command's.
     """
 
     partition: str | None = None
@@ -193,12 +258,30 @@ class SlurmConf:
 
 @dataclass
 class ClusterConf:
-    """The machines: `nodes` with `gpus` GPUs each (gpu=cpu: processes that share one).
+    """The machines: `nodes` with `gpus` GPUs each.
 
-    task=batch may have `groups` of them at once, each with models of its own: here, or through the
-    `scheduler`. Null is looked up: on this machine for `local`, or in the preset with the same GPU. `gib` is
-    a GPU's memory, less `reserve` of it; `gb_s` and `tflops` (16 bit, dense) are its data sheet's,
-    `link_gb_s` is one direction's. Libraries take `*_mib` on every GPU.
+    Null is looked up: on this machine for `local`, or in the preset with the same GPU.
+
+    Attributes:
+        name: The name in tables and records.
+        gpu: The GPU's name; cpu is processes that share one CPU.
+        nodes: Machines.
+        gpus: GPUs of a machine; null is what there is.
+        groups: Groups of ranks, each with models of its own, that share a job of task=batch.
+        scheduler: What starts the groups: none is this machine, or slurm.
+        gib: Memory of a GPU, in GiB.
+        reserve: Share of it that stays free.
+        bf16: The GPU computes in bf16.
+        gb_s: Memory bandwidth of a GPU by its data sheet, in GB/s.
+        tflops: Peak of a GPU in 16 bit without sparsity, in TFLOPS.
+        link: The kind of link between GPUs.
+        link_gb_s: Bandwidth of the link in one direction, in GB/s.
+        context_mib: Memory that a process takes on its GPU, in MiB.
+        cublas_mib: Memory that cuBLAS takes on a GPU, in MiB.
+        nccl_mib: Memory that NCCL takes on a GPU, in MiB.
+        graph_mib: Memory that CUDA graphs take on a GPU, in MiB.
+        slurm: Slurm's options.
+        times: The constants of predicted times.
     """
 
     name: str = "local"
@@ -224,7 +307,12 @@ class ClusterConf:
 
 @dataclass
 class PlanningConf:
-    """The plan of a run; `enforce` refuses one that does not fit, before loading."""
+    """The plan that every run is compared with.
+
+    Attributes:
+        enforce: Refuse a run that does not fit, before anything is loaded.
+        acceptance: The acceptance probability that the plan assumes.
+    """
 
     enforce: bool = True
     acceptance: float = share(0.8)
@@ -232,7 +320,21 @@ class PlanningConf:
 
 @dataclass
 class SamplingConfig:
-    """The sampling distribution. Every control acts on the target's and on the draft's distribution."""
+    """The sampling distribution. Every control acts on the target's and on the draft's distribution.
+
+    Attributes:
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Keep the K likeliest tokens; 0 keeps all.
+        top_p: Keep the likeliest tokens up to this share of the probability; 1 keeps all.
+        min_p: Drop tokens less likely than this share of the likeliest one's probability; 0 drops none.
+        repetition_penalty: Divides positive logits of tokens in the text so far, multiplies negative ones; 1
+            is none.
+        frequency_penalty: Is taken off a token's logit for each time that it was generated.
+        presence_penalty: Is taken off the logit of a token that was generated.
+        logit_bias: Is added to logits, by token id: '+sampling.logit_bias={5: -2.0}'.
+        bad_tokens: Ids of tokens that are never generated.
+        min_new_tokens: Tokens before an end token may come.
+    """
 
     temperature: float = 1.0
     top_k: int = number(0, 0, MAX_INT, "0 turns it off")
@@ -250,10 +352,23 @@ class SamplingConfig:
 class SpeculationConfig:
     """How tokens are drafted and verified.
 
-    `adaptive` chooses K for each row, up to `k_max`, by its acceptance and the cost of steps: measured when
-    the run begins, so that another run may choose otherwise; or given by `cost_ratio`, the time of a draft
-    step over a target step, which makes the run repeatable (without a clock; in 16 bit and less only with the
-    same batch and placement). `overlap` is for a draft on ranks of its own.
+    `adaptive` chooses K by acceptance and the cost of steps. They are measured when the run begins, so that
+    another run may choose otherwise; or given by `cost_ratio`, which makes the run repeatable (without a
+    clock; in 16 bit and less only with the same batch and placement).
+
+    Attributes:
+        k: Drafted tokens a round (K); 0 is regular sampling.
+        drafter: What proposes tokens: the draft model, n-grams of the text so far, or nothing.
+        verification: The exact rule: block accepts at least as many tokens as token, the reference; with
+            coupled a seed gives the same text for any draft and any K, in fp32.
+        adaptive: Choose K for each row from measurements.
+        k_max: The largest K of adaptive.
+        cost_ratio: The time of a draft step over a target step; null measures it.
+        ngram_min: Tokens of the shortest n-gram that is looked up.
+        ngram_max: Tokens of the longest n-gram that is looked up.
+        bridge: How a draft of another tokenizer is paired: by common tokens (intersection), by text, or off,
+            which refuses it.
+        overlap: What a draft on ranks of its own does while the target verifies: draft ahead, or off.
     """
 
     k: int = number(4, 0, MAX_K, "0 is plain decoding")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from llama_ssp.config.presets import GROUPS, NAMES_OF_A_MODEL, ROLES, model_words, nearest, quoted
+from llama_ssp.config.presets import GROUPS, NAMES_OF_A_MODEL, ROLES, UNNAMED, model_words, nearest, quoted
 from llama_ssp.config.run import RunConf
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import UsageError
@@ -21,7 +21,6 @@ from llama_ssp.errors import UsageError
 PROMPT, PROMPTS = "prompt", "task.prompts"
 RUN_KEYS = {entry.name for entry in fields(RunConf)} | {*GROUPS}
 TASK_KEYS = {entry.name for conf in TASKS.values() for entry in fields(conf)} - RUN_KEYS - {"name"}
-UNNAMED = "local"  # the preset behind every folder and id
 SHIPPED = "demo"  # the default target, which has a default draft
 SOURCES = ("path", "repo", "name")  # of a model that is named by its folder or id
 

@@ -36,7 +36,13 @@ def picture(*endings: str) -> Any:
 
 @dataclass
 class TaskConf:
-    """A task."""
+    """A task. The first line of its description is its line in --help.
+
+    Attributes:
+        name: The task's name.
+    """
+
+    groups = "model draft sampling speculation placement cluster"  # of the run, that the task uses
 
     name: str = MISSING
 
@@ -74,9 +80,18 @@ class TaskConf:
 
 @dataclass
 class PromptedConf(TaskConf):
-    """A task that continues prompts: from the config, a file, or its own source (text/prompts.py).
+    """A task that continues prompts. Without prompts of the user it has its own (text/prompts.py).
 
-    `chat` puts each prompt into the target's chat template, after `system` if given.
+    Attributes:
+        prompts: The prompts, as a list; prompt='...' gives one, as it is.
+        prompt_file: A text file with a prompt a line, or .jsonl with an object a line (prompt, id); - is
+            standard input.
+        on_bad_row: What a prompt that cannot be read does to the run: fail ends it, skip leaves the prompt
+            out.
+        chat: Put each prompt into the target's chat template.
+        system: The system message of the chat.
+        max_new_tokens: The longest continuation, in tokens.
+        prefill_chunk: Tokens of a prompt that one forward pass reads.
     """
 
     prompts: list[str] | None = None
@@ -102,9 +117,12 @@ class PromptedConf(TaskConf):
 
 @dataclass
 class TextConf(PromptedConf):
-    """A task that shows what it writes.
+    """A task that shows what it writes. Without `chat`, names of special tokens in a prompt are text.
 
-    Names of special tokens in a prompt are text, or with `special_tokens` (without `chat`) those tokens.
+    Attributes:
+        stop: Texts that end a continuation; they are left out of it.
+        ignore_eos: Continue after the model's end token.
+        special_tokens: Read names of special tokens in a prompt as those tokens.
     """
 
     stop: list[str] = field(default_factory=list)
@@ -120,10 +138,16 @@ class TextConf(PromptedConf):
 
 @dataclass
 class GenerateConf(TextConf):
-    """task=generate: continue prompts from the config, a file, or standard input.
+    """Continue prompts: from the command line, a file, standard input.
 
-    `logprobs` adds each token's log-probability, and those of the N likeliest tokens at its place (0: none).
-    With `echo` the output has the prompt's tokens, too; with `max_new_tokens` 0 nothing else.
+    Attributes:
+        batch_size: Prompts at a time.
+        trace: Show every round: drafted, accepted and corrected tokens.
+        logprobs: Print each token's log-probability, and those of the N likeliest tokens in its place; 0 is
+            its own alone.
+        logprobs_of: The distribution of the log-probabilities: the target's own at temperature 1, or the one
+            sampled from.
+        echo: Also give the prompt's tokens; with max_new_tokens=0 nothing else.
     """
 
     max_new_tokens: int = number(128, 0, MAX_INT, "0 scores the prompt, with task.echo=true")
@@ -153,12 +177,20 @@ def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
 
 @dataclass
 class EvalConf(TaskConf):
-    """task=eval: few-shot multiplications, answered by regular and by speculative sampling.
+    """Score few-shot multiplications, regular and speculative.
 
-    The score is highest with sampling=greedy; the ancestor had sampling.temperature=0.5. An entry of `pairs`
-    is TARGET or TARGET/DRAFT, presets under conf/model; without any, the run's own pair is scored.
-    The first n questions of each seed are scored for every n of `sizes`; `quick` asks 10 of one seed. `plot`
-    null puts plot.svg into the run folder.
+    The score is highest with sampling=greedy. The first n questions of each seed are scored for every n of
+    `sizes`.
+
+    Attributes:
+        pairs: Pairs of presets to score: TARGET or TARGET/DRAFT each; [] scores the run's own pair.
+        seeds: Seeds of sets of questions.
+        sizes: Numbers of questions of each set.
+        quick: Ask 10 questions of one seed.
+        shots: Solved examples before each question.
+        max_new_tokens: The longest answer, in tokens.
+        batch_size: Questions at a time.
+        plot: The picture of the scores, as .png, .svg or .pdf; null is plot.svg in the run folder.
     """
 
     pairs: list[str] = field(default_factory=list)
@@ -180,10 +212,12 @@ class EvalConf(TaskConf):
 
 @dataclass
 class CompareConf(TextConf):
-    """task=compare: each prompt by regular and by speculative sampling, side by side.
+    """Regular and speculative sampling of a prompt, side by side.
 
-    Prompts come from the config, a file or a pipe, else from the terminal. One sampling runs after the other.
-    `plot` saves the final picture, as .svg or .html.
+    Without a prompt it asks on the terminal. One sampling runs after the other.
+
+    Attributes:
+        plot: The picture of each comparison's end, as .svg or .html; null saves none.
     """
 
     plot: str | None = picture(*SCREENS)
@@ -200,14 +234,22 @@ class CompareConf(TextConf):
 
 @dataclass
 class MeasureConf(PromptedConf):
-    """task=measure: the speed of the target alone, the draft alone and the pair at each K of `ks`.
+    """The speed of target, draft and pair at each K; where time goes.
 
-    Prompts come from the config or a file, else they are fifteen sentences; with `lengths` they are random
-    tokens, one prompt of each length; with `suite` they are the questions of a published file, of several
-    turns each (text/suites.py). An entry of `pairs` is TARGET or TARGET/DRAFT, presets under conf/model;
-    without any, the run's own pair is measured. Contenders take turns `repeats` times, after a warm-up that
-    does not count. `ignore_eos` null is true, but false with a suite. `plot` null puts plot.svg into the run
-    folder.
+    Without prompts it continues fifteen sentences. Contenders take turns, after a warm-up that does not
+    count.
+
+    Attributes:
+        suite: A published file of questions, of several turns each (text/suites.py).
+        pairs: Pairs of presets to measure: TARGET or TARGET/DRAFT each; [] measures the run's own pair.
+        lengths: Lengths of prompts of random tokens, one prompt each, instead of texts.
+        ks: Drafted tokens a round (K) to measure the pair with.
+        repeats: Measurements of each contender.
+        max_new_tokens: Tokens of each continuation.
+        ignore_eos: Continue after the model's end token, so that all texts are of one length; null is true,
+            but false with a suite.
+        batch_size: Prompts at a time.
+        plot: The picture of the speeds, as .png, .svg or .pdf; null is plot.svg in the run folder.
     """
 
     suite: str | None = None
@@ -234,11 +276,19 @@ class MeasureConf(PromptedConf):
 
 @dataclass
 class CertifyConf(PromptedConf):
-    """task=certify: does speculation sample the target's distribution?
+    """Does speculation sample the target's distribution? A verdict.
 
-    Of each prompt `samples` texts of `max_new_tokens` are sampled regularly, speculatively, and by a rule
-    that is wrong on purpose; up to `law_rounds` rounds of texts of `law_tokens` are computed exactly; greedy
-    texts have `greedy_tokens`. A correct sampler fails in at most `false_alarm` of runs.
+    Of each prompt texts are sampled regularly, speculatively, and by a rule that is wrong on purpose. Their
+    distributions are compared, and those of rounds computed exactly.
+
+    Attributes:
+        samples: Sampled texts of each prompt and way.
+        max_new_tokens: Tokens of each sampled text.
+        law_tokens: Tokens of the texts with rounds that are computed exactly.
+        law_rounds: Rounds that are computed exactly, at most.
+        greedy_tokens: Tokens of each greedy text.
+        false_alarm: The share of runs, at most, in which a correct sampler fails.
+        batch_size: Texts at a time.
     """
 
     samples: int = number(128, 8, 10**6, "fewer texts tell nothing")
@@ -260,10 +310,16 @@ class CertifyConf(PromptedConf):
 
 @dataclass
 class AgreeConf(PromptedConf):
-    """task=agree: how far draft and target agree greedily on each prompt, and where they differ.
+    """How many tokens draft and target agree on greedily, and why not.
 
-    The draft writes `chunk` tokens at a time, which the target reads in one pass, until they differ or have
-    agreed on `max_new_tokens`. `plot` null puts plot.svg into the run folder.
+    The draft writes a chunk at a time, which the target reads in one pass, until they differ.
+
+    Attributes:
+        max_new_tokens: Tokens to agree on, at most.
+        chunk: Tokens that the draft writes before the target reads them.
+        ignore_eos: Continue after the model's end token.
+        batch_size: Prompts at a time.
+        plot: The picture of the lengths, as .png, .svg or .pdf; null is plot.svg in the run folder.
     """
 
     max_new_tokens: int = number(64, 1, MAX_INT)
@@ -275,11 +331,18 @@ class AgreeConf(PromptedConf):
 
 @dataclass
 class PlanConf(TaskConf):
-    """task=plan: does the pair fit, which ranks get the draft, how fast is it.
+    """Does the pair fit, where, and how fast? No GPU, no weights.
 
-    `acceptance` is the probability that a drafted token is accepted if those before it are. With
-    `require_fit` the exit code is 1 unless the verdict is `fits`.
+    Attributes:
+        prompt_tokens: Tokens of a prompt.
+        max_new_tokens: Tokens of a continuation.
+        batch_size: Rows at a time.
+        prefill_chunk: Tokens of a prompt that one forward pass reads.
+        acceptance: The probability that a drafted token is accepted if those before it are.
+        require_fit: End with exit code 1 unless the verdict is `fits`.
     """
+
+    groups = "model draft speculation placement cluster"
 
     prompt_tokens: int = number(512, 1, MAX_INT)
     max_new_tokens: int = number(128, 1, MAX_INT)
@@ -291,10 +354,16 @@ class PlanConf(TaskConf):
 
 @dataclass
 class CalibrateConf(TaskConf):
-    """task=calibrate: measures this machine, and writes cluster/calibrated.yaml in `folder`.
+    """Measure this machine's constants, for plans and for drafts.
 
-    To use it: --config-dir FOLDER cluster=calibrated.
+    They are written as a cluster. To use it: --config-dir FOLDER cluster=calibrated.
+
+    Attributes:
+        folder: The folder that gets cluster/calibrated.yaml.
+        repeats: Measurements of each constant.
     """
+
+    groups = "placement"
 
     folder: str = "calibrated"
     repeats: int = number(5, 1, 1000)
@@ -302,13 +371,32 @@ class CalibrateConf(TaskConf):
 
 @dataclass
 class BatchConf(TaskConf):
-    """task=batch: every record of a file is answered exactly once, also when processes are killed.
+    """Answer each record of a file exactly once, whatever is killed.
 
-    `input` is JSONL, plain or in OpenAI's batch format, or text of one prompt a line; `output` has an answer
-    a line, in the same order. `work` holds the job until then (null: OUTPUT.work). Records are committed one
-    by one and published by shards of `shard_size`, which several processes may share. A record that ended
-    `retries` attempts, alone, is set aside. `status` only reports the job's progress; `submit` gives the job
-    to the cluster's scheduler. `logprobs` is as in task=generate, for lines that do not say it themselves.
+    Records are committed one by one, and published by shards, which several processes may share: on this
+    machine, or on a Slurm cluster.
+
+    Attributes:
+        input: The prompts: JSONL, plain or in OpenAI's batch format, or text with a prompt a line.
+        output: The answers: JSONL, a line each, in the order of the prompts.
+        work: The folder of the job until it is done; null is OUTPUT.work.
+        chat: Put each prompt into the target's chat template.
+        system: The system message of the chat.
+        max_new_tokens: The longest answer, in tokens, of a record that does not say its own.
+        stop: Texts that end an answer; they are left out of it.
+        ignore_eos: Continue after the model's end token.
+        on_bad_row: What a record that cannot be read does to the job: fail ends it, skip answers with an
+            error.
+        batch_size: Rows at a time.
+        prefill_chunk: Tokens of a prompt that one forward pass reads.
+        shard_size: Records of a shard.
+        retries: Attempts, alone, after which a record that ends them is set aside.
+        logprobs: Give each token's log-probability, and those of the N likeliest tokens in its place; 0 is
+            its own alone.
+        logprobs_of: The distribution of the log-probabilities: the target's own at temperature 1, or the one
+            sampled from.
+        status: Only report the job's progress.
+        submit: Give the job to the cluster's scheduler.
     """
 
     input: str | None = None

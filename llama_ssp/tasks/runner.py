@@ -107,8 +107,10 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         status = task.run()
         held = max((one.held_bytes for one in task.measurements()), default=0)
         memory = memory_of_ranks(held, device, ranks)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         status = "interrupted"
+        if folder.path is not None:
+            stop.add_note(f"what was finished is in {folder.path}")
         raise
     finally:
         plan = compare_with_plan(task.measurements(), memory)

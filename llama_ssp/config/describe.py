@@ -1,0 +1,113 @@
+"""What each key of the configuration means, as its dataclass describes it. No torch."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from llama_ssp.config.run import RunConf
+from llama_ssp.config.schema import ModelConf
+from llama_ssp.config.tasks import TASKS
+
+ATTRIBUTE = re.compile(r"    (\w+): (.*)")  # of a docstring without its margin
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key with its default as it is written, what it may be, and its description."""
+
+    name: str
+    default: str
+    allowed: str
+    text: str
+
+
+def intro(schema: type) -> list[str]:
+    """The description of a schema, without that of its keys: its first line, and the rest in one."""
+    first, _, rest = inspect.cleandoc(schema.__doc__ or "").partition("\n\nAttributes:")[0].partition("\n\n")
+    return [" ".join(part.split()) for part in (first, rest) if part]
+
+
+@cache
+def descriptions(schema: type) -> dict[str, str]:
+    """The description of each key, those of the schema's bases too."""
+    found = dict[str, str]()
+    for base in reversed(schema.__mro__):
+        name = ""
+        text = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2] if base.__doc__ else ""
+        for line in text.splitlines():
+            if head := ATTRIBUTE.fullmatch(line):
+                name = head[1]
+                found[name] = head[2]
+            elif name:
+                found[name] += f" {line.strip()}"
+    return found
+
+
+def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
+    """The keys of a schema and of the schemas in it, but the name of a model or task."""
+    hints, texts = get_type_hints(schema), descriptions(schema)
+    for entry in fields(schema):
+        inner = entry.default_factory
+        if isinstance(inner, type) and is_dataclass(inner):
+            yield from keys_of(inner, f"{prefix}{entry.name}.")
+        elif entry.name != "name":
+            allowed = _allowed(hints[entry.name], entry)
+            yield Key(prefix + entry.name, _default(entry), allowed, texts.get(entry.name, ""))
+
+
+def keys_of_group(group: str) -> list[Key]:
+    """The keys of a group of the run, such as sampling."""
+    schemas = {entry.name: entry.default_factory for entry in fields(RunConf)}
+    schema = ModelConf if group in ("model", "draft") else schemas[group]
+    assert isinstance(schema, type)
+    return list(keys_of(schema, f"{group}."))
+
+
+def keys_of_task(task: str) -> list[Key]:
+    """The keys of a task, as they are written after its name."""
+    return list(keys_of(TASKS[task]))
+
+
+def keys_of_run() -> list[Key]:
+    """The keys that are not in a group."""
+    groups = {entry.name for entry in fields(RunConf) if is_dataclass(entry.default_factory)} | {"draft"}
+    texts, hints = descriptions(RunConf), get_type_hints(RunConf)
+    return [
+        Key(entry.name, _default(entry), _allowed(hints[entry.name], entry), texts[entry.name])
+        for entry in fields(RunConf)
+        if entry.name not in groups
+    ]
+
+
+def _default(entry: Field[Any]) -> str:
+    value = entry.default
+    if value is MISSING and entry.default_factory is not MISSING:
+        value = entry.default_factory()
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+def _allowed(hint: Any, entry: Field[Any]) -> str:
+    """The choices of a key, or the range of its numbers; empty where the type says enough."""
+    if get_origin(hint) is UnionType:
+        hint = next(option for option in get_args(hint) if option is not type(None))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "|".join(choice.value for choice in hint)
+    if "range" in entry.metadata:
+        low, high = entry.metadata["range"][:2]
+        return f"{_number(low)}..{_number(high)}" if high < 2**20 else f"from {_number(low)}"
+    return ""
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"

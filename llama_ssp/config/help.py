@@ -1,0 +1,128 @@
+"""What --help prints, and docs/keys.md: made of the configuration's own descriptions. No torch.
+
+`python -m llama_ssp.config.help > docs/keys.md` writes the page anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from llama_ssp.config.describe import Key, descriptions, intro, keys_of_group, keys_of_run, keys_of_task
+from llama_ssp.config.presets import GROUPS, options
+from llama_ssp.config.run import RunConf
+from llama_ssp.config.tasks import TASKS
+
+USAGE = "llama-ssp {task} [TARGET [DRAFT]] [KEY=VALUE ...]"
+SHOWN = ("sampling", "speculation")  # groups whose keys a task's help shows, too
+MARGIN, NARROW, WIDE = 26, 72, 110  # columns
+OVERVIEW = """\
+llama-ssp: a large language model, faster with a small draft, same distribution.
+
+  {usage}
+  torchrun --nproc-per-node N launch/run.py TASK ...     over N GPUs
+
+{tasks}
+  also: report RUN..., diff RUN RUN, completion bash
+
+TARGET, DRAFT: a preset, a folder, a GGUF file, or ORG/NAME on the hub
+  llama-ssp compare prompt="def hello"             the pair that ships with it
+  llama-ssp plan 65B 7B cluster=p4d                does it fit, how fast?
+  llama-ssp generate /models/70b /models/1b prompt_file=prompts.txt
+Help:  llama-ssp TASK --help (its keys), llama-ssp model --help (presets)
+Flags: -q, -v, --version, -m (sweep a=1,2), --cfg job, --config-dir FOLDER
+"""
+
+
+def help_for(words: Sequence[str]) -> str:
+    """The help for the first task or group among the words; the overview without one."""
+    for word in (word.removeprefix("task=") for word in words):
+        if word in TASKS:
+            return _lines(_of_task(word))
+        if word in GROUPS:
+            return _lines(_of_group(word))
+    return overview()
+
+
+def overview() -> str:
+    """One screen of 24 lines and 80 columns."""
+    width = max(map(len, TASKS))
+    tasks = "\n".join(f"  {name:{width}}  {intro(schema)[0]}" for name, schema in TASKS.items())
+    return OVERVIEW.format(usage=USAGE.format(task="TASK"), tasks=tasks)
+
+
+def _of_task(name: str) -> list[str]:
+    schema, run = TASKS[name], descriptions(RunConf)
+    lines = [USAGE.format(task=name), "", *_wrapped(" ".join(intro(schema))), "", "Keys of the task"]
+    lines += _table(keys_of_task(name))
+    lines += ["", "Keys of the run", *_table(keys_of_run())]
+    for group in (group for group in schema.groups.split() if group in SHOWN):
+        choices = _wrapped(f"{group}={'|'.join(options(group))}", "  ")
+        lines += ["", run[group], *choices, *_table(keys_of_group(group))]
+    others = [Key(group, "NAME", "", run[group]) for group in schema.groups.split() if group not in SHOWN]
+    return [*lines, "", "Further groups: llama-ssp GROUP --help", *_table(others)]
+
+
+def _of_group(name: str) -> list[str]:
+    lines = [f"{name}=NAME, {name}.KEY=VALUE", ""]
+    if name in ("task", "experiment"):
+        lines[0] = f"{name}=NAME"
+    if name in (run := descriptions(RunConf)):
+        lines += [*_wrapped(run[name]), ""]
+    lines += ["Names", *_wrapped(", ".join(options(name)), "  ")]
+    if name not in ("task", "experiment"):
+        lines += ["", "Keys", *_table(keys_of_group(name))]
+    return lines
+
+
+def _table(keys: Sequence[Key]) -> list[str]:
+    """A key with its default, and its description next to it."""
+    lines = list[str]()
+    for key in keys:
+        head = f"  {key.name}={key.default}"
+        text = _wrapped(_described(key), " " * (MARGIN + 2))
+        if len(head) <= MARGIN:
+            text[0] = head.ljust(MARGIN + 2) + text[0].lstrip()
+        else:
+            lines.append(head)
+        lines += text
+    return lines
+
+
+def _described(key: Key) -> str:
+    return f"{key.text} [{key.allowed}]" if key.allowed else key.text
+
+
+def _wrapped(text: str, margin: str = "") -> list[str]:
+    width = min(WIDE, max(NARROW, shutil.get_terminal_size((80, 24)).columns))
+    return textwrap.wrap(
+        text, width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False,
+        break_long_words=False,
+    ) or [margin]  # fmt: skip
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "\n".join([*lines, ""])
+
+
+def markdown() -> str:
+    """docs/keys.md: every key."""
+    parts = ["# All keys", "", "Made by `python -m llama_ssp.config.help > docs/keys.md`.", ""]
+    parts += ["A task's key may be written without `task.` before it: `llama-ssp measure repeats=3`."]
+    sections = [("Keys of the run", "", keys_of_run())]
+    sections += [(f"task={name}", " ".join(intro(TASKS[name])), keys_of_task(name)) for name in TASKS]
+    run = descriptions(RunConf)
+    groups = [group for group in GROUPS if group in run and group not in ("draft", "task")]
+    sections += [(f"{name}.KEY", run[name], keys_of_group(name)) for name in groups]
+    for title, text, keys in sections:
+        parts += ["", f"## {title}", "", *([text, ""] if text else [])]
+        parts += ["| key | default | meaning |", "|---|---|---|"]
+        for key in keys:
+            cells = f"`{key.name}`", f"`{key.default}`" if key.default else "", _described(key)
+            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return _lines(parts)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

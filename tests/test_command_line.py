@@ -1,0 +1,220 @@
+"""Short forms, help and completion: they say the same as the overrides that they stand for."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.config import TASKS, GenerateConf, RunConf
+from llama_ssp.config.completion import candidates, completion
+from llama_ssp.config.compose import composed
+from llama_ssp.config.describe import descriptions, keys_of_group, keys_of_task
+from llama_ssp.config.help import help_for, markdown, overview
+from llama_ssp.config.overrides import check_arguments
+from llama_ssp.config.presets import GROUPS
+from llama_ssp.config.run import known_keys
+from llama_ssp.config.schema import (
+    ClusterConf,
+    ModelConf,
+    PlacementConf,
+    PlanningConf,
+    SamplingConfig,
+    SlurmConf,
+    SpeculationConfig,
+    TimesConf,
+)
+from llama_ssp.errors import RunError
+from tests.conftest import Command
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMAS = (
+    RunConf, ModelConf, PlacementConf, TimesConf, SlurmConf, ClusterConf, PlanningConf, SamplingConfig,
+    SpeculationConfig, *TASKS.values(),
+)  # fmt: skip
+
+
+def run_of(*arguments: str) -> RunConf:
+    return composed(check_arguments(list(arguments)))
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("compare 30B 7B", "task=compare model=30B draft=7B"),
+        ("compare model=30B draft=7B", "task=compare model=30B draft=7B"),
+        ("compare 30B draft=7B", "task=compare model=30B draft=7B"),
+        ("seed=1 plan 65B 7B cluster=p4d", "seed=1 task=plan model=65B draft=7B cluster=p4d"),
+        ("plan 65B", "task=plan model=65B draft=none"),
+        ("model=65B", "model=65B draft=none"),
+        ("measure repeats=1 ks=[2] plot=a.svg", "task=measure task.repeats=1 task.ks=[2] task.plot=a.svg"),
+        ("prompt=hi prompt=ho", "task.prompts=[hi,ho]"),
+        ("model=a/b draft=c/d.e", "model=local model.name=a/b model.repo=a/b draft=local draft.name=c/d.e "
+         "draft.repo=c/d.e"),
+        ("model=demo draft=demo_bytes", "model=demo draft=demo_bytes"),
+    ],
+)  # fmt: skip
+def test_a_short_form_means_the_long_one(short: str, long: str) -> None:
+    assert run_of(*short.split()) == run_of(*long.split())
+    again = check_arguments(short.split())
+    assert check_arguments(again) == again  # a job's own processes get the long form
+
+
+def test_a_model_goes_by_its_folder_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "70b'x").mkdir()
+    file = tmp_path / "small.gguf"
+    file.touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "70b'x")
+    run = run_of("model=.", "draft=~/small.gguf")
+    assert run.draft is not None
+    assert (run.model.name, run.model.path) == ("70b'x", ".")
+    assert (run.draft.name, run.draft.path) == ("small.gguf", "~/small.gguf")
+    (tmp_path / "70b'x" / "org" / "model").mkdir(parents=True)
+    assert run_of("model=org/model").model.path == "org/model"  # what is there comes before the hub
+
+
+def test_any_text_is_a_prompt_as_it_is() -> None:
+    draw, signs = random.Random(5), "\\'\"${}[],:=#~ \n\tab\u00e9\u65e5&|<>()!*?"
+    texts = ["", "${seed}", "\\${seed}", "$$", "'", "\\", "\\'", "null", "[a, b]", "true", " a ", "{}", "1e3"]
+    texts += ["".join(draw.choices(signs, k=draw.randint(1, 12))) for _ in range(300)]
+    task = run_of(*(f"prompt={text}" for text in texts)).task
+    assert isinstance(task, GenerateConf) and task.prompts == texts
+
+
+def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr("llama_ssp.config.short_forms.quoted", lambda text: f"'{text}'")
+    with pytest.raises((AssertionError, RunError)):
+        test_any_text_is_a_prompt_as_it_is()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("30B", "the first word is no task; found '30B'"),
+        ("compar 30B", "did you mean compare"),
+        ("plan 7b", "did you mean model=7B"),
+        ("plan 7B_4GPUs", "--nproc-per-node 4 launch/run.py ... model=7B"),
+        ("plan 7B_8bit_4GPUs", "--nproc-per-node 4 launch/run.py ... model=7B_8bit"),
+        ("plan /no/such", "there is no such folder or file; /no/such"),
+        ("plan nothing-like-it", "llama-ssp model --help lists the presets"),
+        ("plan model=local", "model=local names no model"),
+        ("plan 7B model=13B", "model is given twice"),
+        ("plan a/b model.path=/x", "model.path is given, and model=a/b names a model already"),
+        ("model.repo=a/b", "model.repo is given, and no model is named"),
+        ("draft.path=/x", "draft.path is given, and no draft is named"),
+        ("model=7B draft.dtype=int8", "draft.dtype is given, and no draft is named"),
+        ("sampling.temp=1", "did you mean sampling.temperature"),
+        ("task.record=a.svg", "write plot=FILE"),
+        ("model.download=true", "write download=true"),
+        ("sampling", "sampling has no value"),
+        ("generate a/b c/d e", "words without a key; found e"),
+        ("prompt=a task.prompts=[b]", "both prompt and task.prompts are given"),
+    ],
+)
+def test_refused_with_a_hint(words: str, says: str) -> None:
+    with pytest.raises(RunError) as raised:
+        check_arguments(words.split())
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("plan plot=a.svg", "task=plan has no key plot; found task.plot, allowed prompt_tokens"),
+        ("plan prompt=hi", "task=plan has no key prompt;"),
+        ("task=agree_schema", "there is no task=agree_schema; allowed agree"),
+        ("task.prompts=hello", "write prompt='your text'"),
+        ("batch output=a.jsonl", "task.output=FILE"),
+        ("--shell-completion", "llama-ssp completion bash"),
+        ("model=demo model.repo=a/b", "model.repo is given, and the files are in a folder"),
+        ("model=tiny model.path=/x", "model.weights=synthetic reads no files"),
+    ],
+)
+def test_the_command_s_own_words(words: str, says: str, command: Command) -> None:
+    answer = command(*words.split())
+    assert answer.code == 2 and len(answer.errors) == 1 and says in answer.errors[0]
+
+
+def test_each_key_is_described_once() -> None:
+    for schema in SCHEMAS:
+        known = {entry.name for entry in fields(schema)}
+        texts = descriptions(schema)
+        assert known == {*texts} | ({"name"} & known), schema
+        assert all(text.endswith((".", ")", "'")) for text in texts.values()), schema
+    described = {key.name for group in GROUPS[:6] for key in keys_of_group(group)}
+    assert {key for key in known_keys() if key.startswith("sampling.")} <= described
+
+
+def test_the_page_of_keys_is_made_of_the_descriptions() -> None:
+    """If not: python -m llama_ssp.config.help > docs/keys.md"""
+    assert (ROOT / "docs" / "keys.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_help_fits_a_screen_and_a_task_s_help_is_about_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = overview().splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 80
+    assert all(f"  {task} " in overview() for task in TASKS)
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in (["measure"], ["task=measure", "model=7B"]):
+        said = help_for(words)
+        assert all(f"  {key.name}=" in said for key in keys_of_task("measure"))
+        assert "cluster.gpus" not in said and "require_fit" not in said
+        assert max(map(len, said.splitlines())) <= 80
+    assert "7B_8bit" in help_for(["model"]) and "_schema" not in help_for(["task"])
+    assert "sampling.top_k" not in help_for(["plan"])
+
+
+def test_version_and_help_are_printed(command: Command) -> None:
+    said = command("--version").out
+    assert said.startswith("llama-ssp 0.1.0 (python 3.") and "torch 2." in said and "transformers" in said
+    assert command("--help").out == overview() == command("--help", "--config-dir=x").out
+
+
+@pytest.mark.parametrize(
+    ("line", "holds", "lacks"),
+    [
+        ("comp", {"compare"}, {"completion words"}),
+        ("compare 7", {"7B", "7B_8bit"}, {"13B", "local"}),
+        ("compare 7B pro", {"prompt=", "prompts=", "prompt_file="}, {"prompt_tokens="}),
+        ("plan sampling=", {"sampling=greedy", "sampling=nucleus"}, {"sampling=none"}),
+        ("plan sampling.te", {"sampling.temperature="}, set()),
+        ("generate engine=", {"engine=auto", "engine=compiled"}, set()),
+        ("generate --c", {"--cfg", "--config-dir"}, {"--config-path"}),
+    ],
+)
+def test_words_that_complete_a_line(line: str, holds: set[str], lacks: set[str]) -> None:
+    found = set(candidates(line.split(" ")))
+    assert holds <= found and not lacks & found
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_a_line(tmp_path: Path) -> None:
+    """The function that bash calls upon a tab, with what bash gives it; an = divides a word."""
+    command = tmp_path / "llama-ssp"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m llama_ssp "$@"\n')
+    command.chmod(0o755)
+    script = (
+        completion(["bash"])
+        + """
+complete -p llama-ssp
+tried() { COMP_LINE="$1"; COMP_POINT=${#1}; COMPREPLY=(); _llama_ssp; echo "${COMPREPLY[*]}"; }
+tried "llama-ssp calib"
+tried "llama-ssp plan sampling=gre"
+tried "llama-ssp plan /etc/hostn"
+"""
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "complete -F _llama_ssp llama-ssp", "calibrate", "greedy", "/etc/hostname",
+    ]  # fmt: skip
