@@ -230,3 +230,38 @@ def test_a_rank_ends_with_its_launcher():
     with pytest.raises(ProcessLookupError):
         while True:  # until it has been waited for by whoever inherited it
             os.kill(rank, 0)
+
+
+SOFTENED = """
+import os, signal, time
+from llama_ssp.distributed.signals import GUARD
+GUARD.start(None)
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+heard = []
+for _ in range(3):
+    with GUARD.softened(lambda: heard.append("soft")):
+        press()
+with GUARD.softened(lambda: heard.append("unused")):
+    pass
+print(heard, GUARD.signalled, flush=True)
+try:
+    with GUARD.softened(lambda: heard.append("soft")):
+        for _ in range({presses}):
+            press()
+    press()
+except KeyboardInterrupt:
+    print(len(heard), flush=True)
+    press()
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("presses", [0, 1, 2])
+def test_the_first_ctrl_c_may_be_for_a_call(presses: int):
+    """Then nothing ends; a second one inside is as any other, and so is one behind it."""
+    script = SOFTENED.format(presses=presses)
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert run.stdout.splitlines() == ["['soft', 'soft', 'soft'] 0", "4" if presses else "3"], run.stderr
+    assert run.returncode == 130  # after the one that interrupts, the next one ends the process at once

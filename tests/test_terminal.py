@@ -1,4 +1,4 @@
-"""task=compare in a real terminal: typed prompts, a resize, Ctrl-C, the end of the input."""
+"""task=compare and task=chat in a real terminal: typed prompts, a resize, Ctrl-C, the end of the input."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ INTERRUPT, END = "\x03", "\x04"
 class Terminal:
     """A command in a pseudo-terminal of its own; `seen` is all that it has shown."""
 
-    def __init__(self, folder: Path, *overrides: str, columns: int = 80, lines: int = 24) -> None:
+    def __init__(
+        self, folder: Path, *overrides: str, columns: int = 80, lines: int = 24,
+        session: tuple[str, ...] = SESSION,
+    ) -> None:  # fmt: skip
         self._master, slave = os.openpty()
         self.resize(columns, lines)
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "WORLD_SIZE", "RANK")}
         # The terminal controls the process: Ctrl-C is a signal.
-        words = [ROOT / "launch" / "run.py", *SESSION, *overrides]
+        words = [ROOT / "launch" / "run.py", *session, *overrides]
         env = {**kept, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
         self._process = start(words, folder, [os.ttyname(slave)] * 3, env)
         self._slave: int | None = slave  # kept open until the process has opened it
@@ -90,7 +93,7 @@ class Terminal:
 def open_terminal(tmp_path: Path) -> Iterator[Any]:
     opened: list[Terminal] = []
 
-    def start(*overrides: str, **size: int) -> Terminal:
+    def start(*overrides: str, **size: Any) -> Terminal:
         opened.append(Terminal(tmp_path, *overrides, **size))
         return opened[-1]
 
@@ -176,3 +179,47 @@ def test_a_prompt_from_the_config(open_terminal: Any, tmp_path: Path) -> None:
     assert '"task"' not in terminal.seen  # a person at a terminal reads no JSON
     path = lines(terminal.seen)[-2].removeprefix("run folder: ")
     assert summary(tmp_path) == json.loads((tmp_path / path.strip() / "summary.json").read_text())
+
+
+CHAT = ("task=chat", *SESSION[1:4])
+
+
+def test_a_conversation(open_terminal: Any, tmp_path: Path) -> None:
+    """Ctrl-C stops the reply and not the program; a block of lines is one message."""
+    terminal = open_terminal("task.max_new_tokens=900", session=CHAT, columns=100)
+    terminal.until("/help lists the commands")
+    terminal.until("> ")
+    terminal.type("hello\n")
+    terminal.until("<")  # the reply has begun
+    terminal.type(INTERRUPT)
+    shown = terminal.until("stopped by Ctrl-C]")
+    assert "tokens/s, " in shown and " of 1024, stopped" in shown
+    terminal.until("> ")
+    terminal.type("/reset\n")
+    terminal.until("begins anew")
+    terminal.until("> ")
+    terminal.type('"""two\nlines"""\n')
+    terminal.until("... ")
+    terminal.until("<")
+    terminal.type(INTERRUPT)
+    terminal.until("stopped by Ctrl-C]")
+    terminal.until("> ")
+    terminal.type("/exit\n")
+    assert terminal.leave() == 0
+    assert "Traceback" not in terminal.seen and '"task"' not in terminal.seen
+    found = summary(tmp_path)
+    assert [reply["finish_reason"] for reply in found["replies"]] == ["stopped", "stopped"]
+    assert found["messages"][0] == {"role": "user", "content": "two\nlines"}
+
+
+def test_a_conversation_ends_by_ctrl_c_at_the_prompt(open_terminal: Any, tmp_path: Path) -> None:
+    """Also behind a reply that was stopped."""
+    terminal = open_terminal("task.max_new_tokens=900", session=CHAT)
+    terminal.until("> ")
+    terminal.type("hello\n")
+    terminal.until("<")
+    terminal.type(INTERRUPT)
+    terminal.until("> ")
+    terminal.type(INTERRUPT)
+    assert terminal.leave() == 130
+    assert "Traceback" not in terminal.seen and summary(tmp_path)["status"] == "interrupted"

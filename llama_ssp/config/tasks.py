@@ -176,6 +176,21 @@ def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
 
 
 @dataclass
+class ChatConf(TaskConf):
+    """task=chat: a conversation on a terminal, or with one message a line from a pipe.
+
+    `system` is the system message; `context` how many tokens the whole conversation may have, at most the
+    model's own; `max_new_tokens` is of one reply.
+    """
+
+    system: str | None = None
+    stop: list[str] = field(default_factory=list)
+    context: int = number(4096, 16, MAX_INT)
+    max_new_tokens: int = number(512, 1, MAX_INT)
+    prefill_chunk: int = number(512, 1, 2**20)
+
+
+@dataclass
 class EvalConf(TaskConf):
     """Score few-shot multiplications, regular and speculative.
 
@@ -432,7 +447,7 @@ def check_echo(echo: bool, logprobs: int | None, max_new_tokens: int) -> None:
 TASKS: dict[str, type[TaskConf]] = {
     conf.__name__.removesuffix("Conf").lower(): conf
     for conf in (
-        GenerateConf, BatchConf, EvalConf, CompareConf, MeasureConf, CertifyConf, AgreeConf, PlanConf,
-        CalibrateConf,
+        GenerateConf, ChatConf, BatchConf, EvalConf, CompareConf, MeasureConf, CertifyConf, AgreeConf,
+        PlanConf, CalibrateConf,
     )
 }  # fmt: skip

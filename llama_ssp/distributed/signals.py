@@ -62,6 +62,8 @@ class Guard:
         self._warned = False  # by a first signal: the second one acts at once
         self._pending = 0  # a signal that has not interrupted yet
         self._held, self._parting = False, ""
+        self._soft: Call | None = None  # what the next Ctrl-C calls, in place of ending the process
+        self._spared = 0  # signals that the guard's thread leaves to it
         self._alarms: dict[str, Alarm] = {}
 
     def start(self, grace_s: float | None) -> None:
@@ -101,6 +103,16 @@ class Guard:
         if self._pending:
             self._interrupt(self._pending, None)
 
+    @contextlib.contextmanager
+    def softened(self, call: Call) -> Iterator[None]:
+        """The first Ctrl-C inside only calls `call`, in the main thread; a second one ends the process."""
+        self._soft, self._spared = call, 1
+        try:
+            yield
+        finally:
+            if self._soft is not None:
+                self._soft, self._spared = None, 0
+
     def end(self, parted: bool = False, grace_s: float | None = None) -> None:
         """The process ends, for a known reason: from here on no signal interrupts."""
         self.ending = True
@@ -121,6 +133,9 @@ class Guard:
 
         Where the exception would be lost, the interruption waits until that is over.
         """
+        if number == signal.SIGINT and self._soft is not None:
+            call, self._soft = self._soft, None
+            return call()
         self._pending = 0 if self.ending else number
         if self._pending and not self._held and not _is_lost(frame):
             self.ending, self.signalled, self._pending = True, number, 0
@@ -162,6 +177,9 @@ class Guard:
             return min(self._alarms.values(), key=lambda alarm: alarm.at, default=None)
 
     def _signal(self, number: int) -> None:
+        if number == signal.SIGINT and self._spared:
+            self._spared -= 1
+            return
         if self._warned or self._parting:
             leave(128 + number, "" if self._warned else self._parting)
         self._warned, self.signalled = True, self.signalled or number

@@ -31,15 +31,23 @@ class TimedRun:
     """
 
     def __init__(
-        self, engine: RankEngine, prompts: list[Prompt], max_new_tokens: int, counts: Counts | None = None
-    ) -> None:
-        """Prefills the prompts; adds to `counts` what is counted."""
-        self._engine, self.counts = engine, counts or Counts()
+        self, engine: RankEngine, prompts: list[Prompt], max_new_tokens: int, counts: Counts | None = None,
+        longest: int = 0, before: State | None = None,
+    ) -> None:  # fmt: skip
+        """Prefills the prompts; adds to `counts` what is counted.
+
+        `longest` is the length of texts that may follow in the batch's rows. With `before`, a batch of one
+        row, the prompt replaces its text, and what both begin with is not prefilled (`kept` tokens).
+        """
+        self._engine, self.counts, self.kept = engine, counts or Counts(), 0
         self.first_token_s: float | None = None
         forwards = engine.target_forwards
         engine.synchronize()
         began = time.perf_counter()
-        self.state = engine.prefill(prompts, max_new_tokens)
+        if before is None:
+            self.state = engine.prefill(prompts, max_new_tokens, longest)
+        else:
+            self.state, self.kept = before, engine.go_on(before, prompts[0])
         engine.synchronize()
         self.counts.prefill_s += time.perf_counter() - began
         self.counts.prefill_forwards += engine.target_forwards - forwards

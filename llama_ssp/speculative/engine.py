@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -94,6 +94,25 @@ class RankEngine(ABC):
             self.target.refill(state.token_BS, row, state.lengths[row])
         if self.drafter:
             self.drafter.refill(state, row)
+
+    def go_on(self, state: State, prompt: Prompt) -> int:
+        """Replaces the text of a batch of one row; how many tokens are kept of the target's cache.
+
+        These are the tokens that both texts begin with. A draft is small, and is prefilled anew.
+        """
+        self.flush()
+        self._enter("prefill")
+        self._require_same([prompt])
+        alike = _alike(state.texts[0], prompt.token_ids)
+        state.replace(0, prompt)
+        kept = 0
+        if self.target:
+            self.target.roll_back([min(alike + 1, state.lengths[0])])
+            kept = self.target.cached[0]
+            self.target.prefill(state.token_BS, [state.lengths[0] - 1])
+        if self.drafter:
+            self.drafter.refill(state, 0)
+        return kept
 
     @torch.inference_mode()
     def score(self, texts: list[Prompt], reader: LogprobReader) -> list[list[ScoredToken]]:
@@ -199,6 +218,12 @@ class Engine(RankEngine):
         if self.watch:
             self.watch(state, proposal, result, probs_BWV, logit_BWV)
         return result
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both texts begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (old, new) in pairs if old != new), min(len(one), len(other)))
 
 
 def target_logits(target: ModelRunner, state: State, count: tuple[int, ...]) -> Tensor:

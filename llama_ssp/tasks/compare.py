@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import count
 from typing import Any
 
 from llama_ssp.config import CompareConf, Output, home_expanded
@@ -23,7 +22,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.contestant import Contestant
-from llama_ssp.tasks.interactive import Terminal, while_others_wait
+from llama_ssp.tasks.interactive import Terminal, typed_lines
 from llama_ssp.text.detokenizer import visible
 from llama_ssp.text.prompts import TextPrompt, problem_of
 
@@ -90,11 +89,8 @@ class CompareTask(Task[CompareConf]):
     def _typed_prompts(self, pair: PairSession) -> Iterator[tuple[TextPrompt, Prompt]]:
         """Prompts as they are typed, on every rank, until the input ends."""
         log.info("type a prompt; Ctrl-D ends")
-        for number in count(1):
-            typed = while_others_wait(self._ranks, self._typed)
-            if not typed:
-                return
-            text = TextPrompt(str(number), bytes(typed).decode("utf-8", "surrogatepass"), f"prompt {number}")
+        for number, typed in enumerate(typed_lines(self._ranks, self._terminal), start=1):
+            text = TextPrompt(str(number), typed, f"prompt {number}")
             try:
                 wrong = problem_of(text, {})  # what is read from a file was checked before
                 if wrong is not None:
@@ -102,11 +98,6 @@ class CompareTask(Task[CompareConf]):
                 yield text, pair.prompt(text)
             except DataError as problem:  # a typing mistake does not end the run
                 log.warning("%s", problem)
-
-    def _typed(self) -> list[int]:
-        assert self._terminal is not None
-        line = self._terminal.ask()
-        return [] if line is None else list(line.encode("utf-8", "surrogatepass"))
 
     def _compare(self, text: TextPrompt, prompt: Prompt) -> None:
         tracks = before, after = Track(self._sides[0].title), Track(self._sides[1].title)

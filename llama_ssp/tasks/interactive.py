@@ -1,4 +1,4 @@
-"""Prompts typed on a terminal, and how the other ranks wait for them."""
+"""What is typed on a terminal, or piped, line by line; and how the other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import RunError
 
-ASK = "prompt> "
+ASK, MORE = "prompt> ", "... "
+FENCE = '"""'  # around a text of several lines
 STILL_BUSY, DONE = 0, 1
 WAKE_S = 0.1
 EVERY_S = 10.0  # well below the time that ranks wait for a message
@@ -80,38 +81,73 @@ def _awake() -> Iterator[None]:
         signal.signal(signal.SIGURG, before)
 
 
-class Terminal:
-    """Asks for one prompt after the other, with line editing and a history."""
+def typed_lines(ranks: Ranks, terminal: Terminal | None) -> Iterator[str]:
+    """The texts that are typed at the leader's terminal, on every rank, until the input ends."""
 
-    def __init__(self) -> None:
+    def typed() -> list[int]:
+        assert terminal is not None, "the leader has a terminal"
+        line = terminal.ask()
+        return [] if line is None else list(line.encode("utf-8", "surrogatepass"))
+
+    while found := while_others_wait(ranks, typed):
+        yield bytes(found).decode("utf-8", "surrogatepass")
+
+
+class Terminal:
+    """Asks for one text after the other, with line editing and a history.
+
+    Where `has_blocks` is set, a line that begins with FENCE begins a text of several lines, up to a line that
+    ends with it; the text has both.
+    """
+
+    def __init__(self, ask: str = ASK, has_blocks: bool = False) -> None:
         # input() edits lines once readline is imported, where both streams are a terminal.
         if sys.stdout.isatty() and find_spec("readline"):
             import readline  # noqa: F401
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+        self._ask, self._has_blocks = ask, has_blocks
 
     def ask(self) -> str | None:
-        """The next line that is not empty; None at the end of the input."""
+        """The next text that is not empty; None at the end of the input."""
         while True:
             try:
                 with _awake():
-                    line = self._line()
+                    text = self._line(self._ask)
+                    begins = self._has_blocks and text.lstrip().startswith(FENCE)
+                    while begins and not _is_block(text):
+                        text += "\n" + self._line(MORE)
             except EOFError:
                 return None
-            if line.strip():
-                return line
+            if text.strip():
+                return text
 
     @staticmethod
-    def _line() -> str:
-        if sys.stdout.isatty():
+    def _line(ask: str) -> str:
+        if sys.stdin is None:
+            raise EOFError
+        if sys.stdout.isatty() and sys.stdin.isatty():
             try:
-                return input(ASK)
+                return input(ask)
             except (EOFError, KeyboardInterrupt):
                 sys.stdout.write("\n")
                 raise
-        sys.stderr.write(ASK)  # standard output goes elsewhere
-        sys.stderr.flush()
+        if sys.stdin.isatty():  # standard output goes elsewhere
+            sys.stderr.write(ask)
+            sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:
             raise EOFError
         return line.removesuffix("\n")
+
+
+def _is_block(text: str) -> bool:
+    text = text.strip()
+    return text.endswith(FENCE) and len(text) >= 2 * len(FENCE)
+
+
+def block_of(text: str) -> str | None:
+    """What stands between the fences of a text; None without them."""
+    text = text.strip()
+    is_whole = text.startswith(FENCE) and _is_block(text)
+    return text[len(FENCE) : -len(FENCE)].strip("\n") if is_whole else None

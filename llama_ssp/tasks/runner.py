@@ -14,6 +14,7 @@ from llama_ssp.config import (
     BatchConf,
     CalibrateConf,
     CertifyConf,
+    ChatConf,
     CompareConf,
     EvalConf,
     GenerateConf,
@@ -36,6 +37,7 @@ from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
 from llama_ssp.tasks.certify.task import CertifyTask
+from llama_ssp.tasks.chat import ChatTask
 from llama_ssp.tasks.common import Task, gpu_names
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
@@ -50,6 +52,7 @@ log = logging.getLogger(__name__)
 
 TASKS: dict[type[TaskConf], type[Task[Any]]] = {
     GenerateConf: GenerateTask,
+    ChatConf: ChatTask,
     BatchConf: BatchTask,
     EvalConf: EvalTask,
     CompareConf: CompareTask,

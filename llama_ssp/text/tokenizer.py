@@ -49,6 +49,10 @@ class Tokens(Protocol):
     size: int  # larger ids have no token: rows that pad a model's vocabulary
     paired: Diagnosis | None  # with the draft's tokenizer; None without one, and for bytes
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template, so that `chat` can be called."""
+
     def encode(self, text: str, special: bool = False) -> list[int]:
         """A prompt's ids. Names of special tokens in it are text, or with `special` those tokens."""
 
@@ -142,6 +146,10 @@ class HubTokens:
         added = self._tokenizer.added_tokens_decoder.values()
         names = [str(token) for token in added if token.special]
         return next((name for name in names if any(name in text for text in texts)), None)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
 
     @cached_property
     def _known(self) -> Vocabulary:
@@ -248,6 +256,7 @@ class ByteTokens:
     end_ids: frozenset[int] = frozenset()
     bos_id: int | None = None
     paired: Diagnosis | None = None
+    has_template = False
 
     def __init__(self, vocab: int) -> None:
         self.size = vocab

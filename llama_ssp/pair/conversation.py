@@ -1,0 +1,140 @@
+"""A conversation with a model: its history, and replies that are streamed.
+
+conversation = Conversation(session, seed=0, limit=4096, new_tokens=512)
+for piece in conversation.reply("Hello"):
+    print(piece, end="")
+
+Every rank makes the same calls, and gets the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_ssp.errors import DataError
+from llama_ssp.pair.assembly import lookahead_for
+from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of, usable
+from llama_ssp.pair.session import PairSession
+from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.state import Prompt, State
+from llama_ssp.speculative.stats import Counts, ratio
+from llama_ssp.text.detokenizer import Writing
+from llama_ssp.text.prompts import TextPrompt, problem_of
+from llama_ssp.text.tokenizer import Message
+
+# How a conversation is written for a model without a chat template.
+NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}
+ROUNDS = 8  # after which several ranks look whether the reply is stopped
+STOPPED = "stopped"  # why a reply ended, besides the reasons of a text: it was stopped from outside
+
+
+@dataclass
+class Reply:
+    """A reply so far, and what it took. Of its prompt, `kept` tokens were in the target's KV cache."""
+
+    prompt_tokens: int
+    kept: int
+    text: str = ""
+    finish_reason: str = STOPPED
+    counts: Counts = field(default_factory=Counts)
+
+
+class Conversation:
+    """A user and the model in turn. `history` has their messages, `replies` what each reply took."""
+
+    def __init__(
+        self, pair: PairSession, seed: int, limit: int, new_tokens: int, stops: Sequence[str] = (),
+        system: str | None = None,
+    ) -> None:  # fmt: skip
+        """`limit` is how many tokens the conversation may get to have, `new_tokens` a reply at most."""
+        self._pair, self._engine = pair, pair.engine(seed)
+        self.limit, self._new_tokens = limit, new_tokens
+        self.has_template = pair.tokens.has_template
+        self._stops = list(stops) if self.has_template else [*stops, "\n" + NAMES["user"].rstrip()]
+        self.system, self.history, self.replies = system, list[Message](), list[Reply]()
+        self._state: State | None = None  # whose text the KV cache holds
+        self._stop_asked = False
+
+    def reset(self) -> None:
+        """Forgets what was said, but for the system message."""
+        self.history.clear()
+
+    def stop(self) -> None:
+        """Ends the reply after this round, over several ranks a few later. The leader's call counts."""
+        self._stop_asked = True
+
+    def reply(self, text: str) -> Iterator[str]:
+        """The model's reply, piece by piece; then both messages are in the history.
+
+        Raises DataError, and leaves the history as it is, where the conversation gets too long, or a template
+        refuses it.
+        """
+        messages = [*self.history, {"role": "user", "content": text}]
+        prompt = self._prompt(messages)
+        length, pair = len(prompt.token_ids), self._pair
+        room = min(self._new_tokens, self.limit - length)
+        before, self._state, self._stop_asked = self._state, None, False
+        run = TimedRun(self._engine, [prompt], room, longest=self.limit, before=before)
+        reply = Reply(length, run.kept, counts=run.counts)
+        self.replies.append(reply)
+        writing = Writing(pair.tokens.decode, [prompt.token_ids], self._stops)
+        limits = Limits(room, pair.end_ids, writing)
+        for step, _ in run.rounds(limits, lookahead_for(pair.run, 1, pair.costs)):
+            ended = step.rows[0].finish is not None
+            reply.text = writing.text(0)
+            yield writing.printable(0, ended)
+            if not ended and self._is_stopped(step.round):
+                self._engine.flush()
+                break
+        require_numbers(*texts_of(run.state))
+        self._state, reply.finish_reason = run.state, run.state.finished[0] or STOPPED
+        if reply.finish_reason == "length" and room < self._new_tokens:
+            reply.finish_reason = "context"
+        self.history = [*messages, {"role": "assistant", "content": reply.text.strip()}]
+
+    def figures(self) -> dict[str, Any]:
+        """Counters and clocks of all replies, under the names of the JSON interface."""
+        counts, engine = Counts(), self._engine
+        for reply in self.replies:
+            counts.merge(reply.counts)
+        return {
+            "target_forwards": engine.target_forwards,
+            "draft_forwards": engine.draft_forwards,
+            "overlap": engine.overlap,
+            "prompt_tokens": sum(reply.prompt_tokens for reply in self.replies),
+            "prompt_tokens_kept": sum(reply.kept for reply in self.replies),
+            **counts.figures(),
+            "tokens_per_s": ratio(counts.committed.total(), counts.decode_s),
+        }
+
+    def _is_stopped(self, number: int) -> bool:
+        """Whether every rank ends the reply after this round; several ranks agree every few rounds."""
+        ranks = self._pair.ranks
+        if ranks.world == 1:
+            return self._stop_asked
+        if number % ROUNDS:
+            return False
+        self._engine.flush()  # the other ranks get a round's decision with the next one's drafts
+        return bool(ranks.broadcast_ints([int(self._stop_asked)])[0])
+
+    def _prompt(self, messages: list[Message]) -> Prompt:
+        """The conversation up to the model's answer, as token ids. Raises DataError."""
+        text = TextPrompt(f"turn {len(self.replies)}", messages[-1]["content"], "the conversation")
+        if (problem := problem_of(text, {})) is not None:
+            raise problem
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages, tokens = [*system, *messages], self._pair.tokens
+        ids = tokens.chat(messages) if self.has_template else tokens.encode(written(messages))
+        if len(ids) >= self.limit:
+            what, found = "the conversation is full: the message was not sent", f"{len(ids)} tokens with it"
+            fix = "/reset begins a new one; or start with a larger task.context"
+            raise DataError(what, "", found, f"fewer than {self.limit}", fix)
+        return usable(text, ids, tokens, self._pair.run)
+
+
+def written(messages: list[Message]) -> str:
+    """A conversation as lines, for a model without a template, up to the model's answer."""
+    lines = [f"{NAMES[message['role']]}{message['content']}\n" for message in messages]
+    return "".join(lines) + NAMES["assistant"].rstrip()

@@ -1,0 +1,157 @@
+"""task=chat: a conversation on a terminal, or with one message a line from a pipe.
+
+The leader reads what is typed; every rank gets it, and follows the same commands.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rich.text import Text
+
+from llama_ssp.config import ChatConf, Output
+from llama_ssp.distributed.signals import GUARD
+from llama_ssp.errors import DataError
+from llama_ssp.pair.batches import nothing_run
+from llama_ssp.pair.conversation import STOPPED, Conversation, Reply
+from llama_ssp.report.tables import figure
+from llama_ssp.speculative.stats import ratio
+from llama_ssp.tasks.common import Task
+from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines
+from llama_ssp.text.detokenizer import visible
+
+log = logging.getLogger(__name__)
+
+HELP = f"""/reset        forget what was said
+/system TEXT  set the system message; without TEXT, remove it
+/stats        tokens, speed and acceptance so far
+/help         this list
+/exit         end; so does Ctrl-D
+A message of several lines begins with {FENCE} and ends with {FENCE}.
+Ctrl-C stops a reply; twice, or while you type, it ends the program."""
+NO_TEMPLATE = (
+    "the model has no chat template: the conversation is written as lines that begin with User: and "
+    "Assistant:, which a model that is not trained for them may not follow"
+)
+ENDINGS = {
+    STOPPED: "stopped by Ctrl-C",
+    "length": "cut after task.max_new_tokens",
+    "context": "cut: the conversation is full, /reset begins a new one",
+}
+
+
+class ChatTask(Task[ChatConf]):
+    """Answers message after message until the input ends."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._talk: Conversation | None = None
+
+    def run(self) -> str:
+        task, pair = self._task, self._open()
+        terminal = Terminal("> ", has_blocks=True) if self._ranks.is_leader else None
+        limit = min(task.context, self._run.model.context)
+        pair.load(1, limit)
+        talk = Conversation(pair, self._inputs.seed, limit, task.max_new_tokens, task.stop, task.system)
+        self._talk = talk
+        if not talk.has_template:
+            log.warning("%s", NO_TEMPLATE)
+        if self._console.is_terminal:
+            self._print([f"A conversation of at most {limit} tokens. /help lists the commands."])
+        for text in typed_lines(self._ranks, terminal):
+            block = block_of(text)
+            if block is not None or not text.startswith("/"):
+                self._answer(talk, text if block is None else block)
+            elif not self._obey(talk, text.strip()):
+                break
+        return "done"
+
+    def has_output(self) -> bool:
+        return self._talk is not None and bool(self._talk.replies)
+
+    def figures(self) -> dict[str, Any]:
+        talk = self._talk
+        counted = talk.figures() if talk else {**nothing_run(), "tokens_per_s": None}
+        return {
+            "messages": talk.history if talk else [],
+            "replies": [_record(reply) for reply in talk.replies] if talk else [],
+            **self._pair_figures(),
+            **counted,
+        }
+
+    def _obey(self, talk: Conversation, command: str) -> bool:
+        """Does what the command says; False if it ends the conversation."""
+        name, _, rest = command.partition(" ")
+        if name == "/reset":
+            talk.reset()
+            self._print(["The conversation begins anew."])
+        elif name == "/system":
+            talk.system = rest.strip() or None
+            self._print([f"The system message is {'set' if talk.system else 'removed'}."])
+        elif name == "/stats":
+            self._print(stats_in_words(talk))
+        elif name == "/help":
+            self._print(HELP.splitlines())
+        elif name != "/exit":
+            self._print([f"There is no command {visible(name)}; /help lists them."])
+        return name != "/exit"
+
+    def _answer(self, talk: Conversation, text: str) -> None:
+        """Streams the reply, then a line about it."""
+        begun = False
+        try:
+            with GUARD.softened(talk.stop):
+                for piece in talk.reply(text):
+                    piece = piece if begun else piece.lstrip()
+                    begun = begun or bool(piece)
+                    self._write(piece)
+        except DataError as problem:  # nothing was sent
+            log.warning("%s", problem)
+            return
+        finally:
+            if begun:
+                self._write("\n")
+        told = in_words(talk.replies[-1], talk.limit)
+        if self._console.is_terminal:
+            self._console.show([Text(f"[{told}]", style="dim")])
+        else:
+            cut = talk.replies[-1].finish_reason == "context"
+            log.log(logging.WARNING if cut else logging.INFO, "%s", told)
+
+    def _write(self, text: str) -> None:
+        if self._run.output is Output.text:
+            self._console.write(visible(text) if self._console.is_terminal else text)
+
+
+def _record(reply: Reply) -> dict[str, Any]:
+    """A reply under the names of the JSON interface."""
+    return {
+        "text": reply.text,
+        "finish_reason": reply.finish_reason,
+        "prompt_tokens": reply.prompt_tokens,
+        "prompt_tokens_kept": reply.kept,
+        "output_tokens": reply.counts.committed.total(),
+    }
+
+
+def in_words(reply: Reply, limit: int) -> str:
+    """What a reply took, as one line."""
+    counted, tokens = reply.counts.figures(), reply.counts.committed.total()
+    words = [f"{tokens} tokens", f"{figure(ratio(tokens, reply.counts.decode_s), 1)} tokens/s"]
+    if counted["acceptance_rate"] is not None:
+        words.append(f"{counted['acceptance_rate']:.0%} of drafts accepted")
+    words.append(f"context {reply.prompt_tokens + tokens} of {limit}")
+    return ", ".join([*words, *filter(None, [ENDINGS.get(reply.finish_reason)])])
+
+
+def stats_in_words(talk: Conversation) -> list[str]:
+    """What all replies took."""
+    counted = talk.figures()
+    return [
+        f"{len(talk.replies)} replies, {counted['tokens_committed']} tokens, "
+        f"{figure(counted['tokens_per_s'], 1)} tokens/s",
+        f"{figure(counted['tokens_per_target_forward'])} tokens a round, "
+        f"{figure(counted['acceptance_rate'])} of drafts accepted",
+        f"{counted['prompt_tokens_kept']} of {counted['prompt_tokens']} prompt tokens were in the KV cache",
+    ]

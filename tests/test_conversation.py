@@ -1,0 +1,150 @@
+"""task=chat: history, commands, the limit of the context, and what is kept of the KV cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp import load_pair
+from llama_ssp.pair.conversation import Conversation, written
+from llama_ssp.tasks.interactive import block_of
+from tests import checkpoints
+from tests.conftest import Command
+from tests.test_chat import BEGIN, END, PLAIN
+from tests.warm import ROOT
+
+FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
+SMALL = ("task=chat", "seed=1", "out=null", "task.max_new_tokens=8", *FP32)
+SAID = ["hello there", "and then?", "go on"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template."""
+    made = checkpoints.tokenizer()
+    made.add_special_tokens([BEGIN, END])
+    place = checkpoints.save(tmp_path_factory.mktemp("model"), made=made, max_position_embeddings=512)
+    checkpoints.write_tokenizer(place, made, chat_template=PLAIN)
+    return place
+
+
+def talk(pair: Any, **changes: Any) -> Conversation:
+    how: dict[str, Any] = {"seed": 3, "limit": 400, "new_tokens": 12, **changes}
+    return Conversation(pair._session, **how)
+
+
+@pytest.mark.parametrize("drafting", ["draft", "ngram", "none"])
+def test_replies_with_a_kept_cache_are_those_without(drafting: str, folder: Path) -> None:
+    """The second prompt begins with the first; with another system message only the beginning is kept."""
+    words = list(FP32) if drafting == "draft" else [FP32[0], *["speculation=ngram"] * (drafting == "ngram")]
+    with load_pair(folder, folder if drafting == "draft" else None, max_tokens=400, overrides=words) as pair:
+        kept, fresh = talk(pair), talk(pair)
+        for number, text in enumerate([*SAID, SAID[0]]):
+            for one in (kept, fresh):
+                one.system = None if number < 3 else "be brief"
+                assert "".join(one.reply(text)) == one.replies[-1].text
+            fresh._state = None
+            assert [reply.text for reply in kept.replies] == [reply.text for reply in fresh.replies]
+        assert kept.history == fresh.history and [reply.kept for reply in fresh.replies] == [0] * 4
+        lengths = [reply.prompt_tokens for reply in kept.replies]
+        assert kept.replies[0].kept == 0 and kept.replies[3].kept < 5
+        for number in (1, 2):  # all of the prompt before it
+            assert lengths[number] > kept.replies[number].kept >= lengths[number - 1] - 1
+        tokens = pair._session.tokens
+        assert lengths[1] == len(tokens.chat([*kept.history[:2], {"role": "user", "content": SAID[1]}]))
+
+
+def test_a_reply_that_is_stopped(folder: Path) -> None:
+    """It ends after its round, and what it has is in the history; the next one is as ever."""
+    with load_pair(folder, folder, max_tokens=400, overrides=FP32) as pair:
+        one = talk(pair, new_tokens=60)
+        for n, _ in enumerate(one.reply(SAID[0])):
+            if n == 1:
+                one.stop()
+        first = one.replies[0]
+        assert first.finish_reason == "stopped" and 0 < first.counts.committed.total() < 30
+        assert one.history[-1] == {"role": "assistant", "content": first.text.strip()}
+        for _ in one.reply(SAID[1]):
+            pass
+        assert one.replies[1].counts.committed.total() > first.counts.committed.total()
+
+
+def test_through_a_pipe(command: Command, caplog: pytest.LogCaptureFixture) -> None:
+    typed = """hello
+/stats
+/nothing
+/help
+\"\"\"two
+lines\"\"\"
+/system be brief
+/reset
+again
+/exit
+x"""
+    answer = command(*SMALL, stdin=typed.encode())
+    assert answer.code == 0 and "no chat template" in caplog.text
+    *lines, last = answer.out.splitlines()
+    found = json.loads(last)
+    assert found["messages"][0] == {"role": "user", "content": "again"} and len(found["messages"]) == 2
+    assert [one["output_tokens"] for one in found["replies"]] == [8, 8, 8]
+    before = [("user", "hello"), ("assistant", found["replies"][0]["text"].strip()), ("user", "two\nlines")]
+    whole = written([{"role": role, "content": content} for role, content in before])
+    assert found["replies"][1]["prompt_tokens"] == len(whole.encode())
+    said = "\n".join(lines)
+    for part in (
+        "1 replies, 8 tokens",
+        "command /nothing",
+        "/system TEXT",
+        "message is set",
+        "begins anew",
+    ):
+        assert part in said
+
+
+def test_the_context_s_end_is_said(command: Command, caplog: pytest.LogCaptureFixture) -> None:
+    """A reply is cut there, a longer message is not sent; nothing is dropped silently."""
+    answer = command(*SMALL, "task.context=40", stdin=f"hello, you\n{'x' * 60}\n/reset\nhi\n".encode())
+    found = json.loads(answer.out.splitlines()[-1])
+    assert "the conversation is full: the message was not sent" in caplog.text
+    assert "fewer than 40; /reset begins a new one" in caplog.text
+    assert [one["finish_reason"] for one in found["replies"]] == ["length", "length"]
+    assert [one["content"] for one in found["messages"][::2]] == ["hi"]
+    cut = command(*SMALL, "task.context=30", stdin=b"hello, you")
+    assert json.loads(cut.out.splitlines()[-1])["replies"][0]["finish_reason"] == "context"
+    assert "cut: the conversation is full" in caplog.text
+
+
+def test_a_message_that_is_refused_ends_nothing(command: Command, caplog: pytest.LogCaptureFixture) -> None:
+    answer = command(*SMALL, stdin=b"a\0b\nhello")
+    assert answer.code == 0 and "NUL" in caplog.text
+    assert len(json.loads(answer.out.splitlines()[-1])["messages"]) == 2
+
+
+BLOCKS = {'"""a\nb"""': "a\nb", '"""\na\n"""': "a", "a": None, '"""': None, '""""""': ""}
+
+
+@pytest.mark.parametrize(("text", "found"), BLOCKS.items())
+def test_blocks(text: str, found: str | None) -> None:
+    assert block_of(text) == found
+
+
+@pytest.mark.slow
+def test_over_ranks_the_leader_reads(tmp_path: Path) -> None:
+    """In fp32 the replies are those of one process, after commands, too."""
+    words = [ROOT / "launch" / "run.py", *SMALL, "model=tiny", "draft=tiny_draft", "output=json"]
+    typed = b"hello\n/system be brief\nagain\n/reset\nonce more\n"
+    found = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        run = subprocess.run(
+            [sys.executable, *launcher, *words], cwd=tmp_path, input=typed, capture_output=True, timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr.decode()
+        found.append(json.loads(run.stdout.splitlines()[-1]))
+    assert found[0]["messages"] == found[1]["messages"] and found[0]["replies"] == found[1]["replies"]
