@@ -12,8 +12,9 @@ from llama_ssp.planner.engine import as_run, launching_s, tokens_generated, why_
 from llama_ssp.planner.plan import make_plan
 from llama_ssp.planner.search import PlanRequest
 from llama_ssp.planner.speed import forward_s, pass_cost
-from llama_ssp.planner.table import rendered
+from llama_ssp.planner.table import drawing
 from llama_ssp.planner.workload import TARGET, Role
+from llama_ssp.report.tables import text_of
 from tests.conftest import Command
 from tests.plans import machine, model, request
 
@@ -83,9 +84,12 @@ def test_compiled_steps_on_a_cpu_take_less_than_its_constants_say() -> None:
 
 def test_the_plan_says_which_steps_run_eagerly() -> None:
     said = "steps run eagerly: model, engine=eager"
-    assert said in rendered(make_plan(on_gpu(Steps.eager)), False)
+    assert said in "\n".join(text_of(drawing(make_plan(on_gpu(Steps.eager)))))
     graphs = make_plan(on_gpu(Steps.compiled))
-    assert "eagerly" not in rendered(graphs, False) and graphs.document()["best"]["eager_steps"] == {}
+    assert (
+        "eagerly" not in "\n".join(text_of(drawing(graphs)))
+        and graphs.document()["best"]["eager_steps"] == {}
+    )
 
 
 def test_of_a_target_by_layers_the_draft_is_compiled() -> None:

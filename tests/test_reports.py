@@ -17,9 +17,11 @@ import yaml
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
 
+from llama_ssp.config import RunConf
 from llama_ssp.errors import DataError, StorageError, UsageError
 from llama_ssp.report import commands
 from llama_ssp.report.console import Console
+from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.statistics import Estimate, difference_of, ratio_of, wilson
 from llama_ssp.report.sweep import Sweep
 from llama_ssp.report.tables import Column, Table, text_of
@@ -81,6 +83,18 @@ def test_a_table_writes_every_form() -> None:
     ]  # fmt: skip
     assert "| b | - | - |" in table.markdown() and "\\|" in table.markdown()
     assert "<script" not in table.html() and "1.00..2.00" in table.html()
+
+
+def test_a_run_folder_gets_its_tables(tmp_path: Path) -> None:
+    """Also where the run was stopped before it had a figure."""
+    for name, summary in (("a", measured()), ("b", {"task": "measure", "peak_memory": [], "prompts": 0})):
+        folder = RunFolder(RunConf(out=str(tmp_path)), 1, tmp_path / name)
+        folder.close(summary)
+    rows = list(csv.DictReader((tmp_path / "a" / "speeds.csv").open()))
+    assert [row["contender"] for row in rows[:2]] == ["target alone", "draft alone"]
+    assert float(rows[0]["ms_per_token"]) == measured()["target_alone"]["ms_per_token"]  # not rounded
+    assert "| pair, K = 4 |" in (tmp_path / "a" / "tables.md").read_text()
+    assert not (tmp_path / "b" / "tables.md").exists()
 
 
 def test_intervals_of_changes() -> None:

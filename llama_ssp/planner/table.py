@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,26 +16,25 @@ from llama_ssp.planner.speed import BAND
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import GIB
 
-WIDTH, CELLS = 104, 50
+WIDTH, CELLS, MIN_CELLS = 104, 50, 20
+BESIDE = 42  # columns of a bar's line that are words
 COLOURS = "blue", "cyan", "green", "bright_green", "yellow", "bright_black"
 FILL, COLOUR = dict(zip(PARTS, "█▓▒░+:", strict=True)), dict(zip(PARTS, COLOURS, strict=True))
 MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.does_not_fit: "red"}
 
 
-def rendered(plan: Plan, colour: bool) -> str:
-    """The whole plan as text, with colours for a terminal."""
-    shape: dict[str, Any] = {"width": WIDTH, "highlight": False, "soft_wrap": True, "legacy_windows": False}
-    shape["color_system"] = "standard" if colour else None
-    console = Console(file=(file := io.StringIO()), force_terminal=colour, **shape)
+def drawing(plan: Plan, width: int = WIDTH) -> Iterator[Text | Table | str]:
+    """The whole plan, piece by piece: tables, bars that fit the width, and words."""
     fits = plan.chosen.verdict is not FitVerdict.does_not_fit
-    bars = _bars(plan.chosen.ranks, "CPU" if plan.request.machine.is_cpu else "GPU")
-    console.print(Text(heading(plan), style="bold"), _placements(plan), *bars, "", sep="\n")
+    yield Text(heading(plan), style="bold")
+    yield _placements(plan)
+    yield from _bars(plan.chosen.ranks, "CPU" if plan.request.machine.is_cpu else "GPU", width)
+    yield ""
     if plan.acceptances and fits:
-        console.print(_acceptances(plan), "", sep="\n")
-    for words in _words(plan) if fits else _changes(plan):
-        console.print(Text(words))
-    console.print(Text(plan.sentence(), style=f"bold {MARK[plan.chosen.verdict]}"))
-    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
+        yield _acceptances(plan)
+        yield ""
+    yield from _words(plan) if fits else _changes(plan)
+    yield Text(plan.sentence(), style=f"bold {MARK[plan.chosen.verdict]}")
 
 
 def heading(plan: Plan) -> str:
@@ -62,7 +58,8 @@ def _placements(plan: Plan) -> Table:
     table = _empty_table()
     fullest = "memory" if plan.request.machine.is_cpu else "fullest GPU"
     for name in ("", "placement", fullest, "verdict", "K", "ms/token", "speed-up"):
-        table.add_column(name, justify="left" if name in ("", "placement", "verdict") else "right")
+        is_text = name in ("", "placement", "verdict")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "placement")
     shown = notable(plan)
     for number, one in shown:
         worst = one.worst
@@ -92,13 +89,14 @@ def notable(plan: Plan) -> list[tuple[int, Option]]:
     return [(number + 1, plan.options[number]) for number in sorted(set(kinds.values()))]
 
 
-def _bars(ranks: tuple[RankMemory, ...], device: str) -> Iterator[Text]:
+def _bars(ranks: tuple[RankMemory, ...], device: str, width: int) -> Iterator[Text]:
     """A bar for each kind of GPU; equal bars are drawn once."""
+    count = max(MIN_CELLS, min(CELLS, width - BESIDE))
     kinds: dict[object, list[RankMemory]] = {}
     for one in ranks:
-        kinds.setdefault((tuple(_cells(one).items()), one.verdict), []).append(one)
+        kinds.setdefault((tuple(_cells(one, count).items()), one.verdict), []).append(one)
     for alike in kinds.values():
-        yield _bar(alike, device)
+        yield _bar(alike, device, count)
     legend = Text(" " * 9)
     for name in FILL:
         if any(parts(one.lines)[name] for one in ranks):
@@ -106,9 +104,9 @@ def _bars(ranks: tuple[RankMemory, ...], device: str) -> Iterator[Text]:
     yield legend
 
 
-def _cells(memory: RankMemory) -> dict[str, int]:
-    """How many cells of the bar each part fills."""
-    scale = CELLS / max(memory.capacity, memory.total, 1)
+def _cells(memory: RankMemory, count: int) -> dict[str, int]:
+    """How many of the bar's cells each part fills."""
+    scale = count / max(memory.capacity, memory.total, 1)
     cells, filled, so_far = {}, 0, 0
     for name, size in parts(memory.lines).items():
         so_far += size
@@ -117,13 +115,13 @@ def _cells(memory: RankMemory) -> dict[str, int]:
     return cells
 
 
-def _bar(alike: list[RankMemory], device: str) -> Text:
+def _bar(alike: list[RankMemory], device: str, count: int) -> Text:
     fullest = worst(alike)
-    ranks, cells = spans([one.rank for one in alike]), _cells(fullest)
+    ranks, cells = spans([one.rank for one in alike]), _cells(fullest, count)
     line = Text(f"{device} {ranks:<4} ")
-    for name, count in cells.items():
-        line.append(FILL[name] * count, style=COLOUR[name])
-    line.append("·" * (CELLS - sum(cells.values())), style="bright_black")
+    for name, filled in cells.items():
+        line.append(FILL[name] * filled, style=COLOUR[name])
+    line.append("·" * (count - sum(cells.values())), style="bright_black")
     line.append(f" {fullest.total / GIB:.1f} of {fullest.capacity / GIB:.1f} GiB, ")
     margin = fullest.margin / GIB
     line.append(f"{margin:.1f} left" if margin >= 0 else f"{-margin:.1f} too much", MARK[fullest.verdict])

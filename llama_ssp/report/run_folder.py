@@ -18,6 +18,7 @@ from llama_ssp import __version__
 from llama_ssp.config import RunConf, home_expanded, resolved
 from llama_ssp.errors import StorageError
 from llama_ssp.report.machine import commit, host
+from llama_ssp.report.task_tables import files_of
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
 
@@ -95,7 +96,7 @@ class RunFolder:
                 (self.path / name).write_text(text, encoding="utf-8")
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Writes the summary whole or not at all."""
+        """Writes the summary whole or not at all, then its tables."""
         if self.path is not None:
             with _writing(self.path):
                 if self._rounds is not None:
@@ -103,6 +104,8 @@ class RunFolder:
                 draft = self.path / "summary.json.part"
                 draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
                 draft.replace(self.path / "summary.json")
+            for name, text in files_of(summary).items():
+                self.write(name, text)
 
 
 def _drafter(run: RunConf) -> str | None:

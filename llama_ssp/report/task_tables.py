@@ -68,6 +68,22 @@ COMPARISONS = (
     Column("output_tokens", "tokens"),
 )
 CHECKS = Column("name", "check", is_text=True), Column("outcome", is_text=True), Column("says", is_text=True)
+PLACEMENTS = (
+    Column("placement", is_text=True),
+    Column("verdict", is_text=True),
+    Column("worst_gpu_bytes", "bytes of the fullest GPU"),
+    Column("margin_bytes", "bytes left"),
+    Column("k", "K"),
+    Column("ms_per_token", "ms/token"),
+    Column("speedup", "times as fast"),
+)
+ACCEPTANCES = (
+    Column("acceptance"),
+    Column("k", "K"),
+    Column("tokens_per_round", "tokens a round"),
+    Column("ms_per_token", "ms/token"),
+    Column("speedup", "times as fast"),
+)
 OUTPUTS = (
     Column("id", is_text=True),
     Column("prompt_tokens"),
@@ -76,6 +92,16 @@ OUTPUTS = (
     Column("prompt", is_text=True),
     Column("text", is_text=True),
 )
+
+
+def files_of(summary: Row) -> dict[str, str]:
+    """The tables of a run as files: a CSV file each, and all of them in tables.md."""
+    items = items_of(summary)
+    tables = [item for item in items if isinstance(item, Table)]
+    if not tables:
+        return {}
+    parts = [item.markdown() if isinstance(item, Table) else item for item in items if item]
+    return {**{f"{one.name}.csv": one.csv() for one in tables}, "tables.md": "\n\n".join(parts) + "\n"}
 
 
 def items_of(summary: Row) -> Items:
@@ -268,6 +294,14 @@ def checks(found: Row) -> Items:
     return [Table("checks", CHECKS, found["checks"]), *says]
 
 
+def plans(found: Row) -> Items:
+    """task=plan: the best placements, what acceptance makes of the chosen one, and the verdict."""
+    tables: Items = [Table("placements", PLACEMENTS, found["placements"], "Placements, the fastest first")]
+    if found["by_acceptance"]:
+        tables.append(Table("by_acceptance", ACCEPTANCES, found["by_acceptance"], "By acceptance"))
+    return [*tables, *found["advice"], found["sentence"]]
+
+
 def outputs(found: Row) -> Items:
     """task=generate: a row for each prompt."""
     return [Table("outputs", OUTPUTS, found["outputs"])] if found["outputs"] else []
@@ -275,7 +309,7 @@ def outputs(found: Row) -> Items:
 
 ITEMS: dict[str, Callable[[Row], Items]] = {
     "generate": outputs, "compare": comparisons, "measure": speeds, "eval": scores, "agree": agreements,
-    "certify": checks,
+    "certify": checks, "plan": plans,
 }  # fmt: skip
 
 

@@ -19,9 +19,9 @@ from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
 from llama_ssp.planner.resolve import is_free
 from llama_ssp.planner.run_plan import request_of
-from llama_ssp.planner.table import rendered
+from llama_ssp.planner.table import drawing
 from llama_ssp.planner.workload import DRAFT, TARGET
-from llama_ssp.report.console import Console
+from llama_ssp.report.console import Console, rich_console
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.pairing import Pairing, pair
@@ -77,7 +77,7 @@ def execute(run: RunConf, ranks: int, is_leader: bool, place: Path | None = None
         if not is_json:
             if words:
                 console.line(words)
-            console.write(rendered(plan, console.is_terminal))
+            console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
         console.document(summary, is_json)
     failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
