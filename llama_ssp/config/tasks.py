@@ -177,10 +177,14 @@ def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
 
 @dataclass
 class ChatConf(TaskConf):
-    """task=chat: a conversation on a terminal, or with one message a line from a pipe.
+    """Talk with the model on a terminal; or one message a line, from a pipe.
 
-    `system` is the system message; `context` how many tokens the whole conversation may have, at most the
-    model's own; `max_new_tokens` is of one reply.
+    Attributes:
+        system: The system message.
+        stop: A reply ends at any of these strings.
+        context: The most tokens of the whole conversation; never more than the model's own.
+        max_new_tokens: The most tokens of a reply.
+        prefill_chunk: Tokens of a prompt in one forward pass.
     """
 
     system: str | None = None
