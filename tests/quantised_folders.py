@@ -7,8 +7,10 @@ The libraries are optional: a format whose library is absent is skipped.
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from tests.families import build
 
 Tensors = dict[str, Tensor]
@@ -333,29 +336,70 @@ FORMATS = {
 }
 
 
+# Experts with a tensor each: 7 groups of 32 over the ranks.
+EXPERTS = {
+    "hidden_size": 128, "head_dim": 16, "intermediate_size": 224, "moe_intermediate_size": 224,
+    "attention_bias": False,
+}  # fmt: skip
+IN_BLOCKS = {"head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 256}
+_MOE = {
+    "int4": compressed(4, "int", "group", group_size=32),
+    "w4a8": compressed(4, "int", "group", group_size=32, inputs=TOKEN, **WIDE),
+    "fp8": compressed(8, "float", "channel"),
+    "blocks": fine_grained(),
+    "awq": awq(32),
+    "gptq": gptq(group=32, symmetric=False),
+}
+MOE = {
+    f"{family}-{name}": replace(
+        form, family=family, changes=EXPERTS | (IN_BLOCKS if name == "blocks" else {})
+    )
+    for family in ("mixtral", "qwen3_moe")
+    for name, form in _MOE.items()
+}
+
+
 def module_of(name: str, **sizes: int) -> Any:
     """A random model, as transformers builds it."""
-    form = FORMATS[name]
+    form = (FORMATS | MOE)[name]
     return build(form.family, mild=True, **{**SIZES, **form.changes, **sizes})
 
 
 def quantised(name: str, folder: Path, **sizes: int) -> Path:
     """The folder of such a model in this format; one that is there is kept."""
-    form = FORMATS[name]
-    pytest.importorskip(form.library)
-    if (folder / "config.json").exists():
-        return folder
-    module = module_of(name, **sizes)
-    module.save_pretrained(folder)
+    pytest.importorskip((FORMATS | MOE)[name].library)
+    if not (folder / "config.json").exists():
+        module = module_of(name, **sizes)
+        module.save_pretrained(folder)
+        rewrite(name, folder, on_disk(folder) if name in MOE else matrices(module))
+    return folder
+
+
+def on_disk(folder: Path) -> list[str]:
+    """The names of linear layers' weights, also of experts with tensors of their own."""
+    names = load_file(folder / "model.safetensors")
+    return [name for name in names if re.search(r"experts\.\d+\.|_proj\.weight$", name)]
+
+
+def shipped(name: str, folder: Path) -> Path:
+    """A copy of the shipped target in this format."""
+    pytest.importorskip((FORMATS | MOE)[name].library)
+    shutil.copytree(SHIPPED_FOLDER / "demo", folder)
+    rewrite(name, folder, on_disk(folder))
+    return folder
+
+
+def rewrite(name: str, folder: Path, matrices: list[str]) -> None:
+    """Quantises these matrices of the folder."""
+    form = (FORMATS | MOE)[name]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": form.claim}))
     tensors = {key: tensor.bfloat16() for key, tensor in load_file(folder / "model.safetensors").items()}
-    for name_ in matrices(module):
-        stem = name_.removesuffix(".weight")
-        own = form.write(tensors.pop(name_).float())
+    for matrix in matrices:
+        stem = matrix.removesuffix(".weight")
+        own = form.write(tensors.pop(matrix).float())
         tensors |= {stem + end: tensor.contiguous() for end, tensor in own.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def matrices(module: nn.Module) -> list[str]:
@@ -374,7 +418,7 @@ def weights_of(name: str, folder: Path) -> Tensors:
         stem = weight.removesuffix(".weight")
         ends = [key.removeprefix(stem) for key in found if key.startswith(stem) and not key.endswith("bias")]
         own = {end: found.pop(stem + end) for end in ends}
-        found[weight] = FORMATS[name].read(own, tuple(module.get_parameter(weight).shape))
+        found[weight] = (FORMATS | MOE)[name].read(own, tuple(module.get_parameter(weight).shape))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder, wanted
+from llama_ssp.models.attention import Feed
 from llama_ssp.models.checkpoint import complete, inspect
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.formats.coded import Coded, taken
@@ -27,13 +29,24 @@ from llama_ssp.models.loader import config_of, differences
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.planner.storage import LAYERS, SCALES
 from llama_ssp.planner.weights import Part, held, weights
+from tests.conftest import Command
 from tests.distributed.threads import ranks_of, together
-from tests.quantised_folders import FORMATS, ROUNDED, matrices, module_of, quantised, reference, weights_of
-from tests.test_decoder import TOLERANCE, require_same, walked
+from tests.quantised_folders import (
+    FORMATS,
+    ROUNDED,
+    matrices,
+    module_of,
+    quantised,
+    reference,
+    shipped,
+    weights_of,
+)  # fmt: skip
+from tests.test_decoder import TOLERANCE, caches_of, require_same, walked
 
 PLAIN = [name for name in FORMATS if name not in ROUNDED]  # of the others test_rounded.py has the logits
 NAMES = [*PLAIN, "llm-int8", "w8a8-static-zeros"]
 IN_BF16 = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
+GREEDY_TOKENS = 16
 STACKED = None, Cut(2, ((6, 40),)), Cut(2, ((0, 8), (30, 64))), Cut(1, ((32, 64),)), Cut(1, ((16, 50),))
 
 
@@ -132,6 +145,47 @@ def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, fo
         )
         planned = held(plan, Dtype.packed)
         assert (codes, scales) == (planned[LAYERS] - 2 * biases, planned[SCALES])
+
+
+def greedy(part: Decoder) -> list[int]:
+    """What it writes after a short text."""
+    text = [1, 17, 4]
+    caches = caches_of(part, 1)
+    for first in (0, *range(3, 3 + GREEDY_TOKENS)):
+        feed = Feed.of([(0, first, len(text) - first)], torch.device("cpu"))
+        logit_TV, _ = part(torch.tensor(text[first:]), feed, caches)
+        text.append(int(logit_TV[-1].argmax()))
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+@torch.inference_mode()
+def test_greedy_texts_of_ranks_are_those_of_one_process(name: str, folders: Path) -> None:
+    """In fp32, in codes where they can be kept; ranks have 4 and 3, and 3, 2 and 2 of the 7 groups."""
+    folder, texts = quantised(name, folders / name), []
+    for world in (1, 2, 3):
+        ranks = ranks_of(world)
+        parts = [loaded(folder, rank, keeps_codes=True) for rank in ranks]
+        texts += together([lambda part=part: greedy(part) for part in parts], ranks)  # type: ignore[misc]
+    assert len({*map(tuple, texts)}) == 1 and len({*texts[0][-GREEDY_TOKENS:]}) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4-groups-of-32", "w8a8"])
+def test_a_packed_target_gives_its_own_distribution_with_a_draft(
+    name: str, command: Command, tmp_path: Path
+) -> None:
+    """Of the shipped pair, certified; and its score is that without the draft."""
+    folder = shipped(name, tmp_path / name)
+    pair = f"model={folder}", "model.dtype=packed", "draft=demo_draft", "seed=1", "output=json", "out=null"
+    sizes = "samples=100", "max_new_tokens=10", "law_tokens=12", "law_rounds=20", "greedy_tokens=12"
+    prompts = 'task.prompts=["hello there", "def f"]'
+    answer = command(*pair, "task=certify", *(f"task.{size}" for size in sizes), prompts)
+    assert json.loads(answer.out.splitlines()[-1])["verdict"] == "same"
+    answer = command(*pair, "task=eval", "task.quick=true", "sampling=greedy")
+    regular, speculative = json.loads(answer.out.splitlines()[-1])["rows"]
+    assert regular["score"] == speculative["score"] > 0.7 and speculative["tokens_accepted"] > 0
 
 
 @torch.inference_mode()

@@ -39,7 +39,7 @@ class RoundedInputs(nn.Module):
         self.groups = -(-inputs // rounding.group) if rounding.group else 1
         self.law = rounding.table, rounding.symmetric, rounding.group, rounding.threshold
         numbers = torch.tensor([rounding.scale, rounding.zero], **where)
-        self.register_buffer("static", numbers if rounding.static else None, persistent=False)
+        self.static = numbers if rounding.static else None  # no buffer: plans count those
 
     def extra_repr(self) -> str:
         """A compiled step is kept by what its modules say of themselves."""
