@@ -19,8 +19,12 @@ import numpy as np
 import torch
 
 from llama_ssp.config import SamplingConfig
+from llama_ssp.models import rounded
+from llama_ssp.models.formats import gguf_blocks
+from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.kv_cache import Feed, RaggedCache
+from llama_ssp.models.sharding import COLUMNS, Cut
 from llama_ssp.speculative import coupled, decision, engine
 from llama_ssp.speculative import generate as loop
 from llama_ssp.speculative import native as deciding
@@ -509,6 +513,40 @@ def _kernel(whole: str, faulty: str) -> Any:
     return test_deciding.kernel_with(whole, faulty)
 
 
+def _zero_after_the_scale(self: Coded) -> Any:
+    """As if the zero were a number, not a code."""
+    if self.zero_NG is None:
+        return coded_decode(self)
+    shift_NG = self.zero_NG.to(self.scale_NG.dtype)
+    return coded_decode(replace(self, zero_NG=None, shift_NG=shift_NG))
+
+
+def _groups_from_the_cut(self: Coded, cut: Any) -> Coded:
+    """A part's groups begin where it begins, though a group of the whole does not."""
+    part = coded_cut(self, cut)
+    if cut is None or cut.dim == 0 or not self.kind.group:
+        return part
+    first, group = cut.spans[0][0] // self.kind.group, self.kind.group
+    groups = -(-part.inputs // group)
+    parts = {
+        name: each[:, first : first + groups] for name, each in self._tensors().items() if name != "codes_NC"
+    }
+    return replace(part, kind=self.kind, **parts)
+
+
+def _own_scale(x_TK: Any, group: int, first: int, groups: int, threshold: Any) -> Any:
+    """Outliers of LLM.int8 count for the scale."""
+    return extremes(x_TK, group, first, groups, None)
+
+
+def _scales_of_four(byte: Any) -> Any:
+    """Of the last four scales of a block the upper bits are lost."""
+    scales, shifts = gguf_of_eight(byte)
+    whole = scales / gguf_blocks._half(byte[..., :2])
+    lower = torch.cat([whole[..., :4], whole[..., 4:] % 16], -1)
+    return lower * gguf_blocks._half(byte[..., :2]), shifts
+
+
 def _forgets_the_broken(self: Any, state: State, proposal: Proposal, logits: Any) -> Any:
     return engine_judge(self, state, replace(proposal, damaged=None), logits)
 
@@ -526,6 +564,9 @@ engine_draft, laws_law = engine.Engine.draft, SamplingTransform._probs
 coupled_decide, coupled_draw = CoupledRule.decide, CoupledDraws.categorical
 coupled_noise = CoupledDraws._exponentials
 
+coded_decode, coded_cut, gguf_of_eight, extremes = (
+    Coded._decoded, Coded.cut, gguf_blocks._of_eight, rounded.extremes,
+)  # fmt: skip
 MUTANTS = [
     Mutant("ratio swapped", verify, "_ratios", _swapped, by_rational("token")),
     Mutant("ratio swapped, block", verify, "_ratios", _swapped, by_rational("block")),
@@ -595,6 +636,10 @@ MUTANTS = [
         for part, what in (("token_B", "tokens"), ("probs_BV", "probabilities"))
     ),
     Mutant("a memo stands whatever its prompt", ahead.Memo, "stands", _of_any_prompt, by_test("test_overlap", "test_a_memo_stands_for_its_own_prompt_and_text_alone")),
+    Mutant("codes: the zero is subtracted after the scale", Coded, "_decoded", _zero_after_the_scale, by_test("test_coded", "test_a_matrix_is_decoded_a_weight_at_a_time", "uint4", 32, torch.float32)),
+    Mutant("codes: a part that begins inside a group has groups of its own", Coded, "cut", _groups_from_the_cut, by_test("test_coded", "test_a_part_has_the_weights_of_the_whole", "uint4", 128, Cut(COLUMNS, ((64, 130),)))),
+    Mutant("LLM.int8: the scale is that of the outliers", rounded, "extremes", _own_scale, by_test("test_rounded", "test_inputs_are_rounded_as_llm_int8_does_a_token_at_a_time", 6.0, 1)),
+    Mutant("GGUF: the last scales of a block lose their upper bits", gguf_blocks, "_of_eight", _scales_of_four, by_test("test_gguf", "test_any_bytes_are_decoded_as_the_library_does", "Q4_K")),
     Mutant("stop strings are shown the end token", loop.Limits, "trim", _shows_the_end, by_test("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")),
     *([] if compiler() is None else [
         Mutant("kernel: a small weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-3) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),
