@@ -64,7 +64,7 @@ def save_head(
         "model_type": block, "hidden_size": dim, "intermediate_size": ffn, "num_hidden_layers": 1,
         "num_attention_heads": heads, "num_key_value_heads": kvs, "head_dim": size, "vocab_size": vocab,
         "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 1000.0,
-        "hidden_act": "silu", "attention_bias": False,
+        "hidden_act": "silu", "attention_bias": False, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     own_keys: dict[str, Any] = {"draft_vocab_size": own, **dict.fromkeys(flags, True), **extra}
     if taps is not None:

@@ -34,7 +34,9 @@ from llama_ssp.speculative.array_ops import pick, row_by_row, stack_last, where
 from llama_ssp.speculative.coupled import CoupledDraws
 from llama_ssp.speculative.drafters import ahead
 from llama_ssp.speculative.drafters import cross_vocab as bridged
+from llama_ssp.speculative.drafters import head as heads
 from llama_ssp.speculative.drafters import local as drafters
+from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
@@ -507,6 +509,39 @@ def _of_any_prompt(self: ahead.Memo, state: State, row: int) -> bool:
     return state.texts[row] == self.state.texts[row]
 
 
+def _keeps_rejected_states(self: HeadDrafter, token_BS: Any, fed: Any, state_TX: Any) -> None:
+    """A position's first states stay, also where a rejected draft has made them."""
+    seen = self.__dict__.setdefault("seen", {})
+    places, old = self._places(fed), self._state_NH.clone()
+    head_observe(self, token_BS, fed, state_TX)
+    each = [(row, start + i) for row, start, count in fed for i in range(count)]
+    for place, (row, position) in zip(places.tolist(), each, strict=True):
+        if position < seen.get(row, 0):
+            self._state_NH[place] = old[place]
+    seen.update({row: max(seen.get(row, 0), start + count) for row, start, count in fed})
+
+
+def _own_guess_stays(self: HeadDrafter, row: int, length: int) -> Any:
+    """What it read with its own z counts, though the target's states are there."""
+    return row, length - 2, 1
+
+
+def _next_id(self: HeadDrafter, logits: Any, rows: Any, count: int) -> Any:
+    return head_in_target(self, logits, rows, count).roll(1, -1)
+
+
+def _mass_missing(transform: Any, logits: Any, state: State, offset: int) -> Any:
+    """As if the tokens that the head lacks had kept their share."""
+    found = some_probs(transform, logits, state, offset)
+    return found * (1 - 0.5 * (logits == -torch.inf).double().mean(-1, keepdim=True))
+
+
+def _before_controls(self: HeadDrafter, state: State, offset: int, rows: Any, logits: Any) -> Any:
+    drawn = head_drawn(self, state, offset, rows, logits)
+    plain = self._in_target(logits, rows, state.rows).softmax(-1)
+    return replace(drawn, probs_BV=plain)
+
+
 def _kernel(whole: str, faulty: str) -> Any:
     """The kernel, compiled from a source in which `whole` has become `faulty`."""
     test_deciding = import_module("tests.test_deciding")
@@ -561,8 +596,11 @@ shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.Text
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
 engine_draft, laws_law = engine.Engine.draft, SamplingTransform._probs
+head_observe, head_in_target, head_drawn = HeadDrafter.observe, HeadDrafter._in_target, HeadDrafter._drawn
+some_probs = heads.probs_of_some
 coupled_decide, coupled_draw = CoupledRule.decide, CoupledDraws.categorical
 coupled_noise = CoupledDraws._exponentials
+HEAD_TEST = "test_declared_distributions_are_the_published_formulas"
 
 coded_decode, coded_cut, gguf_of_eight, extremes = (
     Coded._decoded, Coded.cut, gguf_blocks._of_eight, rounded.extremes,
@@ -600,6 +638,11 @@ MUTANTS = [
     Mutant("looked-up draft declared uniform", NgramDrafter, "propose", _declares_uniform, by_tree("n-gram drafts")),
     Mutant("shared tokens scattered in the order of ids", bridged.IntersectionDrafter, "propose", _declares(_scattered_in_id_order), by_tree("Intersection, overlapping")),
     Mutant("law over shared tokens not renormalised", bridged.IntersectionDrafter, "propose", _declares(_rest_kept), by_tree("Intersection, overlapping")),
+    Mutant("head: states of a rejected draft stay", HeadDrafter, "observe", _keeps_rejected_states, by_test("test_heads", HEAD_TEST, "speculators")),
+    Mutant("head: its own guess where the target's states are known", HeadDrafter, "_unread", _own_guess_stays, by_test("test_heads", HEAD_TEST, "speculators")),
+    Mutant("head: d2t off by one", HeadDrafter, "_in_target", _next_id, by_test("test_heads", HEAD_TEST, "reduced vocabulary")),
+    Mutant("head: law of the reduced vocabulary not renormalised", heads, "probs_of_some", _mass_missing, by_test("test_heads", HEAD_TEST, "reduced vocabulary")),
+    Mutant("head: declares the law before the controls", HeadDrafter, "_drawn", _before_controls, by_tree("head, every control")),
     Mutant("draft tokens that are one counted twice", bridged.IntersectionDrafter, "propose", _declares(_counted_twice), by_tree("Intersection, two draft tokens for one")),
     Mutant("text of the draft declared uniform", bridged.TextDrafter, "propose", _text_by_its_own_law, by_tree("Text, overlapping")),
     Mutant("stale keys of rejected tokens", RaggedCache, "update", _keeps_stale, by_tree("plain", "token")),

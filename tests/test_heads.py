@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, SamplingConfig, Splitting
+from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.models import programs
+from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.planner.resolve import require_head
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.head import HeadDrafter
@@ -24,6 +30,7 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import RULES
 from tests.families import VOCAB, build, decoder_of
 from tests.heads import Reference, loaded, save_head
+from tests.rig import drive, drive_refilled, speculate
 
 TAPS = (0, 1, 3)  # of three blocks: before the first, between, behind the last
 DIM = 32  # of the small targets
@@ -115,11 +122,11 @@ def compared(folder: Path, rows: int = 4, k: int = 3, new: int = 10, chunk: int 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.inference_mode()
-def test_declared_distributions_are_the_published_formulas(layout: str, tmp_path: Path) -> None:
+def test_declared_distributions_are_the_published_formulas(layout: str) -> None:
     """After rejections, of ragged rows, in every layout and with every flag; the reference keeps nothing."""
     how = LAYOUTS[layout]
-    folder = head_of(tmp_path, **how)
-    assert compared(folder, embeds=how.get("embeds", True)) > 15
+    with TemporaryDirectory() as folder:
+        assert compared(head_of(Path(folder), **how), embeds=how.get("embeds", True)) > 15
 
 
 @pytest.mark.parametrize(
@@ -153,3 +160,129 @@ def test_the_second_reading_is_that_of_speculators(flags: tuple[str, ...], tmp_p
             expected = reference.logits(states[: place + 1], now, drafts)
             assert (logits[place] - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert len(made) == 3
+
+
+def engine_with(folder: Path, rule: str = "block", chunk: int = 3, heat: float = HEAT) -> Engine:
+    _, model = target_of()
+    transform = SamplingTransform(SamplingConfig(temperature=heat), (), VOCAB)
+    draws, runner = source(RULES[rule], 5), ModelRunner(model, chunk)
+    drafter = HeadDrafter(loaded(folder, 3), runner, transform, draws)
+    return Engine(runner, drafter, transform, RULES[rule], draws)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_rows_are_refilled(adaptive: bool, tmp_path: Path) -> None:
+    """What a prompt gets is what it gets alone, in whichever row, beside whom, whatever was there before."""
+    folder = head_of(tmp_path, ids=SOME)
+
+    def texts(prompts: list[Prompt], rows: int, longest: int) -> dict[str, list[int]]:
+        how: dict[str, Any] = {"k": 3, "max_new": 20, "adaptive": adaptive}
+        return drive_refilled(engine_with(folder), prompts, rows, longest=longest, **how)
+
+    together = texts(PROMPTS, 2, 40)
+    assert together == {p.id: texts([p], 1, 0)[p.id] for p in PROMPTS}
+    assert len({tuple(ids) for ids in together.values()}) > 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_texts_are_the_targets(rule: str, tmp_path: Path) -> None:
+    engine, (_, model) = engine_with(head_of(tmp_path), rule, heat=0.0), target_of()
+    found = drive(engine, PROMPTS, k=4)
+    assert found.texts == speculate(model, PROMPTS, None, k=0).texts
+    assert found.drafted > 0
+
+
+def test_damaged_logits_are_noticed(tmp_path: Path) -> None:
+    tensors = load_file(head_of(tmp_path) / "model.safetensors")
+    tensors["lm_head.weight"][4] = torch.nan
+    folder = changed(tmp_path, **tensors)
+    assert drive(engine_with(folder), PROMPTS[:1], k=2, max_new=4).finish == ["error"]
+
+
+@pytest.mark.slow  # the kernels and the programs are compiled
+def test_compiled_steps_are_those_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published formulas hold, and one program serves all numbers of tokens."""
+    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path / "kept")
+    folder = head_of(tmp_path / "head", ids=SOME)
+    with torch.inference_mode():
+        assert compared(folder, fast=True) > 15
+    assert len(list((tmp_path / "kept").rglob("step-*.bin"))) == 2
+
+
+def config_of(folder: Path, **changes: Any) -> Path:
+    """The folder with other keys in config.json; None takes one away."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    return folder
+
+
+def changed(folder: Path, **changes: Tensor | None) -> Path:
+    """The folder with other tensors; None takes one away."""
+    file = folder / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file) | changes
+    save_file({key: value for key, value in tensors.items() if value is not None}, file)
+    return folder
+
+
+def pickled(folder: Path) -> Path:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    return folder
+
+
+TWO = {"transformer_layer_config": {"model_type": "llama", "num_hidden_layers": 2}}
+MEDUSA = {"speculators_model_type": None, "architectures": ["MedusaModel"]}
+TAPS_KEY, SHIFTED = "eagle_aux_hidden_state_layer_ids", torch.tensor(SOME) - torch.arange(len(SOME)) + 1
+WRONG: dict[str, tuple[Any, str]] = {
+    "another kind": (
+        lambda f: config_of(f, speculators_model_type="dflash"),
+        "found dflash, allowed EAGLE",
+    ),
+    "another class": (lambda f: config_of(f, **MEDUSA), "not read; .*MedusaModel"),
+    "pickled": (pickled, "pickled.*save_file"),
+    "two flags": (lambda f: config_of(f, norm_before_fc=True, fc_norm=True), "contradict"),
+    "no list of layers": (lambda f: config_of(f, **{TAPS_KEY: ["2"]}), "no usable layers"),
+    "two blocks": (lambda f: config_of(f, **TWO), "another kind; .*2 of llama"),
+    "no logits": (lambda f: changed(f, **{"lm_head.weight": None}), "lacks tensors"),
+}
+DAMAGED: dict[str, tuple[Any, str]] = {
+    "a tensor is missing": (lambda f: changed(f, **{"norm.weight": None}), "norm.weight is missing"),
+    "of another shape": (lambda f: changed(f, **{"norm.weight": torch.ones(3)}), "norm.weight is"),
+    "not known": (lambda f: changed(f, mask_hidden=torch.ones(3)), "mask_hidden is not"),
+    "maps that do not agree": (lambda f: changed(f, d2t=SHIFTED), "do not agree"),
+    "no map": (lambda f: changed(f, d2t=None, t2d=None), "do not agree"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused_before_weights_are_read(case: str, tmp_path: Path) -> None:
+    change, words = WRONG[case]
+    with pytest.raises(ModelError, match=words):
+        complete(local(change(head_of(tmp_path))), "draft")
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_what_is_refused_when_weights_are_read(case: str, tmp_path: Path) -> None:
+    change, words = DAMAGED[case]
+    with pytest.raises(ModelError, match=words):
+        loaded(change(head_of(tmp_path, ids=SOME)))
+
+
+def local(folder: Path) -> ModelConf:
+    return ModelConf(name="local", path=str(folder))
+
+
+def test_where_a_head_may_sit(tmp_path: Path) -> None:
+    """Beside the target that it was trained for, on the leader."""
+    folder = head_of(tmp_path)
+    with pytest.raises(ModelError, match="no model of its own"):
+        complete(local(folder), "model")
+    head, _ = complete(local(folder), "draft")
+    assert (head.head_inputs, head.head_vocab, head.vocab, head.n_layers) == (3 * DIM, VOCAB, VOCAB, 1)
+    target = replace(local(folder), dim=DIM)
+    require_head(head, target, PlacementConf(), 2)
+    with pytest.raises(ModelError, match="not one of this target"):
+        require_head(head, replace(target, dim=DIM + 4), PlacementConf(), 1)
+    for placement in (PlacementConf(draft=DraftSeat.own), PlacementConf(splitting=Splitting.layers)):
+        with pytest.raises(UsageError, match="a head"):
+            require_head(head, target, placement, 2)

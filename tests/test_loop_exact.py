@@ -8,13 +8,14 @@ import torch
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.verification import RULES
 from tests.families import build
-from tests.trees import BRIDGED, SCENARIOS, Scenario, walk
+from tests.trees import BRIDGED, HEADS, SCENARIOS, Scenario, walk
 
 # Scenarios that have a single path; the others have many.
-FOLLOWED = {"greedy": 1, "Intersection, greedy": 1, "Text, greedy": 1}
+FOLLOWED = dict.fromkeys(["greedy", "Intersection, greedy", "Text, greedy", "head, greedy"], 1)
 COUPLED = (
     "draft equals target",
     "every control",
+    "head, two ragged rows with EOS",
     "n-gram drafts",
     "the context ends",
     "two ragged rows with EOS",
@@ -29,7 +30,9 @@ AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with
         pytest.param(name, rule, marks=[pytest.mark.slow] if late else [])
         for name, rule in SCENARIOS
         for late in [
-            name not in COUPLED if rule == "coupled" else name in BRIDGED and not name.endswith(AT_ONCE)
+            name not in COUPLED
+            if rule == "coupled"
+            else (name in BRIDGED and not name.endswith(AT_ONCE)) or (name in HEADS and rule == "token")
         ]
     ],
 )

@@ -23,6 +23,7 @@ class ToyConfig:
     model_type: str = "toy"
     _attn_implementation: str = "sdpa"
     sliding_window: int | None = None
+    num_hidden_layers: int = 3  # the states that it shows
 
     def to_dict(self):
         return {"model_type": self.model_type}
@@ -61,6 +62,7 @@ class Toy(nn.Module):
         past_key_values=None,
         use_cache=True,
         logits_to_keep=0,
+        output_hidden_states=False,
     ):
         length = input_ids.shape[1]
         if position_ids is None:
@@ -74,8 +76,11 @@ class Toy(nn.Module):
             attention_mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)[None, None]
         score = (state @ self.query)[:, None] @ key.transpose(-1, -2) / WIDTH**0.5
         weight = score.masked_fill(~attention_mask, -torch.inf).softmax(-1)
-        state = torch.tanh(state + (weight @ value)[:, 0])
-        return SimpleNamespace(logits=self.head(state[:, -logits_to_keep:] if logits_to_keep else state))
+        seen = (weight @ value)[:, 0]
+        first, state = state, torch.tanh(state + seen)
+        shown = (first, seen, state) if output_hidden_states else None
+        logits = self.head(state[:, -logits_to_keep:] if logits_to_keep else state)
+        return SimpleNamespace(logits=logits, hidden_states=shown)
 
 
 def toy(vocab: int, seed: int, **changes) -> CausalModel:

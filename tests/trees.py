@@ -5,14 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
+from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine
@@ -23,9 +28,10 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.translation import Intersection, Text
 from tests.choices import ReplayDraws, SharedReplay, distance, every_branch
+from tests.heads import loaded, save_head
 from tests.reference import reference_law
 from tests.tongues import PAIRS, bridge
-from tests.toy import toy
+from tests.toy import WIDTH, toy
 
 Outcome = tuple[tuple[tuple[int, ...], str | None], ...]
 
@@ -52,6 +58,7 @@ class Scenario:
     build: Callable[..., CausalModel] = toy
     plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
     bridge: tuple[str, type[Intersection] | type[Text]] | None = None  # between two of tests.tongues
+    head: tuple[int, ...] | None = None  # a trained head drafts, which has these of the target's tokens
 
 
 class StopAt:
@@ -68,14 +75,28 @@ class StopAt:
         return None
 
 
-def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | None]:
+def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | None]:
     s = scenario
     target = s.build(s.vocab, 0, context=s.context, window=s.window)
+    if s.head is not None:
+        head = head_of(s.vocab, s.head, s.draft_context)
+        target.tap(head.taps)
+        return target, head
     if s.draft == "same":
         return target, s.build(s.vocab, 0, context=s.context, window=s.window)
     if isinstance(s.draft, int):
         return target, s.build(s.draft_vocab or s.vocab, s.draft, context=s.draft_context)
     return target, None
+
+
+@cache
+def head_of(vocab: int, ids: tuple[int, ...], context: int) -> HeadModel:
+    """A random head for a toy."""
+    sizes = {"vocab": vocab, "target_dim": WIDTH, "taps": (0, 1, 2), "dim": 8, "loud": 0.8}
+    with TemporaryDirectory() as folder:
+        return loaded(
+            save_head(Path(folder), **sizes, ids=list(ids), context=context, flags=("norm_output",))
+        )
 
 
 def walk(scenario: Scenario) -> tuple[float, int]:
@@ -93,17 +114,20 @@ def source_of(scenario: Scenario) -> type[ReplayDraws]:
     return SharedReplay if RULES[scenario.rule].shared_noise else ReplayDraws
 
 
-def play(s: Scenario, target: CausalModel, draft: CausalModel | None, draws: Any) -> Outcome:
+def play(s: Scenario, target: CausalModel, draft: CausalModel | HeadModel | None, draws: Any) -> Outcome:
     """One run of the shipping loop under the given draws."""
     transform = SamplingTransform(s.sampling, tuple(s.ends), target.vocab)
     drafter: Any = Drafter()
-    if draft is not None and s.bridge is not None:
+    runner = ModelRunner(target, s.chunk)
+    if isinstance(draft, HeadModel):
+        drafter = HeadDrafter(draft, runner, transform, draws)
+    elif draft is not None and s.bridge is not None:
         drafter = bridged(s.bridge, ModelRunner(draft, s.chunk), transform, draws)
     elif draft is not None:
         drafter = ModelDrafter(ModelRunner(draft, s.chunk), transform, draws)
     elif s.draft == "ngram":
         drafter = NgramDrafter(1, 2, target.vocab, torch.float64)
-    engine = Engine(ModelRunner(target, s.chunk), drafter, transform, RULES[s.rule], draws)
+    engine = Engine(runner, drafter, transform, RULES[s.rule], draws)
     prompts = [Prompt(str(row), ids) for row, ids in enumerate(s.prompts)]
     state = engine.prefill(prompts, s.new)
     limits = Limits(s.new, s.ends, StopAt(s.stop, len(prompts)) if s.stop else None)
@@ -246,9 +270,35 @@ for _kind in (Intersection, Text):
         "target within draft", _kind, stop=(0, 1), new=4, k=3
     )
 
+# One token is not among the head's.
+_HEADED = Scenario(head=(0, 2))
+HEADS: dict[str, Scenario] = {
+    "head": _HEADED,
+    "head, all tokens": replace(_HEADED, head=(0, 1), vocab=2, k=3, new=4),
+    "head, EOS inside the block": replace(_HEADED, ends=frozenset({2})),
+    "head, stop across blocks": replace(_HEADED, stop=(0, 1), k=3),
+    "head, two ragged rows": replace(_HEADED, prompts=((1,), (0, 1, 1)), k=1, new=2),
+    "head, two ragged rows with EOS": replace(
+        _HEADED, prompts=((1, 1, 0), (0,)), vocab=2, head=(0, 1), k=1, new=3, ends=frozenset({1})
+    ),
+    "head, adaptive K": replace(_HEADED, adaptive=True, vocab=2, head=(0, 1), k=3, new=4),
+    "head, every control": replace(
+        _HEADED, vocab=4, head=(0, 1, 3), sampling=_CONTROLS, ends=frozenset({2})
+    ),
+    "head, all that it has is forbidden": replace(
+        _HEADED, sampling=SamplingConfig(bad_tokens=[0, 2]), vocab=4
+    ),
+    "head, greedy": replace(_HEADED, sampling=SamplingConfig(temperature=0.0)),
+    "head, the context ends": replace(_HEADED, context=5, new=10, vocab=2, head=(0, 1), k=3),
+    "head, its context ends": replace(_HEADED, draft_context=3, new=4, vocab=2, head=(0, 1), k=3),
+    "head, chunks of one": replace(
+        _HEADED, prompts=((0, 1, 1, 0), (1,)), chunk=1, vocab=2, head=(0, 1), k=2, new=2
+    ),
+}  # fmt: skip
+
 SCENARIOS: dict[tuple[str, str], Scenario] = {
     (name, rule): replace(scenario, rule=rule)
-    for name, scenario in (BASE | BRIDGED).items()
+    for name, scenario in (BASE | BRIDGED | HEADS).items()
     for rule in RULES
 }
 for _name in ("disjoint but for bytes", "draft within target"):  # two thousand branches otherwise

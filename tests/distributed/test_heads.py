@@ -1,0 +1,77 @@
+"""A head on the leader of several ranks: the text, and the drafts, of one process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConfig
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.pair import assembly as pairs
+from llama_ssp.pair.placements import model_placements
+from tests.distributed.pairs import Case, entry_of, opened, refilled, written
+from tests.distributed.threads import ranks_of, together
+from tests.families import VOCAB, build
+from tests.heads import save_head
+
+LEADER = PlacementConf(draft=DraftSeat.leader)
+SAMPLED = Case(3, 4, SamplingConfig(temperature=4.0, top_p=0.95, repetition_penalty=1.1), overlap=Overlap.off)
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building modules is not for threads."""
+    lock = threading.Lock()
+    for name in ("load", "load_head"):
+        plain = getattr(pairs, name)
+
+        def locked(*args: Any, plain: Any = plain) -> Any:
+            with lock:
+                return plain(*args)
+
+        monkeypatch.setattr(pairs, name, locked)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("embeds", [True, False])
+def test_a_head_on_the_leader_writes_what_one_process_writes(
+    world: int, embeds: bool, tmp_path: Path, one_at_a_time: None
+) -> None:
+    """One row and ragged ones, with ends, adaptive K, rows that are refilled; with the target's embedding,
+    of which each rank holds a part, too."""
+    build("llama-mha").save_pretrained(target := tmp_path / "target")
+    ids = [token for token in range(VOCAB) if token % 4]
+    sizes = {"vocab": VOCAB, "target_dim": 32, "dim": 32, "taps": (0, 1, 3), "ids": ids, "embeds": embeds}
+    head = save_head(tmp_path / "head", **sizes)
+    alone = opened(target, head, LEADER, ALONE)
+    ranks = ranks_of(world)
+    held = together([lambda rank=rank: opened(target, head, LEADER, rank) for rank in ranks], ranks)
+    assert [pair.draft is not None for pair, _ in held] == [True] + [False] * (world - 1)
+    free = written(*alone, SAMPLED)
+    ends = frozenset({free.texts[0][6], free.texts[1][11]})
+    ended = replace(SAMPLED, ends=ends)
+    for case in (ended, replace(SAMPLED, rows=1), replace(SAMPLED, adaptive=True), Case(4, 4)):
+        expected = written(*alone, case)
+        for run in together([lambda pair=pair, case=case: written(*pair, case) for pair in held], ranks):
+            assert (run.texts, run.finish, run.drafted) == (expected.texts, expected.finish, expected.drafted)
+    assert free.drafted > free.accepted > 0
+    expected = dict(zip("0123", written(*alone, ended).texts, strict=True))
+    assert refilled(*alone, ended) == expected
+    for found in together([lambda pair=pair: refilled(*pair, ended) for pair in held], ranks):
+        assert found == expected
+
+
+def test_a_target_without_a_head_keeps_no_states(tmp_path: Path) -> None:
+    """The same loaded target, with a head and then without."""
+    build("llama-mha").save_pretrained(target := tmp_path / "target")
+    head = save_head(tmp_path / "head", vocab=VOCAB, target_dim=32, taps=(0, 1, 3))
+    cache = pairs.ModelCache(ALONE, LEADER)
+    found = model_placements(entry_of(target, head, LEADER, 1))
+    first, again = cache.open(found), cache.open(found)
+    assert first.draft is again.draft and first.target is again.target and first.target.taps == (0, 1, 3)
+    bare = cache.open(found[:1])
+    assert bare.draft is None and bare.target is first.target and bare.target.taps == ()
