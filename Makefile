@@ -1,4 +1,4 @@
-# make demo     installs everything, then runs the main job on a small pair
+# make demo     installs what a run needs, then shows on one screen what it does
 # make test     everything a change must pass; make test-fast takes under two minutes
 .PHONY: demo test test-fast lint bench mutants soak fuzz coverage clean
 
@@ -11,44 +11,47 @@ export PYTHONDONTWRITEBYTECODE := # each worker, and each process of a test, wou
 .venv/.installed: requirements.lock pyproject.toml machine-install.sh
 	@./machine-install.sh $(INSTALL)
 
-demo: .venv/.installed
-	@OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 launch/run.py experiment=demo
-	@$(PY) bench/side_by_side.py repeats=3 new=48 ks=2,4 sampling.temperature=0.5
-	@$(PY) launch/run.py experiment=demo_score
+# The same with what tests and lint need.
+.venv/.installed-dev: requirements-dev.lock .venv/.installed
+	@./machine-install.sh --dev $(INSTALL)
+	@touch $@
 
-test: .venv/.installed
+demo: .venv/.installed
+	@$(PY) bench/demo.py
+
+test: .venv/.installed-dev
 	$(PYTEST) -n 4
 
-test-fast: .venv/.installed
+test-fast: .venv/.installed-dev
 	$(PYTEST) -n auto --maxprocesses 4 -m "not slow and not gpu"
 
-lint: .venv/.installed
+lint: .venv/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 # Plants faults in the sampler and shows which proof catches each.
-mutants: .venv/.installed
+mutants: .venv/.installed-dev
 	$(PY) -m tests.mutants
 
 # Compares with transformers: the pair that ships, then a larger synthetic pair; then the kernel and the growth of costs.
-bench: .venv/.installed
+bench: .venv/.installed-dev
 	$(PY) bench/side_by_side.py
 	$(PY) bench/fast.py
 	$(PY) bench/linear.py
 	$(PY) bench/growth.py
 
 # Ten minutes of random runs with random failures: is the distribution right, is anything left over, does memory grow?
-soak: .venv/.installed
+soak: .venv/.installed-dev
 	$(PY) -m tests.soak
 
 # A hundred thousand random inputs: overrides, prompt files, prompts. seed=N for another seed.
-fuzz: .venv/.installed
+fuzz: .venv/.installed-dev
 	$(PY) -m tests.fuzz workers=2
 
 # What the quick tier does not run, by lines and branches; PICK= for all tests (an hour).
 PICK ?= -m "not slow and not gpu"
-coverage: .venv/.installed
+coverage: .venv/.installed-dev
 	$(PY) -m coverage erase
 	-$(PY) -m coverage run -m pytest -n auto --maxprocesses 4 $(PICK)
 	$(PY) -m coverage combine -q

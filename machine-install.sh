@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets a machine up: checks it, makes .venv, installs exact versions. Run it as often as you like.
 #
-#   ./machine-install.sh                 torch as plain pip gives it (CUDA on Linux x86-64)
+#   ./machine-install.sh                 the build of torch for this machine: without a GPU the CPU's, which is small
+#   ./machine-install.sh --dev           what tests and lint need, too
 #   ./machine-install.sh --cpu           the CPU build of torch
 #   ./machine-install.sh --cuda[=cu130]  the build for that CUDA version
 #   ./machine-install.sh --rocm[=7.1]    the build for that ROCm version (AMD GPUs)
@@ -18,15 +19,23 @@ say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 5; }
 
 index=()
+dev=no
+# Without a GPU, plain pip would fetch gigabytes of CUDA on Linux x86-64.
+if [ "$(uname -sm)" = "Linux x86_64" ] && ! ls /dev/nvidia0 /dev/kfd >/dev/null 2>&1 && ! command -v nvidia-smi >/dev/null; then
+    index=(--index-url "$WHEELS/cpu")
+fi
+asked=no
 for flag in "$@"; do
     case "$flag" in
+        --dev) dev=yes; continue ;;
         --cpu) index=(--index-url "$WHEELS/cpu") ;;
         --cuda) index=(--index-url "$WHEELS/cu130") ;;
         --cuda=*) index=(--index-url "$WHEELS/${flag#--cuda=}") ;;
         --rocm) index=(--index-url "$WHEELS/rocm7.1") ;;
         --rocm=*) index=(--index-url "$WHEELS/rocm${flag#--rocm=}") ;;
-        *) say "error: unknown flag $flag; allowed --cpu, --cuda[=cuNNN], --rocm[=N.N]"; exit 2 ;;
+        *) say "error: unknown flag $flag; allowed --dev, --cpu, --cuda[=cuNNN], --rocm[=N.N]"; exit 2 ;;
     esac
+    asked=yes
 done
 
 check_python() {
@@ -63,19 +72,34 @@ check_python
 check_nvidia
 check_amd
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+quiet=(-q)  # in a log; on a terminal pip shows its progress
+[ ! -t 2 ] || quiet=()
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 installed() { "$VENV/bin/python" -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null || true; }
 
 case "$(installed torch)" in
     "$TORCH" | "$TORCH"+*) ;;
-    *) say "installing torch $TORCH"; pip install -q "${index[@]}" "torch==$TORCH" ;;
+    *)
+        say "installing torch $TORCH ${index[*]: -1}"
+        if ! pip install "${quiet[@]}" "${index[@]}" "torch==$TORCH"; then
+            # A network may know the package index alone: better a large build than none, unless one was asked for.
+            [ "$asked" = no ] && [ "${#index[@]}" -gt 0 ] || exit 5
+            say "no build there; installing the one of the package index"
+            pip install "${quiet[@]}" "torch==$TORCH"
+        fi
+        ;;
 esac
-# The stamp makes a second run instant: what is installed is what the files say.
+# The stamps make a second run instant: what is installed is what the files say.
 stamp=$(cat requirements.lock pyproject.toml machine-install.sh | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$stamp" ]; then
     say "installing the locked requirements"
-    pip install -q -r requirements.lock
+    pip install "${quiet[@]}" -r requirements.lock
     pip install -q --no-deps --no-build-isolation -e .
     echo "$stamp" >"$VENV/.installed"
+fi
+if [ "$dev" = yes ] && [ "$(cat "$VENV/.installed-dev" 2>/dev/null)" != "$(sha256sum requirements-dev.lock)" ]; then
+    say "installing what tests and lint need"
+    pip install "${quiet[@]}" -r requirements.lock -r requirements-dev.lock
+    sha256sum requirements-dev.lock >"$VENV/.installed-dev"
 fi
 "$VENV/bin/python" -c 'import torch; print(f"torch {torch.__version__}, {torch.cuda.device_count()} GPUs, {torch.get_num_threads()} CPU threads")' >&2

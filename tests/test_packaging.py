@@ -142,8 +142,21 @@ def test_the_readme_has_commands():
     assert len(readme_commands()) >= 4
 
 
-@pytest.mark.slow
-def test_the_benchmark_of_make_demo_runs(tmp_path: Path) -> None:
+def test_make_demo_shows_all_three_parts(tmp_path: Path) -> None:
+    done = python([ROOT / "bench" / "demo.py", "small=true", "new=4", "questions=2"], tmp_path)
+    assert done.returncode == 0, done.stderr[-800:]
+    assert (
+        re.search(r"times as fast: .*prefill left out", done.stdout)
+        and "prompt:     def __eq__" in done.stdout
+    )
+    assert "which holds zero" in done.stdout and "ours, K = 8" in done.stdout and "{" not in done.stdout
+    ways = [part.split("(42 tokens")[0] for part in done.stdout.split("\n--- ")]
+    for number in (1, 4):  # after each prompt regular, speculative, and how much faster
+        regular, speculative = (way.partition("\n")[2] for way in ways[number : number + 2])
+        assert regular == speculative
+
+
+def test_the_benchmark_of_the_shipped_pair_runs(tmp_path: Path) -> None:
     done = python([ROOT / "bench" / "side_by_side.py", "repeats=1", "new=4", "ks=2", "seed=1"], tmp_path)
     assert done.returncode == 0, done.stderr[-800:]
     assert "| speculative, K = 2 |" in done.stdout
