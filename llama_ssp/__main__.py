@@ -1,38 +1,31 @@
 """The command, however it is started: llama-ssp, python -m llama_ssp, launch/run.py."""
 
-import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NoReturn
 
-STARTING = "llama-ssp is starting"
+NOT_INSTALLED = 5  # as for every package that cannot be imported (errors.py)
 
 
 def main() -> NoReturn:
     """Until modules are loaded and the guard is up, Ctrl-C ends this process as any other: no traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with _starting():
+    if sys.version_info < (3, 11):  # noqa: UP036  a checkout runs with any Python
+        _fail(f"llama-ssp needs Python 3.11 or later; {sys.executable}; found {sys.version.split()[0]}")
+    try:
         from llama_ssp.cli import main as command
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] == "llama_ssp":
+            raise
+        _fail(f"{missing.name} is not installed for this Python; {sys.executable}")
 
     command()
 
 
-@contextmanager
-def _starting() -> Iterator[None]:
-    """Shows a line on a terminal while modules are loaded, for most of a second; it leaves nothing."""
-    shows = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
-    if shows := shows and os.environ.get("TERM", "dumb") != "dumb":
-        sys.stderr.write(STARTING)
-        sys.stderr.flush()
-    try:
-        yield
-    finally:
-        if shows:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
+def _fail(what: str) -> NoReturn:
+    print(f"error: {what}; run ./machine-install.sh once, then source .venv/bin/activate", file=sys.stderr)
+    sys.exit(NOT_INSTALLED)
 
 
 if __name__ == "__main__":

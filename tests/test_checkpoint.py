@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import windows_of
-from llama_ssp.models.checkpoint import Checkpoint, commit_of, complete, find, inspect, shape_of, with_shape
+from llama_ssp.models.checkpoint import Checkpoint, complete, find, inspect, shape_of, with_shape
 from llama_ssp.models.folder import fingerprint
+from llama_ssp.models.hub import commit_of
 from llama_ssp.planner.weights import Part, RolePart, parameters
 from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints, families

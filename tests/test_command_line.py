@@ -218,3 +218,10 @@ tried "llama-ssp plan /etc/hostn"
     assert done.stdout.splitlines() == [
         "complete -F _llama_ssp llama-ssp", "calibrate", "greedy", "/etc/hostname",
     ]  # fmt: skip
+
+
+def test_outside_of_its_environment_it_says_what_to_do() -> None:
+    alone = [sys.executable, "-S", "-E", str(ROOT / "launch" / "run.py"), "--help"]
+    done = subprocess.run(alone, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 5 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: hydra is not installed") and "machine-install.sh" in done.stderr

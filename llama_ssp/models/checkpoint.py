@@ -7,14 +7,12 @@ its own, and its tensors have the shapes that config.json says.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import SIZES, Dtype, ModelConf, Weights, home_expanded
-from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.presets import HUB_ID
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
@@ -43,14 +41,12 @@ from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_model import config_of, name_of
 from llama_ssp.models.formats.quantised_config import quantised_config, require_readable
 from llama_ssp.models.heads.settings import head_settings, kind_of
+from llama_ssp.models.hub import cached_tokenizer, commit_of, hub_copy
 
 log = logging.getLogger(__name__)
 
 SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parents[1] / "shipped"  # models in this package
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
-# Of a repository: no pickle, no code, and no second copy of the weights in another layout.
-WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
-UNWANTED = ["*/*", "consolidated*"]
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
 HEADS = ("lm_head.", "embed_out.")  # absent where the embedding is the head, too
@@ -87,7 +83,7 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
         _require_experts(model, role)
         return _with_codes(model, role)
     local = model.path is not None or model.repo is None
-    path = find(model, role) if local else _hub_copy(model, role, download, "config.json").parent
+    path = find(model, role) if local else hub_copy(model, role, download, "config.json").parent
     if kind_of(path):
         return _with_head(model, path if local else find(model, role, download), role)
     config = read_config(path)
@@ -130,7 +126,7 @@ def _require_experts(model: ModelConf, role: str) -> None:
 def find(model: ModelConf, role: str, download: bool = False) -> Path:
     """The folder of a model, or its GGUF file: its `path`, or the local copy of its hub repository."""
     if model.path is None and model.repo is not None:
-        path = _hub_copy(model, role, download)
+        path = hub_copy(model, role, download)
         commit = commit_of(path)
         pinned = "" if model.revision == commit else f"; {role}.revision={commit} keeps to it"
         log.info("%s %s: %s at commit %s%s", role, model.name, model.repo, commit, pinned)
@@ -149,46 +145,13 @@ def find(model: ModelConf, role: str, download: bool = False) -> Path:
     return path
 
 
-def _hub_copy(model: ModelConf, role: str, download: bool, file: str | None = None) -> Path:
-    """The repository's folder in the local store, or one file; fetched if `download` is true."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    from huggingface_hub.utils import disable_progress_bars
-
-    if not rank_environment().is_leader:
-        disable_progress_bars()
-    how = {"revision": model.revision, "local_files_only": not download}
-    try:
-        if file is not None:
-            return Path(hf_hub_download(model.repo, file, **how))
-        return Path(snapshot_download(model.repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, **how))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        what = f"{role} {model.name}{f': {file}' if file else ''} is not at hand"
-        found = "no local copy" if not download else str(error)
-        fix = (
-            f"add download=true, or give a folder: {role}=PATH; "
-            f"{role}.weights=synthetic tries the machine without weights"
-        )
-        raise ModelError(what, f"hub repository {model.repo}", found, fix=fix) from None
-
-
-def commit_of(path: Path) -> str | None:
-    """The commit of the hub repository that the folder is a copy of; None for another folder."""
-    return path.name if path.parent.name == "snapshots" else None
-
-
 def folder_at_hand(model: ModelConf) -> Path | None:
     """A local folder with a tokenizer of the model; None if there is none. Nothing is fetched."""
     if model.weights is Weights.synthetic:
         return None
     if model.path is not None or model.repo is None:
         return find(model, "model") if _is_here(model) else None
-    if not (_hub_cache() / f"models--{model.repo.replace('/', '--')}").is_dir():
-        return None  # without the import of the library, which is slow
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model.repo, "tokenizer.json", revision=model.revision)
-    return Path(found).parent if isinstance(found, str) else None
+    return cached_tokenizer(model.repo, model.revision)
 
 
 def _is_here(model: ModelConf) -> bool:
@@ -196,13 +159,6 @@ def _is_here(model: ModelConf) -> bool:
         return model.path is not None
     path = home_expanded(model.path)
     return path.is_dir() or (is_gguf(path) and path.is_file())
-
-
-def _hub_cache() -> Path:
-    """The folder where the hub's library keeps what it has downloaded."""
-    own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return home_expanded(own or f"{home}/hub")
 
 
 def inspect(path: Path) -> Checkpoint:

@@ -1,0 +1,177 @@
+"""Models from the Hugging Face hub: a hub on this machine, the real library, and each way to fail."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from llama_ssp.config import ModelConf
+from llama_ssp.errors import ModelError
+from llama_ssp.models.checkpoint import find
+from llama_ssp.models.hub import hub_copy
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {"config.json": b"{}", "model.safetensors": b"w" * 100_000, "pytorch_model.bin": b"pickle"}
+STATUS = {"gated/model": (403, "GatedRepo"), "no/model": (404, "RepoNotFound"), "busy/model": (451, "")}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the library asks of a hub, for one repository; others fail, each in its way."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        repo = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
+        if repo in STATUS:
+            status, code = STATUS[repo]
+            return self._answer(b"", status, {"X-Error-Code": code, "X-Error-Message": "no"})
+        if path.endswith("/revision/none") or "/resolve/none/" in path:
+            return self._answer(b"", 404, {"X-Error-Code": "RevisionNotFound"})
+        if path.startswith("/api/") and "/tree/" in path:
+            listed = [{"type": "file", "path": n, "size": len(b), "oid": _sha(b)} for n, b in FILES.items()]
+            return self._answer(json.dumps(listed).encode())
+        if path.startswith("/api/"):
+            siblings = [{"rfilename": name} for name in FILES]
+            return self._answer(json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
+        name = path.rpartition("/")[2]
+        Hub.asked[f"{self.command} {name}"] += 1
+        own = {"ETag": f'"{_sha(FILES[name])}"', "X-Repo-Commit": COMMIT}
+        self._answer(FILES[name], headers=own)
+
+    def _answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _sha(body: bytes) -> str:
+    return hashlib.sha1(body).hexdigest()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                        constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.setattr(constants, name, str(tmp_path / "cache"), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    Hub.asked.clear()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def of(repo: str, revision: str | None = None) -> ModelConf:
+    return ModelConf(name=repo, repo=repo, revision=revision)
+
+
+def test_a_repository_is_fetched_once_and_its_rest_later(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model a/b is not at hand; .*add download=true, or give a folder"):
+        find(of("a/b"), "model")
+    path = find(of("a/b"), "model", download=True)
+    assert path.name == COMMIT and sorted(p.name for p in path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    fetched = Counter(Hub.asked)
+    assert find(of("a/b"), "model") == path == find(of("a/b"), "model", download=True)
+    assert Counter({k: v for k, v in Hub.asked.items() if k.startswith("GET")}) == Counter(
+        {k: v for k, v in fetched.items() if k.startswith("GET")}
+    )
+    assert "pytorch_model.bin" not in " ".join(Hub.asked)
+
+
+def test_an_interrupted_download_goes_on_with_the_files_that_lack(hub: ThreadingHTTPServer) -> None:
+    weights = find(of("a/b"), "model", download=True) / "model.safetensors"
+    weights.resolve().unlink()
+    weights.unlink()
+    with pytest.raises(ModelError, match="model a/b is not at hand"):
+        find(of("a/b"), "model")
+    assert find(of("a/b"), "model", download=True) == weights.parent and weights.is_file()
+    assert (Hub.asked["GET model.safetensors"], Hub.asked["GET config.json"]) == (2, 1)
+
+
+def test_ranks_of_one_machine_fetch_each_file_once(hub: ThreadingHTTPServer) -> None:
+    ranks = [threading.Thread(target=find, args=(of("a/b"), "model", True)) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert Hub.asked["GET model.safetensors"] == Hub.asked["GET config.json"] == 1
+
+
+@pytest.mark.parametrize(
+    ("repo", "revision", "token", "says"),
+    [
+        (
+            "gated/model",
+            None,
+            None,
+            "it is gated; .*with your account on .*gated/model, then set HF_TOKEN",
+        ),
+        ("gated/model", None, "x", "it is gated; .*the account of your token on [^,]*$"),
+        ("no/model", None, None, "there is no such repository, or .*private one set HF_TOKEN"),
+        (
+            "no/model",
+            None,
+            "x",
+            "there is no such repository, or .*use a token that may read it",
+        ),
+        ("a/b", "none", None, "there is no such revision; .*found none; correct draft.revision"),
+        ("busy/model", None, None, "the hub refuses; .*status 451.*try again later"),
+    ],
+)
+def test_why_it_cannot_be_fetched(
+    repo: str, revision: str | None, token: str | None, says: str, hub: ThreadingHTTPServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1, raising=False)
+    for file in (None, "config.json"):
+        with pytest.raises(ModelError, match=f"draft {repo} cannot be fetched: {says}") as raised:
+            hub_copy(of(repo, revision), "draft", True, file)
+        assert "\n" not in str(raised.value) and "add download=true" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_without_a_network(mirror: bool, hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    if mirror:
+        monkeypatch.setenv("HF_ENDPOINT", constants.ENDPOINT)
+    with pytest.raises(
+        ModelError, match=r"127\.0\.0\.1:9 cannot be reached; .*or give a folder: model=PATH"
+    ) as raised:
+        find(of("a/b"), "model", download=True)
+    assert ("HF_ENDPOINT names a mirror" in str(raised.value)) is not mirror
+
+
+def test_offline_on_purpose(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        find(of("a/b"), "model", download=True)
