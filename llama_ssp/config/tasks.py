@@ -177,7 +177,7 @@ def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
 
 @dataclass
 class ChatConf(TaskConf):
-    """Talk with the model on a terminal; or one message a line, from a pipe.
+    """Talk with the model on a terminal; a pipe has a message a line.
 
     Attributes:
         system: The system message.
