@@ -47,11 +47,13 @@ def _figures(row: Row, names: dict[str, str], of: str = "") -> Iterator[Figure]:
 
 
 def _measured(found: Row) -> Iterator[Figure]:
-    for row in found.get("pair", ()):
-        k = "adaptive" if row["k"] is None else row["k"]
-        yield from _figures(row, {"speedup": "times as fast", **PACE, **RATES}, f"K = {k}")
-    yield from _figures(found.get("target_alone") or {}, PACE, "target alone")
-    yield from _figures(found.get("draft_alone") or {}, PACE, "draft alone")
+    for one in found.get("pairs", [found]):
+        of = f"{one['name']}, " if "pairs" in found else ""
+        for row in one.get("pair", ()):
+            k = "adaptive" if row["k"] is None else row["k"]
+            yield from _figures(row, {"speedup": "times as fast", **PACE, **RATES}, f"{of}K = {k}")
+        for alone in ("target alone", "draft alone"):
+            yield from _figures(one.get(alone.replace(" ", "_")) or {}, PACE, of + alone)
 
 
 def _scored(found: Row) -> Iterator[Figure]:

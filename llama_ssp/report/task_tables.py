@@ -6,6 +6,9 @@ import csv
 import io
 from collections.abc import Callable, Iterator
 
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from llama_ssp.report.speed_stats import Record
 from llama_ssp.report.tables import Column, Row, Table
 
@@ -68,6 +71,7 @@ COMPARISONS = (
     Column("output_tokens", "tokens"),
 )
 CHECKS = Column("name", "check", is_text=True), Column("outcome", is_text=True), Column("says", is_text=True)
+OUTCOMES = {"passed": "green", "failed": "bold red", "blind": "yellow", "skipped": "dim"}
 PLACEMENTS = (
     Column("placement", is_text=True),
     Column("verdict", is_text=True),
@@ -292,6 +296,16 @@ def checks(found: Row) -> Items:
     """task=certify: a row for each check, and the verdict."""
     says = [found["says"]] if found["says"] else []
     return [Table("checks", CHECKS, found["checks"]), *says]
+
+
+def check_row(name: str, outcome: str, says: str) -> RichTable:
+    """A check of task=certify as it is found: what it says stays in its column."""
+    row = RichTable.grid(padding=(0, 2, 0, 0))
+    row.add_column(justify="right", width=16, no_wrap=True)
+    row.add_column(width=7, no_wrap=True)
+    row.add_column()
+    row.add_row(Text(name), Text(outcome, OUTCOMES.get(outcome, "")), Text(says))
+    return row
 
 
 def plans(found: Row) -> Items:

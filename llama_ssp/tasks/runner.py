@@ -33,6 +33,7 @@ from llama_ssp.planner.stand_ins import STAR
 from llama_ssp.report.console import Console
 from llama_ssp.report.document_tables import beside
 from llama_ssp.report.run_folder import RunFolder, deciding, versions
+from llama_ssp.report.task_tables import plan_against_actual
 from llama_ssp.tasks.agree import AgreeTask
 from llama_ssp.tasks.batch import BatchTask
 from llama_ssp.tasks.calibrate import CalibrateTask
@@ -124,10 +125,14 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         try:
             folder.close(summary)
         finally:  # a full disk must not cost what was done
-            for line in in_words(plan) if plan and ranks.is_leader else ():
-                log.info("%s", line)
             if run.output is Output.text:
                 console.show(beside(summary))
+            compared = plan_against_actual(summary) if console.is_terminal else None
+            if run.output is Output.text and compared is not None:
+                console.show([compared])
+            else:
+                for line in in_words(plan) if plan and ranks.is_leader else ():
+                    log.info("%s", line)
             if status in ("done", "failed", "partial") or task.has_output():
                 is_json = run.output is Output.json
                 is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped

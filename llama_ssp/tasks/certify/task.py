@@ -13,6 +13,7 @@ from llama_ssp.pair.assembly import lookahead_for, rule_of
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.report.console import Progress
 from llama_ssp.report.run_folder import versions
+from llama_ssp.report.task_tables import check_row
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
@@ -123,7 +124,7 @@ class CertifyTask(Task[CertifyConf]):
             if check is None:
                 continue
             self._found.append(check)
-            self._print([f"{check.name:>16}  {check.outcome.value:7}  {check.says}"])
+            self._print([check_row(check.name, check.outcome.value, check.says)])
 
     def _sentence(self) -> str:
         return sentence(self._subject(), self._found, self._task.false_alarm)
