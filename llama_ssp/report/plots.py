@@ -86,12 +86,12 @@ def picture(summary: dict[str, Any]) -> Figure | None:
 
 
 def caption(summary: dict[str, Any]) -> str:
-    """Pair, hardware, date and number of prompts of a run, as far as its summary has them."""
+    """Pair, hardware, date, commit and number of prompts of a run, as far as its summary has them."""
     host, drafter = summary.get("host") or {}, summary.get("drafter")
     pair = summary.get("target") if summary["task"] != "eval" else None
     words = [f"{pair} with {drafter}" if pair and drafter else pair]
     words += [f"{host['processor']}, {host['cores']} cores" if host else None, *summary.get("gpus", [])[:1]]
-    words += [(summary.get("began") or "")[:10], _number(summary)]
+    words += [(summary.get("began") or "")[:10], summary.get("commit"), _number(summary)]
     return "; ".join(word for word in words if word)
 
 

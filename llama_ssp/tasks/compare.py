@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import date
 from typing import Any
 
 from llama_ssp.config import CompareConf, Output, home_expanded
@@ -17,6 +18,7 @@ from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import rich_console
 from llama_ssp.report.live_view import ONE_PROMPT, Scene, Screen, figures, save, verdict
+from llama_ssp.report.machine import processor
 from llama_ssp.report.timeline import Track
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
@@ -138,7 +140,10 @@ class CompareTask(Task[CompareConf]):
         path = home_expanded(self._task.plot)
         width = rich_console().width if self._screen is not None else RECORDED
         save(
-            self._scenes, path, width, f"llama-ssp task=compare: {pair.spec.target} with {pair.spec.drafter}"
+            self._scenes,
+            path,
+            width,
+            f"{pair.spec.target} with {pair.spec.drafter}; {processor()}; {date.today()}",
         )
         self._saved = str(path)
 
