@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.config import ClusterConf, Dtype, GenerateConf, ModelConf, RunConf, Steps
-from llama_ssp.models.formats.kept import Kept
+from llama_ssp.models.checkpoint import LAYER
+from llama_ssp.models.families import FAMILIES
+from llama_ssp.models.formats import kept
+from llama_ssp.models.formats.gguf_model import leaves
+from llama_ssp.models.formats.kept import Headers, Kept
+from llama_ssp.models.formats.quantised_config import QuantisedConfig
 from llama_ssp.planner.efficiency import efficiency_of
 from llama_ssp.planner.plan import make_plan
 from llama_ssp.planner.resolve import choose_placement
@@ -19,6 +24,7 @@ from llama_ssp.planner.search import PlanRequest
 from llama_ssp.planner.speed import CodedCost
 from llama_ssp.planner.storage import CPU, LAYERS, Store, Weight, sizes_of
 from llama_ssp.planner.table import rendered
+from llama_ssp.planner.weights import Part, held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from tests.plans import cluster, machine, model
 
@@ -61,6 +67,71 @@ def test_products_take_as_long_as_measured() -> None:
         own = CodedCost(size, weight.count, how)
         for tokens, spent in zip(TOKENS, found[name], strict=True):
             assert 1e6 * own.seconds(times, tokens) == pytest.approx(spent, rel=0.35), (name, tokens)
+
+
+def awq(outputs: int, inputs: int) -> Headers:
+    words, groups = outputs // 8, inputs // 128
+    return {
+        ".qweight": ("I32", (inputs, words)), ".qzeros": ("I32", (groups, words)),
+        ".scales": ("F16", (groups, outputs)),
+    }  # fmt: skip
+
+
+def w4a16(outputs: int, inputs: int) -> Headers:
+    return {
+        ".weight_packed": ("I32", (outputs, inputs // 8)), ".weight_shape": ("I64", (2,)),
+        ".weight_scale": ("BF16", (outputs, inputs // 128)),
+    }  # fmt: skip
+
+
+def fp8_blocks(outputs: int, inputs: int) -> Headers:
+    scales = -(-outputs // 128), -(-inputs // 128)
+    return {".weight": ("F8_E4M3", (outputs, inputs)), ".weight_scale_inv": ("BF16", scales)}
+
+
+def fp8_rows(outputs: int, inputs: int) -> Headers:
+    return {".weight": ("F8_E4M3", (outputs, inputs)), ".weight_scale": ("BF16", (outputs, 1))}
+
+
+AWQ = QuantisedConfig("awq", "awq", 4, 128, True)
+COMPRESSED = QuantisedConfig("compressed-tensors", "compressed-tensors")
+FINE = QuantisedConfig("fp8", "fp8", 8, 128, block=(128, 128))
+PRESETS = {
+    "qwen3-8b-awq": (awq, AWQ), "qwen3-32b-awq": (awq, AWQ), "llama3.1-70b-awq": (awq, AWQ),
+    "qwen2.5-72b-awq": (awq, AWQ), "llama3.1-8b-int4": (w4a16, COMPRESSED),
+    "qwen3-8b-fp8": (fp8_blocks, FINE), "qwen3-32b-fp8": (fp8_blocks, FINE),
+    "llama3.3-70b-fp8": (fp8_rows, COMPRESSED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_bytes_of_its_repositorys_headers(name: str) -> None:
+    """On each of 1, 3 and 8 ranks, as they are in files and as kernels keep them."""
+    write, config = PRESETS[name]
+    known = model(name)
+    width, keys = known.n_heads * known.head_dim, known.n_kv_heads * known.head_dim
+    matrices = {
+        "self_attn.q_proj": (width, known.dim), "self_attn.k_proj": (keys, known.dim),
+        "self_attn.v_proj": (keys, known.dim), "self_attn.o_proj": (known.dim, width),
+        "mlp.gate_proj": (known.ffn, known.dim), "mlp.up_proj": (known.ffn, known.dim),
+        "mlp.down_proj": (known.dim, known.ffn),
+    }  # fmt: skip
+    headers = {
+        f"model.layers.{layer}.{matrix}{end}": header
+        for layer in range(known.n_layers) for matrix, shape in matrices.items()
+        for end, header in write(*shape).items()
+    }  # fmt: skip
+    inputs = dict.fromkeys(kept.MATRICES, known.dim) | {"attn_output": width, "ffn_down": known.ffn}
+    names = {own: theirs for theirs, own in leaves(FAMILIES[known.family]).items() if theirs in kept.MATRICES}
+    found = kept.sizes(kept.of_folder(headers, config, names, inputs, LAYER))
+    assert {**found, "code_mix": ""} == {key: getattr(known, key) for key in found}
+    assert found["code_mix"].count(f":{known.n_layers}:") == 4
+    exact = replace(known, **found)
+    for store in (Store(), Store(kernel=CPU, compiled=True)):
+        for world in (1, 3, 8):
+            for rank in (0, world - 1):
+                parts = (Part.of(each, world, rank) for each in (known, exact))
+                assert len({sum(held(part, Dtype.packed, store).values()) for part in parts}) == 1
 
 
 def packed(table: str, bits: int, group: int = 64) -> ModelConf:

@@ -77,7 +77,10 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
 
 
 def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
-    """The model with its shape from config.json alone; a preset that has the shape needs no files."""
+    """The model with its shape from config.json; a preset that has the shape needs no files.
+
+    Of a quantised folder that is here the headers of the weights are read, too.
+    """
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
     if model.weights is Weights.synthetic or (known and not _is_here(model)):
         _require_experts(model, role)
@@ -87,8 +90,10 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     if kind_of(path):
         return _with_head(model, path if local else find(model, role, download), role)
     config = read_config(path)
+    quantised = config.get("quantization_config") and any(path.glob("*.safetensors"))
+    checkpoint = inspect(path) if local and quantised else Checkpoint(path, config, {})  # sizes of codes
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
-    return _with_codes(replace(with_shape(model, Checkpoint(path, config, {}), role), tied=bool(tied)), role)
+    return _with_codes(replace(with_shape(model, checkpoint, role), tied=bool(tied)), role)
 
 
 def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:

@@ -496,6 +496,74 @@ QUANTISED = [
         ("state-block", IS.nf4, IS.NF4, ".weight.quant_state.bitsandbytes__nf4",
          IS.text({"shape": [96, 64], "blocksize": 0}), "block size"),
     )),
+    *(hostile(22, name, IS.quantised(IS.int4, claim), found, "quantization_config", reach=LOADED)
+      for name, claim, found in (
+        ("bits-text", IS.weights_say(num_bits="4"), "num_bits"), ("bits-three", IS.weights_say(num_bits=3), "3 bits"),
+        ("group-word", IS.weights_say(group_size="x"), "group_size"),
+        ("four-bit-float", IS.weights_say(type="float"), "4 bits, float"),
+        ("groups-list", {**IS.INT4, "config_groups": [1]}, "config_groups"),
+        ("weights-list", {**IS.INT4, "config_groups": {"0": {"weights": [4]}}}, "config_groups"),
+    )),
+    hostile(22, "block-zero", IS.quantised(IS.fp8, {**IS.FP8, "weight_block_size": [0, 32]}), "weight_block_size"),
+    hostile(22, "endless-bits", IS.quantised(IS.gptq, {**IS.GPTQ, "bits": 2**70}), "cannot be read", f"{2**70} bits"),
+    *(hostile(22, name, IS.quantised(write, claim), "of a quantised matrix is wrong", found, reach=LOADED)
+      for name, write, claim, found in (
+        ("bits-eight", IS.int4, IS.weights_say(num_bits=8), "4 bits in groups of 32"),
+        ("group-other", IS.int4, IS.weights_say(group_size=48), "4 bits in groups of 32"),
+        ("group-endless", IS.gptq, {**IS.GPTQ, "group_size": 2**62}, "(1, 64)"),
+        ("block-endless", IS.fp8, {**IS.FP8, "weight_block_size": [10**18, 10**18]}, "(1, 1)"),
+    )),
+    *(hostile(22, name, IS.broken(write, claim, end, tensor), "of a quantised matrix", *found, reach=LOADED, extra=extra)
+      for extra in ((), ("model.dtype=packed",)) for name, write, claim, end, tensor, *found in (
+        (f"scales-whole{extra and '-packed'}", IS.gptq, IS.GPTQ, ".scales", torch.ones(2, 96).int(), "I32"),
+        (f"scales-lost{extra and '-packed'}", IS.fp8, IS.FP8, ".weight_scale_inv", None, "not complete"),
+        (f"scales-none{extra and '-packed'}", IS.int4, IS.INT4, ".weight_scale", torch.rand(96, 0).half(), "divide 64"),
+    )),
+    *(hostile(22, name, IS.broken(write, claim, end, tensor), "of a quantised matrix", *found, reach=LOADED)
+      for name, write, claim, end, tensor, *found in (
+        ("group-fraction", IS.gptq, IS.GPTQ, ".g_idx", torch.rand(64), "F32"),
+        ("groups-short", IS.gptq, IS.GPTQ, ".g_idx", torch.zeros(32).int(), "(4, 96)"),
+        ("codes-vector", IS.awq, IS.AWQ, ".qweight", IS.words(64), "not complete"),
+        ("shape-not-a-number", IS.int4, IS.INT4, ".weight_shape", torch.tensor([torch.nan, 64.0]), "F32"),
+        ("bytes-short", IS.int8, IS.INT8, ".SCB", torch.rand(5), "(96, 1)"),
+        ("bytes-order", IS.int8, IS.INT8, ".weight_format", torch.tensor(2, dtype=torch.uint8), "row after row"),
+        ("state-table", IS.nf4, IS.NF4, IS.STATE, IS.state(quant_type="fp4"), "fp4"),
+        ("state-odd", IS.nf4, IS.NF4, IS.STATE, IS.state(blocksize=48), "divides the inputs, 64"),
+        ("state-lost", IS.nf4, IS.NF4, IS.STATE, None, "not complete"),
+        ("nested-lost", IS.nf4, IS.NF4, ".weight.absmax", torch.zeros(192, dtype=torch.uint8), "U8"),
+    )),
+    *(hostile(22, name, IS.nested(**wrong), "of a quantised matrix", found, reach=LOADED) for name, wrong, found in (
+        ("nested-block", {"nested_blocksize": 0}, "nested_blocksize 0"),
+        ("nested-offset", {"nested_offset": "x"}, "nested_offset 'x'"),
+        ("nested-short", {"nested_blocksize": 64}, "(3,)"), ("nested-table", {"table": 3}, "(256,)"),
+    )),
+    hostile(22, "sound-nested", IS.nested(), code=0, reach=LOADED),
+    *(hostile(22, name, IS.broken(write, claim, end, tensor), "not a finite number", "up_proj", reach=LOADED,
+              extra=("model.scan=true", *extra))
+      for name, write, claim, end, tensor, extra in (
+        ("nan-scales", IS.int4, IS.INT4, ".weight_scale", torch.full((96, 2), torch.nan).half(), ()),
+        ("nan-scales-packed", IS.int4, IS.INT4, ".weight_scale", torch.full((96, 2), torch.nan).half(), ("model.dtype=packed",)),
+        ("nan-codes", IS.fp8, IS.FP8, ".weight", torch.full((96, 64), torch.nan).to(torch.float8_e4m3fn), ()),
+        ("infinite-exponent", IS.fp8, IS.FP8, ".weight_scale_inv", torch.full((3, 2), 255, dtype=torch.uint8), ()),
+    )),
+    hostile(22, "codes-and-numbers", both(
+        IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.weight": torch.rand(96, 64)}))),
+        "of a quantised matrix", ".weight and .qweight", reach=LOADED),
+    *(hostile(22, f"{name}-without-a-claim", both(IS.quantised(write, {}), config_sets(quantization_config=None)),
+              "quantised, but config.json does not say how", end, "quantization_config")
+      for name, write, end in (
+        ("awq", IS.awq, ".qweight"), ("gptq", IS.gptq, ".qweight"), ("fp8", IS.fp8, ".weight_scale_inv"),
+        ("exl2", IS.exl2, ".q_weight"), ("nvfp4", IS.nvfp4, ".weight_scale"),
+    )),
+    *(hostile(22, claim["quant_method"], IS.quantised(write, claim), "cannot be read", found, "config.json: quantization_config",
+              "gptq (4 and 8 bit)", "plain weights and dtype=int8 or nf4")
+      for write, claim, found in (
+        (IS.nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+        (IS.hqq, {"quant_method": "hqq"}, "found hqq"), (IS.eetq, {"quant_method": "eetq"}, "found eetq"),
+        (IS.torchao, {"quant_method": "torchao", "quant_type": {}}, "found torchao"),
+        (IS.exl2, {"quant_method": "exl2", "bits": 4.0}, "found exl2"),
+        (IS.fp8, {"quant_method": "fbgemm_fp8"}, "found fbgemm_fp8"),
+    )),
 ]  # fmt: skip
 
 
@@ -560,13 +628,14 @@ def lying_gguf(
     size: int = 0,
     without: str = "",
     reach: str = CONFIG,
+    code: int = 4,
     **wrong: object,
 ) -> Hostile:
     """A GGUF file of one table: other keys, or other arguments of `gguf_bytes`."""
     how = {key: wrong.pop(key) for key in ("tensors", "start", "counts", "data") if key in wrong}
     keys = {key: value for key, value in (LLAMA | wrong).items() if key != without}
     content = gguf_bytes(keys, **{"tensors": [TABLE], "data": 1024, **how})  # type: ignore[arg-type]
-    return hostile(row, f"gguf-{name}", gguf(content, size=size), *says, reach=reach)
+    return hostile(row, f"gguf-{name}", gguf(content, size=size), *says, reach=reach, code=code)
 
 
 def listed(kind: int, count: int, content: bytes = b"") -> bytes:
@@ -599,6 +668,23 @@ GGUF = [
     lying_gguf("overlapping", "tensors that overlap", tensors=[TABLE, ("output.weight", (64, 4), 0, 0)]),
     lying_gguf("twice", "twice a tensor", "token_embd", tensors=[TABLE, TABLE]),
     lying_gguf("format", "found IQ4_XS", "Q4_K", tensors=[("token_embd.weight", (256, 4), 23, 0)]),
+    lying_gguf("unknown-format", "found 77", "Q4_K", tensors=[("token_embd.weight", (64, 4), 77, 0)]),
+    lying_gguf("iq4-nl", "found IQ4_NL", "use a copy", tensors=[("token_embd.weight", (32, 4), 20, 0)]),
+    lying_gguf("alignment-three", "general.alignment 3", **{"general.alignment": 3}),
+    lying_gguf("alignment-text", "general.alignment 'x'", **{"general.alignment": "x"}),
+    lying_gguf("unaligned", "damaged or cut short", "at byte", tensors=[("token_embd.weight", (64, 4), 0, 8)], data=2048),
+    lying_gguf("five-dimensions", "a tensor of 5 dimensions", tensors=[("token_embd.weight", (64, 4, 1, 1, 1), 0, 0)]),
+    lying_gguf("many-truths", f"{2**50} numbers", x=listed(7, 2**50)),
+    lying_gguf("no-architecture", "architecture of the GGUF file", "found None", row=27, without="general.architecture"),
+    lying_gguf("no-heads", "llama.attention.head_count", "found 0", row=22, **{"llama.attention.head_count": 0}),
+    lying_gguf("odd-heads", "KV heads", "4 and 3", row=22, **{"llama.attention.head_count_kv": 3}),
+    lying_gguf("endless-head", "do not fit", row=22, code=5, reach=FILES, **{"llama.attention.key_length": 2**30}),
+    lying_gguf("scaling", "rope.scaling.type", "found evil", row=22, **{"llama.rope.scaling.type": "evil"}),
+    lying_gguf("theta", "rope.freq_base", "found 0.0", row=22, **{"llama.rope.freq_base": 0.0}),
+    lying_gguf("factors", "a factor is no positive number", row=22, tensors=[TABLE, ("rope_freqs.weight", (8,), 0, 1024)], data=2048),
+    lying_gguf("one-token", "tokenizer cannot be read", row=15, reach=FILES, **{"tokenizer.ggml.tokens": ["a"] * 4, "tokenizer.ggml.merges": []}),
+    lying_gguf("few-scores", "no score for each token", row=15, reach=FILES, **{"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": listed(6, 2, bytes(8))}),
+    lying_gguf("other-tokenizer", "tokenizer is not known", "'rwkv'", row=15, reach=FILES, **{"tokenizer.ggml.model": "rwkv"}),
     lying_gguf("name", "a tensor by the name of", tensors=[("\x1b[2J", (64, 4), 0, 0)]),
     lying_gguf("architecture", "architecture of the GGUF file", "found clip", "qwen3", row=27, **{"general.architecture": "clip"}),
     lying_gguf("experts", "llama with experts", row=27, **{"llama.expert_count": 8}),

@@ -13,10 +13,12 @@ from tests.hostile.damage import Damage, both, config_sets, reworked
 
 Tensors = dict[str, Tensor]
 UP = "model.layers.0.mlp.up_proj"  # 96 outputs, 64 inputs
+STATE = ".weight.quant_state.bitsandbytes__nf4"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 INT4 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized",
     "config_groups": {"0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
@@ -61,12 +63,74 @@ def nf4(outputs: int, inputs: int) -> Tensors:
     }  # fmt: skip
 
 
+def int8(outputs: int, inputs: int) -> Tensors:
+    codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    return {
+        ".weight": codes,
+        ".SCB": torch.rand(outputs),
+        ".weight_format": torch.zeros((), dtype=torch.uint8),
+    }
+
+
+def stored(**ends: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensors]:
+    """A format of these tensors, of which nothing is read; `_` is the point before their names."""
+    return lambda outputs, inputs: {
+        name.replace("_", ".", 1): made(outputs, inputs) for name, made in ends.items()
+    }
+
+
+def bytes_(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8)
+
+
+nvfp4 = stored(
+    _weight=lambda n, k: bytes_(n, k // 2), _weight_scale_2=lambda n, k: torch.rand(()),
+    _weight_scale=lambda n, k: torch.zeros(n, k // 16).to(torch.float8_e4m3fn),
+)  # fmt: skip
+hqq = stored(
+    _W_q=lambda n, k: bytes_(n // 2, k),
+    _scale=lambda n, k: torch.rand(n, 1),
+    _zero=lambda n, k: torch.rand(n, 1),
+)
+eetq = stored(
+    _weight=lambda n, k: torch.zeros(k, n, dtype=torch.int8), _weight_scales=lambda n, k: torch.rand(n)
+)
+torchao = stored(
+    __weight_qdata=lambda n, k: bytes_(n, k // 2), __weight_scale=lambda n, k: torch.rand(n, k // 32)
+)
+exl2 = stored(_q_weight=lambda n, k: words(k // 8, n), _q_scale=lambda n, k: words(1, n // 8))
+
+
+def state(**wrong: Any) -> Tensor:
+    """bitsandbytes' state of `UP`, with other values."""
+    own = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": [96, 64]}
+    return text({**own, **wrong})
+
+
+def nested(table: int = 256, **wrong: Any) -> Damage:
+    """nf4 with coded scales: one for 256 blocks, and a table of them; `wrong`: of the state."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{UP}.weight.absmax"] = torch.full((192,), 255, dtype=torch.uint8)
+        tensors[f"{UP}.weight.nested_absmax"] = torch.rand(1)
+        tensors[f"{UP}.weight.nested_quant_map"] = torch.rand(table)
+
+    own = {"nested_blocksize": 256, "nested_offset": 0.1, **wrong}
+    return both(broken(nf4, NF4, STATE, state(**own)), reworked(change))
+
+
 def text(value: object) -> Tensor:
     return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def words(*shape: int) -> Tensor:
     return torch.randint(-(2**31), 2**31, shape).int()
+
+
+def weights_say(**args: Any) -> dict[str, Any]:
+    """The claim of `int4`, with other keys of its weights."""
+    weights = {**INT4["config_groups"]["0"]["weights"], **args}
+    return {**INT4, "config_groups": {"0": {"targets": ["Linear"], "weights": weights}}}
 
 
 def quantised(write: Callable[[int, int], Tensors], claim: dict[str, Any], **other: Any) -> Damage:

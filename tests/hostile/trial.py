@@ -20,6 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llama_ssp.models.kernels import coded
+from llama_ssp.planner.gpus import gpus_here
+from llama_ssp.report.machine import commit
 from llama_ssp.speculative.native import by_kernel
 from llama_ssp.speculative.rng import CounterDraws
 from tests.hostile.damage import EXECUTED, OUTSIDE
@@ -48,7 +51,11 @@ class Result:
 
 def run(arguments: Sequence[str], folder: Path, world: int = 1) -> Result:
     """`folder` holds the model's folder, and what is outside of it."""
-    by_kernel(CounterDraws(0))  # its library is compiled and loaded here: no trial has to start a compiler
+    # What starts other programs, and is kept: a trial must start none.
+    by_kernel(CounterDraws(0))
+    coded.operators("cpu")
+    commit()
+    gpus_here()
     outside = sorted((folder / OUTSIDE).glob("*"))
     for file in outside:
         os.utime(file, (OLD, file.stat().st_mtime))

@@ -27,6 +27,8 @@ class FourBit(Matrix):
         codes, self.scale, state = stored[".weight"], stored[".weight.absmax"], stored[STATE + table]
         self.state = _state(state)
         shape, block = self.state.get("shape"), self.state.get("blocksize")
+        if self.state.get("quant_type", table) != table:
+            raise state.wrong("the table", self.state["quant_type"], table)
         if not (isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)):
             raise state.wrong("the shape", shape, "outputs and inputs")
         outputs, inputs = self.shape = tuple(shape)
@@ -39,7 +41,19 @@ class FourBit(Matrix):
         if map_.shape != (16,) or not torch.equal(map_, values(table)):
             raise stored[".weight.quant_map"].wrong("the table", map_.tolist()[:16], f"that of {table}")
         self.nested = ".weight.nested_absmax" in stored
+        self.scale.require("the type", self.scale.dtype, "U8" if self.nested else "F32")
+        if self.nested:
+            self._require_nested(state, count // block)
         self.kind, self.borders = Codes(table, block), (1, block)
+
+    def _require_nested(self, state: Stored, scales: int) -> None:
+        """What codes of scales need."""
+        size, offset = self.state.get("nested_blocksize"), self.state.get("nested_offset")
+        if type(size) is not int or size < 1 or type(offset) not in (int, float):
+            raise state.wrong("the state", f"nested_blocksize {size!r}, nested_offset {offset!r}", "numbers")
+        outer, table = self.stored[".weight.nested_absmax"], self.stored[".weight.nested_quant_map"]
+        outer.require("the shape", outer.shape, (-(-scales // size),))
+        table.require("the shape", table.shape, (256,))
 
     def block(self, rows: Span, columns: Span) -> Coded:
         """Whole rows are read: codes of some columns are no run of bytes."""

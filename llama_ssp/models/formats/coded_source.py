@@ -15,7 +15,7 @@ from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.formats.block_layouts import STATE, FourBit, Mxfp4Experts
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.formats.layouts import Awq, Gptq, Matrix, PackQuantized, Scaled, Stored
-from llama_ssp.models.formats.quantised_config import QuantisedConfig
+from llama_ssp.models.formats.quantised_config import PLAIN, QuantisedConfig
 from llama_ssp.models.safetensors_io import FileSource, model_name
 from llama_ssp.models.sharding import Cut
 
@@ -33,6 +33,11 @@ UNUSED = (
     *INPUTS, ".activation_scale", ".output_scale", ".output_zero_point",
     ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
+SCALES = "F32", "F16", "BF16", "U8", "F8_E8M0"  # the last two are exponents
+TYPES: dict[str, tuple[str, ...]] = {
+    ".weight_scale": SCALES, ".weight_scale_inv": SCALES, ".scales": SCALES[:3], ".SCB": SCALES[:1],
+    ".g_idx": ("I32", "I64"), ".weight.absmax": ("F32", "U8"), ".weight_shape": ("I32", "I64"),
+}  # fmt: skip
 STACKED = ("_blocks", "_scales")
 
 
@@ -54,8 +59,8 @@ class CodedSource(FileSource):
         self._matrices: dict[str, Matrix] = {}
         self._roundings: dict[str, Rounding | None] = {}
         for stem, stored in layers.items():
-            if stored.keys() == {".weight"}:
-                continue  # plain
+            if stored.keys() == {".weight"} and stored[".weight"].dtype in PLAIN:
+                continue
             for end in stored:
                 del self._places[stem + end], self.shapes[stem + end]
             name = model_name(stem if STACKED[0] in stored else f"{stem}.weight", known, prefix)
@@ -110,6 +115,7 @@ def source_of(
 def _matrix(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
     """The matrix of these tensors; a ModelError if they are not all, or if they contradict each other."""
     key = next(iter(stored.values())).key
+    _require_types(stored)
     try:
         return _layout(stored, config)
     except (KeyError, ValueError, TypeError) as error:
@@ -117,6 +123,16 @@ def _matrix(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
         found = f"{', '.join(sorted(stored))} in {config.name}{why}"
         what = "the tensors of a quantised matrix are not complete"
         raise ModelError(what, key, found, fix=REFETCH) from None
+
+
+def _require_types(stored: dict[str, Stored]) -> None:
+    """A ModelError if codes are there twice, or a tensor holds numbers of a type that it cannot have."""
+    twice = [end for end in (".weight", ".qweight", ".weight_packed") if end in stored]
+    if len(twice) > 1:
+        raise stored[twice[0]].wrong("the number", " and ".join(twice), "one of them")
+    for end, tensor in stored.items():
+        if tensor.dtype not in (allowed := TYPES.get(end, (tensor.dtype,))):
+            raise tensor.wrong("the type", tensor.dtype, ", ".join(allowed))
 
 
 def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
@@ -138,5 +154,9 @@ def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
         case "bitsandbytes":
             return FourBit(stored, "nf4" if f"{STATE}nf4" in stored else "fp4")
         case _ if ".weight_packed" in stored:
-            return PackQuantized(stored)
+            matrix = PackQuantized(stored)
+            if not any(bits == matrix.bits and group in (0, matrix.group) for bits, group in config.every):
+                found, allowed = f"{matrix.bits} bits in groups of {matrix.group}", config.name
+                raise stored[".weight_packed"].wrong("the format", found, f"{allowed}, as in config.json")
+            return matrix
     return Scaled(stored, ".weight_scale", config.block, wide=False)

@@ -115,8 +115,8 @@ class _Reader:
         if self.size < 24:
             raise damaged(file, f"{self.size} bytes")
         with file.open("rb") as stream:
-            self.bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self.limit = min(self.size, MAX_HEADER_BYTES)
+            self.limit = min(self.size, MAX_HEADER_BYTES)
+            self.bytes = mmap.mmap(stream.fileno(), self.limit, access=mmap.ACCESS_READ)
 
     def whole(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         with self.bytes:

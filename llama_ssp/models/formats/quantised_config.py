@@ -25,6 +25,11 @@ FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantize
 SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
 LARGEST_FP16 = 65504
 BLOCK_OF_4_BIT = 64  # of bitsandbytes: weights with one scale
+# Of these tensors and of other formats' codes: endings that no plain model has.
+CODES = (
+    ".SCB", ".absmax", ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".q_weight",
+    ".W_q", "_qdata",
+)  # fmt: skip
 PLAIN = {"F64", "F32", "F16", "BF16"}
 READABLE = (
     "compressed-tensors (FP8, int8, int4), fp8, awq (4 bit), gptq (4 and 8 bit), mxfp4, bitsandbytes, GGUF"
@@ -46,6 +51,7 @@ class QuantisedConfig:
     act_order: bool = False
     less_one: bool = False  # gptq: zeros are stored less one
     schemes: tuple[Scheme, ...] = ()  # of inputs
+    every: tuple[tuple[int, int], ...] = ()  # compressed-tensors: bits and group of each group of layers
 
     def rounding_of(self, layer: str) -> Rounding | None:
         """How inputs of a quantised layer are rounded; a static scale is still to be read."""
@@ -68,12 +74,16 @@ def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str
 
     `formats`: that of every tensor's numbers. Some libraries would read plain weights as codes.
     """
-    method, _ = _claim(config)
+    method, claim = _claim(config)
     if not method:
+        if codes := sorted(name for name in formats if name.endswith(CODES)):
+            what, where = "the weights are quantised, but config.json does not say how", path / "config.json"
+            fix = f"add the model's quantization_config; or {PLAIN_COPY}"
+            raise ModelError(what, where, f"{codes[0]}, no quant_method", READABLE, fix)
         return
     coded = any(name.endswith(SCALES) for name in formats) or not PLAIN.issuperset(formats.values())
     if coded and method not in METHODS:
-        raise unreadable(method, _place(path))
+        raise unreadable(_named(method, claim), _place(path))
     if method in METHODS and not coded:
         what = f"config.json says that {method} quantised the weights, but they are plain"
         fix = "remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights"
@@ -90,6 +100,12 @@ def _claim(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return "", {}
     short = "bitsandbytes" if claim.get("load_in_8bit") or claim.get("load_in_4bit") else ""
     return str(claim.get("quant_method") or short), claim
+
+
+def _named(method: str, claim: Mapping[str, Any]) -> str:
+    """The method, and what it calls its format."""
+    kind = next((claim[key] for key in ("quant_algo", "quant_type") if isinstance(claim.get(key), str)), "")
+    return f"{method}, {kind}" if kind else method
 
 
 def _place(folder: Path) -> str:
@@ -158,13 +174,10 @@ class _Reader:
         return QuantisedConfig(self.method, f"fp8, {where}", 8, block[1] if block else 0, block=block)
 
     def _compressed(self) -> QuantisedConfig:
-        groups = self.claim.get("config_groups")
+        own = self._groups()
+        weights: list[Mapping[str, Any]] = [group["weights"] for group in own if group.get("weights")]
         formats = {str(self.claim.get("format") or "dense")}
-        own = list(groups.values()) if isinstance(groups, Mapping) else []
-        weights = [group.get("weights") for group in own if isinstance(group, Mapping)]
-        formats |= {
-            str(group["format"]) for group in own if isinstance(group, Mapping) and group.get("format")
-        }
+        formats |= {str(group["format"]) for group in own if group.get("format")}
         other = sorted(formats - {*FORMATS, "mixed-precision"})
         if other:
             raise unreadable(f"compressed-tensors {', '.join(other)}", self.place)
@@ -178,17 +191,40 @@ class _Reader:
         blocks = {block for args in weights if (block := _block(args)) is not None}
         if len(blocks) > 1:
             raise unreadable("compressed-tensors with blocks of several sizes", self.place)
-        kinds = sorted({_kind(args) for args in weights if isinstance(args, Mapping)})
+        kinds = sorted({self._kind(args) for args in weights})
         name = f"compressed-tensors, {', '.join(kinds)}"
         block = next(iter(blocks), None)
-        args: Mapping[str, Any] = next((own for own in weights if isinstance(own, Mapping)), {})
+        args: Mapping[str, Any] = next(iter(weights), {})
         zeros = args.get("symmetric") is False
         try:
-            schemes = schemes_of([group for group in own if isinstance(group, Mapping)])
+            schemes = schemes_of(own)
         except ValueError as error:
             raise unreadable(f"compressed-tensors with {error}", self.place) from None
-        sizes = _sizes(args, block)
-        return QuantisedConfig(self.method, name, *sizes, zeros=zeros, block=block, schemes=schemes)
+        sizes, every = _sizes(args, block), tuple(_sizes(args, _block(args)) for args in weights)
+        return QuantisedConfig(
+            self.method, name, *sizes, zeros=zeros, block=block, schemes=schemes, every=every
+        )
+
+    def _groups(self) -> list[Mapping[str, Any]]:
+        """The groups of layers."""
+        groups = self.claim.get("config_groups") or {}
+        own = list(groups.values()) if isinstance(groups, Mapping) else [groups]
+        for group in own:
+            if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
+                raise self._odd("config_groups", group, "groups with the arguments of their weights")
+        return own
+
+    def _kind(self, args: Mapping[str, Any]) -> str:
+        """As `int4 in groups of 128`."""
+        bits, group, type_ = args.get("num_bits", 8), args.get("group_size"), args.get("type", "int")
+        if type(bits) is not int:
+            raise self._odd("num_bits", bits, "4 or 8")
+        if group is not None and (type(group) is not int or group == 0 or group < -1):
+            raise self._odd("group_size", group, "-1, or a positive number")
+        if (type_, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+            raise unreadable(f"compressed-tensors, {bits} bits, {type_}", self.place)
+        table = f"{'FP' if type_ == 'float' else 'int'}{bits}"
+        return f"{table} in groups of {group}" if (group or 0) > 0 else f"{table} by {args.get('strategy')}"
 
     def _number(self, *keys: str, default: int) -> int:
         value = next((self.claim[key] for key in keys if self.claim.get(key) is not None), default)
@@ -212,14 +248,3 @@ def _sizes(args: Mapping[str, Any], block: tuple[int, int] | None) -> tuple[int,
     """Bits of a code, and inputs with one scale."""
     bits, group = args.get("num_bits"), block[1] if block else args.get("group_size")
     return bits if bits in (4, 8) else 0, group if type(group) is int and group > 0 else 0
-
-
-def _kind(args: Mapping[str, Any]) -> str:
-    """As `int4 in groups of 128`."""
-    table = f"{'FP' if args.get('type') == 'float' else 'int'}{args.get('num_bits')}"
-    group = args.get("group_size")
-    return (
-        f"{table} in groups of {group}"
-        if isinstance(group, int) and group > 0
-        else f"{table} by {args.get('strategy')}"
-    )
