@@ -7,7 +7,9 @@ proof catches a mutant when it finds a total variation above its tolerance, or w
 
 from __future__ import annotations
 
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,10 +27,11 @@ from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.sharding import COLUMNS, Cut
-from llama_ssp.speculative import coupled, decision, engine
+from llama_ssp.speculative import coupled, decision, engine, traversal
 from llama_ssp.speculative import generate as loop
 from llama_ssp.speculative import native as deciding
 from llama_ssp.speculative import rng as draws
+from llama_ssp.speculative import state as state_module
 from llama_ssp.speculative import verification as verify
 from llama_ssp.speculative.array_ops import pick, row_by_row, stack_last, where
 from llama_ssp.speculative.coupled import CoupledDraws
@@ -36,12 +39,13 @@ from llama_ssp.speculative.drafters import ahead
 from llama_ssp.speculative.drafters import cross_vocab as bridged
 from llama_ssp.speculative.drafters import head as heads
 from llama_ssp.speculative.drafters import local as drafters
+from llama_ssp.speculative.drafters import siblings as sibling_draws
 from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, TokenRule
+from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, TokenRule, TreeRule
 from tests import rational, rig, trees
 from tests.toy import toy
 
@@ -95,6 +99,40 @@ def by_tree(scenario: str, rule: str = "block") -> Catch:
         return f"tree, {scenario}: TV {error:.1e}" if error > 1e-12 else None
 
     return catch
+
+
+@cache
+def by_rational_trees(most: int, count: int = 12) -> Catch:
+    """The share of random trees on which the fault shows."""
+
+    def catch() -> str | None:
+        wrong = sum(rational.tree_variation(case, most) != 0 for case in rational.cases(count, 7))
+        return f"rational trees, {most} siblings: {wrong} of {count}" if wrong else None
+
+    return catch
+
+
+@cache
+def by_siblings(scenario: str) -> Catch:
+    """The total variation of a walked tree of runs with siblings."""
+
+    def catch() -> str | None:
+        try:
+            error, _ = trees.walk(trees.TREES[scenario])
+        except Exception as crash:
+            return f"siblings, {scenario}: {type(crash).__name__}: {str(crash)[:60]}"
+        return f"siblings, {scenario}: TV {error:.1e}" if error > 1e-12 else None
+
+    return catch
+
+
+def _rewritten(function: Any, old: str, new: str) -> Any:
+    """The function with another piece of text."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, old
+    made: dict[str, Any] = {}
+    exec(source.replace(old, new), function.__globals__, made)
+    return made[function.__name__]
 
 
 def coupled_texts(draft: int | None, k: int) -> rig.Run:
@@ -683,6 +721,17 @@ MUTANTS = [
     Mutant("codes: a part that begins inside a group has groups of its own", Coded, "cut", _groups_from_the_cut, by_test("test_coded", "test_a_part_has_the_weights_of_the_whole", "uint4", 128, Cut(COLUMNS, ((64, 130),)))),
     Mutant("LLM.int8: the scale is that of the outliers", rounded, "extremes", _own_scale, by_test("test_rounded", "test_inputs_are_rounded_as_llm_int8_does_a_token_at_a_time", 6.0, 1)),
     Mutant("GGUF: the last scales of a block lose their upper bits", gguf_blocks, "_of_eight", _scales_of_four, by_test("test_gguf", "test_any_bytes_are_decoded_as_the_library_does", "Q4_K")),
+    Mutant("tree: a node's weight lacks 1 - weight", verify, "closed", _rewritten(traversal.closed, "rest_X + 1 - weight_X", "weight_X * 0 + 1"), by_rational_trees(1)),
+    Mutant("tree: a sibling's distribution is not renormalised", verify, "closed", _rewritten(traversal.closed, "draft_XV / where(mass_X1 > 0, mass_X1, 1)", "draft_XV"), by_rational_trees(1)),
+    Mutant("tree: a sibling's distribution keeps its draft", verify, "closed", _rewritten(traversal.closed, "if c:", "if c > 1:"), by_rational_trees(1)),
+    Mutant("tree: the sibling that stands is the wrong one", TreeRule, "outcome", _rewritten(TreeRule.outcome, "size - 1 - order", "1 + order"), by_siblings("two siblings")),
+    Mutant("a sibling is drawn with its draft's number", engine, "with_siblings", _rewritten(sibling_draws.with_siblings, "Purpose.SIBLING, MAX_SIBLINGS * i + j", "Purpose.DRAFT, i"), by_siblings("one sibling")),
+    Mutant("a sibling may be its draft again", engine, "with_siblings", _rewritten(sibling_draws.with_siblings, "left_BKV.scatter_(2, before_BK[..., None], 0)", "pass"), by_siblings("one sibling")),
+    Mutant("an unlikely sibling is dropped", engine, "with_siblings", _rewritten(sibling_draws.with_siblings, "return replace(proposal, siblings=", "each = tuple(n if proposal.draft_BKV[b, 0, int(drawn[0][b, 0])] > 0.3 else 0 for b, n in enumerate(each))\n    return proposal if not max(each) else replace(proposal, siblings="), by_siblings("one sibling")),
+    Mutant("siblings see each other", Feed, "visible", _rewritten(Feed.visible, "(slot_S == slot_BW1)", "(slot_S >= self.capacity - 2)"), by_siblings("two siblings")),
+    Mutant("a sibling sees its draft", Feed, "visible", _rewritten(Feed.visible, "visible_BWS & ~(aside_BW1 & (slot_S == position_BW1))", "visible_BWS"), by_siblings("one sibling")),
+    Mutant("controls take a sibling for its draft", state_module.TreePrefix, "last_BW", None, by_siblings("penalties")),
+    Mutant("caches keep the draft beside the sibling that stands", State, "cacheable", State.lengths, by_siblings("one sibling")),
     Mutant("stop strings are shown the end token", loop.Limits, "trim", _shows_the_end, by_test("test_loop", "test_a_stop_string_is_not_sought_in_the_end_token")),
     *([] if compiler() is None else [
         Mutant("kernel: a small weight is 1", deciding, "operators", _kernel("const auto left = [=]", "if (weight < 1e-3) weight = 1;\n      const auto left = [=]"), by_test("test_deciding", "test_a_small_weight_is_carried_as_it_is")),

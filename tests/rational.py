@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
 
 from llama_ssp.speculative.sampling import filtered
-from llama_ssp.speculative.verification import Block, Rule
+from llama_ssp.speculative.verification import TREE, Block, Branches, Rule
 
 Law = tuple[Fraction, ...]
 Prefix = tuple[int, ...]
@@ -61,7 +61,6 @@ class Case:
 
 def total_variation(rule: Rule, case: Case) -> Fraction:
     """Between the distribution of the first K+1 tokens under the rule and under the target alone."""
-    vocab, length = case.target.vocab, case.k + 1
     paths = drafts(case)
     block = as_block(case, paths)
     chances = rule.accept_chances(block)
@@ -74,11 +73,53 @@ def total_variation(rule: Rule, case: Case) -> Fraction:
             if not weights[row]:
                 continue
             kept = path[: accepted[row]]
-            for token in range(vocab):
-                if corrections[row, token]:
-                    key = (*kept, token)
-                    probs[key] = probs.get(key, Fraction(0)) + weights[row] * corrections[row, token]
-    distance = Fraction(0)
+            _add(probs, kept, weights[row], corrections[row])
+    return _distance(case, probs)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A draft with siblings at each of its tokens, and its probability."""
+
+    path: Prefix
+    siblings: tuple[Prefix, ...]
+    weight: Fraction
+
+
+def tree_variation(case: Case, most: int, found: list[Tree] | None = None) -> Fraction:
+    """The same where drafts have `most` siblings, or those of `found`.
+
+    Outcomes are tried from the largest down, each by its own draw.
+    """
+    found = trees(case, most) if found is None else found
+    block = as_tree_block(case, found, most)
+    chance_BKC, size = TREE.tree_chances(block), most + 1
+    left_B = np.array([tree.weight for tree in found], dtype=object)
+    probs: dict[Prefix, Fraction] = {}
+    for outcome in range(case.k * size, -1, -1):
+        drafted, place = divmod(outcome, size)
+        chance_B = left_B * 0 + 1
+        if outcome:
+            chance_B = chance_BKC[:, drafted, size - place] if place else chance_BKC[:, drafted - 1, 0]
+        taken_B, left_B = left_B * chance_B, left_B * (1 - chance_B)
+        reached_B = np.array([outcome if drafted <= len(tree.path) else 0 for tree in found])
+        after_BV = TREE.probs_after(block, reached_B)
+        for row, tree in enumerate(found):
+            if taken_B[row]:
+                aside = (tree.siblings[drafted][size - 1 - place],) if place else ()
+                _add(probs, tree.path[:drafted] + aside, taken_B[row], after_BV[row])
+    return _distance(case, probs)
+
+
+def _add(probs: dict[Prefix, Fraction], kept: Prefix, weight: Fraction, next_V: np.ndarray) -> None:
+    for token, share in enumerate(next_V):
+        if share:
+            probs[*kept, token] = probs.get((*kept, token), Fraction(0)) + weight * share
+
+
+def _distance(case: Case, probs: dict[Prefix, Fraction]) -> Fraction:
+    """Of what a round gives, continued by the target, from the target's first K+1 tokens."""
+    vocab, length, distance = case.target.vocab, case.k + 1, Fraction(0)
     for text in itertools.product(range(vocab), repeat=length):
         mine = sum(
             (
@@ -90,6 +131,47 @@ def total_variation(rule: Rule, case: Case) -> Fraction:
         distance += abs(mine - _continued(case.target, text, 0))
     assert isinstance(distance, Fraction)  # a float would mean that something was rounded
     return distance / 2
+
+
+def trees(case: Case, each: int | Callable[[Prefix], int]) -> list[Tree]:
+    """Every draft with every choice of siblings, drawn one after the other without replacement."""
+    found = []
+    for path, weight in drafts(case):
+        wanted = each if isinstance(each, int) else each(path)
+        options = [_aside(case.draft(path[:i]), (token,), wanted) for i, token in enumerate(path)]
+        for chosen in itertools.product(*options):
+            share = weight
+            for _, own in chosen:
+                share *= own
+            found.append(Tree(path, tuple(tokens for tokens, _ in chosen), share))
+    return found
+
+
+def _aside(law: Law, taken: Prefix, wanted: int) -> list[tuple[Prefix, Fraction]]:
+    left = sum(share for token, share in enumerate(law) if token not in taken)
+    if not wanted or not left:
+        return [((), Fraction(1))]
+    return [
+        ((token, *rest), share / left * own)
+        for token, share in enumerate(law)
+        if share and token not in taken
+        for rest, own in _aside(law, (*taken, token), wanted - 1)
+    ]
+
+
+def as_tree_block(case: Case, found: list[Tree], most: int) -> Block:
+    """Trees as the rows of one batch. Where there is no sibling: the first token, and no distribution."""
+    nobody = (Fraction(1),) + (Fraction(0),) * (case.target.vocab - 1)
+    block = as_block(case, [(tree.path, tree.weight) for tree in found])
+    tokens, behind, count = [], [], []
+    for tree in found:
+        rows = [*tree.siblings, *[()] * (case.k - len(tree.path))]
+        tokens.append([[*own, *[0] * (most - len(own))] for own in rows])
+        laws = [[case.target((*tree.path[:i], token)) for token in own] for i, own in enumerate(rows)]
+        behind.append([[*own, *[nobody] * (most - len(own))] for own in laws])
+        count.append(max(map(len, rows)))
+    branches = Branches(np.array(tokens), np.array(count), np.array(behind, dtype=object))
+    return replace(block, branches=branches)
 
 
 def drafts(case: Case) -> list[tuple[Prefix, Fraction]]:

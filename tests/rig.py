@@ -13,7 +13,7 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.speculative.coupled import source
-from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
+from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
@@ -22,7 +22,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.verification import RULES
+from llama_ssp.speculative.verification import RULES, rule_for
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -52,6 +52,7 @@ class Run:
     finish: list[str | None]
     drafted: int = 0
     accepted: int = 0
+    aside: int = 0  # siblings that stood
     rounds: int = 0
     longest: list[int] = field(default_factory=list)
     target_forwards: int = 0
@@ -73,6 +74,7 @@ def speculate(
     adaptive: bool = False,
     runner: type[ModelRunner] = ModelRunner,
     draws: CounterDraws | None = None,
+    siblings: int = 0,
 ) -> Run:
     """One batch through the engine. `draft` is a model, "ngram", or None."""
     transform = SamplingTransform(sampling, tuple(sorted(ends)), target.vocab)
@@ -82,8 +84,15 @@ def speculate(
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
     elif draft is not None:
         drafter = ModelDrafter(ModelRunner(draft, chunk), transform, draws)
-    engine = Engine(runner(target, chunk), drafter, transform, RULES[rule], draws)
-    return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive)
+    own = rule_for(rule, siblings)
+    engine = Engine(runner(target, chunk), drafter, transform, own, draws, siblings=k * siblings)
+    return drive(engine, prompts, k=k, max_new=max_new, ends=ends, adaptive=adaptive, siblings=siblings)
+
+
+def lookahead_of(k: int, rows: int, adaptive: bool, siblings: int) -> DraftLength:
+    if adaptive:
+        return AdaptiveDraftLength(Costs.of_ratio(0.1, k, siblings), rows)
+    return FixedDraftLength(k, rows, siblings)
 
 
 @dataclass
@@ -107,12 +116,12 @@ class Queue:
 
 def drive_refilled(
     engine: RankEngine, prompts: list[Prompt], rows: int, *, k: int, longest: int, max_new: int = 24,
-    ends: frozenset[int] = frozenset(), adaptive: bool = False,
+    ends: frozenset[int] = frozenset(), adaptive: bool = False, siblings: int = 0,
 ) -> dict[str, list[int]]:  # fmt: skip
     """All prompts through a few rows, each refilled as soon as its text ends; what each got."""
     queue = Queue(prompts[rows:])
     state = engine.prefill(prompts[:rows], max_new, longest)
-    lookahead = AdaptiveDraftLength(Costs.of_ratio(0.1, k), rows) if adaptive else FixedDraftLength(k, rows)
+    lookahead = lookahead_of(k, rows, adaptive, siblings)
     for _ in generate(engine, state, Limits(max_new, ends), lookahead, queue):
         pass
     return queue.texts
@@ -120,20 +129,17 @@ def drive_refilled(
 
 def drive(
     engine: RankEngine, prompts: list[Prompt], *, k: int, max_new: int = 24,
-    ends: frozenset[int] = frozenset(), adaptive: bool = False, most: int | None = None,
+    ends: frozenset[int] = frozenset(), adaptive: bool = False, most: int | None = None, siblings: int = 0,
 ) -> Run:  # fmt: skip
     """One batch through any rank's engine; `most` rounds of it."""
     state = engine.prefill(prompts, max_new)
-    lookahead = (
-        AdaptiveDraftLength(Costs.of_ratio(0.1, k), len(prompts))
-        if adaptive
-        else FixedDraftLength(k, len(prompts))
-    )
+    lookahead = lookahead_of(k, len(prompts), adaptive, siblings)
     run = Run([], [])
     for step in generate(engine, state, Limits(max_new, ends), lookahead):
         run.rounds += 1
         run.drafted += sum(len(row.drafted) for row in step.rows)
         run.accepted += sum(row.accepted for row in step.rows)
+        run.aside += sum(row.aside for row in step.rows)
         run.longest.append(max(len(row.drafted) for row in step.rows))
         if run.rounds == most:
             engine.flush()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.models.attention import Feed, Scores, attend_rows
+from llama_ssp.models.attention import NO_SIDES, Feed, Row, Scores, Sides, attend_rows
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
 from llama_ssp.models.kv_cache import Tally
@@ -16,7 +16,6 @@ needs_compiler = pytest.mark.slow  # the kernel takes some seconds to build
 
 CPU = torch.device("cpu")
 CAPACITY = 1200
-Row = tuple[int, int, int]
 # First slot, start and tokens of each row: parts and tiles of the kernel begin within the texts.
 ROWS = [(0, 1021, 5), (CAPACITY, 0, 1), (2 * CAPACITY, 126, 3), (3 * CAPACITY, 520, 1), (4 * CAPACITY, 61, 5)]
 # The same of prompts, one of which goes on behind a text. Results of the longest are merged in several turns.
@@ -131,6 +130,50 @@ def test_a_tokens_result_does_not_depend_on_others(kind, heads, dtype):
     values_GND[:, first + start - 20] *= 1.5  # control: a value of its own row
     assert not same(0)
     assert same(len(query_THD) - 1)
+
+
+# Drafts and siblings of rows, in slots that no text has; of ROWS and of as many tokens.
+SIDES = [Sides(3, 2, 4600), NO_SIDES, Sides(2, 1, 4650), NO_SIDES, Sides(4, 3, 4700)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "size"), [((16, 2), 128), ((11, 1), 64), ((4, 4), 20), ((3, 1), 80)])
+@torch.inference_mode()
+def test_a_sibling_sees_what_is_before_its_draft_and_itself(heads, size, kind):
+    """As if it stood in the draft's place; and drafts do not see it, to the bit."""
+    kernel.operators()
+    scores, sinks = KINDS[kind]
+    drafts, keys_GND, values_GND, sink_H = parts(*heads, size, torch.float32, sinks)
+    feed = Feed.of(ROWS, CPU, sides=SIDES)
+    aside_T = feed.slot_T != feed.first_T + feed.position_T
+    query_THD = torch.randn(len(aside_T), *heads[:1], size)
+    query_THD[~aside_T] = drafts
+    for tensor in (keys_GND, values_GND):
+        tensor[:, feed.slot_T[aside_T]] = torch.randn(heads[1], int(aside_T.sum()), size)
+    given = query_THD, keys_GND, values_GND, scores, sink_H
+    found, by_torch = kernel.attend(feed, *given), attend_rows(feed, *given)
+    expected = torch.cat([in_place(feed, token, *given) for token in range(len(aside_T))])
+    most = TOLERANCE * expected.abs().max()
+    assert (found - expected).abs().max() <= most
+    assert (by_torch - expected).abs().max() <= most
+    without = kernel.attend(Feed.of(ROWS, CPU), drafts, keys_GND, values_GND, scores, sink_H)
+    assert torch.equal(found[~aside_T], without)
+    values_GND[:, feed.slot_T[aside_T][0]] += 1  # control: the first sibling's own value
+    changed_T = (kernel.attend(feed, *given) - found).abs().amax((1, 2)) > most
+    assert changed_T.nonzero().tolist() == [[int(aside_T.nonzero()[0])]]
+
+
+def in_place(
+    feed: Feed, token: int, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores,
+    sink_H: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """A token's result when its key and value are at its position, in a pass of its own."""
+    first, position, slot = (int(each[token]) for each in (feed.first_T, feed.position_T, feed.slot_T))
+    caches = [tensor.clone() for tensor in (keys_GND, values_GND)]
+    for tensor in caches:
+        tensor[:, first + position] = tensor[:, slot]
+    return attend_rows(Feed.of([(first, position, 1)], CPU), query_THD[[token]], *caches, scores, sink_H)
 
 
 def test_long_caches_begin_at_large_pages():

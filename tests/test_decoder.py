@@ -194,7 +194,7 @@ def test_one_program_serves_every_width(other, tmp_path):
                 for tensor in layer:
                     tensor.normal_(generator=torch.Generator().manual_seed(start))
             expected, _ = found(token_T, feed, [(k.clone(), v.clone()) for k, v in caches])
-            arguments = token_T, feed.position_T, feed.first_T, caches
+            arguments = token_T, feed.position_T, feed.first_T, feed.slot_T, caches
             if number == len(steps):
                 steps.append(compiled(Part(whole, found, arguments, ())))
             (logit_TV,) = steps[number](found, *arguments)

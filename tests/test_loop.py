@@ -171,6 +171,7 @@ class Seen:
 
     overlap: list[float]
     row: int = 0
+    tree: None = None
 
     @property
     def standing(self) -> list[tuple[float, float]]:

@@ -104,7 +104,7 @@ def test_without_colours_the_marks_remain() -> None:
     marked = Scene("p", Track("a", 0, [Arrival(1, pieces, 4, 4, 1)]), Track("b", 0, []))
     record = {
         "id": "0", "round": 2, "position": 9, "drafted": [1, 2], "drafted_text": ["yes", "no"], "accepted": 1,
-        "last_origin": "corrected", "last_text": "so",
+        "last_origin": "corrected", "last_text": "so", "sibling_text": None,
     }  # fmt: skip
     file = io.StringIO()
     console = Console(file=file, width=100, force_terminal=True, no_color=True, _environ={"TERM": "xterm"})

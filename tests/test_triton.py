@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from llama_ssp.models import experts  # noqa: E402
-from llama_ssp.models.attention import Feed, Scores, attend_rows  # noqa: E402
+from llama_ssp.models.attention import NO_SIDES, Feed, Scores, Sides, attend_rows  # noqa: E402
 from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
 
 tl = triton.language
@@ -46,7 +46,7 @@ def parts(
     """Of attention's first kernel, as `attend` calls it."""
     bytes_ = {"bf16": 2, "fp16": 2, "fp32": 4}[kind]
     pointers = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), f"*{kind}")
-    places = dict.fromkeys(("first_ptr", "position_ptr"), "*i64")
+    places = dict.fromkeys(("first_ptr", "position_ptr", "slot_ptr"), "*i64")
     sums = dict.fromkeys(("sum_ptr", "top_ptr", "total_ptr"), "*fp32")
     scores = {"SCALE": 0.125, "WINDOW": window, "SOFTCAP": softcap}
     sizes = attention_triton.constants(tokens, group, size, bytes_)
@@ -56,13 +56,14 @@ def parts(
 
 def merged(size: int, kind: str, tokens: int, groups: int, sinks: str | None) -> dict[str, Any]:
     """Of attention's second kernel."""
-    sums = dict.fromkeys(("sum_ptr", "top_ptr", "total_ptr"), "*fp32")
-    sizes = {
-        "SIZE": size,
-        "PARTS": attention_triton.parts_of(tokens, groups),
-        "CHUNK": attention_triton.CHUNK,
-    }
-    return {**sums, "sink_ptr": sinks, "y_ptr": f"*{kind}", "heads": "i32", **sizes}
+    first = parts(size, kind, tokens, groups, 4, softcap=50.0 if sinks else 0.0)
+    sums = ("sum_ptr", "top_ptr", "total_ptr")
+    others = ("query_ptr", "key_ptr", "value_ptr", "first_ptr", "position_ptr", "slot_ptr", "slots")
+    same = ("SCALE", "SOFTCAP", "GROUP", "SIZE", "PADDED", "PARTS")
+    return {
+        **{name: first[name] for name in sums}, "sink_ptr": sinks, "y_ptr": f"*{kind}", "heads": "i32",
+        **{name: first[name] for name in (*others, *same)}, "CHUNK": attention_triton.CHUNK,
+    }  # fmt: skip
 
 
 def chosen(kind: str, tokens: int, top_k: int, own_rows: bool, bias: bool) -> dict[str, Any]:
@@ -133,19 +134,22 @@ CASES: list[tuple[int, int, int, int | None, float | None, bool, list[tuple[int,
     (16, 8, 2, 20, None, False, [(40, 37, 40), (0, 3, 1)]),  # more tokens than a program serves
     (64, 2, 1, None, None, False, [(7, 0, 1)]),
 ]
+SIDES = [Sides(2, 2, 405), NO_SIDES, Sides(4, 1, 410), NO_SIDES]  # of RAGGED
 
 
-def inputs(case: int) -> tuple[Feed, tuple[Any, ...]]:
+def inputs(case: int, siblings: bool = True) -> tuple[Feed, tuple[Any, ...]]:
     """Random arguments of `attend`; what has not been written, or is stale, is NaN."""
     size, heads, groups, window, softcap, sinks, rows = CASES[case]
     torch.manual_seed(case)
-    feed = Feed.of(rows, CPU)
+    feed = Feed.of(rows, CPU, sides=SIDES if siblings and rows is RAGGED else None)
     query_THD = torch.randn(len(feed.position_T), heads, size)
     caches = [torch.full((groups, 420, size), torch.nan) for _ in "kv"]
     for first, start, count in rows:
         for cache_GND in caches:
             written = slice(first, first + start + count)
             cache_GND[:, written] = torch.randn(groups, start + count, size)
+    for cache_GND in caches if feed.sides else ():
+        cache_GND[:, 405:414] = torch.randn(groups, 9, size)
     scores = Scores(2 * size**-0.5, window, softcap)
     return feed, (query_THD, *caches, scores, torch.randn(heads) if sinks else None)
 
@@ -155,7 +159,9 @@ def by_kernel(
 ) -> Tensor:
     """`Feed.attend` by the kernel for GPUs."""
     numbers = scores.scale, scores.window or 0, scores.softcap or 0.0
-    return attention_triton.attend(query, keys, values, feed.first_T, feed.position_T, *numbers, sinks)
+    return attention_triton.attend(
+        query, keys, values, feed.first_T, feed.position_T, feed.slot_T, *numbers, sinks
+    )
 
 
 def interpreted(function: Callable[[], None]) -> None:
@@ -206,7 +212,7 @@ def require_one_reading() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     small()
-    feed, (*tensors, _, sinks) = inputs(2)
+    feed, (*tensors, _, sinks) = inputs(2, siblings=False)
     keys_GND = tensors[1]
     begin, end, loads = keys_GND.data_ptr(), keys_GND.data_ptr() + keys_GND.nbytes, []
     plain = InterpreterBuilder.create_masked_load
@@ -281,6 +287,6 @@ def test_the_operator_of_gpus():
     with FakeTensorMode():
         query_THD, cache_GND = torch.empty(5, 8, 64, device="cuda"), torch.empty(2, 100, 64, device="cuda")
         place_T = torch.empty(5, dtype=torch.int64, device="cuda")
-        feed = Feed(place_T, place_T, attention.attend)
+        feed = Feed(place_T, place_T, place_T, attention.attend)
         found = attention.attend(feed, query_THD, cache_GND, cache_GND, Scores(1.0), None)
     assert found.shape == query_THD.shape and found.device.type == "cuda"

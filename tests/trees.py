@@ -15,7 +15,7 @@ import torch
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.heads.model import HeadModel
-from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
+from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
 from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
@@ -25,7 +25,7 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES
+from llama_ssp.speculative.verification import RULES, TREE
 from llama_ssp.text.translation import Intersection, Text
 from tests.choices import ReplayDraws, SharedReplay, distance, every_branch
 from tests.heads import loaded, save_head
@@ -59,6 +59,18 @@ class Scenario:
     plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
     bridge: tuple[str, type[Intersection] | type[Text]] | None = None  # between two of tests.tongues
     head: tuple[int, ...] | None = None  # a trained head drafts, which has these of the target's tokens
+    siblings: tuple[int, ...] = (0,)  # of each draft, by row
+
+
+class Shapes(FixedDraftLength):
+    """Rows with other numbers of siblings each."""
+
+    def __init__(self, k: int, rows: int, each: tuple[int, ...]) -> None:
+        super().__init__(k, rows)
+        self.by_row = [*each, *each[-1:] * rows][:rows]
+
+    def siblings(self) -> list[int]:
+        return self.by_row
 
 
 class StopAt:
@@ -127,14 +139,16 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | HeadModel | None
         drafter = ModelDrafter(ModelRunner(draft, s.chunk), transform, draws)
     elif s.draft == "ngram":
         drafter = NgramDrafter(1, 2, target.vocab, torch.float64)
-    engine = Engine(runner, drafter, transform, RULES[s.rule], draws)
+    room = s.k * max(s.siblings)
+    rule = TREE if room else RULES[s.rule]
+    engine = Engine(runner, drafter, transform, rule, draws, siblings=room)
     prompts = [Prompt(str(row), ids) for row, ids in enumerate(s.prompts)]
     state = engine.prefill(prompts, s.new)
     limits = Limits(s.new, s.ends, StopAt(s.stop, len(prompts)) if s.stop else None)
     rows = len(prompts)
-    lookahead = (
-        AdaptiveDraftLength(Costs.of_ratio(0.3, s.k), rows) if s.adaptive else FixedDraftLength(s.k, rows)
-    )
+    lookahead: DraftLength = Shapes(s.k, rows, s.siblings)
+    if s.adaptive:
+        lookahead = AdaptiveDraftLength(Costs.of_ratio(0.3, s.k, max(s.siblings)), rows)
     for _ in generate(engine, state, limits, lookahead):
         pass
     return tuple((tuple(state.generated(row)), state.finished[row]) for row in range(rows))
@@ -304,6 +318,31 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
 for _name in ("disjoint but for bytes", "draft within target"):  # two thousand branches otherwise
     _key = f"Intersection, {_name}", "coupled"
     SCENARIOS[_key] = replace(SCENARIOS[_key], new=2)
+
+
+TREES: dict[str, Scenario] = {
+    "one sibling": Scenario(siblings=(1,), new=3),
+    "two siblings": Scenario(siblings=(2,), k=1),
+    "long block": Scenario(siblings=(1,), k=3, new=4, vocab=2),
+    "two siblings, long block": Scenario(siblings=(2,), k=2, vocab=3, new=3, draft_vocab=3),
+    "two ragged rows, one with siblings": Scenario(
+        siblings=(0, 1), k=2, new=2, prompts=((1,), (0, 1, 1)), vocab=2
+    ),
+    "two ragged rows of other shapes": Scenario(
+        siblings=(2, 1), k=1, new=2, prompts=((1,), (0, 1, 1)), vocab=3
+    ),
+    "EOS": Scenario(siblings=(1,), ends=frozenset({2}), new=3),
+    "stop across blocks": Scenario(siblings=(1,), vocab=2, stop=(0, 1), new=4, k=3),
+    "every control": replace(BASE["every control"], siblings=(1,)),
+    "penalties": replace(BASE["penalties, long block"], siblings=(1,)),
+    "window": Scenario(siblings=(1,), window=2, new=3),
+    "the context ends": replace(BASE["the context ends"], siblings=(1,)),
+    "narrower draft vocabulary": Scenario(siblings=(2,), draft_vocab=2),
+    "bridged": replace(BRIDGED["Intersection, overlapping"], siblings=(1,)),
+    "adaptive": Scenario(siblings=(1,), adaptive=True, vocab=2, k=3, new=4),
+    "a head's": Scenario(siblings=(1,), head=(0, 1, 2), new=3),
+    "a head's, with few tokens": Scenario(siblings=(1,), head=(0, 2), k=2, new=3),
+}  # fmt: skip
 
 
 def one_path(scenario: Scenario) -> Outcome:

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import MISSING
 
 MAX_K = 64
+MAX_SIBLINGS = 8
 MAX_SEED = 2**63 - 1
 MAX_INT = 2**31 - 1
 
@@ -358,6 +359,7 @@ class SpeculationConfig:
 
     Attributes:
         k: Drafted tokens a round (K); 0 is regular sampling.
+        siblings: Further tokens drawn at each draft's position, which makes a tree; the most with adaptive.
         drafter: What proposes tokens: the draft model, n-grams of the text so far, or nothing.
         verification: The exact rule: block accepts at least as many tokens as token, the reference; with
             coupled a seed gives the same text for any draft and any K, in fp32.
@@ -372,6 +374,7 @@ class SpeculationConfig:
     """
 
     k: int = number(4, 0, MAX_K, "0 is plain decoding")
+    siblings: int = number(0, 0, MAX_SIBLINGS, "0 drafts chains")
     drafter: Drafting = Drafting.model
     verification: Verification = Verification.block
     adaptive: bool = False
@@ -386,3 +389,13 @@ class SpeculationConfig:
     def may_draft(self) -> bool:
         """Whether K may be more than 0."""
         return self.k > 0 or self.adaptive
+
+    @property
+    def longest(self) -> int:
+        """The most drafts of a round."""
+        return self.k_max if self.adaptive else self.k
+
+    @property
+    def beside(self) -> int:
+        """The most siblings of a round, of all its drafts."""
+        return self.longest * self.siblings

@@ -4,6 +4,9 @@ A pass has T tokens, of one row of the batch after the other. Of each, `position
 text and `first_T` the row's first slot: slot first + p holds the key of position p. A query sees the slots of
 its own row from its own position back, all of them or a window. Slots behind it are stale and are never read.
 
+A draft may have siblings: tokens at its position, each of which sees the slots before it, and itself. They
+stand behind the draft, and have slots of their own elsewhere: `slot_T`.
+
 `Feed.attend` is how: `attend_rows` by torch's own attention, for eager models, prompts on a GPU and as the
 reference, or `kernels.attention.attend`, which reads the cache once.
 """
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llama_ssp.models.kv_cache import NO_SIDES, Row, Sides, placed
 from llama_ssp.models.shape import ALL, rotary_parameters
 from llama_ssp.models.transfer import sent
 
@@ -38,33 +42,37 @@ Attend = Callable[["Feed", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Ten
 class Feed:
     """The tokens of one pass, and how they attend.
 
-    `rows` has the first slot, the start and the number of tokens of each row, for `attend_rows` only.
-    `long_T` says which tokens have the second scale of positions; None: those at positions beyond its limit.
+    `slot_T` is where each token's key and value are written. `rows` and `sides`, if any row has siblings, are
+    for `attend_rows` only. `long_T` says which tokens have the second scale of positions; None: those at
+    positions beyond its limit.
     """
 
     position_T: Tensor
     first_T: Tensor
+    slot_T: Tensor
     attend: Attend
-    rows: tuple[tuple[int, int, int], ...] = ()
+    rows: tuple[Row, ...] = ()
+    sides: tuple[Sides, ...] = ()
     long_T: Tensor | None = None
     masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
-    _slot_T: Tensor | None = None
 
     @property
-    def slot_T(self) -> Tensor:
-        """Where each token's key and value are written; computed once a pass, and not for a graph."""
-        if self._slot_T is None:
-            self._slot_T = self.first_T + self.position_T
-        return self._slot_T
+    def widths(self) -> list[int]:
+        """The number of tokens of each row."""
+        sides = self.sides or [NO_SIDES] * len(self.rows)
+        return [n + own.drafts * own.each for (_, _, n), own in zip(self.rows, sides, strict=True)]
 
     @staticmethod
-    def of(rows: list[tuple[int, int, int]], device: torch.device, attend: Attend | None = None) -> Feed:
-        """Of (first slot, start, count) of each row; a row that is fed nothing is left out."""
-        rows = [row for row in rows if row[2]]
-        position = [start + i for _, start, count in rows for i in range(count)]
-        first = [slot for slot, _, count in rows for _ in range(count)]
-        position_T, first_T = sent([position, first], device)
-        return Feed(position_T, first_T, attend or attend_rows, tuple(rows))
+    def of(
+        rows: list[Row], device: torch.device, attend: Attend | None = None, sides: list[Sides] | None = None
+    ) -> Feed:
+        """A row that is fed nothing is left out."""
+        alone = sides or [NO_SIDES] * len(rows)
+        fed = [(row, own) for row, own in zip(rows, alone, strict=True) if row[2]]
+        places = [(*place, row[0]) for row, own in fed for place in placed(row, own)]
+        position_T, slot_T, first_T = sent([[place[i] for place in places] for i in range(3)], device)
+        kept, aside = tuple(row for row, _ in fed), tuple(own for _, own in fed)
+        return Feed(position_T, first_T, slot_T, attend or attend_rows, kept, aside if sides else ())
 
 
 def attend_rows(
@@ -77,15 +85,22 @@ def attend_rows(
     """
     found, begin = [], 0
     plain = scores.softcap is None and sink_H is None
-    for first, start, count in feed.rows:
-        query_WHD = query_THD[begin : begin + count]
+    for row, sides in zip(feed.rows, feed.sides or [NO_SIDES] * len(feed.rows), strict=True):
+        (first, start, count), siblings = row, sides.drafts * sides.each
+        query_WHD = query_THD[begin : begin + count + siblings]
         keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
-        if plain and start == 0 and (scores.window is None or scores.window >= count):
+        if siblings:
+            own = slice(sides.slot, sides.slot + siblings)
+            keys_GSD = torch.cat([keys_GSD, keys_GND[:, own]], 1)
+            values_GSD = torch.cat([values_GSD, values_GND[:, own]], 1)
+            tree_WS = _tree_mask(row, sides, scores.window).to(query_THD.device)
+            found.append(_attend_row(query_WHD, keys_GSD, values_GSD, tree_WS, scores, sink_H))
+        elif plain and start == 0 and (scores.window is None or scores.window >= count):
             found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale))
         else:
             mask_WS = _mask(feed, start, count, scores.window)
             found.append(_attend_row(query_WHD, keys_GSD, values_GSD, mask_WS, scores, sink_H))
-        begin += count
+        begin += count + siblings
     return torch.cat(found)
 
 
@@ -140,6 +155,19 @@ def _mask(feed: Feed, start: int, count: int, window: int | None) -> Tensor | No
                 mask_WS &= slot_S > position_W1 - window
             feed.masks[key] = mask_WS
     return feed.masks[key]
+
+
+def _tree_mask(row: Row, sides: Sides, window: int | None) -> Tensor:
+    """Which slots each token of a row with siblings sees: of the text, then of the siblings."""
+    first, start, count = row
+    position_T, slot_T = torch.tensor(placed(row, sides)).T[..., None]
+    in_place_T1 = slot_T == first + position_T
+    slot_S = torch.arange(start + count)
+    mask_TS = torch.where(in_place_T1, slot_S <= position_T, slot_S < position_T)
+    if window is not None:
+        mask_TS &= slot_S > position_T - window
+    own_S = sides.slot + torch.arange(sides.drafts * sides.each)
+    return torch.cat([mask_TS, ~in_place_T1 & (slot_T == own_S)], 1)
 
 
 class Rotary(nn.Module):

@@ -14,7 +14,7 @@ from llama_ssp.models.causal_lm import context_of
 from llama_ssp.models.checkpoint import SCALED_FROM
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
-from llama_ssp.models.kv_cache import Feed, Tally
+from llama_ssp.models.kv_cache import Feed, Sides, Tally
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.slot_cache import SlotCache
@@ -65,8 +65,8 @@ class DecoderModel:
         rows, width = token_BW.shape
         # Padding is left out: the place of every token among the (B, W) columns.
         place_T, token_T = None, token_BW.flatten()
-        if min(feed.count) < width:
-            pairs = enumerate(feed.count)
+        if min(feed.columns) < width:
+            pairs = enumerate(feed.columns)
             place_T = sent([row * width + column for row, n in pairs for column in range(n)], self.device)
             token_T = token_T[place_T]
         logit_RV, kept = self._run(token_T, self._feed(feed, cache, place_T), cache, last_only)
@@ -95,12 +95,18 @@ class DecoderModel:
         rows = [
             (cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)
         ]
-        if len(rows) == 1:
+        if len(rows) == 1 and not feed.sides:
             _, start, count = rows[0]
-            positions, firsts = cache.position_S[start : start + count], cache.first_S[:count]
-            made = attention.Feed(positions, firsts, self.attend, tuple(rows))
+            own = slice(start, start + count)
+            places = cache.position_S[own], cache.first_S[:count], cache.slot_S[own]
+            made = attention.Feed(*places, self.attend, tuple(rows))
         else:
-            made = attention.Feed.of(rows, self.device, self.attend)
+            ends = [first + cache.capacity for first, _, _ in rows]
+            sides = [
+                Sides(drafts, each, end - drafts * each)
+                for end, (drafts, each) in zip(ends, feed.sides, strict=False)
+            ]
+            made = attention.Feed.of(rows, self.device, self.attend, sides)
         # A token's position alone says its scale, but while a long text is first read.
         limit = self._limit
         if limit is not None and any(g > limit > s for g, s in zip(feed.given, feed.start, strict=False)):

@@ -12,11 +12,37 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from llama_ssp.models.transfer import sent
+
+Row = tuple[int, int, int]  # of a row its first slot, its start and the number of its tokens but siblings
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Siblings of a row: `each` behind each of its last `drafts` tokens, in slots from `slot` on."""
+
+    drafts: int
+    each: int
+    slot: int
+
+
+NO_SIDES = Sides(0, 0, 0)
+
+
+def placed(row: Row, sides: Sides) -> list[tuple[int, int]]:
+    """Position and slot of every token of a row."""
+    (first, start, count), slot, places = row, sides.slot, []
+    for position in range(start, start + count):
+        places.append((position, first + position))
+        if position >= start + count - sides.drafts:
+            places += [(position, slot + i) for i in range(sides.each)]
+            slot += sides.each
+    return places
 
 
 def positions(start_B1: Tensor, count_B1: Tensor, column_W: Tensor, padding: int = 0) -> Tensor:
@@ -36,6 +62,8 @@ class Feed:
     """What one forward pass feeds: W columns a row, left-aligned, `count` of them real.
 
     `given` is the length of each row's text when it was first read, for models that scale positions by it.
+    `sides`, if any row has siblings, are the drafts of each row, its last columns but these, and how many
+    siblings stand behind each. Their keys go to the row's last slots. `count` is without them.
     """
 
     start: tuple[int, ...]
@@ -43,28 +71,54 @@ class Feed:
     capacity: int
     device: torch.device
     given: tuple[int, ...] = ()
+    sides: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The columns of each row, siblings included."""
+        if not self.sides:
+            return self.count
+        return tuple(n + drafts * each for n, (drafts, each) in zip(self.count, self.sides, strict=True))
 
     @property
     def width(self) -> int:
-        return max(self.count)
+        return max(self.columns)
 
     @property
     def span(self) -> int:
         """How many slots the pass may look at."""
+        if self.sides:
+            return self.capacity
         return max(s + c for s, c in zip(self.start, self.count, strict=True))
 
     def real(self) -> Tensor:
         """Which of the (B, W) columns are no padding."""
-        return torch.arange(self.width, device=self.device) < sent(self.count, self.device)[:, None]
+        return torch.arange(self.width, device=self.device) < sent(self.columns, self.device)[:, None]
 
     def positions(self) -> Tensor:
         """The position of each column; 0 for padding, whose logits are never used."""
+        if self.sides:
+            return self._places[0]
         start_B1, count_B1 = (sent(numbers, self.device)[:, None] for numbers in (self.start, self.count))
         return positions(start_B1, count_B1, torch.arange(self.width, device=self.device))
 
     def slots(self) -> Tensor:
         """Where each column's keys go; the spare slot for padding."""
+        if self.sides:
+            return self._places[1]
         return torch.where(self.real(), self.positions(), self.capacity)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Positions and slots where rows have siblings."""
+        rows = []
+        for start, count, (drafts, each) in zip(self.start, self.count, self.sides, strict=True):
+            own = placed((0, start, count), Sides(drafts, each, self.capacity - drafts * each))
+            rows.append(own + [(0, self.capacity)] * (self.width - len(own)))
+        position_BW, slot_BW = sent(
+            [[[place[i] for place in row] for row in rows] for i in range(2)], self.device
+        )
+        return position_BW, slot_BW
 
     def beyond(self, length: int) -> Tensor:
         """Whether each column belongs to a text longer than this, as given or by now."""
@@ -72,7 +126,14 @@ class Feed:
         return beyond_BW | (sent(self.given, self.device) > length)[:, None] if self.given else beyond_BW
 
     def visible(self, window: int | None) -> Tensor:
-        return visible(self.positions(), torch.arange(self.span, device=self.device), window)
+        slot_S = torch.arange(self.span, device=self.device)
+        visible_BWS = visible(self.positions(), slot_S, window)
+        if not self.sides:
+            return visible_BWS
+        position_BW1, slot_BW1 = (each[..., None] for each in self._places)
+        aside_BW1 = (slot_BW1 != position_BW1) & (slot_BW1 < self.capacity)
+        own_BWS = aside_BW1 & (slot_S == slot_BW1)
+        return visible_BWS & ~(aside_BW1 & (slot_S == position_BW1)) | own_BWS
 
 
 @dataclass

@@ -52,6 +52,11 @@ class SlotCache:
         return torch.arange(self.capacity, device=self.layers[0][0].device)
 
     @cached_property
+    def slot_S(self) -> Tensor:
+        """The slot of each of the first row's positions."""
+        return self.position_S + self.first
+
+    @cached_property
     def first_S(self) -> Tensor:
         """The first row's first slot, for each of its positions."""
         return torch.full_like(self.position_S, self.first)

@@ -37,8 +37,9 @@ from llama_ssp.models.slot_cache import SlotCache
 log = logging.getLogger(__name__)
 
 # A step gives logits, then what the model's taps are given.
-Step = Callable[[Tensor, Tensor, Tensor, list[KeysValues]], list[Tensor]]
-Arguments = tuple[Tensor, Tensor, Tensor, list[KeysValues]]  # tokens, positions, first slots, caches
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, list[KeysValues]], list[Tensor]]
+# Tokens, their positions, first slots and slots; caches.
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, list[KeysValues]]
 WIDEST = 72  # tokens of a row in a step (also in attention.cpp): the longest draft, its lag, the next token
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
 
@@ -72,10 +73,10 @@ class SteppedModel(DecoderModel):
     def _run(
         self, token_T: Tensor, feed: attention.Feed, cache: SlotCache, last_only: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        width = max(count for _, _, count in feed.rows)
+        width = max(feed.widths)
         if last_only or width > WIDEST or feed.long_T is not None or self._failed:
             return super()._run(token_T, feed, cache, last_only)
-        arguments = token_T, feed.position_T, feed.first_T, cache.layers
+        arguments = token_T, feed.position_T, feed.first_T, feed.slot_T, cache.layers
         if self._step is not None or self._made(arguments):
             logit_TV, *kept = self._call(arguments)
             return logit_TV, kept
@@ -135,26 +136,26 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
 
 def parts(
     decoder: Decoder, kinds: tuple[str, ...], groups: list[slice], tapped: bool, token_T: Tensor,
-    position_T: Tensor, first_T: Tensor, caches: list[KeysValues],
+    position_T: Tensor, first_T: Tensor, slot_T: Tensor, caches: list[KeysValues],
 ) -> list[Part]:  # fmt: skip
     """The whole step, or what is before the groups, the groups, and what is behind them.
 
     Where the model has taps, all blocks' states come out of the programs: so groups share one all the same.
     """
     if len(groups) == 1:
-        given = token_T, position_T, first_T, caches
+        given = token_T, position_T, first_T, slot_T, caches
         return [Part(whole_with_states if tapped else whole, decoder, given, kinds)]
-    feed = attention.Feed(position_T, first_T, attention_kernel.attend)
+    feed = attention.Feed(position_T, first_T, slot_T, attention_kernel.attend)
     x_TH = decoder.embedding.weight.new_empty(len(token_T), decoder.embedding.weight.shape[1])
     turns = {kind: rotary(feed) for kind, rotary in decoder.rotaries.items()}
     middle = [
         Part(
             through_with_states if tapped else through, decoder.blocks[own],
-            (x_TH, turns, position_T, first_T, caches[own]), kinds[own],
+            (x_TH, turns, position_T, first_T, slot_T, caches[own]), kinds[own],
         )
         for own in groups
     ]  # fmt: skip
-    first = Part(opening, decoder, (token_T, position_T, first_T), kinds)
+    first = Part(opening, decoder, (token_T, position_T, first_T, slot_T), kinds)
     return [first, *middle, Part(closing, decoder, (x_TH,), kinds)]
 
 
@@ -167,11 +168,13 @@ def joined(decoder: Decoder, groups: list[slice], taps: tuple[int, ...], program
     blocks = [decoder.blocks[own] for own in groups]
     of_groups = list(zip(middle, blocks, groups, strict=True))
 
-    def step(token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]) -> list[Tensor]:
-        x_TH, turns = first(decoder, token_T, position_T, first_T)
+    def step(
+        token_T: Tensor, position_T: Tensor, first_T: Tensor, slot_T: Tensor, caches: list[KeysValues]
+    ) -> list[Tensor]:
+        x_TH, turns = first(decoder, token_T, position_T, first_T, slot_T)
         states = [x_TH]
         for program, own, where in of_groups:
-            states += program(own, states[-1], turns, position_T, first_T, caches[where])
+            states += program(own, states[-1], turns, position_T, first_T, slot_T, caches[where])
         return [last(decoder, states[-1]), *(states[number] for number in sorted(taps))]
 
     return step
@@ -187,41 +190,53 @@ def _chosen(step: Step, taps: tuple[int, ...], *arguments: Any) -> list[Tensor]:
 
 
 def whole(
-    decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]
+    decoder: Decoder,
+    token_T: Tensor,
+    position_T: Tensor,
+    first_T: Tensor,
+    slot_T: Tensor,
+    caches: list[KeysValues],
 ) -> list[Tensor]:
-    return whole_with_states(decoder, token_T, position_T, first_T, caches)[:1]
+    return whole_with_states(decoder, token_T, position_T, first_T, slot_T, caches)[:1]
 
 
 def whole_with_states(
-    decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor, caches: list[KeysValues]
+    decoder: Decoder,
+    token_T: Tensor,
+    position_T: Tensor,
+    first_T: Tensor,
+    slot_T: Tensor,
+    caches: list[KeysValues],
 ) -> list[Tensor]:
     """Logits, then what each block is given, and what the last one gives."""
-    x_TH, turns = opening(decoder, token_T, position_T, first_T)
+    x_TH, turns = opening(decoder, token_T, position_T, first_T, slot_T)
     blocks = list(decoder.blocks)
-    states = [x_TH, *through_with_states(blocks, x_TH, turns, position_T, first_T, caches)]
+    states = [x_TH, *through_with_states(blocks, x_TH, turns, position_T, first_T, slot_T, caches)]
     return [closing(decoder, states[-1]), *states]
 
 
-def opening(decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor) -> tuple[Tensor, Turns]:
+def opening(
+    decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor, slot_T: Tensor
+) -> tuple[Tensor, Turns]:
     _never_empty(token_T)
-    return decoder.opening(token_T, attention.Feed(position_T, first_T, attention_kernel.attend))
+    return decoder.opening(token_T, attention.Feed(position_T, first_T, slot_T, attention_kernel.attend))
 
 
 def through(
-    blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor,
+    blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor, slot_T: Tensor,
     caches: list[KeysValues],
 ) -> list[Tensor]:  # fmt: skip
-    return through_with_states(blocks, x_TH, turns, position_T, first_T, caches)[-1:]
+    return through_with_states(blocks, x_TH, turns, position_T, first_T, slot_T, caches)[-1:]
 
 
 def through_with_states(
-    blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor,
+    blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor, slot_T: Tensor,
     caches: list[KeysValues],
 ) -> list[Tensor]:  # fmt: skip
     """What each of the blocks gives."""
     _never_empty(x_TH)
     _never_empty(caches[0][0][0])
-    feed = attention.Feed(position_T, first_T, attention_kernel.attend)
+    feed = attention.Feed(position_T, first_T, slot_T, attention_kernel.attend)
     states = []
     for block, cache in zip(blocks, caches, strict=True):
         x_TH = block(x_TH, turns, cache, feed)

@@ -47,7 +47,7 @@ from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.model_runner import LAG, ModelRunner
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.verification import RULES, Rule
+from llama_ssp.speculative.verification import Rule, rule_for
 from llama_ssp.text.tokenizer import Tokens
 from llama_ssp.text.translation import Bridge, Intersection
 
@@ -153,10 +153,10 @@ class ModelCache:
 
 def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: int) -> None:
     """Compiles the models' steps before anything is timed; graphs for steps of the widths that will come."""
-    longest = speculation.k_max if speculation.adaptive else speculation.k
-    kinds = ((pair.target, range(1, longest + 2)), (pair.draft, range(1, LAG + 1)))
+    widest = speculation.longest * (1 + speculation.siblings) + (LAG if speculation.siblings else 1)
+    kinds = ((pair.target, range(1, widest + 1)), (pair.draft, range(1, LAG + 1)))
     wanted: list[Callable[[], None]] = [
-        partial(model.prepare, widths, rows, min(slots, model.context))
+        partial(model.prepare, widths, rows, min(slots, model.context) + speculation.beside)
         for model, widths in kinds
         if isinstance(model, SteppedModel)
     ]
@@ -194,7 +194,7 @@ def _reading(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 def rule_of(run: RunConf) -> Rule:
     """The rule that accepts drafts, as configured."""
-    return RULES[run.speculation.verification.value]
+    return rule_for(run.speculation.verification.value, run.speculation.siblings)
 
 
 def engine_for(
@@ -211,8 +211,10 @@ def engine_for(
     if not run.has_draft_model and not roles.drafts_apart:
         roles = replace(roles, draft_channel=None)
     if target is not None and roles.leads:
-        return Engine(target, drafter or Drafter(), transform, rule or rule_of(run), draws, roles)
-    return Follower(target, drafter, transform, draws, roles, pair.context, first.device)
+        rule = rule or rule_of(run)
+        return Engine(target, drafter or Drafter(), transform, rule, draws, roles, run.speculation.beside)
+    others = roles, pair.context, first.device, run.speculation.beside
+    return Follower(target, drafter, transform, draws, *others)
 
 
 def _drafter(
@@ -269,5 +271,5 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     spec = run.speculation
     if spec.adaptive:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
-        return AdaptiveDraftLength(costs or Costs.of_ratio(ratio, spec.k_max), rows)
-    return FixedDraftLength(spec.k, rows)
+        return AdaptiveDraftLength(costs or Costs.of_ratio(ratio, spec.k_max, spec.siblings), rows)
+    return FixedDraftLength(spec.k, rows, spec.siblings)

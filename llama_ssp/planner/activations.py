@@ -242,7 +242,8 @@ class RankWork:
     def _verifying(self, target: RolePart) -> Iterator[Parts]:
         """The target over K + 1 positions; then its distributions, in fp32 and, with drafts, in fp64."""
         k, one, small = self.work.k, self.work.rows * self.vocab, self._small()
-        model, wide = self._step(target, k + 1), max(width(target.dtype), FP32)
+        columns, beside = k + 1 + self.work.beside, self.work.beside
+        model, wide = self._step(target, columns), max(width(target.dtype), FP32)
         own = wide if self.draft is None else max(width(self.draft.dtype), FP32)
         has_probs = self.decides or (self.drafts and self.draft is not None)
         drafted = k * one * own if has_probs else 0  # the distributions of the proposal
@@ -250,13 +251,14 @@ class RankWork:
             yield _sum(moment, {PROBS: drafted})
         if not self.decides:
             return
-        logits, probs = model.selected(0), (k + 1) * one * wide
+        logits, probs = model.selected(0), columns * one * wide
         if self.draft is None:  # one-hot distributions of looked-up tokens, and a copy
             yield {PROBS: 2 * drafted}
         yield {LOGITS: logits, PROBS: drafted + 2 * probs + small}
         # In fp64: both distributions; the residual or the minimum at the drafts; four distributions of one
-        # position.
+        # position. With siblings: those behind them, and what is left of both distributions at each draft.
         double = (2 * k + 1 + max(k + 1, 4)) * one * FP64 if k else 2 * one * FP64
+        double += (beside + 4 * k) * one * FP64 if beside else 0
         yield {LOGITS: logits, PROBS: drafted + probs + double + small}
 
     def _small(self) -> int:

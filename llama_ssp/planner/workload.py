@@ -23,7 +23,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch: rows of `prompt_tokens`, `new_tokens` each, K drafted a round (0: no drafting).
+    """One batch: rows of `prompt_tokens`, `new_tokens` each, K drafted a round (0: no drafting), and in all
+    `beside` siblings of these.
 
     `target_caches` and `draft_caches` are how many caches there are at once, one for each engine.
     """
@@ -35,6 +36,7 @@ class Workload:
     prefill_chunk: int = 512
     target_caches: int = 1
     draft_caches: int = 1
+    beside: int = 0
 
     @property
     def slots(self) -> int:

@@ -25,8 +25,10 @@ SIDE_BY_SIDE = 60  # columns from which two panes stand side by side; below, one
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
 FIGURE_LINES = 4
-STYLES = {"drafted": "green", "corrected": "yellow", "bonus": "cyan", "sampled": ""}
-PLAIN_STYLES = {"drafted": "underline", "corrected": "reverse", "bonus": "bold", "sampled": ""}  # NO_COLOR
+STYLES = {"drafted": "green", "corrected": "yellow", "bonus": "cyan", "sampled": "", "sibling": "green"}
+PLAIN_STYLES = {  # NO_COLOR
+    "drafted": "underline", "corrected": "reverse", "bonus": "bold", "sampled": "", "sibling": "underline"
+}  # fmt: skip
 LEGEND = {"drafted": "drafted and accepted", "corrected": "corrected", "bonus": "bonus", "sampled": "sampled"}
 ONE_PROMPT = "one prompt, one seed: task=measure gives an interval"
 BARS = " ▁▂▃▄▅▆▇█"

@@ -10,8 +10,9 @@ from llama_ssp.report.live_view import style_of
 
 REJECTED = "red strike"
 EXPLAINED = (
-    "'...' accepted draft, ~'...'~ rejected; then the token of the target: corrected where a draft was "
-    "rejected, bonus after all drafts, sampled without drafts; `at` is the place of the round's first token"
+    "'...' accepted draft, ~'...'~ rejected, sibling: it stands in its draft's place; then the token of the "
+    "target: corrected where a draft was rejected, bonus after all that stands, sampled without drafts; `at` "
+    "is the place of the round's first token"
 )
 
 
@@ -25,4 +26,7 @@ def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
         line.append(" " * (number > 0)).append(word, style)
     line.append("nothing" * (not record["drafted_text"]))
     line.append(f"; accepted {accepted} of {len(record['drafted'])}; ")
+    if record["sibling_text"] is not None:
+        line.append("sibling ").append(repr(record["sibling_text"]), style_of("sibling", is_plain))
+        line.append("; ")
     return line.append(f"{origin} ").append(repr(record["last_text"]), style_of(origin or "", is_plain))

@@ -12,7 +12,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
@@ -24,7 +26,14 @@ from llama_ssp.speculative.drafters.local import certain_where, resting
 from llama_ssp.speculative.rng import CounterDraws, Draws, Purpose, heat, inverse_cdf, race
 from llama_ssp.speculative.sampling import has_nan
 from llama_ssp.speculative.state import Proposal, State
-from llama_ssp.speculative.verification import Block, RoundDraws, Rule, acceptance_prob
+from llama_ssp.speculative.verification import (
+    Block,
+    Branches,
+    RoundDraws,
+    Rule,
+    TreeRule,
+    acceptance_prob,
+)
 
 Decide = Callable[[Rule, Draws, State, Proposal, Tensor], Tensor]
 
@@ -37,11 +46,11 @@ def draws_for(model: Model | HeadModel, rule: Rule, seed: int) -> CounterDraws:
     return native.by_kernel(draws) if model.device.type == "cpu" else draws
 
 
-def decide_for(rule: Rule, draws: Draws) -> Decide:
-    """How rounds with these draws are decided."""
+def decide_for(rule: Rule, draws: Draws) -> tuple[Decide, Decide]:
+    """How rounds with these draws are decided, and rounds with siblings."""
     if native.can_decide(rule, draws):
-        return native.decide
-    return decide_by_graph if isinstance(draws, GraphedDraws) else decide
+        return native.decide, native.decide_tree
+    return decide_by_graph if isinstance(draws, GraphedDraws) else decide, decide_tree
 
 
 def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
@@ -71,6 +80,38 @@ def decided(
     return torch.cat([accepted_B[:, None], token_B[:, None], damaged_B1, drafted_BK, seen_BN.double()], 1)
 
 
+def decide_tree(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
+    """The same where drafts have siblings: `probs_BWV` has the columns that `Siblings` says.
+
+    The first column is an outcome of `TreeRule`. Behind the others: each sibling, the chance of its draw, the
+    weight of each node after its draft and after each sibling has failed, and the chance of the last draft.
+    """
+    assert isinstance(rule, TreeRule) and proposal.siblings is not None and proposal.draft_BKV is not None
+    siblings, device, vocab = proposal.siblings, probs_BWV.device, probs_BWV.shape[-1]
+    main_BW, aside_BN = siblings.columns()
+    target_BWV = probs_BWV.gather(1, main_BW[..., None].expand(-1, -1, vocab))
+    behind_BNV = probs_BWV.gather(1, aside_BN[..., None].expand(-1, -1, vocab))
+    count_B, each_B = sent([proposal.count, siblings.each], device)
+    token_BKS = siblings.token_BKS
+    branches = Branches(token_BKS, each_B, _normalised(behind_BNV).view(*token_BKS.shape, vocab))
+    block = Block(
+        _normalised(target_BWV), _normalised(proposal.draft_BKV), proposal.drafted_BK, count_B, branches
+    )
+    outcome_B, token_B = rule.decide_tree(block, StateDraws(draws, state))
+    closed = rule.closed(block)
+    damaged_BW, real_BW = has_nan(target_BWV), order(main_BW) <= count_B[:, None]
+    damaged_BW[:, 1:] |= has_nan(proposal.draft_BKV)
+    real_BKS = (real_BW[:, 1:, None]) & (order(token_BKS) < each_B[:, None, None])
+    damaged_B = (damaged_BW & real_BW).any(1) | (has_nan(behind_BNV) & real_BKS.flatten(1)).any(1)
+    prob_BK = acceptance_prob(block)
+    chance_BKS = torch.stack(closed.chances[1:], 2)
+    weight_BKS = torch.stack(closed.weights, 2)
+    last_B1 = block.carried_BW.gather(1, count_B[:, None])
+    parts = outcome_B, token_B, damaged_B, proposal.drafted_BK, prob_BK, *rule.standing(block, prob_BK)
+    seen = (token_BKS, chance_BKS, weight_BKS, last_B1)
+    return torch.cat([part.view(len(part), -1).double() for part in (*parts, *seen)], 1)
+
+
 def block_of(proposal: Proposal, probs_BWV: Tensor) -> Block:
     """What a rule decides on, in fp64, normalised."""
     assert proposal.draft_BKV is not None
@@ -92,6 +133,12 @@ class StateDraws:
 
     def coins(self, chance_BK: Tensor) -> Tensor:
         return self.draws.bernoulli(chance_BK, self.state.slot(Purpose.ACCEPT))
+
+    def side_coins(self, chance_BKS: Tensor) -> Tensor:
+        rows, drafts, each = chance_BKS.shape
+        spread_BKN = functional.pad(chance_BKS, (0, MAX_SIBLINGS - each)).flatten(1)
+        passed_BN = self.draws.bernoulli(spread_BKN, self.state.slot(Purpose.ACCEPT_SIBLING))
+        return passed_BN.view(rows, drafts, MAX_SIBLINGS)[..., :each]
 
     def token(self, probs_BV: Tensor, position: int = 0, unused_B: Tensor | None = None) -> Tensor:
         probs_BV = resting(probs_BV, self.state.ended)

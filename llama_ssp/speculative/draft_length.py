@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.speculative.stats import RowStep
 
 
@@ -21,10 +22,15 @@ class FixedDraftLength:
 
     k: int
     rows: int
+    each: int = 0  # siblings of each draft
 
     def choose(self) -> list[int]:
         """How many tokens to draft in each row."""
         return [self.k] * self.rows
+
+    def siblings(self) -> list[int]:
+        """How many siblings each of these drafts has, by row."""
+        return [self.each] * self.rows
 
     def observe(self, rows: Sequence[RowStep]) -> None:
         """Learns from a round."""
@@ -35,48 +41,79 @@ class FixedDraftLength:
 
 @dataclass(frozen=True)
 class Costs:
-    """A round's cost, in any unit: `draft` a drafted token, `verify[k]` the target's step over k drafts."""
+    """A round's cost, in any unit: `draft` a drafted token, `verify[n]` the target's step over n tokens more
+    than one, `sibling` what a sibling costs besides its token. A draft has at most `most` siblings.
+    """
 
     draft: float
     verify: tuple[float, ...]
+    most: int = 0
+    sibling: float = 0.0
 
     @property
     def k_max(self) -> int:
-        return len(self.verify) - 1
+        return (len(self.verify) - 1) // (1 + self.most)
 
-    def round(self, k: int) -> float:
-        return k * self.draft + self.verify[k]
+    def round(self, k: int, siblings: int = 0) -> float:
+        aside = k * siblings
+        return k * self.draft + self.verify[k + aside] + aside * self.sibling
 
     def best_k(self, first: float, later: float) -> int:
-        """The K with the most expected tokens per cost.
+        return self.best(first, later)[0]
 
-        The first draft stands with chance `first`, each later one, if all before it do, with `later`.
+    def best(self, first: float, later: float, gain: Sequence[float] = ()) -> tuple[int, int]:
+        """The K, and the siblings of each draft, with the most expected tokens per cost.
+
+        The first draft stands with chance `first`, each later one, if all before it do, with `later`. If not
+        all K stand, s siblings bring `gain[s - 1]` tokens.
         """
-        best, most, tokens, standing = 0, 0.0, 1.0, first
-        for k in range(len(self.verify)):
-            if tokens > most * self.round(k):
-                best, most = k, tokens / self.round(k)
-            tokens, standing = tokens + standing, standing * later
+        best, most, tokens, standing = (0, 0), 0.0, 1.0, first
+        stand = 1.0  # the chance that all K stand
+        for k in range(self.k_max + 1):
+            for siblings, more in enumerate((0.0, *gain[: self.most if k else 0])):
+                expected, cost = tokens + (1 - stand) * more, self.round(k, siblings)
+                if expected > most * cost:
+                    best, most = (k, siblings), expected / cost
+            tokens, stand, standing = tokens + standing, standing, standing * later
         return best
 
     @staticmethod
-    def of_ratio(cost_ratio: float, k_max: int) -> Costs:
+    def of_ratio(cost_ratio: float, k_max: int, siblings: int = 0) -> Costs:
         """As in the papers: a target step costs 1 for any K, a draft step `cost_ratio`."""
-        return Costs(cost_ratio, (1.0,) * (k_max + 1))
+        return Costs(cost_ratio, (1.0,) * (k_max * (1 + siblings) + 1), siblings)
 
     @staticmethod
-    def between(draft: float, verify: dict[int, float], k_max: int) -> Costs:
-        """Interpolates target steps measured at some K, including 0; constant beyond the last."""
+    def between(draft: float, verify: dict[int, float], most: int) -> Costs:
+        """Interpolates target steps measured over some tokens, including 0; constant beyond the last."""
         known = sorted(verify)
         steps = []
-        for k in range(k_max + 1):
+        for k in range(most + 1):
             above = next((n for n in known if n >= k), known[-1])
             below = max(n for n in known if n <= k)
             share = (k - below) / (above - below) if above > below else 0.0
             steps.append((1 - share) * verify[below] + share * verify[above])
         return Costs(draft, tuple(steps))
 
+    def with_trees(self, rounds: dict[tuple[int, int], float], most: int) -> Costs:
+        """The same costs where drafts may have `most` siblings, from rounds measured with some shapes.
 
+        Of a round whose width is known, what is left is the siblings' own cost; wider rounds, less these
+        costs, tell what their width costs.
+        """
+        known = dict(enumerate(self.verify))
+        spare = {shape: spent - shape[0] * self.draft for shape, spent in rounds.items()}
+        shares = [
+            (spent - known[k * (1 + s)]) / (k * s) for (k, s), spent in spare.items() if k * (1 + s) in known
+        ]
+        sibling = max(min(shares, default=0.0), 0.0)
+        for (k, s), spent in sorted(spare.items()):
+            wide, width = spent - k * s * sibling, k * (1 + s)
+            known.setdefault(width, max(wide, self.verify[-1]))
+        whole = Costs.between(self.draft, known, self.k_max * (1 + most))
+        return replace(whole, most=most, sibling=sibling)
+
+
+GAIN = (0.25, 0.38, 0.44)  # tokens that 1, 2, 3 siblings are assumed to bring where a draft fails
 PRIOR = 0.7  # the assumed overlap of a row's distributions before anything was seen
 MEMORY = 0.97  # the weight of earlier rounds shrinks by this factor with each round of drafts
 PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they double
@@ -110,6 +147,7 @@ class AcceptanceStats:
     overlap: Mean = field(default_factory=Mean)
     at_first: Mean = field(default_factory=Mean)
     behind: Mean = field(default_factory=Mean)
+    beside: list[Mean] = field(default_factory=lambda: [Mean() for _ in range(MAX_SIBLINGS)])
 
     @property
     def first(self) -> float:
@@ -118,6 +156,23 @@ class AcceptanceStats:
     @property
     def later(self) -> float:
         return self.behind.with_guess(math.sqrt(self.first))
+
+    def gain(self, most: int) -> list[float]:
+        """The tokens that 1, 2, ... siblings of each draft bring where a draft fails.
+
+        More siblings than were ever drawn are assumed to bring as many more as they would without a past.
+        """
+        found, known, guessed = [], 0.0, 0.0
+        for s in range(most):
+            guess = known + GAIN[min(s, len(GAIN) - 1)] - guessed
+            known, guessed = self.beside[s].with_guess(guess), GAIN[min(s, len(GAIN) - 1)]
+            found.append(known)
+        return found
+
+    def observe_siblings(self, gain: list[float], missed: float) -> None:
+        """Takes in what the siblings of a round were expected to bring: `TreeResult`."""
+        for mean, more in zip(self.beside, gain, strict=False):
+            mean.see(more, missed)
 
     def observe(self, overlap: list[float], standing: list[tuple[float, float]]) -> None:
         """Takes in a round of drafts: `overlap` and `standing` of `RoundResult`."""
@@ -137,13 +192,16 @@ class AdaptiveDraftLength:
         self.costs = costs
         self.acceptance = [AcceptanceStats() for _ in range(rows)]
         self._idle, self._pause = [0] * rows, [PROBE_FIRST] * rows
+        self._siblings = [0] * rows
 
     def restart(self, row: int) -> None:
         self.acceptance[row] = AcceptanceStats()
         self._idle[row], self._pause[row] = 0, PROBE_FIRST
 
     def choose(self) -> list[int]:
-        wanted = [self.costs.best_k(known.first, known.later) for known in self.acceptance]
+        most = self.costs.most
+        shapes = [self.costs.best(one.first, one.later, one.gain(most)) for one in self.acceptance]
+        wanted, self._siblings = (list(column) for column in zip(*shapes, strict=True))
         for row, k in enumerate(wanted):
             if k:
                 self._idle[row], self._pause[row] = 0, PROBE_FIRST
@@ -154,10 +212,15 @@ class AdaptiveDraftLength:
                 self._pause[row] = min(2 * self._pause[row], PROBE_LAST)
         return wanted
 
+    def siblings(self) -> list[int]:
+        return self._siblings
+
     def observe(self, rows: Sequence[RowStep]) -> None:
         for step in rows:
             if step.overlap:
                 self.acceptance[step.row].observe(step.overlap, step.standing)
+            if step.tree:
+                self.acceptance[step.row].observe_siblings(step.tree.gain, step.tree.missed)
 
 
 DraftLength = FixedDraftLength | AdaptiveDraftLength

@@ -92,9 +92,9 @@ def generate(
         if limits.reached(state):
             break
         room = [limits.room(state, row, engine.context) for row in range(state.rows)]
-        chosen = lookahead.choose()
+        chosen, siblings = lookahead.choose(), lookahead.siblings()
         wanted = [max(0, min(k, r - 1)) for k, r in zip(chosen, room, strict=True)]
-        proposal = engine.draft(state, wanted)
+        proposal = engine.draft(state, wanted, siblings)
         result = engine.verify(state, proposal)
         del proposal  # frees its probabilities before the next ones are made
         withheld = [k - w for k, w in zip(chosen, wanted, strict=True)]
@@ -122,7 +122,8 @@ def commit(
         block = result.tokens(row)
         kept, finish = limits.trim(state, row, block, context)
         counted = drafted if kept == len(block) else drafted[:kept]
-        state.append(row, block[:kept])
+        aside = result.aside(row) is not None
+        state.append(row, block[:kept], aside)
         if result.logprobs:
             state.logprobs[row] += result.logprobs[row][:kept]
         state.finished[row] = finish
@@ -138,6 +139,8 @@ def commit(
                 cut=len(block) - kept,
                 withheld=withheld[row],
                 standing=result.standing[row][: len(counted)],
+                aside=aside and kept > result.accepted[row],
+                tree=result.trees[row] if result.trees else None,
             )
         )
     return step

@@ -36,9 +36,10 @@ class LogprobReader:
         return self.by_row.get(row, self.top)
 
     def read(
-        self, logit_BWV: Tensor, probs_BWV: Tensor | None, vocab: int, blocks: list[list[int]]
-    ) -> list[list[ScoredToken]]:
-        """The log-probabilities of each row's tokens, of which the first is predicted by column 0.
+        self, logit_BWV: Tensor, probs_BWV: Tensor | None, vocab: int, blocks: list[list[int]],
+        columns: list[list[int]] | None = None,
+    ) -> list[list[ScoredToken]]:  # fmt: skip
+        """The log-probabilities of each row's tokens, which columns 0, 1, ... predict, or those given.
 
         `probs_BWV` is what the sampling controls make of the logits; `vocab` is how many tokens there are:
         logits behind that are padding.
@@ -48,8 +49,8 @@ class LogprobReader:
         kept = [(row, i) for row in chosen for i in range(len(blocks[row]))]
         if not kept:
             return [[] for _ in blocks]
-        rows, columns = zip(*kept, strict=True)
-        at = sent([list(rows), list(columns)], logit_BWV.device)
+        places = [columns[row][i] if columns and columns[row] else i for row, i in kept]
+        at = sent([[row for row, _ in kept], places], logit_BWV.device)
         if self.sampled and probs_BWV is not None:
             logprob_NV = probs_BWV[at[0], at[1]].log()
         else:

@@ -17,7 +17,7 @@ from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES
+from llama_ssp.speculative.verification import rule_for
 
 log = logging.getLogger(__name__)
 
@@ -36,35 +36,40 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
     k_max = min(run.speculation.k_max, half - 1)
     if k_max < 1:
         return None
-    rule = RULES[run.speculation.verification.value]
+    siblings, beside = run.speculation.siblings, k_max * run.speculation.siblings
+    rule = rule_for(run.speculation.verification.value, siblings)
     transform, draws = SamplingTransform(run.sampling, (), target.vocab), draws_for(target, rule, 0)
     runner = ModelRunner(target)
     if isinstance(draft, HeadModel):
         drafter: Drafter = HeadDrafter(draft, runner, transform, draws)
     else:
         drafter = ModelDrafter(ModelRunner(draft), transform, draws)
-    engine = Engine(runner, drafter, transform, rule, draws)
+    engine = Engine(runner, drafter, transform, rule, draws, siblings=beside)
     state = engine.prefill([Prompt(str(row), (0,) * half) for row in range(rows)], half)
     drafting: dict[int, list[float]] = defaultdict(list)
-    rounds: dict[int, list[float]] = defaultdict(list)
+    rounds: dict[tuple[int, int], list[float]] = defaultdict(list)  # by drafts, and siblings of each
     tried = sorted({0, 1, k_max, *(2**n for n in range(1, 7) if 2**n < k_max)})
+    trees = [(k, s) for s in range(1, siblings + 1) for k in {max(k_max // (1 + s), 1), k_max}]
     for _ in range(TURNS):
-        for k in tried:
+        for k, each in [*((k, 0) for k in tried), *trees]:
             engine.synchronize()
             began = time.perf_counter()
-            proposal = engine.draft(state, [k] * rows)
+            proposal = engine.draft(state, [k] * rows, [each] * rows)
             engine.synchronize()
             drafted = time.perf_counter()
             engine.verify(state, proposal)
             engine.roll_back(state)
-            drafting[k].append(drafted - began)
-            rounds[k].append(time.perf_counter() - began)
+            if not each:
+                drafting[k].append(drafted - began)
+            rounds[k, each].append(time.perf_counter() - began)
         if target.device.type == "cpu" and max(map(min, rounds.values())) < SHORT_S:
             tried = list(range(k_max + 1))
     draft_s = max(min(drafting[k_max]) - min(drafting[0]), 0.0) / k_max
-    least = {k: min(min(taken) for more, taken in rounds.items() if more >= k) for k in rounds}
+    chains = {k: min(taken) for (k, each), taken in rounds.items() if not each}
+    least = {k: min(spent for more, spent in chains.items() if more >= k) for k in chains}
     verify_s = {k: max(spent - k * draft_s, least[0]) for k, spent in least.items()}
     costs = Costs.between(draft_s, verify_s, run.speculation.k_max)
+    costs = costs.with_trees({shape: min(rounds[shape]) for shape in trees}, siblings)
     log.info(
         "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms; K depends "
         "on these times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",

@@ -15,11 +15,13 @@ from torch import Tensor
 from llama_ssp.models.interface import Cache, Model
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.transfer import sent
+from llama_ssp.speculative.siblings import CHAIN, Siblings
 
 # Called after each pass with the texts, what was fed of which row (row, start, count), and what the model's
 # taps gave of these tokens.
-Observer = Callable[[Tensor, list[tuple[int, int, int]], Tensor], None]
-LAG = 2  # tokens that a draft model lacks after full acceptance; they are fed in one forward
+Span = tuple[int, int, int]  # a row, a position, and how many tokens from there
+Observer = Callable[[Tensor, list[Span], Tensor], None]
+LAG = 2  # tokens that a model lacks at most after a round; they are fed in one forward
 
 
 class ModelRunner:
@@ -69,16 +71,18 @@ class ModelRunner:
             self._observed(token_BS, [(row, start, count)])
         self.cached[row], self._given[row] = max(length - 1, 0), length
 
-    def logits(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
+    def logits(
+        self, token_BS: Tensor, ends: list[int], wanted: list[int], siblings: Siblings | None = None
+    ) -> Tensor:
         """Feeds up to `ends`; the logits of each row's last `wanted` positions, (B, W, V).
 
         They begin at column 0; columns behind them are undefined. They come from one forward, however small
-        the prefill chunk is.
+        the prefill chunk is. A row's siblings, whose keys are not kept, have columns behind their drafts.
         """
         first = [max(e - w, 0) + 1 for e, w in zip(ends, wanted, strict=True)]
         self._begin(ends, first)
         if self.limit is None or not any(f <= self.limit < e for f, e in zip(first, ends, strict=True)):
-            return self._last(token_BS, ends, wanted)
+            return self._last(token_BS, ends, wanted, siblings)
         return self._over(self.limit, token_BS, ends, wanted)
 
     def _over(self, limit: int, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
@@ -109,13 +113,16 @@ class ModelRunner:
             if not self.cached[row]:
                 self._given[row] = length
 
-    def _last(self, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
-        self._prefill(token_BS, [max(e - max(w, LAG), 0) for e, w in zip(ends, wanted, strict=True)])
-        feed, logit_BWV = self._forward(token_BS, ends, last_only=False)
+    def _last(
+        self, token_BS: Tensor, ends: list[int], wanted: list[int], siblings: Siblings | None = None
+    ) -> Tensor:
+        self._prefill(token_BS, [max(e - w - LAG + 1, 0) for e, w in zip(ends, wanted, strict=True)])
+        feed, logit_BWV = self._forward(token_BS, ends, last_only=False, siblings=siblings)
         first = [max(n - w, 0) for n, w in zip(feed.count, wanted, strict=True)]
-        if not any(first) and feed.width == max(wanted):
+        width = max(n - skipped for n, skipped in zip(feed.columns, first, strict=True))
+        if not any(first) and feed.width == width:
             return logit_BWV
-        column_BW = torch.tensor(first)[:, None] + torch.arange(max(wanted))
+        column_BW = torch.tensor(first)[:, None] + torch.arange(width)
         column_BW = sent(column_BW.clamp(max=feed.width - 1), logit_BWV.device)
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
 
@@ -123,21 +130,38 @@ class ModelRunner:
         """Keeps at most len-1 tokens of each row."""
         self.cached = [min(c, length - 1) for c, length in zip(self.cached, lengths, strict=True)]
 
-    def _forward(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Feed, Tensor]:
+    def _forward(
+        self, token_BS: Tensor, ends: list[int], last_only: bool, siblings: Siblings | None = None
+    ) -> tuple[Feed, Tensor]:
         assert self._cache is not None, "start() comes first"
         count = tuple(max(end - cached, 0) for end, cached in zip(ends, self.cached, strict=True))
         given = tuple(self._given)
-        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, given)
-        logits = self.model.logits(self._input(token_BS, feed), feed, self._cache, last_only)
+        sides = siblings.shapes if siblings else ()
+        feed = Feed(tuple(self.cached), count, self._cache.capacity, self.model.device, given, sides)
+        token_BW = siblings.input(token_BS, feed) if siblings else self._input(token_BS, feed)
+        logits = self.model.logits(token_BW, feed, self._cache, last_only)
         self.cached = [c + n for c, n in zip(self.cached, count, strict=True)]
-        rows = range(len(count))
-        self._observed(token_BS, [(row, feed.start[row], count[row]) for row in rows if count[row]])
+        fed = [(row, feed.start[row], n) for row, n in enumerate(count) if n]
+        self._observed(token_BS, fed, siblings.fed(feed) if siblings else None)
         return feed, logits
 
-    def _observed(self, token_BS: Tensor, fed: list[tuple[int, int, int]]) -> None:
+    def _observed(self, token_BS: Tensor, fed: list[Span], numbers: list[list[int]] | None = None) -> None:
+        """Shows a pass to the observer, without siblings: `numbers` says which column has which."""
         self.forwards += 1
-        if self.observer is not None and self.model.tapped_TX is not None:
-            self.observer(token_BS, fed, self.model.tapped_TX)
+        if self.observer is None or self.model.tapped_TX is None:
+            return
+        tapped_TX = self.model.tapped_TX
+        if numbers is not None:
+            places = [(row, number) for row, own in enumerate(numbers) for number in own]
+            self._beside = {place: tapped_TX[[t]] for t, place in enumerate(places) if place[1] != CHAIN}
+            chain = [t for t, (_, number) in enumerate(places) if number == CHAIN]
+            tapped_TX = tapped_TX[sent(chain, tapped_TX.device)]
+        self.observer(token_BS, fed, tapped_TX)
+
+    def adopt(self, token_BS: Tensor, row: int, number: int, position: int) -> None:
+        """Shows the observer a sibling of the last pass, which has become the row's token at `position`."""
+        if self.observer is not None and self._beside:
+            self.observer(token_BS, [(row, position, 1)], self._beside[row, number])
 
     def _input(self, token_BS: Tensor, feed: Feed) -> Tensor:
         """The tokens of one forward, (B, W).

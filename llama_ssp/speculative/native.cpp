@@ -164,6 +164,121 @@ void decide_row(const Rows& given, int64_t row, bool block, const Target* target
   for (int64_t i = 0; i < k; i++) decided[3 + i] = static_cast<double>(drafted[i]);
 }
 
+struct Trees {
+  int64_t columns, most;                 // of the target's pass; siblings of a draft
+  const int64_t *main, *aside, *tokens;  // columns of drafts and of siblings, and these
+  const int64_t* each;                   // siblings of each of a row's drafts
+  const double* coin;
+  int64_t coin_row, coin_step, coin_draft;
+};
+
+// A draft's position when the draft and then its siblings have failed (traversal.closed).
+template <class Target, class Draft>
+class Node {
+ public:
+  std::vector<double> law, rest;  // of the draft's distribution and of the target's, what is left
+  double total = 0;               // of the rest
+
+  // The weight after each of the children, and the chance of each sibling's draw.
+  void close(Law<Target> p, Law<Draft> q, int64_t vocab, double weight, int64_t draft, const int64_t* sibling,
+             int64_t each, double* weights, double* chances) {
+    law.resize(vocab), rest.resize(vocab);
+    for (int64_t z = 0; z < vocab; z++) law[z] = q[z], rest[z] = p[z];
+    double mass = 1, left = 1;  // of the law, and of the rest
+    for (int64_t j = 0; j <= each; j++) {
+      if (j) {
+        law[j == 1 ? draft : sibling[j - 2]] = 0;
+        mass = sum(vocab, [this](int64_t z) { return law[z]; });
+        if (!(mass > 0)) {
+          std::fill(weights + j, weights + each + 1, weight);
+          return;
+        }
+        const int64_t token = sibling[j - 1];
+        const double given = law[token] / mass;
+        chances[j - 1] = given > 0 ? std::min(weight * (rest[token] / left) / given, 1.0) : 0;
+      }
+      const double grown = weight / left, shrunk = 1 / mass;
+      const auto next = [=, this](int64_t z) { return positive(grown * rest[z] - shrunk * law[z]); };
+      total = sum(vocab, next);
+      if (total > 0) {
+        for (int64_t z = 0; z < vocab; z++) rest[z] = next(z);
+        left = total;
+      }
+      const double whole = total + 1 - weight;
+      weights[j] = weight = total / (whole > 0 ? whole : 1);
+    }
+  }
+};
+
+// decision.decide_tree of one row.
+template <class Target, class Draft>
+void decide_tree_row(const Rows& given, const Trees& trees, int64_t row, const Target* targets, const Draft* drafts,
+                     double* decided) {
+  const int64_t k = given.k, vocab = given.vocab, most = trees.most, count = given.count[row], size = most + 1;
+  const int64_t each = count ? trees.each[row] : 0;
+  const int64_t *drafted = given.drafted + row * k, *tokens = trees.tokens + row * k * most;
+  const int64_t *main = trees.main + row * (k + 1), *aside = trees.aside + row * k * most;
+  const double *coin = given.coin + row * given.coin_row, *beside = trees.coin + row * trees.coin_row;
+  double *overlap = decided + 3 + k, *before = overlap + k, *standing = before + k, *told = standing + k;
+  double *chances = told + k * most, *weights = chances + k * most, *last = weights + k * size;
+
+  bool damaged = std::isnan(targets[main[count] * vocab]);
+  std::vector<Law<Target>> target;
+  std::vector<Law<Draft>> draft;
+  for (int64_t i = 0; i <= count; i++) target.push_back(normalised(targets + main[i] * vocab, vocab));
+  for (int64_t i = 0; i < count; i++) {
+    draft.push_back(normalised(drafts + i * vocab, vocab));
+    damaged |= std::isnan(targets[main[i] * vocab]) || std::isnan(drafts[i * vocab]);
+    for (int64_t j = 0; j < each; j++) damaged |= std::isnan(targets[aside[i * most + j] * vocab]);
+  }
+
+  Node<Target, Draft> node;
+  std::vector<double> carried{1};
+  for (int64_t i = 0; i < count; i++) {
+    const Law<Target> p = target[i];
+    const Law<Draft> q = draft[i];
+    const double weight = carried.back(), ratio = q[drafted[i]] > 0 ? p[drafted[i]] / q[drafted[i]] : 0;
+    overlap[i] = sum(vocab, [=](int64_t z) { return std::min(p[z], q[z]); });
+    node.close(p, q, vocab, weight, drafted[i], tokens + i * most, each, weights + i * size, chances + i * most);
+    before[i] = weight;
+    const double spare = i ? sum(vocab, [=](int64_t z) { return positive(weight * p[z] - q[z]); }) : 0;
+    standing[i] = i ? weight - spare : overlap[0];
+    carried.push_back(std::min(weight * ratio, 1.0));
+  }
+  *last = carried.back();
+
+  int64_t accepted = 0, place = 0;
+  if (count && coin[(count - 1) * given.coin_step] < *last) accepted = count;
+  for (int64_t i = count - 1; i >= 0 && !accepted && !place; i--) {
+    for (int64_t j = 0; j < each && !place; j++) {
+      const double own = beside[i * trees.coin_draft + j * trees.coin_step];
+      if (own < chances[i * most + j]) accepted = i, place = size - 1 - j;
+    }
+    if (!place && i && coin[(i - 1) * given.coin_step] < weights[i * size + each]) accepted = i;
+  }
+
+  int64_t token = 0;
+  if (!given.idle[row]) {
+    const double* clock = given.clock + row * given.clock_row;
+    node.total = 0;
+    Law<Target> p = target[accepted];
+    if (place)
+      p = normalised(targets + aside[accepted * most + size - 1 - place] * vocab, vocab);
+    else if (accepted < count) {
+      std::vector<double> spent(2 * size);
+      node.close(p, draft[accepted], vocab, carried[accepted], drafted[accepted], tokens + accepted * most, each,
+                 spent.data(), spent.data() + size);
+      token = race(clock, given.heat, vocab, [&](int64_t z) { return node.rest[z]; });
+    }
+    if (place || accepted == count) token = race(clock, given.heat, vocab, [=](int64_t z) { return p[z]; });
+  }
+  decided[0] = static_cast<double>(accepted * size + place);
+  decided[1] = static_cast<double>(token);
+  decided[2] = damaged;
+  for (int64_t i = 0; i < k; i++) decided[3 + i] = static_cast<double>(drafted[i]);
+  for (int64_t i = 0; i < k * most; i++) told[i] = static_cast<double>(tokens[i]);
+}
+
 template <class Target, class Draft>
 void decide_rows(const Rows& given, bool block, const void* targets, const void* drafts, double* decided) {
   const auto* target = static_cast<const Target*>(targets);
@@ -171,6 +286,16 @@ void decide_rows(const Rows& given, bool block, const void* targets, const void*
   for (int64_t row = 0; row < given.rows; row++)
     decide_row(given, row, block, target + row * (given.k + 1) * given.vocab, draft + row * given.k * given.vocab,
                decided + row * (3 + 4 * given.k));
+}
+
+template <class Target, class Draft>
+void decide_tree_rows(const Rows& given, const Trees& trees, const void* targets, const void* drafts, double* decided,
+                      int64_t width) {
+  const auto* target = static_cast<const Target*>(targets);
+  const auto* draft = static_cast<const Draft*>(drafts);
+  for (int64_t row = 0; row < given.rows; row++)
+    decide_tree_row(given, trees, row, target + row * trees.columns * given.vocab,
+                    draft + row * given.k * given.vocab, decided + row * width);
 }
 
 template <class Number>
@@ -235,5 +360,19 @@ void decide(bool block, bool wide, const void* targets, bool draft_wide, const v
     (draft_wide ? decide_rows<double, double> : decide_rows<double, float>)(given, block, targets, drafts, decided);
   else
     (draft_wide ? decide_rows<float, double> : decide_rows<float, float>)(given, block, targets, drafts, decided);
+}
+
+// The same of trees, by the block rule: the target's laws are (rows, columns, vocab); `decided` has `width` columns.
+void decide_tree(bool wide, const void* targets, bool draft_wide, const void* drafts, int64_t rows, int64_t k,
+                 int64_t vocab, int64_t heat, const int64_t* drafted, const int64_t* count, const int64_t* idle,
+                 const double* coin, int64_t coin_row, int64_t coin_step, const double* clock, int64_t clock_row,
+                 int64_t columns, int64_t most, const int64_t* main, const int64_t* aside, const int64_t* tokens,
+                 const int64_t* each, const double* beside, int64_t beside_row, int64_t beside_step,
+                 int64_t beside_draft, double* decided, int64_t width) {
+  const Rows given{rows, k, vocab, heat, drafted, count, idle, coin, clock, coin_row, coin_step, clock_row};
+  const Trees trees{columns, most, main, aside, tokens, each, beside, beside_row, beside_step, beside_draft};
+  const auto go = wide ? draft_wide ? decide_tree_rows<double, double> : decide_tree_rows<double, float>
+                       : draft_wide ? decide_tree_rows<float, double> : decide_tree_rows<float, float>;
+  go(given, trees, targets, drafts, decided, width);
 }
 }

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.models.kernels.build import complaint, library
 from llama_ssp.speculative.rng import RACES, CounterDraws, Draws, Purpose, Slot, heat
 from llama_ssp.speculative.state import Proposal, State
@@ -75,6 +76,34 @@ def decide(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV
     return decided_BN
 
 
+def decide_tree(rule: Rule, draws: Draws, state: State, proposal: Proposal, probs_BWV: Tensor) -> Tensor:
+    """The same as `decision.decide_tree`."""
+    assert isinstance(draws, HostDraws)
+    assert proposal.siblings is not None and proposal.draft_BKV is not None
+    target_BWV, draft_BKV = probs_BWV.contiguous(), proposal.draft_BKV.contiguous()
+    k, siblings, vocab = proposal.k, proposal.siblings, target_BWV.shape[-1]
+    most, size = siblings.most, heat(vocab)
+    coin_BK = draws._uniforms(state.slot(Purpose.ACCEPT), k, target_BWV.device)
+    slot = state.slot(Purpose.ACCEPT_SIBLING)
+    beside_BN = draws._uniforms(slot, k * MAX_SIBLINGS, target_BWV.device)
+    clock_BN = draws._clocks(state.slot(Purpose.CORRECT), 2 * size, target_BWV.device)
+    width = 4 + 4 * k + k * (3 * most + 1)
+    decided_BN = torch.zeros(state.rows, width, dtype=torch.float64)
+    counts, idle, each = (array("q", numbers) for numbers in (proposal.count, state.ended, siblings.each))
+    tokens = proposal.drafted_BK.contiguous(), siblings.token_BKS.contiguous(), *siblings.columns()
+    drafted_BK, token_BKS, main_BW, aside_BN = tokens
+    step = beside_BN.stride(1)
+    operators().decide_tree(
+        *_address(target_BWV), *_address(draft_BKV), state.rows, k, vocab, size,
+        drafted_BK.data_ptr(), counts.buffer_info()[0], idle.buffer_info()[0],
+        coin_BK.data_ptr(), *coin_BK.stride(), clock_BN.data_ptr(), clock_BN.stride(0),
+        target_BWV.shape[1], most, main_BW.data_ptr(), aside_BN.data_ptr(), token_BKS.data_ptr(),
+        each.buffer_info()[0], beside_BN.data_ptr(), beside_BN.stride(0), step, MAX_SIBLINGS * step,
+        decided_BN.data_ptr(), width,
+    )  # fmt: skip
+    return decided_BN
+
+
 def _address(probs: Tensor) -> tuple[bool, int]:
     """The transform's probabilities are fp32 or fp64."""
     return probs.dtype == torch.float64, probs.data_ptr()
@@ -88,7 +117,11 @@ def operators() -> Any:
     found.draw.argtypes = [*PROBS, c_int64, c_int64, NUMBERS, c_int64, INTEGERS]
     strided = NUMBERS, c_int64, c_int64, NUMBERS, c_int64  # coins by row and step, clocks by row
     found.decide.argtypes = [c_bool, *PROBS, *PROBS, *4 * (c_int64,), *3 * (INTEGERS,), *strided, NUMBERS]
-    found.numbers.restype = found.draw.restype = found.decide.restype = None
+    trees = *2 * (c_int64,), *4 * (INTEGERS,), NUMBERS, *3 * (c_int64,), NUMBERS, c_int64
+    laws = *PROBS, *PROBS, *4 * (c_int64,), *3 * (INTEGERS,)
+    found.decide_tree.argtypes = [*laws, *strided, *trees]
+    for function in (found.numbers, found.draw, found.decide, found.decide_tree):
+        function.restype = None
     return found
 
 

@@ -9,8 +9,8 @@ depends on measured times: the distribution stays the same, the text does not.
 
 No number has two uses. Each comes from Philox (Salmon et al. 2011) with the key (seed, prompt) and a counter
 of the words (block, 0, stream, base), four numbers a block. The streams are ROUNDS, with a number for each
-offset and purpose; RACES, with a correction's clocks; and POSITIONS, with the noise of coupled draws, whose
-base is the token's position (tests/test_draws.py enumerates them).
+offset and purpose; SIDES, the same of siblings; RACES, with a correction's clocks; and POSITIONS, with the
+noise of coupled draws, whose base is the token's position (tests/test_draws.py enumerates them).
 
 Tests replace this source by one that walks every branch (tests/choices.py).
 """
@@ -31,15 +31,17 @@ from llama_ssp.models.transfer import sent
 
 
 class Purpose(IntEnum):
-    """What a draw decides."""
+    """What a draw decides. A stream has three purposes."""
 
     DRAFT = 0
     ACCEPT = 1
     CORRECT = 2
+    SIBLING = 3  # sibling j of draft i has the offset MAX_SIBLINGS * i + j
+    ACCEPT_SIBLING = 4
 
 
-PURPOSES = len(Purpose)
-ROUNDS, RACES, POSITIONS = range(3)  # streams: a word of the counter, so that they never meet
+PURPOSES = 3
+ROUNDS, RACES, POSITIONS, SIDES = range(4)  # streams: a word of the counter, so that they never meet
 PREPARED = 96  # numbers a row that are made at once: enough for 32 drafts
 NOTHING = (None, torch.empty(0, 0))
 
@@ -106,9 +108,10 @@ class CounterDraws:
 
     def _uniforms(self, slot: Slot, count: int, device: torch.device) -> Tensor:
         """One number for each row and offset, (B, count)."""
-        first = PURPOSES * slot.offset + slot.purpose
+        first = PURPOSES * slot.offset + slot.purpose % PURPOSES
         end = first + PURPOSES * count
-        return self._table(ROUNDS, slot, end, device)[:, first:end:PURPOSES]
+        stream = SIDES if slot.purpose >= PURPOSES else ROUNDS
+        return self._table(stream, slot, end, device)[:, first:end:PURPOSES]
 
     def _table(self, stream: int, slot: Slot, width: int, device: torch.device) -> Tensor:
         """At least `width` of a round's numbers, (B, N), made and sent to the device when first needed.
@@ -118,7 +121,7 @@ class CounterDraws:
         texts = slot.keys, slot.bases, device
         known, table = self._held.get(stream, NOTHING)
         if known != texts or table.shape[1] < width:
-            whole = max(PREPARED, 2 * width) if stream == ROUNDS else width
+            whole = width if stream == RACES else max(PREPARED, 2 * width)
             table = sent(self._numbers(stream, slot, whole), device)
             self._held[stream] = texts, table
         return table
@@ -127,7 +130,7 @@ class CounterDraws:
         """Uniforms of 53 bits; for races exponentials of 52 bits, so that none is 0."""
         texts = zip(slot.keys, slot.bases, strict=True)
         whole_BN = np.stack([self._row(key, base, width, stream) for key, base in texts])
-        if stream == ROUNDS:
+        if stream != RACES:
             return torch.from_numpy(whole_BN * 2.0**-53)
         return torch.from_numpy(-np.log(((whole_BN >> np.uint64(1)) + 0.5) * 2.0**-52))
 

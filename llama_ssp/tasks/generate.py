@@ -204,5 +204,6 @@ def traced(number: int, name: str, position: int, row: RowStep, tokens: Tokens, 
         "origins": origins,
         "last_origin": origins[-1] if origins else None,
         "last_text": tokens.decode(row.tokens[-1:]),
+        "sibling_text": tokens.decode([row.tokens[row.accepted]]) if row.aside else None,
         "text": text,
     }  # fmt: skip

@@ -57,6 +57,7 @@ class Case:
     seed: int = 7
     rounds: int | None = None  # stops after so many
     overlap: Overlap = Overlap.auto
+    siblings: int = 0
 
 
 def entry_of(target: Path, draft: Path, placement: PlacementConf, world: int) -> PairSpec:
@@ -85,6 +86,7 @@ def written(pair: RankModels, run: RunConf, case: Case, prompts: list[Prompt] = 
         ends=case.ends,
         adaptive=case.adaptive,
         most=case.rounds,
+        siblings=case.siblings,
     )
 
 
@@ -92,14 +94,16 @@ def refilled(pair: RankModels, run: RunConf, case: Case) -> dict[str, list[int]]
     """The same prompts through two rows, each refilled as soon as its text ends."""
     engine = engine_of(pair, run, case)
     return drive_refilled(
-        engine, RAGGED, 2, k=case.k, longest=9 + case.max_new, max_new=case.max_new, ends=case.ends
-    )
+        engine, RAGGED, 2, k=case.k, longest=9 + case.max_new, max_new=case.max_new, ends=case.ends,
+        siblings=case.siblings,
+    )  # fmt: skip
 
 
 def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
     spec = SpeculationConfig(
-        k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap
-    )
+        k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap,
+        siblings=case.siblings,
+    )  # fmt: skip
     known: Any = Known()
     how = replace(run, sampling=case.sampling, speculation=spec)
     return engine_for(pair, how, known, case.ends, case.seed, 512)

@@ -101,7 +101,8 @@ def test_attention(case: int, dtype: torch.dtype, bound: float) -> None:
     query, keys, values = (tensor.to(dtype) for tensor in tensors)
     exact = attend_rows(feed, query.double(), keys.double(), values.double(), scores, sinks)
     device = torch.device(f"cuda:{LAST}")
-    feed.position_T, feed.first_T = feed.position_T.to(device), feed.first_T.to(device)
+    for name in ("position_T", "first_T", "slot_T"):
+        setattr(feed, name, getattr(feed, name).to(device))
     there = [each.to(device) for each in (query, keys, values)]
     found = attention.attend(feed, *there, scores, None if sinks is None else sinks.to(device))
     assert (found.cpu().double() - exact).abs().max() <= bound * exact.abs().max()

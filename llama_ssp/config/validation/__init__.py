@@ -7,9 +7,9 @@ import re
 
 from omegaconf import DictConfig, OmegaConf
 
-from llama_ssp.config import SIZES, TASKS, ModelConf, PlacementConf, RunConf, few_resolvers
+from llama_ssp.config import SIZES, TASKS, ModelConf, PlacementConf, RunConf, SpeculationConfig, few_resolvers
 from llama_ssp.config.documents import DOCUMENTS
-from llama_ssp.config.schema import MAX_INT, Output, Splitting, Weights
+from llama_ssp.config.schema import MAX_INT, MAX_K, Drafting, Output, Splitting, Verification, Weights
 from llama_ssp.config.validation.cluster import check_cluster
 from llama_ssp.config.validation.values import between, check_values
 from llama_ssp.errors import UsageError
@@ -38,6 +38,8 @@ def check(run: RunConf) -> None:
     if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
         between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
     between("speculation.ngram_max", spec.ngram_max, spec.ngram_min, 32)
+    if spec.siblings:
+        _check_tree(spec)
     for role, model in (("model", run.model), ("draft", run.draft)):
         if model is not None:
             _check_model(role, model)
@@ -56,6 +58,15 @@ def check(run: RunConf) -> None:
         raise UsageError(what, "", repr(run.document), ", ".join(DOCUMENTS), fix)
     check_cluster(run.cluster)
     _check_placement(run.placement)
+
+
+def _check_tree(spec: SpeculationConfig) -> None:
+    key, found = "speculation.siblings", spec.siblings
+    if spec.verification is not Verification.block or spec.drafter is not Drafting.model:
+        other = f"verification={spec.verification.value}, drafter={spec.drafter.value}"
+        fix = f"remove {key}, or use speculation.verification=block speculation.drafter=model"
+        raise UsageError("siblings are of a draft model's tokens, verified as a block", key, other, fix=fix)
+    between(key, found, 0, MAX_K // max(spec.longest, 1) - 1, f"drafts and siblings are {MAX_K} at most")
 
 
 def _check_placement(placement: PlacementConf) -> None:

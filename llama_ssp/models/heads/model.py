@@ -161,7 +161,7 @@ def block_step(
     check: Callable[..., None] = torch._check
     for tensor in (token_T, caches[0][0][0]):
         check(tensor.shape[0] >= 1)
-    feed = attention.Feed(position_T, first_T, attention_kernel.attend)
+    feed = attention.Feed(position_T, first_T, first_T + position_T, attention_kernel.attend)
     z_TH: Tensor = head(token_T, g_TH, feed, caches[0])
     return z_TH
 

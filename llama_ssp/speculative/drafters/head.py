@@ -17,12 +17,10 @@ from llama_ssp.models.steps import WIDEST
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.cross_vocab import probs_of_some
 from llama_ssp.speculative.drafters.local import Drafter, Drawn, nothing, proposal_of, reach, resting
-from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.model_runner import ModelRunner, Span
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
-
-Span = tuple[int, int, int]  # a row, a position, and how many from there
 
 
 class HeadDrafter(Drafter):
