@@ -67,7 +67,7 @@ def main() -> int:
 def shown(*words: str) -> None:
     """Runs a command of the program on this screen; its log is shown only if it fails."""
     is_terminal = sys.stdout.isatty()
-    command = [sys.executable, str(ROOT / "launch" / "run.py"), *words, "out=null"]
+    command = [sys.executable, str(ROOT / "launch" / "run.py"), "-q", *words, "out=null"]
     with tempfile.TemporaryFile("w+") as log:
         out = None if is_terminal else subprocess.PIPE
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # models so small gain nothing by more

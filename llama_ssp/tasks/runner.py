@@ -127,7 +127,8 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         finally:  # a full disk must not cost what was done
             if run.output is Output.text:
                 console.show(beside(summary))
-            compared = plan_against_actual(summary) if console.is_terminal else None
+            is_told = console.is_terminal and log.isEnabledFor(logging.INFO)  # not with --quiet
+            compared = plan_against_actual(summary) if is_told else None
             if run.output is Output.text and compared is not None:
                 console.show([compared])
             else:
