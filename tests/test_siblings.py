@@ -16,9 +16,12 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention as attention_kernel
+from llama_ssp.planner.search import round_times, search
+from llama_ssp.planner.weights import CACHE
+from llama_ssp.planner.workload import TARGET
 from llama_ssp.speculative import native
 from llama_ssp.speculative.decision import decide_tree
-from llama_ssp.speculative.draft_length import Costs
+from llama_ssp.speculative.draft_length import Costs, usual_gain
 from llama_ssp.speculative.drafters.siblings import with_siblings
 from llama_ssp.speculative.native import by_kernel
 from llama_ssp.speculative.rng import CounterDraws
@@ -26,6 +29,8 @@ from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.stats import expected_tokens
 from llama_ssp.speculative.verification import RULES, TREE, Block, Branches
 from tests.families import build, decoder_of
+from tests.plans import machine
+from tests.plans import request as planned
 from tests.rational import Case, Tree, as_tree_block, cases, tree_variation, trees
 from tests.rig import perturbed, speculate
 from tests.trees import TREES, walk
@@ -241,3 +246,18 @@ def test_broken_numbers_are_told_wherever_they_are():
         if decide is decide_tree or type(draws) is not CounterDraws:
             damaged = decide(TREE, draws, one.state, one.proposal, one.probs_BWV)[:, 2]
             assert damaged.tolist() == [0, 1]
+
+
+def test_the_plan_knows_siblings():
+    """Their columns, their slots in the cache, and the tokens that they are assumed to bring."""
+    chain = planned("llama2-70b", "llama2-7b", machine("dgx_h100"))
+    tree = replace(chain, siblings=2, work=replace(chain.work, beside=8))
+    placement = search(chain, [8])[0].placement
+    plain, wide = (round_times(request, placement) for request in (chain, tree))
+    assert wide.verify[0] == plain.verify[0] and plain.verify[4] < wide.verify[4]
+    assert wide.tokens(0.7, 4) - plain.tokens(0.7, 4) == pytest.approx((1 - 0.7**4) * usual_gain(2))
+    caches = []
+    for request in (chain, tree):
+        lines = request.memories(placement, request.work)[0].lines
+        caches.append(sum(line.bytes for line in lines if (line.role, line.name) == (TARGET, CACHE)))
+    assert caches[1] - caches[0] == pytest.approx(8 * caches[0] / chain.work.slots, rel=0.02)

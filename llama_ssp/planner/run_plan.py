@@ -88,7 +88,7 @@ def request_of(
     acceptance, k_max = getattr(task, "acceptance", run.plan.acceptance), max(spec.k_max, spec.k)
     return PlanRequest(
         machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,
-        tokens_generated(run),
+        tokens_generated(run), spec.siblings,
     )  # fmt: skip
 
 

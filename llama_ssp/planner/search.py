@@ -44,6 +44,7 @@ class PlanRequest:
     overlap: Overlap = Overlap.auto
     engine: Steps = Steps.auto
     tokens: int = 0
+    siblings: int = 0
 
     @property
     def roles(self) -> list[Role]:
@@ -223,13 +224,16 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     messages = 2 * times.message if placement.world > 1 else 0.0
 
     def verify_s(k: int) -> float:
-        probs = work.rows * (k + 1) * target.vocab
-        spent = step_s(request, request.target, placement, target, k + 1) + probs * times.probs + times.round
+        columns = k * (1 + request.siblings) + 1
+        probs = work.rows * columns * target.vocab
+        spent = step_s(request, request.target, placement, target, columns) + probs * times.probs
+        spent += times.round
         return spent + (times.check + probs * times.accept if k else 0.0) + messages
 
     drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
     verify = tuple(map(verify_s, range(request.k_max * drafts + 1)))
-    return RoundTimes(step, verify, work.rows, request.overlap if placement.draft_apart else Overlap.off)
+    overlap = request.overlap if placement.draft_apart else Overlap.off
+    return RoundTimes(step, verify, work.rows, overlap, request.siblings)
 
 
 def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -> float:

@@ -204,7 +204,7 @@ def between(points: tuple[tuple[int, float], ...], at: int) -> float:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Seconds of a draft step, and of verifying k drafts (`verify[k]`), for a batch of `rows`.
+    """Seconds of a draft step, and of verifying k drafts with their siblings (`verify[k]`), of `rows` rows.
 
     `overlap` is what the draft does while the target verifies; `off` unless it has ranks of its own.
     """
@@ -213,6 +213,11 @@ class RoundTimes:
     verify: tuple[float, ...]
     rows: int
     overlap: Overlap = Overlap.off
+    siblings: int = 0  # of each draft
+
+    def tokens(self, acceptance: float, k: int) -> float:
+        """The tokens of a row's round."""
+        return tokens_per_round(acceptance, k, self.siblings)
 
     def round_s(self, k: int, acceptance: float) -> float:
         """Seconds of a round with K drafts."""
@@ -236,7 +241,7 @@ class RoundTimes:
 
     def ms_per_token(self, acceptance: float, k: int) -> float:
         """Of the batch: every row gets its tokens in the same round."""
-        return 1000 * self.round_s(k, acceptance) / (self.rows * tokens_per_round(acceptance, k))
+        return 1000 * self.round_s(k, acceptance) / (self.rows * self.tokens(acceptance, k))
 
     def best_k(self, acceptance: float) -> int:
         return min(range(len(self.verify)), key=lambda k: self.ms_per_token(acceptance, k))
@@ -268,7 +273,7 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> AcceptancePoint:
     k = times.best_k(acceptance)
     ms = times.ms_per_token(acceptance, k)
-    return AcceptancePoint(acceptance, k, ms, regular_ms / ms, tokens_per_round(acceptance, k))
+    return AcceptancePoint(acceptance, k, ms, regular_ms / ms, times.tokens(acceptance, k))
 
 
 def break_even(times: RoundTimes, regular_ms: float) -> float | None:

@@ -162,10 +162,10 @@ class AcceptanceStats:
 
         More siblings than were ever drawn are assumed to bring as many more as they would without a past.
         """
-        found, known, guessed = [], 0.0, 0.0
+        found, known = [], 0.0
         for s in range(most):
-            guess = known + GAIN[min(s, len(GAIN) - 1)] - guessed
-            known, guessed = self.beside[s].with_guess(guess), GAIN[min(s, len(GAIN) - 1)]
+            guess = known + usual_gain(s + 1) - usual_gain(s)
+            known = self.beside[s].with_guess(guess)
             found.append(known)
         return found
 
@@ -226,9 +226,14 @@ class AdaptiveDraftLength:
 DraftLength = FixedDraftLength | AdaptiveDraftLength
 
 
-def tokens_per_round(rate: float, k: int) -> float:
-    """Expected committed tokens: 1 + a + ... + a^K."""
-    return float(sum(rate**i for i in range(k + 1)))
+def tokens_per_round(rate: float, k: int, siblings: int = 0) -> float:
+    """Expected committed tokens: 1 + a + ... + a^K; with siblings, what they bring where a draft fails."""
+    return float(sum(rate**i for i in range(k + 1))) + (1 - rate**k) * usual_gain(siblings)
+
+
+def usual_gain(siblings: int) -> float:
+    """The tokens that siblings are assumed to bring where a draft fails."""
+    return GAIN[min(siblings, len(GAIN)) - 1] if siblings else 0.0
 
 
 def best_k(rate: float, cost_ratio: float, k_max: int) -> int:
