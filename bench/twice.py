@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from surroundings import surroundings, write  # noqa: E402
 
+from llama_ssp.report.speed_tables import speeds  # noqa: E402
 from llama_ssp.report.tables import aligned, text_of  # noqa: E402
-from llama_ssp.report.task_tables import speeds  # noqa: E402
 
 Figure = tuple[float, float, float]
 

@@ -22,10 +22,10 @@ from llama_ssp.errors import DataError, StorageError, UsageError
 from llama_ssp.report import commands
 from llama_ssp.report.console import Console
 from llama_ssp.report.run_folder import RunFolder
+from llama_ssp.report.speed_tables import speeds as shown
 from llama_ssp.report.statistics import Estimate, difference_of, ratio_of, wilson
 from llama_ssp.report.sweep import Sweep
 from llama_ssp.report.tables import Column, Table, text_of
-from llama_ssp.report.task_tables import speeds as shown
 from tests.test_speeds import speeds
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

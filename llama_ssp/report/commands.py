@@ -12,17 +12,15 @@ from llama_ssp.report.page import page
 from llama_ssp.report.saved_run import open_run
 
 REPORT, DIFF = "report", "diff"
-USAGE = {
-    REPORT: "llama-ssp report RUN... [out=FILE.html]    RUN is the folder of a run: outputs/DATE/TIME-TASK",
-    DIFF: "llama-ssp diff RUN RUN    RUN is the folder of a run: outputs/DATE/TIME-TASK",
-}
+USAGE = {REPORT: "llama-ssp report RUN... [out=FILE.html]", DIFF: "llama-ssp diff RUN RUN"}
+MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the report goes into the first, or to out="
 
 
 def execute(command: str, words: Sequence[str]) -> int:
     """Runs the command on the folders that are named; the exit code. Raises UsageError and DataError."""
     console = Console()
     if {"--help", "-h"} & set(words):
-        console.line(USAGE[command])
+        console.show([USAGE[command], MEANING])
         return OK
     places = [word for word in words if not word.startswith(("-", "out="))]
     wrong = [word for word in words if word.startswith("-") or (word.startswith("out=") and command == DIFF)]

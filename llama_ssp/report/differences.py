@@ -6,8 +6,7 @@ from llama_ssp.errors import UsageError
 from llama_ssp.report.headline import Figure, headline
 from llama_ssp.report.saved_run import SavedRun, settings_tables
 from llama_ssp.report.statistics import Estimate, difference_of, median_of, ratio_of
-from llama_ssp.report.tables import Column, Row, Table
-from llama_ssp.report.task_tables import Items
+from llama_ssp.report.tables import Column, Items, Row, Table
 
 COLUMNS = (
     Column("name", "figure", is_text=True),
@@ -54,7 +53,7 @@ def _row(before: Figure, after: Figure) -> Row:
 
 
 def _cells(side: str, figure: Figure) -> Row:
-    return {side: float(figure.value), f"{side}_low": figure.low, f"{side}_high": figure.high}
+    return {side: figure.value, f"{side}_low": figure.low, f"{side}_high": figure.high}
 
 
 def _change(by: str, value: float | None, found: Estimate | None, same: float) -> Row:

@@ -24,6 +24,7 @@ table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabu
 caption { text-align: left; font-weight: 600; padding: .2rem 0; white-space: nowrap; }
 th, td { padding: .25rem .7rem .25rem 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; } th { color: var(--dim); font-weight: 600; }
+td:first-child, th:first-child { white-space: nowrap; }
 .n { text-align: right; white-space: nowrap; } tbody tr:nth-child(even) { background: var(--soft); }
 svg { max-width: 100%; height: auto; }
 @media print { body { font-size: 9.5pt; max-width: none; padding: 0; } h2, caption { break-after: avoid; }
@@ -96,11 +97,17 @@ def _facts(run: SavedRun) -> Iterator[tuple[str, str | None]]:
     yield "host", ", ".join(str(host[key]) for key in ("name", "system") if key in host) or None
     yield "processor", f"{host['processor']}, {host['cores']} cores" if host else None
     yield "GPUs", ", ".join(found.get("gpus") or []) or None
-    yield "devices", "; ".join(f"{role}: {one}" for role, one in (found.get("devices") or {}).items()) or None
+    yield "devices", "; ".join(_devices(found.get("devices") or {})) or None
     versions = found.get("versions") or {}
     yield "versions", ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions) or None
     yield "commit", found.get("commit")
     yield "configuration", (found.get("config_sha256") or "")[:12] or None
+
+
+def _devices(devices: Row) -> Iterator[str]:
+    """Each role's device; of several pairs each pair's."""
+    for name, one in devices.items():
+        yield f"{name}: {', '.join(_devices(one))}" if isinstance(one, dict) else f"{name}: {one}"
 
 
 def side_by_side(runs: Sequence[SavedRun]) -> Table:
@@ -112,7 +119,7 @@ def side_by_side(runs: Sequence[SavedRun]) -> Table:
         row: Row = {"what": name}
         for n, own in enumerate(figures):
             if figure := own.get(name):
-                row |= {str(n): float(figure.value), f"{n}_low": figure.low, f"{n}_high": figure.high}
+                row |= {str(n): figure.value, f"{n}_low": figure.low, f"{n}_high": figure.high}
         rows.append(row)
     columns = [Column("what", "", is_text=True)]
     for n, run in enumerate(runs):

@@ -62,7 +62,7 @@ class Sweep:
             row: Row = dict(word.lstrip("+").split("=", 1) for word in self._differing[number] if "=" in word)
             for figure in headline(run.summary):
                 ends = {f"{figure.name}_low": figure.low, f"{figure.name}_high": figure.high}
-                row |= {figure.name: float(figure.value), **ends}
+                row |= {figure.name: figure.value, **ends}
                 figures[figure.name] = figures.get(figure.name, False) or figure.low is not None
             rows.append(row)
         keys = list(dict.fromkeys(key for row in rows for key in row))

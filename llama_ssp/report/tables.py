@@ -16,6 +16,7 @@ from rich.text import Text
 
 Row = dict[str, Any]
 ANY_WIDTH = 100_000
+MOST_HTML = 40  # rows of a table on a page
 GAP = 2  # columns between two columns of a table
 
 
@@ -116,8 +117,10 @@ class Table:
         heads = "".join(f"<th{_kind(column)}>{escape(column.head)}</th>" for column in self.columns)
         rows = [
             "".join(f"<td{_kind(column)}>{escape(column.cell(row))}</td>" for column in self.columns)
-            for row in self.rows
+            for row in self.rows[:MOST_HTML]
         ]
+        if (rest := len(self.rows) - MOST_HTML) > 0:
+            rows.append(f'<td colspan="{len(self.columns)}">and {rest} more in {self.name}.csv</td>')
         title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         body = "".join(f"<tr>{row}</tr>\n" for row in rows)
         return f"<table>{title}<thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>\n"
@@ -134,6 +137,10 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(column.cell(row)) for column in columns))
         return table
+
+
+Items = list[Table | str]
+"""What a task shows: tables, and lines between them."""
 
 
 def text_of(items: Iterable[Any]) -> list[str]:

@@ -18,8 +18,8 @@ from llama_ssp.pair.batches import usable
 from llama_ssp.pair.session import PairSession
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import TENSORS
+from llama_ssp.report.speed_tables import repeats_csv, speeds
 from llama_ssp.report.suite_stats import answer_lines
-from llama_ssp.report.task_tables import repeats_csv, speeds
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.measured_pair import Batch, MeasuredPair
 from llama_ssp.tasks.profiling import MEANING, Stopwatch, timed_ranks
