@@ -76,3 +76,11 @@ def test_parts_without_time_are_said_and_stop_nothing(tmp_path: Path):
     assert code == 1 and text.count("no time is left") == len(found["parts"]) == 8
     code, text, _ = bench("gpu.py", "small=true", "minutes=0.02", "parts=command")
     assert code == 1 and "stopped after 1 s" in text
+
+
+def test_n_gram_drafts_are_timed_and_their_acceptance_counted():
+    few = ("lengths=64,128", "turns=2", "new=4", "temperatures=0", "threads=1")
+    code, text, found = bench("ngram.py", *few)
+    assert code == 0 and len(found["times"]) == 4 and "most frequent" in text
+    (row,) = found["accepted"]
+    assert row["positions"] > 0 and all(0 <= row[way] <= 1 for way in ("latest", "most_frequent", "drawn"))

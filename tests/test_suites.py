@@ -6,15 +6,18 @@ import json
 import random
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llama_ssp.config import MeasureConf
+from llama_ssp.config import MeasureConf, ModelConf
 from llama_ssp.errors import DataError
 from llama_ssp.report.statistics import ratio_of_sums
-from llama_ssp.text.prompts import read_prompts
+from llama_ssp.tasks.measured_pair import MeasuredPair
+from llama_ssp.text.prompts import TextPrompt, read_prompts
 from tests.conftest import Command
+from tests.test_chat import tokens
 
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["def hello", "and now"], "reference": []},
@@ -107,6 +110,41 @@ def test_a_later_turn_follows_the_contender_s_own_answer(command: Command, tmp_p
     greedy = ("task=generate", "task.max_new_tokens=5", "sampling=greedy", f"task.prompts={prompt}")
     text = json.loads(command(*greedy, "output=json").out.splitlines()[-1])["outputs"][0]["text"]
     assert text == one["turns"][1]
+
+
+def test_a_later_turn_of_a_chat_is_a_conversation(tmp_path: Path):
+    known = tokens(tmp_path)
+    run = SimpleNamespace(
+        task=MeasureConf(chat=True, system="be kind"), model=ModelConf(vocab=400, context=200)
+    )
+    pair = MeasuredPair.__new__(MeasuredPair)
+    pair.pair, pair._task = SimpleNamespace(tokens=known, run=run), run.task  # type: ignore[assignment]
+    question = TextPrompt("81", "hello", "", "writing", ["and now", "and then"])
+    found = pair._follow_up(question, "and then", 2, ["fine", "later"])
+    said = [("system", "be kind"), ("user", "hello"), ("assistant", "fine"), ("user", "and now")]
+    said += [("assistant", "later"), ("user", "and then")]
+    assert found.id == "81 turn 3"
+    assert list(found.token_ids) == known.chat([{"role": role, "content": text} for role, text in said])
+
+
+def test_answers_remain_when_a_suite_is_stopped(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, turns = MeasuredPair._turn, list[int]()
+
+    def stopping(pair: MeasuredPair, *rest: Any) -> None:
+        turns.append(1)
+        if len(turns) == 9:  # after a warm-up of three turns, a question by all, and one by two of them
+            raise KeyboardInterrupt
+        turn(pair, *rest)
+
+    monkeypatch.setattr(MeasuredPair, "_turn", stopping)
+    words = ("task=measure", "task.ks=[2]", "task.repeats=1", "task.max_new_tokens=4", "seed=1")
+    answer = command(*words, f"task.suite={written(tmp_path, SPEC_BENCH)}")
+    assert answer.code == 130 and "by category" in answer.out
+    found = json.loads(answer.out.splitlines()[-1])
+    assert [row["questions"] for row in found["pair"][0]["by_category"]] == [1]
+    assert len(list(Path(found["run_folder"]).glob("answers-*.jsonl"))) == 2
 
 
 def test_several_pairs_in_one_table(command: Command):

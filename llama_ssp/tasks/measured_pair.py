@@ -80,13 +80,18 @@ class MeasuredPair:
         with Progress(
             f"measure {self.name}", (1 + passes * len(self.batches)) * len(self.contenders), "turns"
         ) as progress:
-            self._repeat(self.batches[:1], 0, progress)  # a warm-up
+            self._repeat(self.batches[:1], [Sample() for _ in self.contenders], 0, progress)  # a warm-up
             for contender in self.contenders:
                 contender.answers.clear()
             for repeat in range(task.repeats):
-                samples = self._repeat(self.batches, repeat, progress)
-                for contender, sample in zip(self.contenders, samples, strict=True):
-                    contender.record.samples += [sample] if contender.models else []
+                samples = [Sample() for _ in self.contenders]
+                try:
+                    self._repeat(self.batches, samples, repeat, progress)
+                except BaseException:  # a suite takes hours: what has been answered counts
+                    if task.suite is not None:
+                        self._keep(samples)
+                    raise
+                self._keep(samples)
             for contender in self.contenders if task.suite is None else ():
                 self._split(contender)
                 progress.advance(len(self.batches))
@@ -117,17 +122,24 @@ class MeasuredPair:
             later += len(self.pair.tokens.encode(turn)) + first + new
         return first + new + later
 
-    def _repeat(self, batches: list[Batch], repeat: int, progress: Progress) -> list[Sample]:
+    def _repeat(
+        self, batches: list[Batch], samples: list[Sample], repeat: int, progress: Progress
+    ) -> None:  # fmt: skip
         """Every contender writes all texts; they change turns after each batch, so machine noise is shared.
 
         Every repeat draws other texts, the same in every run of this seed.
         """
-        samples = [Sample() for _ in self.contenders]
         for batch in batches:
             for contender, sample in zip(self.contenders, samples, strict=True):
                 self._turn(contender, batch, repeat, sample)
                 progress.advance(1)
-        return samples
+
+    def _keep(self, samples: list[Sample]) -> None:
+        """Counts a repeat, if every contender has had a turn."""
+        taken = [(one, sample) for one, sample in zip(self.contenders, samples, strict=True) if one.models]
+        if all(sample.tokens for _, sample in taken):
+            for contender, sample in taken:
+                contender.record.samples.append(sample)
 
     def _turn(self, contender: Contender, batch: Batch, repeat: int, sample: Sample) -> None:
         """One batch, or one question of a suite, by one contender."""
