@@ -54,6 +54,8 @@ def run_of(*arguments: str) -> RunConf:
         ("plan 65B", "task=plan model=65B draft=none"),
         ("model=65B", "model=65B draft=none"),
         ("measure repeats=1 ks=[2] plot=a.svg", "task=measure task.repeats=1 task.ks=[2] task.plot=a.svg"),
+        ("measure ks=1,2,4", "task=measure task.ks=[1,2,4]"),
+        ("eval pairs=13B/7B,7B sizes=10", "task=eval task.pairs=[13B/7B,7B] task.sizes=[10]"),
         ("prompt=hi prompt=ho", "task.prompts=[hi,ho]"),
         ("model=a/b draft=c/d.e", "model=local model.name=a/b model.repo=a/b draft=local draft.name=c/d.e "
          "draft.repo=c/d.e"),

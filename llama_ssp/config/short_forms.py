@@ -4,7 +4,8 @@
 
 is `task=compare model=30B draft=local draft.path='/models/7b' task.prompts=['def hello'] ...`: the task, the
 target and the draft may come first without their keys, a model by any of its names, and a task's key without
-`task.` before it. `prompt` is taken as it is, and may be given several times.
+`task.` before it, lists of numbers and pairs without brackets too (ks=1,2,4). `prompt` is taken as it is, and
+may be given several times.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from llama_ssp.errors import UsageError
 PROMPT, PROMPTS = "prompt", "task.prompts"
 RUN_KEYS = {entry.name for entry in fields(RunConf)} | {*GROUPS}
 TASK_KEYS = {entry.name for conf in TASKS.values() for entry in fields(conf)} - RUN_KEYS - {"name"}
+LISTS = {  # of numbers, or of pairs
+    entry.name
+    for conf in TASKS.values()
+    for entry in fields(conf)
+    if str(entry.type).startswith("list[") and ("range" in entry.metadata or entry.name == "pairs")
+}
 SHIPPED = "demo"  # the default target, which has a default draft
 SOURCES = ("path", "repo", "name")  # of a model that is named by its folder or id
 
@@ -48,6 +55,8 @@ def in_full(words: Sequence[str], folders: Sequence[Path] = (), sweeps: bool = F
         elif key == PROMPT:
             prompts.append(quoted(value))
         else:
+            bare = key in LISTS and value and not value.startswith("[") and not sweeps
+            word = f"{key}=[{value}]" if bare else word
             full.append(f"task.{word}" if key in TASK_KEYS else word)
     if prompts and PROMPTS in (word.partition("=")[0] for word in full):
         raise UsageError(f"both {PROMPT} and {PROMPTS} are given", fix=f"write {PROMPT}=... for each")
