@@ -32,7 +32,7 @@ def test_the_section_as_a_new_user_would(lab: Lab, tmp_path: Path):
     for line in lines:
         if "task.status" in line:
             lab.wait_empty()
-        run = line.replace("python launch/run.py", f"'{sys.executable}' '{ROOT}/launch/run.py'")
+        run = line.replace("llama-ssp ", f"'{sys.executable}' '{ROOT}/launch/run.py' ")
         done = subprocess.run(
             ["bash", "-c", run], cwd=tmp_path, env={**lab.env, "OMP_NUM_THREADS": "1"}, capture_output=True,
             text=True, timeout=300,
