@@ -13,12 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama_ssp.config import DraftSeat, ModelConf, PlacementConf, SamplingConfig, Splitting
+from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, SamplingConfig, Splitting
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models import programs
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.planner.memory import rank_work
 from llama_ssp.planner.resolve import require_head
+from llama_ssp.planner.weights import held
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.head import HeadDrafter
@@ -286,3 +290,24 @@ def test_where_a_head_may_sit(tmp_path: Path) -> None:
     for placement in (PlacementConf(draft=DraftSeat.own), PlacementConf(splitting=Splitting.layers)):
         with pytest.raises(UsageError, match="a head"):
             require_head(head, target, placement, 2)
+
+
+@pytest.mark.parametrize("embeds", [True, False])
+def test_the_plan_knows_what_a_head_holds(embeds: bool, tmp_path: Path) -> None:
+    """Weights, cache and waiting states to the byte, but for the few norms that flags add."""
+    folder = head_of(tmp_path, ids=SOME, embeds=embeds, dim=DIM)
+    _, model = target_of()
+    head, _ = complete(local(folder), "draft")
+    made = loaded(folder, 3, None if embeds else model.decoder.embedding.weight)
+    target = replace(head, dim=DIM, n_layers=3, head_inputs=0, head_vocab=0)
+    roles = Role(TARGET, target, Dtype.fp32), Role(DRAFT, head, Dtype.fp32)
+    placement = resolve(PlacementConf(), 1, True)
+    own = rank_work(*roles, placement, Workload(2, 20, 10, 3, 100), 0).draft
+    assert own is not None
+    assert sum(held(own.part, Dtype.fp32).values()) == made.weights_bytes
+    runner = ModelRunner(model, 100)
+    drafter = HeadDrafter(
+        made, runner, SamplingTransform(SamplingConfig(), (), VOCAB), source(RULES["block"], 0)
+    )
+    drafter.start(2, 30)
+    assert own.caches_bytes(2) == made.caches.most

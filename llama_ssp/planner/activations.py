@@ -18,6 +18,7 @@ from llama_ssp.planner.weights import Part, RolePart
 from llama_ssp.planner.workload import MIB, Workload
 
 MASKS, HIDDEN, LOGITS, PROBS, TOKENS = "masks", "activations", "logits", "laws", "tokens"
+STATES = "hidden states"  # that a head reads
 PREFILL, DRAFT_PREFILL, DRAFT_STEPS, VERIFY = "prefill", "draft prefill", "draft", "verify"
 
 INT, FP32, FP64 = 8, 4, 8
@@ -75,6 +76,8 @@ class Forward:
         # States that live while a layer computes: its input, the norm's output, attention's output and the
         # sum, and the next norm's output; the norms after attention and after the MLP have one each.
         stream = (5 + max(part.family.norms - 2, 0)) * state + turns
+        if part.head_inputs:  # g, its norm, the embedding's, and both as one; the target's states, normed
+            stream += 5 * state + 2 * self.tokens * part.head_inputs * w
         scratch = MIB + KERNEL_SCRATCH * self.kernels.threads + self._dequantised()
         worst = max(self._normed(self.tokens), self._rotated(), self._attended(), self._fed())
         yield {MASKS: masks, HIDDEN: stream + worst + scratch}
@@ -154,12 +157,16 @@ class Forward:
     def _head(self) -> int:
         """Logits; over several ranks: a part, its padded copy, all gathered parts, the whole.
 
+        Those of a head also by the target's ids, in fp32, for rows that draft and for all.
+
         Of rows that differ in length the logits are copied to where padding leaves room.
         """
         steps = 3 if self.part.family.softcap else 2 if self.rows > 1 or self.part.family.multipliers else 1
         part, numbers = self.part, self.part.whole_vocab * steps
         if part.world > 1:
             numbers = max(numbers, part.vocab + (1 + part.world) * part.widest + part.whole_vocab)
+        if part.head_inputs:
+            return self.logits * (part.vocab * self.w + 2 * part.whole_vocab * FP32)
         return self.logits * numbers * self.w
 
     def selected(self, wanted: int) -> int:
@@ -199,20 +206,30 @@ class RankWork:
         target, draft = self.target, self.draft
         phases: dict[str, Parts] = {PREFILL: {}}
         if target is not None:
-            phases[PREFILL] = _largest(self._prefill(target))
+            phases[PREFILL] = _sum(_largest(self._prefill(target)), self._shown(self._chunk(target)))
         if draft is not None:
             phases[DRAFT_PREFILL] = _largest(self._prefill(draft))
             phases[DRAFT_STEPS] = _largest(self._drafting(draft))
         if target is not None:
-            phases[VERIFY] = _largest(self._verifying(target))
+            phases[VERIFY] = _sum(_largest(self._verifying(target)), self._shown(self.work.k + 1))
         tokens = {TOKENS: INT * self.work.rows * (self.room + 1) + ROUNDING}
         return {phase: _sum(tokens, parts) for phase, parts in phases.items()}
 
     def _prefill(self, own: RolePart) -> Iterable[Parts]:
         """The moments of the widest chunk with the longest span; the last column has logits."""
         rows, end = self.work.rows, min(self.work.prompt_tokens, own.part.context) - 1
-        widest = Forward(own, self.kernels, rows, min(self.work.prefill_chunk, end), end, rows)
+        widest = Forward(own, self.kernels, rows, self._chunk(own), end, rows)
         return widest.moments() if end else [{}]
+
+    def _chunk(self, own: RolePart) -> int:
+        return min(self.work.prefill_chunk, min(self.work.prompt_tokens, own.part.context) - 1)
+
+    def _shown(self, columns: int) -> Parts:
+        """What a head reads of the target's pass: the states of layers, and as one tensor."""
+        if self.target is None or self.draft is None or not self.draft.part.head_inputs:
+            return {}
+        numbers = self.work.rows * columns * self.draft.part.head_inputs
+        return {STATES: 2 * numbers * width(self.target.dtype)}
 
     def _step(self, own: RolePart, columns: int) -> Forward:
         """A pass at the end of the text, with the longest span."""

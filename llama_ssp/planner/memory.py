@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from functools import lru_cache
 
 from llama_ssp.config import Dtype
@@ -14,6 +15,7 @@ from llama_ssp.planner.weights import CACHE, Part, RolePart, held, tensors
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
 LOADING = "load"
+STEP = 72  # models.steps.WIDEST: the longest step of a row
 SEGMENTS = "segments"
 ALLOCATOR = "torch's caching allocator: whole segments, and blocks between that fit nothing"
 FORMULA = "largest moment, by a formula from shapes"
@@ -40,8 +42,12 @@ def rank_work(
     if draft is not None and rank in placement.draft:
         degree = placement.draft_degree
         part = Part.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)
+        if draft.model.is_head and draft.model.tied and len(placement.target) == 1:
+            part = replace(part, embedding_rows=0)  # it reads the target's table
         room_of_draft = min(room, draft.model.context)
         drafted = RolePart.of(draft, part, room_of_draft, work.draft_caches, draft.role in compiled)
+        if draft.model.is_head:
+            drafted = replace(drafted, waiting=max(work.prefill_chunk, STEP))
     drafts = rank == (placement.draft[0] if draft is not None and placement.draft else placement.target[0])
     decides = rank == placement.target[0]
     return RankWork(own, drafted, target.model.vocab, work, room, decides, drafts, kernels)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting, Steps
-from llama_ssp.distributed.placement import Placement, resolve
+from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.sharding import require_quantised, require_split, require_transformers
 from llama_ssp.planner.engine import as_run, why_eager
@@ -127,6 +127,9 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
         raise DistributedError(what, found=found, allowed="tensor, layers", fix=fix)
     if placement.splitting is Splitting.layers:
         require_transformers(request.target.model.name, request.target.dtype)
+    if request.draft is not None and request.draft.model.is_head and placement.draft != (LEADER,):
+        what, found = "a head reads the target's hidden states: it sits on the leader", placement.in_words()
+        raise DistributedError(what, "placement.draft", found, "leader", "use placement=leader")
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):
         if degree > 1:

@@ -64,6 +64,7 @@ class Part:
     first_column: int  # of the MLP's
     codes: Kept  # of a quantised checkpoint
     code_mix: str = ""  # as of ModelConf
+    head_inputs: int = 0  # of a trained head: numbers of the target's states that it reads
 
     @staticmethod
     def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
@@ -81,7 +82,13 @@ class Part:
         norms = family.norms - (family.multi_query and model.n_kv_heads == 1)
         codes = Kept(model.code_bits, model.code_group, model.code_bytes)
         places = heads.query[0], mlp[0]
-        return Part(*whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix)
+        if model.is_head:  # its own tokens; a norm more; what it embeds is not its output's table
+            own = *own[:3], model.head_vocab, model.head_vocab, model.vocab
+            whole, norms = (*whole[:-1], False), norms + 1
+        return Part(
+            *whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix,
+            model.head_inputs,
+        )  # fmt: skip
 
     @property
     def query_width(self) -> int:
@@ -119,6 +126,8 @@ def weights(part: Part, packed: bool = False, own_head: bool = False) -> Iterato
             yield Weight(LAYERS, outputs, 1, times)
     if packed:
         yield from _mixed(part)
+    if part.head_inputs:
+        yield Weight(LAYERS, dim, part.head_inputs)
     if part.expert_layers:
         yield from _experts(part)
     if family.names.sinks:
@@ -145,7 +154,8 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
     def biased(name: str) -> bool:
         return name.rpartition(".")[2] in part.family.biased
 
-    yield queries + 2 * part.key_width, dim, part.layers, biased(names.qkv[0]), 0
+    inputs = 2 * dim if part.head_inputs else dim  # a head reads the states and a token's embedding
+    yield queries + 2 * part.key_width, inputs, part.layers, biased(names.qkv[0]), 0
     before = part.first_query * part.head_dim
     yield dim, queries, part.layers, part.first and biased(names.output), before
     if dense := part.layers - part.expert_layers:
@@ -189,10 +199,11 @@ def parameters(model: ModelConf) -> int:
 
 
 def buffers(part: Part) -> list[int]:
-    """Bytes of the buffers that a model computes: frequencies of rotary positions."""
+    """Bytes of the buffers that a model computes: frequencies of rotary positions, ids of a head's tokens."""
     if part.family.position_rows is not None:
         return []
-    return part.family.rotary_kinds * [4 * (part.rotary_width // 2)]
+    ids = [8 * part.vocab] if part.head_inputs and part.vocab < part.whole_vocab else []
+    return part.family.rotary_kinds * [4 * (part.rotary_width // 2)] + ids
 
 
 def held(part: Part, dtype: Dtype, store: Store = AS_THEY_ARE) -> dict[str, int]:
@@ -219,7 +230,10 @@ def tensors(part: Part, dtype: Dtype, store: Store = AS_THEY_ARE) -> Iterator[tu
 
 @dataclass(frozen=True)
 class RolePart:
-    """One rank's part of a role: weights, and caches of `capacity` tokens."""
+    """One rank's part of a role: weights, and caches of `capacity` tokens.
+
+    Of a trained head, `waiting` is of how many positions of a row it keeps what it has not read yet.
+    """
 
     role: str
     part: Part
@@ -228,6 +242,7 @@ class RolePart:
     caches: int
     masks: int
     compiled: bool = False  # its steps
+    waiting: int = 0
 
     @staticmethod
     def of(role: Role, part: Part, capacity: int, caches: int = 1, compiled: bool = False) -> RolePart:
@@ -247,4 +262,6 @@ class RolePart:
 
     def caches_bytes(self, rows: int, unit: int = 1) -> int:
         """Of all caches and layers, each layer's keys and values rounded up to `unit`."""
-        return self.caches * 2 * self.part.layers * (-(-self.keys_bytes(rows) // unit) * unit)
+        keys = 2 * self.part.layers * (-(-self.keys_bytes(rows) // unit) * unit)
+        states = rows * self.waiting * self.part.dim * width(self.dtype)
+        return self.caches * (keys + -(-states // unit) * unit)
