@@ -99,7 +99,10 @@ def load_pair(
     Raises UsageError, ModelError or DistributedError.
     """
     words = pair_words(model, draft, overrides)
-    sizes = [f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens // 16)}"]
+    sizes = [
+        f"task.batch_size={batch_size}",
+        f"task.max_new_tokens={max(1, min(max_tokens, USUAL_TOKENS) // 16)}",
+    ]
     run = composed([*sizes, *words])
     spec = pair_specs(run, [], rank_environment().world)[0]
     ranks = ranks_of(run)
@@ -114,6 +117,11 @@ class Pair:
 
     def __init__(self, session: PairSession) -> None:
         self._session, self._ranks = session, session.ranks
+
+    @property
+    def session(self) -> PairSession:
+        """What the program's own tasks use: tokenizer, configuration, ranks."""
+        return self._session
 
     @property
     def devices(self) -> dict[str, str]:
@@ -263,7 +271,7 @@ class Pair:
                 found.append(self._session.prompt(given, run))
             else:
                 ids = tokens.encode(text) if isinstance(text, str) else list(text)
-                found.append(usable(given, ids, tokens, run, 0 if shorter else 1))
+                found.append(usable(given, ids, tokens, run, 0 if shorter else 2))
         return found
 
     def _text(self, text: Text) -> str:

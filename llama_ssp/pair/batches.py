@@ -185,8 +185,8 @@ def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = Fals
 def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyond: int = 0) -> Prompt:
     """The prompt of these tokens; of none, the model's own first token, if there is one.
 
-    Raises DataError where the model cannot continue it. A text that is not continued may be one token longer:
-    `beyond` is 1.
+    Raises DataError where the model cannot continue it. A text that is only scored may be longer: its last
+    token is not read, and none follows it, so `beyond` is 2.
     """
     context, vocab = run.model.context, run.model.vocab
     if not ids and tokens.bos_id is not None:

@@ -53,8 +53,11 @@ class Tokens(Protocol):
     def has_template(self) -> bool:
         """Whether there is a chat template, so that `chat` can be called."""
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """A prompt's ids. Names of special tokens in it are text, or with `special` those tokens."""
+    def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
+        """A text's ids; names of special tokens in it are text, or with `special` those tokens.
+
+        `begin`: with the special tokens that the tokenizer adds to a text.
+        """
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -104,11 +107,10 @@ class HubTokens:
         self.bos_id: int | None = self._tokenizer.bos_token_id
         self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        return self._ids(text, special, begin=True)
+    def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
+        return self._ids(text, special, begin)
 
     def _ids(self, text: str, special: bool = False, begin: bool = False) -> list[int]:
-        """`begin`: with the special tokens that the tokenizer adds to a text."""
         with tokenizing(self._path):
             ids: list[int] = self._tokenizer.encode(
                 text, add_special_tokens=begin, split_special_tokens=not special
@@ -128,11 +130,11 @@ class HubTokens:
 
     def chat(self, messages: list[Message]) -> list[int]:
         """The template's special tokens are read as such; those in the messages are text."""
-        rendered, typed = self._rendered(messages), [message["content"] for message in messages]
+        rendered, typed = self.rendered(messages), [message["content"] for message in messages]
         if self._special_in(typed) is None:
             return self._ids(rendered, special=True)
         marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
-        frame = self._rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
+        frame = self.rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
         pieces = re.split(f"({'|'.join(marks)})", frame)
         for trimmed in (str, str.strip):  # templates take content as it is, or without spaces around it
             contents = {mark: trimmed(content) for mark, content in zip(marks, typed, strict=True)}
@@ -168,7 +170,16 @@ class HubTokens:
         template = self._tokenizer.chat_template
         return vocabulary_of(content, ids, self._ids, self.encode, self.end_ids, template, notation)
 
-    def _rendered(self, messages: list[Message]) -> str:
+    @property
+    def template(self) -> str:
+        """The chat template; empty without one."""
+        return str(self._tokenizer.chat_template or "")
+
+    def rendered(self, messages: list[Message], goes_on: bool = False) -> str:
+        """The conversation as text, up to the model's answer; with `goes_on` its last message is left open.
+
+        Raises DataError.
+        """
         where, without = "task.chat=true", "use task.chat=false"
         if not self._tokenizer.chat_template:
             fix = "use an instruct model, or task.chat=false"
@@ -176,7 +187,10 @@ class HubTokens:
         try:
             with _bounded():
                 rendered: str = self._tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False
+                    messages,
+                    add_generation_prompt=not goes_on,
+                    continue_final_message=goes_on,
+                    tokenize=False,
                 )
         except Exception as error:  # a template may raise anything
             what, found = "the model's chat template refuses the prompt", str(error)[:200]
@@ -190,7 +204,7 @@ class HubTokens:
             what, fix = "the model's chat template leaves the prompt out", "correct chat_template in"
             raise DataError(what, self._path, fix=f"{fix} tokenizer_config.json, or {without}")
         if changed:  # some templates change words that they quote; WORD shows whether they are there at all
-            self._rendered(
+            self.rendered(
                 [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]
             )
             if not self._warned:
@@ -261,7 +275,7 @@ class ByteTokens:
     def __init__(self, vocab: int) -> None:
         self.size = vocab
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
         return [byte % self.size for byte in text.encode()]
 
     def decode(self, ids: list[int]) -> str:

@@ -1,0 +1,198 @@
+"""The pair in lm-evaluation-harness, offline, on small tasks: regular and speculative score alike."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.tasks.arithmetic import questions
+from tests import checkpoints
+from tests.test_chat import BEGIN, END, PLAIN
+from tests.warm import ROOT
+
+pytest.importorskip("lm_eval", reason="lm-eval is an extra")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+COUNT = 10
+COMMON = """
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+task: {name}
+metadata: {{version: 1}}
+"""
+TASKS = {
+    "sums": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+    "choices": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{[wrong, answer]}}"
+doc_to_target: 1
+target_delimiter: ""
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+""",
+    "texts": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}}{{answer}}"
+metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Multiplications that the shipped pair was trained for."""
+    folder = tmp_path_factory.mktemp("tasks")
+    asked = questions(1, COUNT, 4)
+    lines = [{"question": q.text, "answer": q.answer, "wrong": str(int(q.answer) + 7)} for q in asked]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, own in TASKS.items():
+        (folder / f"{name}.yaml").write_text(COMMON.format(data=folder / "data.jsonl", name=name) + own)
+    return folder
+
+
+def evaluated(tasks: Path, **model: Any) -> Any:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from llama_ssp.tasks import harness
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    lm = harness.HarnessModel(batch_size=4, **{"model.dtype": "fp32"}, **model)
+    return simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
+
+
+def answers(found: Any, task: str) -> list[Any]:
+    samples = sorted(found["samples"][task], key=lambda one: one["doc_id"])
+    return [one["resps"] for one in samples]
+
+
+@pytest.mark.slow
+def test_regular_and_speculative_score_alike(tasks: Path) -> None:
+    """Greedy answers are equal; scores do not depend on the draft at all."""
+    regular = evaluated(tasks, model="demo", draft=None)
+    paired = evaluated(tasks, model="demo", draft="demo_draft", **{"draft.dtype": "fp32"})
+    assert answers(regular, "sums") == answers(paired, "sums")
+    one, other = ({name: r["results"][name] for name in TASKS} for r in (regular, paired))
+    assert one["sums"]["exact_match,none"] == other["sums"]["exact_match,none"] > 0.8
+    assert one["choices"]["acc,none"] == other["choices"]["acc,none"] > 0.8
+    perplexities = [results["texts"]["word_perplexity,none"] for results in (one, other)]
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
+
+
+def test_scores_are_those_of_a_plain_forward(tmp_path: Path) -> None:
+    """Of continuations, and of texts longer than the context; as the harness's own model computes them."""
+    from lm_eval.api.instance import Instance
+
+    from llama_ssp.tasks.harness import HarnessModel
+
+    folder = checkpoints.save(tmp_path / "model", max_position_embeddings=24)
+    lm = HarnessModel(str(folder), batch_size=2, max_length=24, **{"model.dtype": "fp32"})
+
+    def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        return [Instance(kind, {}, args, n) for n, args in enumerate(arguments)]
+
+    from transformers import LlamaForCausalLM
+
+    plain = LlamaForCausalLM.from_pretrained(folder).eval()
+
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return plain(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+    pairs = [("the quick", " brown fox"), ("", "def hello"), ("the lazy dog jumps", " over")]
+    found = lm.loglikelihood(asked("loglikelihood", *pairs))
+    for (context, after), (total, is_greedy) in zip(pairs, found, strict=True):
+        before = lm.tok_encode(context) if context else [lm.prefix_token_id]
+        ids = [*before, *(lm.tok_encode(context + after)[len(before) * bool(context) :])]
+        table = logprobs(ids[:-1])[len(before) - 1 :]
+        expected = sum(float(row[token]) for row, token in zip(table, ids[len(before) :], strict=True))
+        assert total == pytest.approx(expected, abs=1e-4)
+        assert is_greedy == (table.argmax(-1).tolist() == ids[len(before) :])
+    text = "the quick brown fox jumps over the lazy dog " * 3
+    ids = lm.tok_encode(text)
+    assert len(ids) > 2 * 24
+    expected, done = 0.0, 0
+    while done < len(ids):  # windows of the whole context; the last one is full, too
+        end = min(done + 24, len(ids))
+        window = [lm.prefix_token_id, *ids][max(0, end - 24) : end + 1]
+        table = logprobs(window[:-1])
+        tail = window[-(end - done) :]
+        expected += sum(float(r[t]) for r, t in zip(table[-len(tail) :], tail, strict=True))
+        done = end
+    assert lm.loglikelihood_rolling(asked("loglikelihood_rolling", (text,))) == [
+        pytest.approx(expected, abs=1e-3)
+    ]
+    assert math.isfinite(expected)
+
+
+def test_chats_and_settings_of_requests(tmp_path: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    from llama_ssp import RunError
+    from llama_ssp.tasks.harness import HarnessModel
+
+    made = checkpoints.tokenizer()
+    made.add_special_tokens([BEGIN, END])
+    folder = checkpoints.save(tmp_path / "model", made=made)
+    checkpoints.write_tokenizer(folder, made, chat_template=PLAIN)
+    lm = HarnessModel(str(folder), draft=str(folder), max_length=128)
+    history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "The"}]
+    asked = lm.apply_chat_template(history[:1])
+    assert asked == f"{BEGIN}user\nhello{END}\n{BEGIN}assistant\n" and lm.chat_template(True) == PLAIN
+    assert lm.apply_chat_template(history, add_generation_prompt=False).endswith("assistant\nThe")
+    ids = lm.tok_encode(asked)
+    assert ids[0] == made.token_to_id(BEGIN) and ids == lm._tokens.chat(history[:1])
+
+    def generate(**kwargs: Any) -> list[str]:
+        requests = [
+            Instance("generate_until", {}, (text, kwargs), n) for n, text in enumerate([asked, "def"])
+        ]
+        found: list[str] = lm.generate_until(requests)
+        return found
+
+    greedy = generate(until=["q"], max_gen_toks=6)
+    assert greedy == generate(until=["q"], max_gen_toks=6, temperature=1.0, do_sample=False)
+    assert generate(max_gen_toks=6, do_sample=True, temperature=1.5) != greedy
+    for wrong in (
+        {"max_gen_toks": 6, "num_beams": 4},
+        {"max_gen_toks": 128},
+        {"max_gen_toks": 6, "guess": 1},
+    ):
+        with pytest.raises(RunError):
+            generate(**wrong)
+    with pytest.raises(RunError, match="batch_size"):
+        HarnessModel(str(folder), batch_size="auto")
+
+
+@pytest.mark.slow
+def test_the_documented_command_over_ranks(tasks: Path, tmp_path: Path) -> None:
+    """One table, one file, and a score."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    model = "model=demo,draft=demo_draft,model.dtype=fp32,draft.dtype=fp32"
+    run = subprocess.run(
+        [sys.executable, "-m", *launcher, "llama_ssp.tasks.harness", "run", "--model", "llama_ssp",
+         "--model_args", model, "--tasks", "sums", "--include_path", str(tasks), "--batch_size", "8",
+         "--output_path", str(tmp_path / "out")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    score = json.loads(file.read_text())["results"]["sums"]["exact_match,none"]
+    assert score > 0.8 and run.stdout.count("exact_match") == 1
