@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 
 from llama_ssp.config import MeasureConf, ModelConf
 from llama_ssp.errors import DataError
+from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.report.statistics import ratio_of_sums
 from llama_ssp.tasks.measured_pair import MeasuredPair
 from llama_ssp.text.prompts import TextPrompt, read_prompts
@@ -147,15 +150,27 @@ def test_answers_remain_when_a_suite_is_stopped(
     assert len(list(Path(found["run_folder"]).glob("answers-*.jsonl"))) == 2
 
 
-def test_several_pairs_in_one_table(command: Command):
+def test_several_pairs_in_one_table(command: Command, monkeypatch: pytest.MonkeyPatch):
+    opened, targets, freed = ModelCache.open, list[Any](), list[bool]()
+
+    def watched(cache: ModelCache, placements: list[Any]) -> Any:
+        found = opened(cache, placements)
+        gc.collect()
+        freed.append(all(one() is None for one in targets))  # those of the pairs before
+        targets.append(weakref.ref(found.target))
+        return found
+
+    monkeypatch.setattr(ModelCache, "open", watched)
     words = ("task=measure", "task.ks=[2]", "task.repeats=2", "task.max_new_tokens=4", 'task.prompts=["a b"]')
-    answer = command(*words, "task.pairs=[tiny,tiny/tiny_draft]")
+    answer = command(*words, "task.pairs=[tiny_draft,tiny/tiny_draft]")
     assert (answer.code, answer.errors) == (0, [])
     found = json.loads(answer.out.splitlines()[-1])
-    assert [one["name"] for one in found["pairs"]] == ["tiny", "tiny/tiny_draft"]
+    assert [one["name"] for one in found["pairs"]] == ["tiny_draft", "tiny/tiny_draft"]
     assert [[row["k"] for row in one["pair"]] for one in found["pairs"]] == [[], [2]]
+    assert freed == [True, True]
     table = answer.out.split("\n\n")[0]
-    assert [line.split("  ")[0] for line in table.splitlines()[1:]] == ["tiny", "tiny/tiny_draft, K = 2"]
+    names = [line.split("  ")[0] for line in table.splitlines()[1:]]
+    assert names == ["tiny_draft", "tiny", "tiny/tiny_draft, K = 2"]
 
 
 def test_an_interval_of_a_ratio_holds_the_true_one():

@@ -56,7 +56,8 @@ def _found(summary: Row) -> dict[str, Row]:
     if summary["task"] == "compare" and summary["comparisons"]:
         regular, speculative = (summary["comparisons"][0][way] for way in (REGULAR, SPECULATIVE))
         before, after = regular["ms_per_token"], speculative["ms_per_token"]
-        return {REGULAR: regular, SPECULATIVE: {**speculative, "speedup": before / after if after else None}}
+        faster = before / after if before and after else None
+        return {REGULAR: regular, SPECULATIVE: {**speculative, "speedup": faster}}
     if summary["task"] == "eval":
         return {
             (row["pair"] if row["mode"] == SPECULATIVE else row["target"]).replace("*", ""): row

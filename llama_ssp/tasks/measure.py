@@ -43,8 +43,11 @@ class MeasureTask(Task[MeasureConf]):
         try:
             for one in self._measured_pairs:
                 self._pair = one.pair
-                one.measure(cache)
-                self._measured += one.measurements(f"{one.name}, " if self._task.pairs else "")
+                try:
+                    one.measure(cache)
+                finally:
+                    self._measured += one.measurements(f"{one.name}, " if self._task.pairs else "")
+                one.close()
             device = self._measured_pairs[0].pair.placements[0].device
             self._memory = peak_memory(device, self._ranks)
         finally:

@@ -55,6 +55,7 @@ class MeasuredPair:
         self.pair, self._task, self._seed = pair, pair.run.task, seed
         self._ranks, self._watch = ranks, watch
         self.contenders: list[Contender] = []
+        self._about = pair.figures()
         rows = min(self._task.batch_size, len(prompts))
         self.batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
         self._most = max(self._whole_length(*one) for one in prompts)
@@ -74,6 +75,7 @@ class MeasuredPair:
         task, pair = self._task, self.pair
         models = pair.open(cache).models
         pair.measure_costs()
+        self._about = pair.figures()
         alone = len(pair.placements) > 1 and self._most <= models.draft_context
         self.contenders = contenders_of(models, pair.run, task.ks if pair.spec.drafter else [], alone)
         passes = task.repeats + (task.suite is None)
@@ -96,6 +98,11 @@ class MeasuredPair:
                 self._split(contender)
                 progress.advance(len(self.batches))
 
+    def close(self) -> None:
+        """Frees the models, but for those in a cache; figures remain."""
+        self.contenders = [replace(one, models=None) for one in self.contenders]
+        self.pair.close()
+
     def figures(self) -> dict[str, Any]:
         """Right at any moment."""
         found = speeds_of(self.contenders).figures() if self.contenders else {}
@@ -105,7 +112,7 @@ class MeasuredPair:
             for row, contender in zip(found["pair"], pairs, strict=True):
                 row["by_category"] = by_category(questions, self.contenders[0].answers, contender.answers)
         counts = [len(prompt.token_ids) for prompt in self.prompts]
-        return {**found, "prompts": len(counts), "prompt_tokens": counts, **self.pair.figures()}
+        return {**found, "prompts": len(counts), "prompt_tokens": counts, **self._about}
 
     def measurements(self, prefix: str) -> list[RunMeasurement]:
         """Every contender with the target; the draft alone does not write the target's texts."""

@@ -59,9 +59,7 @@ class NgramIndex:
             if found is None:
                 known[context] = position
                 return
-            if isinstance(
-                found, int
-            ):  # the first occurrence: its next longer context is told apart from now on
+            if isinstance(found, int):  # occurred once: from now on its longer context is kept, too
                 if size < min(self._longest, found):
                     known[tuple(text[found - size - 1 : found])] = found
                 known[context] = found = Followers(text[found])
