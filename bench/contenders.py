@@ -43,14 +43,14 @@ def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
 
 def by_us(
     opened: PairSession, new: int, seed: int, k: int | None,
-    seen: Callable[[RowStep, float], None] = lambda step, spent: None,
+    seen: Callable[[RowStep, float], None] = lambda step, spent: None, siblings: int = 0,
 ) -> tuple[float, Counts]:  # fmt: skip
     """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling.
 
-    `seen` gets every round and its seconds.
+    `seen` gets every round and its seconds. `siblings` of each draft; the most with an adaptive K.
     """
     drafting = Drafting.none if k == 0 else Drafting.model
-    spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None)
+    spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None, siblings=siblings)
     run, counts, spent = replace(opened.run, speculation=spec), Counts(), 0.0
     for number, ids in enumerate(PROMPTS):
         engine = opened.engine(seed, run, frozenset())

@@ -271,5 +271,6 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     spec = run.speculation
     if spec.adaptive:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
-        return AdaptiveDraftLength(costs or Costs.of_ratio(ratio, spec.k_max, spec.siblings), rows)
+        costs = costs or Costs.of_ratio(ratio, spec.k_max, spec.siblings)
+        return AdaptiveDraftLength(costs if spec.siblings else costs.of_chains(), rows)
     return FixedDraftLength(spec.k, rows, spec.siblings)

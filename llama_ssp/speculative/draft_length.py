@@ -94,6 +94,10 @@ class Costs:
             steps.append((1 - share) * verify[below] + share * verify[above])
         return Costs(draft, tuple(steps))
 
+    def of_chains(self) -> Costs:
+        """The same without siblings."""
+        return Costs(self.draft, self.verify[: self.k_max + 1])
+
     def with_trees(self, rounds: dict[tuple[int, int], float], most: int) -> Costs:
         """The same costs where drafts may have `most` siblings, from rounds measured with some shapes.
 
