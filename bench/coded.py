@@ -4,7 +4,8 @@
 
 Each format has several layers of the same size, which no cache holds together. All take turns, and the least
 time of each counts, as disturbances only add time. The bound is the layer's bytes, codes and scales, at the
-fastest reading that was seen: of a sum, or of layers in bf16.
+fastest reading that was seen: of a sum, or of layers in bf16. The plan's table of efficiencies
+(llama_ssp/planner/efficiency.py) is made of these figures.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from llama_ssp.config import Dtype  # noqa: E402
 from llama_ssp.models.formats.coded import Coded, Codes, values  # noqa: E402
 from llama_ssp.models.kernels import coded, linear  # noqa: E402
 from llama_ssp.models.linear import formats  # noqa: E402
+from llama_ssp.models.quantization import quantised, scales_of  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
 OUTPUTS = INPUTS = 4096
@@ -68,6 +70,12 @@ def layers() -> dict[str, tuple[list[Work], int]]:
         parts = [part for part in own[0].buffers() if part is not own[0].table]
         found[name] = list(own), sum(part.nbytes for part in parts)
     weight = torch.randn(OUTPUTS, INPUTS).bfloat16()
+    decoded = coded.DecodedLinear(random(*FORMATS["int4, groups of 32"]), None)
+    found["int4, decoded for each product"] = [decoded], decoded.codes.nbytes + decoded.scales.nbytes
+    for dtype in (Dtype.nf4, Dtype.int8):
+        layers = [quantised(dtype, weight.clone(), None, CPU) for _ in range(LAYERS)]
+        size = layers[0].weight.nbytes + sum(scales.nbytes for scales in scales_of(layers[0]))
+        found[f"{dtype.value}, bitsandbytes"] = list(layers), size
     found["bf16"] = [product(weight, None) for _ in range(LAYERS // 2)], weight.nbytes
     return found
 
@@ -104,11 +112,23 @@ def main() -> None:
         found = layers()
         least, summing = speeds(found, int(own["repeats"]))
     bandwidth = max(summing, *(found["bf16"][1] / least["bf16", rows] for rows in ROWS))
-    table = [["format", "MB", "bound", *(f"{rows}" for rows in ROWS), "1 over bound", "5 over 1"]]
+    table = [
+        [
+            "format",
+            "MB",
+            "bound",
+            *(f"{rows}" for rows in ROWS),
+            "1 over bound",
+            "5 over bound",
+            "1 over bf16",
+            "5 over bf16",
+        ]
+    ]
     for name, (_, size) in found.items():
-        bound, one = size / bandwidth, least[name, 1]
+        bound = size / bandwidth
         times = (f"{1e6 * least[name, rows]:.0f}" for rows in ROWS)
-        over = f"{one / bound:.2f}", f"{least[name, 5] / one:.2f}"
+        over = [f"{least[name, rows] / bound:.2f}" for rows in (1, 5)]
+        over += [f"{least[name, rows] / least['bf16', rows]:.2f}" for rows in (1, 5)]
         table.append([name, f"{size / 1e6:.1f}", f"{1e6 * bound:.0f}", *times, *over])
     text = "\n".join(
         [

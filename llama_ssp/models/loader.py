@@ -246,6 +246,8 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
 
     config = _for_modules(path)
     hub_logging.disable_progress_bar()
+    with _refusing(path):
+        _require_sound_codes(path, config)
     with _refusing(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module, report = AutoModelForCausalLM.from_pretrained(
@@ -266,6 +268,13 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     if dtype in QUANTISED or getattr(module, "is_quantized", False):
         choose_kernels(module)
     return module
+
+
+def _require_sound_codes(path: Path, config: Any) -> None:
+    """A ModelError if tensors of a quantised folder contradict each other: transformers may read on."""
+    if reason_against(config) is None and quantised_config(read_config(path), path) is not None:
+        with closing(opened(path, config, names := wanted(config))) as files:
+            _require_complete(path, differences(names, files.shapes, config))
 
 
 def differences(

@@ -515,9 +515,9 @@ QUANTISED = [
     )),
     *(hostile(22, name, IS.broken(write, claim, end, tensor), "of a quantised matrix", *found, reach=LOADED, extra=extra)
       for extra in ((), ("model.dtype=packed",)) for name, write, claim, end, tensor, *found in (
-        (f"scales-whole{extra and '-packed'}", IS.gptq, IS.GPTQ, ".scales", torch.ones(2, 96).int(), "I32"),
-        (f"scales-lost{extra and '-packed'}", IS.fp8, IS.FP8, ".weight_scale_inv", None, "not complete"),
-        (f"scales-none{extra and '-packed'}", IS.int4, IS.INT4, ".weight_scale", torch.rand(96, 0).half(), "divide 64"),
+        (f"scales-whole{'-packed' * bool(extra)}", IS.gptq, IS.GPTQ, ".scales", torch.ones(2, 96).int(), "I32"),
+        (f"scales-lost{'-packed' * bool(extra)}", IS.fp8, IS.FP8, ".weight_scale_inv", None, "not complete"),
+        (f"scales-none{'-packed' * bool(extra)}", IS.int4, IS.INT4, ".weight_scale", torch.rand(96, 0).half(), "divide 64"),
     )),
     *(hostile(22, name, IS.broken(write, claim, end, tensor), "of a quantised matrix", *found, reach=LOADED)
       for name, write, claim, end, tensor, *found in (

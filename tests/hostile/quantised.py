@@ -20,7 +20,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 INT4 = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
     "config_groups": {"0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
 }  # fmt: skip
 
@@ -115,7 +115,7 @@ def nested(table: int = 256, **wrong: Any) -> Damage:
         tensors[f"{UP}.weight.nested_absmax"] = torch.rand(1)
         tensors[f"{UP}.weight.nested_quant_map"] = torch.rand(table)
 
-    own = {"nested_blocksize": 256, "nested_offset": 0.1, **wrong}
+    own = {"nested_blocksize": 256, "nested_offset": 0.1, "nested_dtype": "float32", **wrong}
     return both(broken(nf4, NF4, STATE, state(**own)), reworked(change))
 
 
