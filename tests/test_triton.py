@@ -265,7 +265,8 @@ def require_experts() -> None:
         choice_TK = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
         up, down = torch.randn(count, 2 * wide, dim), torch.randn(count, dim, wide)
         biases = (torch.randn(count, 2 * wide), torch.randn(count, dim)) if seed % 2 else (None, None)
-        arguments = torch.randn(tokens, dim), torch.rand(tokens, top_k), choice_TK, up, down, *biases
+        weights = [up], [down], "", ""
+        arguments = torch.randn(tokens, dim), torch.rand(tokens, top_k), choice_TK, *weights, *biases
         gate = ("silu", 1.7, 7.0) if seed % 2 else ("silu", 0.0, 0.0)
         expected = experts.apply(*arguments, *gate)
         torch.testing.assert_close(experts.apply_on_gpu(*arguments, *gate), expected, rtol=1e-4, atol=1e-3)

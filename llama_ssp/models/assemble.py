@@ -27,7 +27,8 @@ from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameter
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
 
 Sizes = tuple[int, ...]  # of a tensor
-Stacks = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # of experts: up and down, and their biases
+Weights = Tensor | list[Coded]  # of experts
+Stacks = tuple[Weights, Weights, Tensor | None, Tensor | None]  # up and down, and their biases
 ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
 
 
@@ -194,12 +195,14 @@ class Assembly:
         stacks = self._stacked if clamped else self._one_by_one
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
         up, down, up_bias, down_bias = stacks(prefix, share)
-        if isinstance(self.head, Products):  # they are not quantised
-            up, down = map(self.head.stacked, (up, down))
-        return Experts(router, up, down, up_bias, down_bias, gate, routing, self.reduce)
+        products = self.head if isinstance(self.head, Products) else Products(self.device, fast=False)
+        stacked = products.stacked(up), products.stacked(down)
+        return Experts(router, *stacked, up_bias, down_bias, gate, routing, self.reduce)
 
     def _one_by_one(self, prefix: str, share: Span) -> Stacks:
         """Of experts with tensors of their own."""
+        if self.keeps_codes and (kept := self._in_codes(prefix, share)):
+            return kept
         shape, width, rows, columns = self.shape, length(share), Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
         how: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         up_EFH = torch.empty(shape.experts, 2 * width, shape.dim, **how)
@@ -212,18 +215,47 @@ class Assembly:
             down_EHF[number].copy_(self.read(down, whole[::-1], columns))
         return up_EFH, down_EHF, None, None
 
+    def _in_codes(self, prefix: str, share: Span) -> Stacks | None:
+        """None if they are not all in codes, and in the same ones."""
+        rows, columns, whole = (
+            Cut(ROWS, (share,)),
+            Cut(COLUMNS, (share,)),
+            (self.shape.expert_ffn, self.shape.dim),
+        )
+        ups: list[Coded] = []
+        downs: list[Coded] = []
+        for number in range(self.shape.experts):
+            names = [f"{prefix}{name.format(number)}.weight" for name in self.names.expert_up]
+            halves = [self._part(name, whole, rows) for name in names]
+            down = f"{prefix}{self.names.expert_down.format(number)}.weight"
+            parts = [*halves, self._part(down, whole[::-1], columns)]
+            coded = [part for part in parts if isinstance(part, Coded)]
+            if len(coded) < 3 or coded[0].kind != coded[1].kind:
+                return None
+            ups.append(joined(coded[:2]))
+            downs.append(coded[2])
+        alike = all(len({part.kind for part in parts}) == 1 for parts in (ups, downs))
+        return (ups, downs, None, None) if alike else None
+
     def _stacked(self, prefix: str, share: Span) -> Stacks:
         """Of all experts in one tensor: inputs first, and of each output a gate, then what it multiplies."""
         up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
         experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
         both = (_times(share, 2),)
-        up = self.read(up_name, (experts, dim, 2 * width), Cut(2, both))
-        up_bias = self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, both))
-        up, up_bias = (torch.cat([each[..., ::2], each[..., 1::2]], -1) for each in (up, up_bias))
-        down = self.read(down_name, (experts, width, dim), Cut(1, (share,)))
-        up_EFH, down_EHF = (weight.transpose(1, 2).contiguous() for weight in (up, down))
+        up_bias = _apart(self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, both)), 1)
         down_bias = self.read(f"{down_name}_bias", (experts, dim)) if self.ranks.rank == 0 else None
-        return up_EFH, down_EHF, up_bias, down_bias
+        up = self._part(up_name, (experts, dim, 2 * width), Cut(2, both))
+        down = self._part(down_name, (experts, width, dim), Cut(1, (share,)))
+        if isinstance(up, Coded) and isinstance(down, Coded):
+            ups = [each.changed(lambda part: _apart(part, 0)) for each in up.split(experts)]
+            downs = down.split(experts)
+            if self.keeps_codes:
+                return ups, downs, up_bias, down_bias
+            stacks = [torch.stack([self._numbers(each) for each in part]) for part in (ups, downs)]
+        else:
+            both_ = _apart(self._numbers(up), 2), self._numbers(down)
+            stacks = [weight.transpose(1, 2).contiguous() for weight in both_]
+        return stacks[0].to(self.device), stacks[1].to(self.device), up_bias, down_bias
 
     def columns(self, parts: list[tuple[str, int, list[Span]]], part: int, inputs: int) -> nn.Module:
         """One layer that is split by its outputs, of the given rows of one or several on disk.
@@ -323,6 +355,11 @@ class Assembly:
         places = [group * (per + 2) + per for group in range(*heads.kv)]
         order += [*places, *(place + 1 for place in places)]
         return [(queries + 2 * keys, [_times(span, size) for span in _runs(order)])]
+
+
+def _apart(part: Tensor, dim: int) -> Tensor:
+    """Every second number of this dimension, then the others."""
+    return torch.cat([part[(slice(None),) * dim + (slice(first, None, 2),)] for first in (0, 1)], dim)
 
 
 def _times(span: Span, size: int) -> Span:

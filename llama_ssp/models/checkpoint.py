@@ -272,10 +272,13 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
         return gguf_model.codes_of(read_header(checkpoint.path))
     found, family = quantised_config(checkpoint.config, checkpoint.path), family_of(shape["family"])
     usual = kept.of_config(found)
-    if found is None or not usual.bits or not checkpoint.formats:
+    if found is None or not checkpoint.formats or not (usual.bits or found.method == "mxfp4"):
         return kept.usual(usual)
     names = {own: theirs for theirs, own in gguf_model.leaves(family).items() if theirs in kept.MATRICES}
-    inputs = dict.fromkeys(kept.MATRICES, shape["dim"])
+    experts = *family.names.expert_up, family.names.expert_down  # of each expert, or of all
+    leaves = zip(experts, kept.EXPERT[-len(experts) :], strict=True)
+    names |= {name.format(0): leaf for name, leaf in leaves if name}
+    inputs = dict.fromkeys(kept.MATRICES, shape["dim"]) | {"expert_down": shape["expert_ffn"]}
     inputs |= {"attn_output": shape["n_heads"] * shape["head_dim"], "ffn_down": shape["ffn"]}
     tensors = {name: (type_, checkpoint.shapes[name]) for name, type_ in checkpoint.formats.items()}
     return kept.sizes(kept.of_folder(tensors, found, names, inputs, LAYER))

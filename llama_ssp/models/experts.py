@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.models.kernels.linear import product_of_expert
+from llama_ssp.models.kernels.expert_stacks import Stack, outputs_of, product, products
 from llama_ssp.models.linear import Reduce
 
 
@@ -45,43 +45,45 @@ class Gate:
 
 @torch.library.custom_op("llama_ssp::experts", mutates_args=())
 def apply(
-    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
-    up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float, limit: float,
+    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: list[Tensor], down: list[Tensor], up_how: str,
+    down_how: str, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float,
+    limit: float,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of each token's experts."""
+    """The weighted sum of each token's experts; weights as of `Stack`."""
+    stacks = Stack(up, up_how), Stack(down, down_how)
     gated = Gate(activation, alpha, limit)
-    return _one_by_one(x_TH, weight_TK, expert_TK, up_EFH, down_EHF, up_bias, down_bias, gated)
+    return _one_by_one(x_TH, weight_TK, expert_TK, *stacks, up_bias, down_bias, gated)
 
 
 def _one_by_one(
-    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
-    up_bias: Tensor | None, down_bias: Tensor | None, gated: Gate,
+    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: Stack, down: Stack, up_bias: Tensor | None,
+    down_bias: Tensor | None, gated: Gate,
 ) -> Tensor:  # fmt: skip
     """Expert after expert, of those that are chosen."""
-    y_TH = torch.zeros_like(x_TH)
-    width = down_EHF.shape[-1] if down_EHF.ndim == 3 else down_EHF.shape[2] * down_EHF.shape[4]
+    y_TH, wide = torch.zeros_like(x_TH), outputs_of(up, down)
     for expert in torch.unique(expert_TK).tolist():
         token_C, place_C = torch.where(expert_TK == expert)
-        wide_CF = product_of_expert(x_TH[token_C], up_EFH, up_bias, expert, 2 * width)
-        y_CH = product_of_expert(gated(*wide_CF.chunk(2, -1)), down_EHF, down_bias, expert, x_TH.shape[-1])
+        wide_CF = product(x_TH[token_C], up, up_bias, expert, wide)
+        y_CH = product(gated(*wide_CF.chunk(2, -1)), down, down_bias, expert, x_TH.shape[-1])
         y_TH.index_add_(0, token_C, (y_CH * weight_TK[token_C, place_C, None]).to(y_TH.dtype))
     return y_TH
 
 
 @apply.register_kernel("cuda")
 def apply_on_gpu(
-    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EFH: Tensor, down_EHF: Tensor,
-    up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float, limit: float,
+    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: list[Tensor], down: list[Tensor], up_how: str,
+    down_how: str, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, alpha: float,
+    limit: float,
 ) -> Tensor:  # fmt: skip
     """Of a step: without waiting for the choice, so that it can be part of a graph."""
     from llama_ssp.models.kernels import experts_triton
 
-    gated = Gate(activation, alpha, limit)
+    gated, stacks = Gate(activation, alpha, limit), (Stack(up, up_how), Stack(down, down_how))
     if expert_TK.numel() > experts_triton.MOST or x_TH.dtype not in experts_triton.DTYPES:
-        return _one_by_one(x_TH, weight_TK, expert_TK, up_EFH, down_EHF, up_bias, down_bias, gated)
+        return _one_by_one(x_TH, weight_TK, expert_TK, *stacks, up_bias, down_bias, gated)
     expert_P = expert_TK.flatten()
-    gate, wide = experts_triton.products(x_TH, expert_P, up_EFH, up_bias).chunk(2, -1)
-    y_PH = experts_triton.products(gated(gate, wide), expert_P, down_EHF, down_bias)
+    gate, wide = products(x_TH, expert_P, stacks[0], up_bias).chunk(2, -1)
+    y_PH = products(gated(gate, wide), expert_P, stacks[1], down_bias)
     return (y_PH.view(*expert_TK.shape, -1) * weight_TK[..., None]).sum(1)
 
 
@@ -91,27 +93,34 @@ def _(x_TH: Tensor, *_: object) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F); or packed ones.
+    """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F).
 
     Over ranks each has some of the F columns of every expert, and the first alone the bias of `down`. The
     router is on every rank, with the same input, so all choose the same experts.
     """
 
     def __init__(
-        self, router: nn.Module, up_EFH: Tensor, down_EHF: Tensor, up_bias_EF: Tensor | None,
+        self, router: nn.Module, up: Stack, down: Stack, up_bias_EF: Tensor | None,
         down_bias_EH: Tensor | None, gate: Gate, routing: Routing, reduce: Reduce | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.router, self.gate, self.routing, self.reduce = router, gate, routing, reduce
-        parts = {"up": up_EFH, "down": down_EHF, "up_bias": up_bias_EF, "down_bias": down_bias_EH}
-        for name, part in parts.items():
+        self.hows = up.how, down.how
+        self.up, self.down = (
+            nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in stack.parts)
+            for stack in (up, down)
+        )
+        for name, part in {"up_bias": up_bias_EF, "down_bias": down_bias_EH}.items():
             self.register_parameter(name, None if part is None else nn.Parameter(part, requires_grad=False))
+
+    def extra_repr(self) -> str:
+        """A compiled step is kept by what its modules say of themselves."""
+        return f"{self.hows}"
 
     def forward(self, x_TH: Tensor) -> Tensor:
         gate = self.gate.activation, self.gate.alpha, self.gate.limit
-        y_TH: Tensor = apply(
-            x_TH, *self._chosen(x_TH), self.up, self.down, self.up_bias, self.down_bias, *gate
-        )
+        weights = list(self.up), list(self.down), *self.hows
+        y_TH: Tensor = apply(x_TH, *self._chosen(x_TH), *weights, self.up_bias, self.down_bias, *gate)
         return y_TH if self.reduce is None else self.reduce(y_TH)
 
     def _chosen(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ TRACED = [  # the code that programs are made from
     ),
     *(FOLDER / "heads" / f"{name}.py" for name in ("eagle3", "model")),
     *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "coded", "linear")),
-    *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "coded", "linear")),
+    *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "coded", "expert_stacks", "linear")),
     *(FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "coded", "experts")),
 ]
 

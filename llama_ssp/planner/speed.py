@@ -159,7 +159,8 @@ def _coded(part: Part, dtype: Dtype, store: Store) -> tuple[CodedCost, ...]:
     """The quantised matrices of a rank."""
     found: dict[Efficiency, tuple[float, float]] = {}
     for weight in weights(part, dtype is Dtype.packed):
-        if how := efficiency_of(weight, dtype, store):
+        how = efficiency_of(weight, dtype, store)
+        if how and weight.group != EXPERTS:  # of which a pass reads some
             size, numbers = found.get(how, (0.0, 0.0))
             size += weight.times * sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
             found[how] = size, numbers + weight.times * weight.count

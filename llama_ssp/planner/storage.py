@@ -99,7 +99,7 @@ def sizes_of(weight: Weight, dtype: Dtype, store: Store = AS_THEY_ARE) -> Iterat
             outputs, row = _whole(outputs, BLOCK), _whole(row, WORD[CPU])
         groups = -(-weight.inputs // codes.group) if codes.group else 1
         yield weight.group, outputs * row
-        yield SCALES, outputs * groups * codes.bytes
+        yield EXPERTS if weight.group == EXPERTS else SCALES, outputs * groups * codes.bytes
     else:
         matrix = weight.linear or weight.group == HEAD
         if matrix and store.packs and weight.inputs * width(dtype) % WORD[CPU] == 0:

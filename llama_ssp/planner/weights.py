@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family, family_of
-from llama_ssp.models.formats.kept import Kept
+from llama_ssp.models.formats.kept import EXPERT, Kept
 from llama_ssp.models.sharding import head_ranges, length, mlp_share, vocab_share
 from llama_ssp.planner.storage import (
     AS_THEY_ARE,
@@ -62,6 +62,7 @@ class Part:
     norms: int  # in a block
     first_query: int  # of this rank's, on disk
     first_column: int  # of the MLP's
+    first_expert_column: int  # of each expert's
     codes: Kept  # of a quantised checkpoint
     code_mix: str = ""  # as of ModelConf
     head_inputs: int = 0  # of a trained head: numbers of the target's states that it reads
@@ -77,11 +78,11 @@ class Part:
         mlp = mlp_share(model.ffn, world, rank)
         own = heads.queries, heads.kvs, length(mlp), vocab, widest, rows
         sparse = model.n_layers - model.dense_layers if model.experts else 0
-        expert_ffn = length(mlp_share(model.expert_ffn, world, rank)) if sparse else 0
-        experts = model.experts, model.experts_per_token, expert_ffn, sparse
+        expert = mlp_share(model.expert_ffn, world, rank) if sparse else (0, 0)
+        experts = model.experts, model.experts_per_token, length(expert), sparse
         norms = family.norms - (family.multi_query and model.n_kv_heads == 1)
         codes = Kept(model.code_bits, model.code_group, model.code_bytes)
-        places = heads.query[0], mlp[0]
+        places = heads.query[0], mlp[0], expert[0]
         if model.is_head:  # its own tokens; a norm more; what it embeds is not its output's table
             own = *own[:3], model.head_vocab, model.head_vocab, model.vocab
             whole, norms = (*whole[:-1], False), norms + 1
@@ -129,7 +130,7 @@ def weights(part: Part, packed: bool = False, own_head: bool = False) -> Iterato
     if part.head_inputs:
         yield Weight(LAYERS, dim, part.head_inputs)
     if part.expert_layers:
-        yield from _experts(part)
+        yield from _experts(part, packed)
     if family.names.sinks:
         yield Weight(LAYERS, part.queries, 1, layers)
     yield Weight(NORMS, dim, 1, layers * vectors * part.norms)
@@ -166,27 +167,33 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
 def _mixed(part: Part) -> Iterator[Weight]:
     """The products of a checkpoint in which matrices have codes of their own, or none (kept.py)."""
     dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
+    wide = part.expert_ffn * (1 + part.family.clamped)  # of clamped experts with their gate
     sizes = {
         "attn_q": (queries, dim, 0), "attn_k": (keys, dim, 0), "attn_v": (keys, dim, 0),
         "attn_qkv": (queries + 2 * keys, dim, 0),
         "attn_output": (dim, queries, part.first_query * part.head_dim),
         "ffn_gate": (ffn, dim, 0), "ffn_up": (ffn * (1 + part.family.fused_mlp), dim, 0),
         "ffn_down": (dim, ffn, part.first_column),
+        "expert_gate": (part.expert_ffn, dim, 0), "expert_up": (wide, dim, 0),
+        "expert_down": (dim, part.expert_ffn, part.first_expert_column),
     }  # fmt: skip
     for word in part.code_mix.split():
         names, times, bits, group, bytes_, table = word.split(":")
         parts = [sizes[name] for name in names.split("+")]
         codes = Kept(int(bits), int(group), int(bytes_), table)
         outputs, (_, inputs, before) = sum(each[0] for each in parts), parts[0]
-        yield Weight(LAYERS, outputs, inputs, int(times), True, before, codes)
+        group, each = (EXPERTS, part.experts) if names.startswith(EXPERT) else (LAYERS, 1)
+        yield Weight(group, outputs, inputs, int(times) * each, True, before, codes)
 
 
-def _experts(part: Part) -> Iterator[Weight]:
-    """Router and experts, of which each rank has some columns; stacked, and not quantised."""
+def _experts(part: Part, packed: bool) -> Iterator[Weight]:
+    """Router and experts, of which each rank has some columns; those in codes are in `_mixed`."""
     count, times, wide = part.experts, part.expert_layers, 2 * part.expert_ffn
     yield Weight(LAYERS, count, part.dim, times)
-    yield Weight(EXPERTS, count * wide, part.dim, times)
-    yield Weight(EXPERTS, count * part.dim, part.expert_ffn, times)
+    coded = sum(int(word.split(":")[1]) for word in part.code_mix.split() if word.startswith(EXPERT[-1]))
+    if plain := times - coded * packed:
+        yield Weight(EXPERTS, count * wide, part.dim, plain)
+        yield Weight(EXPERTS, count * part.dim, part.expert_ffn, plain)
     if part.family.clamped:  # biases, also of the router
         yield Weight(LAYERS, count, 1, times)
         yield Weight(EXPERTS, count * wide, 1, times)
@@ -220,7 +227,8 @@ def tensors(part: Part, dtype: Dtype, store: Store = AS_THEY_ARE) -> Iterator[tu
     for weight in weights(part, dtype is Dtype.packed, own_head=store.packs):
         for group, bytes_ in sizes_of(weight, dtype, store):
             yield group, bytes_, weight.times
-        if table := table_of(weight, dtype, store):
+        table = table_of(weight, dtype, store)
+        if table and weight.group != EXPERTS:  # which hold none of their own
             tables.add(table)
     for _, bytes_ in tables:
         yield SCALES, bytes_, 1

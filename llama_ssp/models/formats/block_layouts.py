@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.models.formats.coded import Coded, Codes, values
+from llama_ssp.models.formats.coded import Coded, Codes, joined, values
 from llama_ssp.models.formats.layouts import Matrix, Stored
-from llama_ssp.models.sharding import Cut, Span
+from llama_ssp.models.sharding import COLUMNS, Cut, Span
 
 STATE = ".weight.quant_state.bitsandbytes__"
 MXFP4_BLOCK = 32  # weights with one exponent
@@ -93,7 +93,7 @@ def _state(stored: Stored) -> dict[str, Any]:
 
 
 class Mxfp4Experts(Matrix):
-    """One tensor of all experts: blocks of 32 codes and their exponents; read as numbers, inputs first."""
+    """One tensor of all experts: blocks of 32 codes and their exponents. As numbers it has inputs first."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         super().__init__(stored)
@@ -106,8 +106,11 @@ class Mxfp4Experts(Matrix):
         experts, outputs, groups, _ = blocks.shape
         self.shape = experts, groups * MXFP4_BLOCK, outputs
 
-    def read(self, cut: Cut | None) -> Tensor:
-        """In bf16, which has every product of a code and its exponent."""
+    def read(self, cut: Cut | None) -> Coded:
+        """The outputs of all experts, one expert after the other; a cut is of the numbers' dimensions.
+
+        Scales are powers of two, which bf16 has.
+        """
         blocks, scales = self.stored["_blocks"], self.stored["_scales"]
         experts, inputs, outputs = self.shape
         spans: dict[int, tuple[Span, ...]] = {1: ((0, inputs),), 2: ((0, outputs),)}
@@ -115,13 +118,12 @@ class Mxfp4Experts(Matrix):
             spans[cut.dim] = cut.spans
         ((first, last),), runs = spans[1], spans[2]
         groups, inside = (first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)), first % MXFP4_BLOCK
-        count = sum(b - a for a, b in runs)
-        weight_EKN = torch.empty(experts, last - first, count, dtype=torch.bfloat16)
+        found = []
         for expert in range(experts):
             one = expert, expert + 1
             codes = torch.cat([blocks.read(one, run, groups)[0] for run in runs]).flatten(1)
             exponent = torch.cat([scales.read(one, run, groups)[0] for run in runs])
-            scale_NG = (exponent.float() - 127).exp2()
+            scale_NG = (exponent.float() - 127).exp2().bfloat16()
             part = Coded(Codes("e2m1", MXFP4_BLOCK), codes.shape[1] * 2, codes, scale_NG)
-            weight_EKN[expert] = part.decoded(torch.bfloat16)[:, inside : inside + last - first].T
-        return weight_EKN
+            found.append(part.cut(Cut(COLUMNS, ((inside, inside + last - first),))))
+        return joined(found)

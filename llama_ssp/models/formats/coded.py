@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.models.formats.activation_schemes import Rounding
-from llama_ssp.models.sharding import COLUMNS, Cut
+from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 
 DECODED_AT_ONCE = 1 << 22  # weights: bounds the memory of intermediate results
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -95,14 +95,14 @@ class Coded:
         return sum(part.nbytes for part in self._tensors().values())
 
     def to(self, device: torch.device) -> Coded:
-        return self._with(lambda part: part.to(device))
+        return self.changed(lambda part: part.to(device))
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The weights, rounded to this type."""
         rows = max(1, DECODED_AT_ONCE // max(1, self.inputs))
         weight_NK = torch.empty(self.shape, dtype=dtype, device=self.codes_NC.device)
         for first in range(0, len(weight_NK), rows):
-            part = self._with(lambda each, at=first: each[at : at + rows])  # type: ignore[misc]
+            part = self.changed(lambda each, at=first: each[at : at + rows])  # type: ignore[misc]
             weight_NK[first : first + rows] = part._decoded()
         return weight_NK
 
@@ -134,25 +134,30 @@ class Coded:
         A span of inputs may begin inside a group: the part then has smaller groups, which share scales.
         """
         if cut is None or cut.dim != COLUMNS:
-            return self._with(lambda part: taken(part, cut))
+            return self.changed(lambda part: taken(part, cut))
         ((first, last),) = cut.spans
         per, group = 8 // self.kind.bits, self.kind.group
         if first % per:
             raise ValueError(f"4-bit codes cannot be cut before input {first}: two are in a byte")
         codes_NC = taken(self.codes_NC, Cut(COLUMNS, ((first // per, -(-last // per)),)))
         if not group:
-            scales = self._with(torch.clone)
+            scales = self.changed(torch.clone)
             return replace(scales, inputs=last - first, codes_NC=codes_NC)
         own = math.gcd(group, first)
         span = Cut(COLUMNS, ((first // own, -(-last // own)),))
-        scales = self._with(lambda part: taken(part.repeat_interleave(group // own, 1), span))
+        scales = self.changed(lambda part: taken(part.repeat_interleave(group // own, 1), span))
         return replace(scales, kind=replace(self.kind, group=own), inputs=last - first, codes_NC=codes_NC)
+
+    def split(self, count: int) -> list[Coded]:
+        """So many matrices with equally many outputs."""
+        rows = len(self.codes_NC) // count
+        return [self.cut(Cut(ROWS, ((n * rows, (n + 1) * rows),))) for n in range(count)]
 
     def _tensors(self) -> dict[str, Tensor]:
         names = "codes_NC", "scale_NG", "zero_NG", "shift_NG"
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> Coded:
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Coded:
         changed: dict[str, Any] = {name: change(part) for name, part in self._tensors().items()}
         return replace(self, **changed)
 

@@ -79,7 +79,7 @@ def _joined(parts: Iterator[Coded], rows: int) -> Coded:
     """One matrix of these rows, without all parts in memory at once."""
     whole, first = None, 0
     for part in parts:
-        whole = whole or part._with(lambda each: each.new_empty(rows, each.shape[1]))
+        whole = whole or part.changed(lambda each: each.new_empty(rows, each.shape[1]))
         for name, each in part._tensors().items():
             getattr(whole, name)[first : first + len(each)] = each
         first += len(part.codes_NC)

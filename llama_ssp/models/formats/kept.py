@@ -30,7 +30,9 @@ Matrices = Mapping[tuple[int, str], Kept]  # by the layer's number and the matri
 # Matrices with the same inputs, which are one product if they have the same codes. By their names in GGUF.
 FUSED = (
     ("attn_q", "attn_k", "attn_v"), ("attn_qkv",), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",),
+    ("expert_gate", "expert_up"), ("expert_down",),
 )  # fmt: skip
+EXPERT = ("expert_gate", "expert_up", "expert_down")  # of the first expert of a layer, for all of them
 MATRICES = [name for group in FUSED for name in group]
 SCALE_BYTES = {"F16": 2, "BF16": 2}  # others are kept in fp32
 BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
@@ -38,7 +40,8 @@ BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
 
 def sizes(matrices: Matrices) -> dict[str, Any]:
     """The codes of a model, by the names of ModelConf: those of most matrices, and the mix of all."""
-    most = max(Counter(matrices.values()).items(), key=lambda each: each[1], default=(PLAIN, 0))[0]
+    counts = Counter(codes for codes in matrices.values() if codes.bits)
+    most = max(counts.items(), key=lambda each: each[1], default=(PLAIN, 0))[0]
     return {**usual(most), "code_mix": _mix(matrices)}
 
 
@@ -53,6 +56,8 @@ def _mix(matrices: Matrices) -> str:
     for number in {number for number, _ in matrices}:
         for group in FUSED:
             found = {name: matrices[number, name] for name in group if (number, name) in matrices}
+            if group[0] in EXPERT and not coded_experts(matrices, number):
+                continue
             if len(set(found.values())) == 1:
                 counts["+".join(found), next(iter(found.values()))] += 1
             else:
@@ -60,10 +65,16 @@ def _mix(matrices: Matrices) -> str:
     return " ".join(":".join(map(str, (names, n, *codes))) for (names, codes), n in sorted(counts.items()))
 
 
+def coded_experts(matrices: Matrices, number: int) -> bool:
+    """Whether a layer's experts are kept in codes: gates and ups are one matrix."""
+    gate, up, down = (matrices.get((number, name)) for name in EXPERT)
+    return bool(up and down and up.bits and down.bits and gate in (None, up))
+
+
 def of_config(config: QuantisedConfig | None) -> Kept:
     """What config.json says of all matrices. Most files have scales in 16 bit.
 
-    Codes of experts are not kept, and not those of GPTQ with act-order.
+    Codes of GPTQ with act-order are not kept.
     """
     if config is None or config.act_order or not config.bits:
         return PLAIN
@@ -83,7 +94,7 @@ def of_folder(
     for tensor, header in tensors.items():
         if match := layer.search(tensor):
             leaf = tensor[match.end() :]
-            own = next((own for own in names if leaf.startswith(f"{own}.")), None)
+            own = next((own for own in names if leaf.startswith((f"{own}.", f"{own}_"))), None)
             if own is not None:
                 found[int(match[1]), names[own]][leaf.removeprefix(own)] = header
     return {place: kept(stored, config, inputs[place[1]]) for place, stored in found.items()}
@@ -105,6 +116,8 @@ def _kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
         type_, shape = stored[".scales"]
         group = config.group if shape[0] > 1 else 0
         return Kept(config.bits, group, SCALE_BYTES.get(type_, 4) + 1, f"uint{config.bits}")
+    if "_blocks" in stored:  # mxfp4
+        return Kept(4, 32, 2, "e2m1")
     if ".weight_packed" in stored:
         return _packed(stored, inputs)
     if ".weight.absmax" in stored:

@@ -1,0 +1,119 @@
+"""The weights of a layer's experts in one stack, numbers or codes and scales, and products with one of them.
+
+Where the choice of experts must not be waited for, as in a CUDA graph, chosen ones in codes are decoded, a
+few at a time: there is no kernel yet that reads codes of experts on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llama_ssp.models.formats.coded import TABLES, Coded, Codes, values
+from llama_ssp.models.kernels.coded import CodedLinear, usable
+from llama_ssp.models.kernels.large_pages import LargePages
+from llama_ssp.models.kernels.linear import product_of_expert
+
+DECODED_PAIRS = 16  # matrices that are decoded at once, where the choice of experts is not waited for
+NUMBERS = ""
+Words = tuple[str, int, float, int, bool, bool]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`parts` have a row for each expert: weights, plain or packed (linear.py); or codes, scales, offsets.
+
+    `how` says in words what codes mean, for an operator; it is empty for numbers.
+    """
+
+    parts: list[Tensor]
+    how: str = NUMBERS
+
+
+def of_codes(weights: list[Coded], device: torch.device, fast: bool, memory: LargePages | None) -> Stack:
+    """Of matrices of one shape and kind; `fast`: as the kernel reads them, if it does."""
+    kind, (outputs, _) = weights[0].kind, weights[0].shape
+    by_kernel = fast and usable(weights[0], device)
+    parts: list[Tensor] = []
+    for number, weight in enumerate(weights):
+        own = _parts(weight, device, by_kernel)
+        if not parts:
+            shapes = [((len(weights), *part.shape), part.dtype) for part in own]
+            parts = [
+                memory.empty(*shape) if memory else torch.empty(shape[0], dtype=shape[1], device=device)
+                for shape in shapes
+            ]
+        for part, each in zip(parts, own, strict=True):
+            part[number] = each
+    words = kind.table, kind.group, kind.unit, outputs, weights[0].zero_NG is not None, by_kernel
+    return Stack(parts, " ".join(map(str, words)))
+
+
+def _parts(weight: Coded, device: torch.device, by_kernel: bool) -> list[Tensor]:
+    if by_kernel:
+        buffers = dict(CodedLinear(weight, None, device).named_buffers())
+        return [buffers[name] for name in ("codes", "scales", "offsets") if name in buffers]
+    offset = weight.shift_NG if weight.zero_NG is None else weight.zero_NG
+    return [part.to(device) for part in (weight.codes_NC, weight.scale_NG, offset) if part is not None]
+
+
+def _read(how: str) -> Words:
+    table, group, unit, outputs, zeros, by_kernel = how.split()
+    return table, int(group), float(unit), int(outputs), zeros == "True", by_kernel == "True"
+
+
+def _decoded(parts: list[Tensor], how: Words, inputs: int, dtype: torch.dtype) -> Tensor:
+    """The weights (N, K) of the rows of codes, scales and offsets."""
+    table, group, unit, _, zeros, _ = how
+    offset = parts[2] if len(parts) > 2 else None
+    offsets = (offset, None) if zeros else (None, offset)
+    return Coded(Codes(table, group, unit), inputs, parts[0], parts[1], *offsets).decoded(dtype)
+
+
+def outputs_of(up: Stack, down: Stack) -> int:
+    """Of an expert's first layer."""
+    if up.how != NUMBERS:
+        return _read(up.how)[3]
+    weight = down.parts[0]  # (E, H, F), or packed
+    return 2 * (weight.shape[-1] if weight.ndim == 3 else weight.shape[2] * weight.shape[4])
+
+
+def product(x: Tensor, stack: Stack, bias_EN: Tensor | None, expert: int, outputs: int) -> Tensor:
+    """y = x W^T + b with an expert's weight."""
+    if stack.how == NUMBERS:
+        return product_of_expert(x, stack.parts[0], bias_EN, expert, outputs)
+    words, own = _read(stack.how), [part[expert] for part in stack.parts]
+    bias = None if bias_EN is None else bias_EN[expert]
+    table, group, *_, by_kernel = words
+    if not by_kernel:
+        return functional.linear(x, _decoded(own, words, x.shape[-1], x.dtype), bias)
+    offset = own[2] if len(own) > 2 else None
+    sizes = outputs, group or x.shape[-1], list(TABLES).index(table)
+    found: Tensor = torch.ops.llama_ssp.linear_coded(
+        x, own[0], values(table).to(x.device), own[1], offset, bias, *sizes
+    )
+    return found
+
+
+def products(x_MK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | None) -> Tensor:
+    """(P, N), of each pair its expert's product, on a GPU, without waiting for the choice.
+
+    x has a row for each pair, or for each token.
+    """
+    if stack.how == NUMBERS:
+        from llama_ssp.models.kernels import experts_triton
+
+        return experts_triton.products(x_MK, expert_P, stack.parts[0], bias_EN)
+    words, inputs = _read(stack.how), x_MK.shape[-1]
+    x_PK = x_MK.repeat_interleave(len(expert_P) // len(x_MK), 0)
+    found = []
+    chunks = zip(torch.split(expert_P, DECODED_PAIRS), torch.split(x_PK, DECODED_PAIRS), strict=True)
+    for chosen, x_CK in chunks:
+        own = [part[chosen].flatten(0, 1) for part in stack.parts]
+        weight_CNK = _decoded(own, words, inputs, x_MK.dtype).view(len(chosen), -1, inputs)
+        found.append(torch.bmm(weight_CNK, x_CK[:, :, None])[:, :, 0])
+    y_PN = torch.cat(found)
+    return y_PN if bias_EN is None else y_PN + bias_EN[expert_P]
