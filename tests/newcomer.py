@@ -55,7 +55,7 @@ def needs(command: str, folder: Path) -> str:
     """What of the reader's own the command needs, that is not here."""
     if PLACEHOLDERS.search(command):
         return "a place of the reader's"
-    if ".download=true" in command:
+    if "download=true" in command:
         return "a network"
     if "task.submit=true" in command and not _has_scheduler():
         return "a scheduler"
