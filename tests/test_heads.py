@@ -188,6 +188,24 @@ def test_rows_are_refilled(adaptive: bool, tmp_path: Path) -> None:
     assert len({tuple(ids) for ids in together.values()}) > 1
 
 
+@torch.inference_mode()
+def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
+    """As in a conversation: longer, changed in the middle, and cut; every declared distribution is right."""
+    folder = head_of(tmp_path)
+    engine = engine_with(folder)
+    assert isinstance(engine.drafter, HeadDrafter)
+    engine.drafter._window = 8
+    watched = Compared(build("llama-gqa"), folder, engine.drafter, HEAT)
+    state = engine.prefill(PROMPTS[:1], 40)
+    first = list(PROMPTS[0].token_ids)
+    for text in (first, [*first, 9, 9], [*first[:6], 7, 8, 9, 10], first[:4], [11, 12]):
+        before = watched.count
+        engine.go_on(state, Prompt(str(len(text)), tuple(text)))
+        for _ in generate(engine, state, Limits(6), FixedDraftLength(2, 1)):
+            pass
+        assert watched.count >= before + 4
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_texts_are_the_targets(rule: str, tmp_path: Path) -> None:
     engine, (_, model) = engine_with(head_of(tmp_path), rule, heat=0.0), target_of()

@@ -103,7 +103,8 @@ class RankEngine(ABC):
     def go_on(self, state: State, prompt: Prompt) -> int:
         """Replaces the text of a batch of one row; how many tokens are kept of the target's cache.
 
-        These are the tokens that both texts begin with. A draft is small, and is prefilled anew.
+        These are the tokens that both texts begin with, but for the last one: a head that drafts reads its
+        states with the token behind it. A draft is small, and is prefilled anew.
         """
         self.flush()
         self._enter("prefill")
@@ -112,7 +113,7 @@ class RankEngine(ABC):
         state.replace(0, prompt)
         kept = 0
         if self.target:
-            self.target.roll_back([min(alike + 1, state.lengths[0])])
+            self.target.roll_back([max(1, min(alike, state.lengths[0] - 1))])
             kept = self.target.cached[0]
             self.target.prefill(state.token_BS, [state.lengths[0] - 1])
         if self.drafter:

@@ -15,12 +15,15 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import ModelError
 from llama_ssp.models import attention
+from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder import KeysValues
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.heads.eagle3 import MAPS, Eagle3, HeadAssembly, wanted
 from llama_ssp.models.heads.settings import HeadSettings, head_settings
+from llama_ssp.models.interface import Model
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kv_cache import Tally
 from llama_ssp.models.linear import formats
@@ -251,13 +254,15 @@ def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, sourc
         raise ModelError(what, f"{path}: d2t, t2d", "other tokens", allowed, REFETCH)
 
 
-def table_of(target: Any) -> Tensor | None:
+def table_of(target: Model) -> Tensor | None:
     """The target's embedding, if this process has all of it."""
-    if hasattr(target, "decoder"):
-        weight: Tensor = target.decoder.embedding.weight
-        return weight if len(weight) == target.vocab else None
-    found: Tensor = target.module.get_input_embeddings().weight
-    return found
+    if isinstance(target, DecoderModel):
+        table_VH = target.decoder.embedding.weight
+        return table_VH if len(table_VH) == target.vocab else None
+    if isinstance(target, CausalModel):
+        found: Tensor = target.module.get_input_embeddings().weight
+        return found
+    return None
 
 
 def table_on_disk(path: Path | None, model: ModelConf) -> Tensor:
