@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,12 @@ def test_several_kinds_of_codes(folders: Path, tmp_path: Path) -> None:
     narrow = quantised("int4-groups", folders / "int4-groups", **PLAIN)
     keys = {name: tensor for name, tensor in wide.items() if "0.self_attn.k_proj" in name}
     path = edited(narrow, tmp_path / "two", lambda tensors: tensors | keys)
+    config, groups = (
+        json.loads((path / "config.json").read_text()),
+        FORMATS["int8-groups"].claim["config_groups"],
+    )
+    config["quantization_config"]["config_groups"]["1"] = groups["0"]
+    (path / "config.json").write_text(json.dumps(config))
     model, folder = complete(ModelConf(name="x", path=str(path), dtype=Dtype.packed), "model")
     kinds = [
         type(each)
