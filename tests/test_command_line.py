@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import random
 import shutil
@@ -12,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.config import TASKS, GenerateConf, RunConf
+from llama_ssp import cli
+from llama_ssp.config import TASKS, GenerateConf, PromptedConf, RunConf
 from llama_ssp.config.completion import candidates, completion
 from llama_ssp.config.compose import composed
 from llama_ssp.config.describe import descriptions, keys_of_group, keys_of_task
+from llama_ssp.config.environment import RankEnvironment
 from llama_ssp.config.help import help_for, markdown, overview
 from llama_ssp.config.overrides import check_arguments
 from llama_ssp.config.presets import GROUPS
@@ -31,6 +35,7 @@ from llama_ssp.config.schema import (
     TimesConf,
 )
 from llama_ssp.errors import RunError
+from llama_ssp.text.prompts import read_prompts
 from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -227,3 +232,35 @@ def test_outside_of_its_environment_it_says_what_to_do() -> None:
     done = subprocess.run(alone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 5 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: hydra is not installed") and "machine-install.sh" in done.stderr
+
+
+def test_a_prompt_file_may_be_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tasks with prompts of their own, too."""
+    for said in (b"one\n\ntwo\n", b'{"prompt": "one"}\n{"prompt": "two"}\n'):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said)))
+        task = run_of("certify", "prompt_file=-").task
+        assert isinstance(task, PromptedConf)
+        assert [prompt.text for prompt in read_prompts(task).prompts] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "rank", "own", "libraries"),
+    [
+        ("", 0, logging.INFO, logging.WARNING), ("", 1, logging.ERROR, logging.ERROR),
+        ("-q", 0, logging.WARNING, logging.WARNING), ("-q", 1, logging.ERROR, logging.ERROR),
+        ("-v", 0, logging.DEBUG, logging.INFO), ("-v", 1, logging.DEBUG, logging.INFO),
+    ],
+)  # fmt: skip
+def test_quiet_and_verbose_set_the_log(
+    flag: str, rank: int, own: int, libraries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(sys, "argv", ["llama-ssp", flag])
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(name, "as-it-was")  # restored at the end
+    monkeypatch.setattr(cli, "rank_environment", lambda: RankEnvironment(rank, 2, rank, 2))
+    monkeypatch.setattr(logging, "basicConfig", lambda level, **_: levels.append(level))
+    monkeypatch.setattr(logging.Logger, "setLevel", lambda _, level: levels.append(level))
+    cli._begin_log()
+    assert levels == [libraries, own]
+    assert (os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1") == (flag == "-q")

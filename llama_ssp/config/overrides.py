@@ -63,6 +63,7 @@ NOT_OPTIONAL = re.compile(r"is not Optional|Incompatible value '?None'?")
 NO_RESOLVER = re.compile(
     r"(?:Unsupported interpolation type |Error resolving interpolation '\$\{)(?P<name>[\w.]+)(?:[:\s]|$)"
 )
+SEVERAL = re.compile(r"Ambiguous value for argument '(?P<key>[^=']*)=(?P<found>[^']*)'")
 NO_KEY = re.compile(r"Key '(?P<key>\w+)' not in '(?P<schema>\w+)'")
 NO_OPTION = re.compile(r"Could not find '(?P<group>[^'/]+)/(?P<option>[^']*)'")
 TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -122,6 +123,9 @@ def translated(error: Exception) -> UsageError:
         return UsageError(what, "", f"${{{value}:...}}", allowed, fix)
     if found := NO_OPTION.search(text):
         return _no_option(found["group"], found["option"])
+    if found := SEVERAL.search(text):
+        fix = "add --multirun (-m) for a run with each; write a list as [1,2]"
+        return UsageError(f"{found['key']} has several values", "", found["found"], "one", fix)
     tasks = {schema.__name__: name for name, schema in config.TASKS.items()}
     if (found := NO_KEY.search(text)) and found["schema"] in tasks:
         return _not_of_the_task(tasks[found["schema"]], found["key"])
