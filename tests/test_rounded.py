@@ -191,6 +191,7 @@ def test_layers_are_told_apart_as_compressed_tensors_does() -> None:
 @pytest.mark.parametrize(("own", "said"), [
     ({**TOKEN, "strategy": "tensor"}, "by tensor, dynamic; one text would change another"),
     ({**TOKEN, "num_bits": 6}, "int6 by token"),
+    ({**TOKEN, "num_bits": [8]}, "int.8. by token"),
     ({**FP8_TOKEN, "symmetric": False}, "float8 by token"),
     ({**TOKEN, "dynamic": "local", "strategy": "tensor_group", "group_size": 16}, "by tensor_group"),
     ({**FP8_GROUPS, "scale_dtype": "torch.uint8"}, "float8 by group"),

@@ -217,11 +217,8 @@ class Assembly:
 
     def _in_codes(self, prefix: str, share: Span) -> Stacks | None:
         """None if they are not all in codes, and in the same ones."""
-        rows, columns, whole = (
-            Cut(ROWS, (share,)),
-            Cut(COLUMNS, (share,)),
-            (self.shape.expert_ffn, self.shape.dim),
-        )
+        rows, columns = Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
+        whole = self.shape.expert_ffn, self.shape.dim
         ups: list[Coded] = []
         downs: list[Coded] = []
         for number in range(self.shape.experts):
@@ -253,8 +250,8 @@ class Assembly:
                 return ups, downs, up_bias, down_bias
             stacks = [torch.stack([self._numbers(each) for each in part]) for part in (ups, downs)]
         else:
-            both_ = _apart(self._numbers(up), 2), self._numbers(down)
-            stacks = [weight.transpose(1, 2).contiguous() for weight in both_]
+            numbers = _apart(self._numbers(up), 2), self._numbers(down)
+            stacks = [weight.transpose(1, 2).contiguous() for weight in numbers]
         return stacks[0].to(self.device), stacks[1].to(self.device), up_bias, down_bias
 
     def columns(self, parts: list[tuple[str, int, list[Span]]], part: int, inputs: int) -> nn.Module:
@@ -326,8 +323,10 @@ class Assembly:
     def _read_for_product(
         self, name: str, shape: Sizes, cut: Cut | None
     ) -> tuple[Tensor | Coded, Rounding | None]:
-        """The weight, and how the inputs are rounded. The product moves it to the device: quantising begins
-        on the CPU."""
+        """The weight, and how inputs are rounded.
+
+        The product moves it to the device: quantising begins on the CPU.
+        """
         part = self._part(name, shape, cut)
         rounding = part.rounding if isinstance(part, Coded) else None
         return part if self.keeps_codes and isinstance(part, Coded) else self._numbers(part), rounding

@@ -93,7 +93,7 @@ def _rounding(args: object) -> Rounding | None:
     if strategy is None:
         strategy = "tensor" if group is None else "group"
     symmetric = args.get("symmetric", True) is not False
-    table = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "e4m3"}.get((kind, bits))
+    table = {"int8": "int8", "int4": "int4", "float8": "e4m3"}.get(f"{kind}{bits}")
     grouped = strategy == "group" and type(group) is int and group > 0
     known = (
         (strategy == "token" or grouped) if dynamic is True else (dynamic is False and strategy == "tensor")

@@ -48,7 +48,8 @@ def of_codes(weights: list[Coded], device: torch.device, fast: bool, memory: Lar
             ]
         for part, each in zip(parts, own, strict=True):
             part[number] = each
-    words = kind.table, kind.group, kind.unit, outputs, weights[0].zero_NG is not None, by_kernel
+    unit = 1.0 if by_kernel else kind.unit  # the kernel's scales have it
+    words = kind.table, kind.group, unit, outputs, weights[0].zero_NG is not None, by_kernel
     return Stack(parts, " ".join(map(str, words)))
 
 
