@@ -108,10 +108,10 @@ def test_rows_are_refilled_at_once(command: Command, monkeypatch: pytest.MonkeyP
     busy: list[int] = []
     whole = ModelRunner.logits
 
-    def watched(self: ModelRunner, token_BS: Any, ends: list[int], wanted: list[int]) -> Any:
+    def watched(self: ModelRunner, token_BS: Any, ends: list[int], wanted: list[int], *more: Any) -> Any:
         if self.model.name == "tiny":
             busy.append(sum(end > cached for end, cached in zip(ends, self.cached, strict=True)))
-        return whole(self, token_BS, ends, wanted)
+        return whole(self, token_BS, ends, wanted, *more)
 
     monkeypatch.setattr(ModelRunner, "logits", watched)
     one_shard = [o for o in SMALL if not o.startswith("task.shard_size")]

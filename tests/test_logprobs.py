@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import SamplingConfig, load_pair
+from llama_ssp import SamplingConfig, SpeculationConfig, load_pair
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
@@ -238,6 +238,27 @@ def test_of_the_command_and_the_api(command: Command) -> None:
         "task.echo=true",
     )
     assert only.code == 0 and "0: 4 tokens, log-probability -" in only.out
+
+
+def test_of_trees_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that was a sibling of a draft has the target's log-probability at its own place."""
+    trees, read = SpeculationConfig(k=3, siblings=2), LogprobReader.read
+    words = (*FP32, "speculation.siblings=2")
+
+    def worst(pair: Any) -> float:
+        found = pair.generate(TEXTS, max_new_tokens=16, seed=3, speculation=trees, logprobs=1)
+        whole = pair.score([[*text.encode(), *one.token_ids] for text, one in zip(TEXTS, found, strict=True)])
+        pairs = [
+            (mine.logprob, other.logprob)
+            for one, score in zip(found, whole, strict=True)
+            for mine, other in zip(one.logprobs, score.logprobs[-len(one.token_ids) :], strict=True)
+        ]
+        return max(abs(one - other) for one, other in pairs)
+
+    with load_pair("tiny", draft="tiny_draft", batch_size=3, overrides=words) as pair:
+        assert worst(pair) < NEAR
+        monkeypatch.setattr(LogprobReader, "read", lambda *given: read(*given[:5]))  # as if it were a chain
+        assert worst(pair) > NEAR
 
 
 def test_of_a_batch(command: Command) -> None:
