@@ -160,10 +160,13 @@ class LogHandler(logging.StreamHandler[Any]):
     """Writes records to standard error; on a terminal above the bar, and broken between words."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stderr.isatty():
-            rich_console(is_error=True).print(Text(self.format(record)), overflow="fold")
-        else:
+        if not _is_terminal():
             super().emit(record)
+            return
+        try:
+            rich_console(is_error=True).print(Text(self.format(record)), overflow="fold")
+        except Exception:  # a log that cannot be written ends no run
+            self.handleError(record)
 
 
 @contextmanager
@@ -200,4 +203,9 @@ def above_progress() -> Iterator[None]:
 def _shows_bars() -> bool:
     """Whether standard error is a terminal that can move its cursor, and the log is not silenced."""
     moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return sys.stderr.isatty() and moves and log.isEnabledFor(logging.INFO)
+    return _is_terminal() and moves and log.isEnabledFor(logging.INFO)
+
+
+def _is_terminal() -> bool:
+    """Whether standard error is a terminal; it may be closed."""
+    return sys.stderr is not None and sys.stderr.isatty()

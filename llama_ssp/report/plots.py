@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
-logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of its font cache
 
 GREY, BLUE = "#8a8f98", "#1f77b4"
 COLOURS = {"regular": GREY, "speculative": BLUE}
