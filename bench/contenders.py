@@ -7,7 +7,7 @@ so its time for one token is subtracted. Tokens are counted the same for all: th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -44,6 +44,7 @@ def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
 def by_us(
     opened: PairSession, new: int, seed: int, k: int | None,
     seen: Callable[[RowStep, float], None] = lambda step, spent: None, siblings: int = 0,
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
 ) -> tuple[float, Counts]:  # fmt: skip
     """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling.
 
@@ -52,14 +53,14 @@ def by_us(
     drafting = Drafting.none if k == 0 else Drafting.model
     spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None, siblings=siblings)
     run, counts, spent = replace(opened.run, speculation=spec), Counts(), 0.0
-    for number, ids in enumerate(PROMPTS):
+    for number, ids in enumerate(prompts):
         engine = opened.engine(seed, run, frozenset())
         timed = TimedRun(engine, [Prompt(str(number), ids)], new)
         for step, round_s in timed.rounds(Limits(new), lookahead_for(run, 1, opened.costs)):
             seen(step.rows[0], round_s)
         counts.merge(timed.counts)
         spent += timed.counts.decode_s
-    return 1000 * spent / (new * len(PROMPTS)), counts
+    return 1000 * spent / (new * len(prompts)), counts
 
 
 def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: int) -> tuple[float, Counts]:
