@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.attention import Feed
 from llama_ssp.models.checkpoint import complete, inspect
@@ -231,3 +232,25 @@ def test_transformers_reads_the_same_weights(name: str, folders: Path) -> None:
         for key, weight in module.named_parameters():
             read = whole(source.read(key, None), torch.bfloat16)
             assert torch.equal(like(weight, read), weight.bfloat16()), key
+
+
+BROKEN_EXPERTS: dict[str, tuple[str, Any]] = {
+    "a block fewer": ("_blocks", lambda t: t[:, :, 1:]),
+    "an exponent fewer": ("_scales", lambda t: t[:, :, 1:]),
+    "half blocks": ("_blocks", lambda t: t[..., :8]), "flat": ("_blocks", lambda t: t.flatten(2)),
+    "numbers": ("_scales", lambda t: t.float()), "no exponents": ("_scales", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_EXPERTS)
+def test_broken_experts_are_refused(name: str, folders: Path, tmp_path: Path) -> None:
+    """Of MXFP4: the hostile corpus has no experts."""
+    folder = shutil.copytree(quantised("mxfp4", folders / "mxfp4"), tmp_path / "broken")
+    tensors, (end, change) = load_file(folder / "model.safetensors"), BROKEN_EXPERTS[name]
+    key = f"model.layers.0.mlp.experts.down_proj{end}"
+    before = tensors.pop(key)
+    if change is not None:
+        tensors[key] = change(before).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"of a quantised matrix (is|are) .*down_proj_"):
+        loaded(folder)
