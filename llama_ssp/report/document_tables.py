@@ -58,6 +58,8 @@ def _found(summary: Row) -> dict[str, Row]:
         before, after = regular["ms_per_token"], speculative["ms_per_token"]
         faster = before / after if before and after else None
         return {REGULAR: regular, SPECULATIVE: {**speculative, "speedup": faster}}
+    if summary["task"] == "generate":
+        return {SPECULATIVE: summary}
     if summary["task"] == "eval":
         return {
             (row["pair"] if row["mode"] == SPECULATIVE else row["target"]).replace("*", ""): row
