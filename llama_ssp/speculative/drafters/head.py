@@ -80,22 +80,21 @@ class HeadDrafter(Drafter):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         if not max(count):
             return nothing(state)
-        lengths, drawn = state.lengths, []
-        z_RH, rows = self._state_NH[:0], list[int]()  # what the head gave last, of which rows
+        lengths, drawn, rows = state.lengths, list[Drawn](), list[int]()
+        z_RH = self._state_NH  # from the second draft on, what the head gave for the last one, of `rows`
         for offset in range(max(count)):
             wanted = [row for row, n in enumerate(count) if n > offset]
             if offset == 0:
                 fed = [self._unread(row, lengths[row]) for row in wanted]
-                z_RH = self._forward(state.token_BS, fed, self._state_NH[self._places(fed)])
-                for row in wanted:
-                    self._cached[row] = lengths[row] - 1
+                g_TH = self._state_NH[self._places(fed)]
             else:
-                kept_RH = z_RH[sent([rows.index(row) for row in wanted], z_RH.device)]
                 fed = [(row, lengths[row] - 2 + offset, 1) for row in wanted]
-                z_RH = self._forward(state.token_BS, fed, kept_RH)
-            rows = wanted
+                g_TH = z_RH[sent([rows.index(row) for row in wanted], z_RH.device)]
+            z_RH, rows = self._forward(state.token_BS, fed, g_TH), wanted
             drawn.append(self._drawn(state, offset, rows, self._head.logits(z_RH)))
             state.write_draft(drawn[-1].token_B, offset, count)
+        for row in (row for row, n in enumerate(count) if n):
+            self._cached[row] = lengths[row] - 1
         return proposal_of(drawn, count)
 
     def _unread(self, row: int, length: int) -> Span:
