@@ -202,3 +202,5 @@ def test_a_sweep_ends_with_one_table(tmp_path: Path) -> None:
     assert paces[1] == pytest.approx(2 * paces[0]) and "target alone, ms/token_low" in rows[0]
     assert re.search(r"\| 2 \|", file.with_suffix(".md").read_text())
     assert Sweep(jobs, None).place(0) is None
+    long = Sweep([[f"task.prompts=[{'x' * 200}{n}]"] for n in (1, 2)], "out")
+    assert long.place(0) != long.place(1)

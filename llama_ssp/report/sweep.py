@@ -35,8 +35,9 @@ class Sweep:
         """The folder of a job."""
         if self._folder is None:
             return None
-        label = re.sub(r"[^\w.=,+-]", "_", ",".join(self._differing[number])) or f"job-{number}"
-        return self._folder / label[:LONGEST]
+        labels = [re.sub(r"[^\w.=,+-]", "_", ",".join(words))[:LONGEST] for words in self._differing]
+        is_unique = labels[number] and labels.count(labels[number]) == 1
+        return self._folder / (labels[number] if is_unique else f"{labels[number]}-job{number}")
 
     def end(self, console: Console) -> None:
         """Writes sweep.csv and sweep.md with a row for each finished job; shows the table on a terminal."""
@@ -57,16 +58,16 @@ class Sweep:
         runs = {number: run for number in range(len(self._differing)) if (run := self._run(number))}
         if not runs:
             return None
-        rows, figures = list[Row](), dict[str, bool]()
+        rows, keys, figures = list[Row](), dict[str, None](), dict[str, bool]()
         for number, run in runs.items():
             row: Row = dict(word.lstrip("+").split("=", 1) for word in self._differing[number] if "=" in word)
+            keys |= dict.fromkeys(row)
             for figure in headline(run.summary):
                 ends = {f"{figure.name}_low": figure.low, f"{figure.name}_high": figure.high}
                 row |= {figure.name: figure.value, **ends}
                 figures[figure.name] = figures.get(figure.name, False) or figure.low is not None
             rows.append(row)
-        keys = list(dict.fromkeys(key for row in rows for key in row))
-        columns = [Column(key, is_text=True) for key in keys if not key.startswith(tuple(figures))]
+        columns = [Column(key, is_text=True) for key in keys]
         for rank, (name, has_interval) in enumerate(figures.items()):
             columns.append(Column(name, optional=2 * rank))
             if has_interval:
