@@ -448,7 +448,7 @@ def check_echo(echo: bool, logprobs: int | None, max_new_tokens: int) -> None:
         raise UsageError(f"{what}, and none are asked for", "task.echo=true", fix=f"{fix} alternatives")
     if not (max_new_tokens or echo):
         what, fix = "task.max_new_tokens is 0: no text is asked for", "write at least 1; or task.echo=true"
-        raise UsageError(what, allowed="1 or more", fix=f"{fix} task.logprobs=0, which scores the prompt")
+        raise UsageError(what, "", 0, "1 or more", f"{fix} task.logprobs=0, which scores the prompt")
 
 
 # task=NAME is NameConf.
