@@ -28,6 +28,7 @@ from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
+from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
@@ -204,6 +205,21 @@ def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
         for _ in generate(engine, state, Limits(6), FixedDraftLength(2, 1)):
             pass
         assert watched.count >= before + 4
+
+
+def test_given_texts_are_scored_and_texts_have_log_probabilities(tmp_path: Path) -> None:
+    """The head takes no part in scores, before it has read a text and after."""
+    engine = engine_with(head_of(tmp_path))
+    engine.logprobs = LogprobReader(1)
+    first = engine.score(PROMPTS, engine.logprobs)
+    state = engine.prefill(PROMPTS, 12)
+    for _ in generate(engine, state, Limits(12), FixedDraftLength(3, len(PROMPTS))):
+        pass
+    texts = [Prompt(prompt.id, tuple(text)) for prompt, text in zip(PROMPTS, state.texts, strict=True)]
+    scores = engine.score(texts, engine.logprobs)
+    for begun, own, whole in zip(first, state.logprobs, scores, strict=True):
+        expected = [one.logprob for one in whole]
+        assert [one.logprob for one in [*begun, *own]] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("rule", RULES)

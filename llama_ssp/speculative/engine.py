@@ -131,7 +131,11 @@ class RankEngine(ABC):
         if self.target is None:
             return [[] for _ in texts]
         state = State(texts, max(len(text.token_ids) for text in texts), self._device)
-        return scored(self.target, state, self.transform, reader, self._leads)
+        observer, self.target.observer = self.target.observer, None  # a head drafts nothing here
+        try:
+            return scored(self.target, state, self.transform, reader, self._leads)
+        finally:
+            self.target.observer = observer
 
     def _require_same(self, prompts: list[Prompt]) -> None:
         """Before ranks sum parts of prompts: sums of other prompts would be wrong, or never end."""
