@@ -537,7 +537,7 @@ QUANTISED = [
         ("nested-offset", {"nested_offset": "x"}, "nested_offset 'x'"),
         ("nested-short", {"nested_blocksize": 64}, "(3,)"), ("nested-table", {"table": 3}, "(256,)"),
     )),
-    hostile(22, "sound-nested", IS.nested(), code=0, reach=LOADED),
+    hostile(22, "sound-nested", IS.nested(), code=0, reach=LOADED, extra=("model.dtype=packed",)),
     *(hostile(22, name, IS.broken(write, claim, end, tensor), "not a finite number", "up_proj", reach=LOADED,
               extra=("model.scan=true", *extra))
       for name, write, claim, end, tensor, extra in (

@@ -21,7 +21,10 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 INT4 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-    "config_groups": {"0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
+    "quantization_status": "compressed",
+    "config_groups": {"0": {"targets": ["Linear"], "weights": {
+        "num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", "symmetric": True,
+    }}},
 }  # fmt: skip
 
 
