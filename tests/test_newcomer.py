@@ -12,7 +12,7 @@ a table of figures
 python launch/run.py task.input=mine.jsonl task=batch   # many
 ```
 ```
-python launch/run.py model=13B model.download=true
+python launch/run.py model=13B download=true
 ```
 """
 
