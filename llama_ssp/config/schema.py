@@ -99,7 +99,7 @@ class ModelConf:
         code_bits: Bits of a code of a quantised checkpoint; 0 is none.
         code_group: Inputs that share a scale; 0 is a whole row.
         code_bytes: Bytes of a scale with its zero.
-        code_mix: The sizes of each matrix where they differ (models/formats/gguf_model.py).
+        code_mix: The sizes of each matrix where they differ (models/formats/kept.py).
         head_inputs: Numbers of the target's hidden states that a trained head reads; 0 is no head.
         head_vocab: Tokens that a trained head can draft.
         vocab: Tokens of the vocabulary.
