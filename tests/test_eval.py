@@ -48,10 +48,13 @@ class Calculator:
     """A model of bytes that knows multiplication; `knows` tells which questions it gets right."""
 
     vocab, context, device, dtype = 256, 1024, torch.device("cpu"), torch.float32
-    held_bytes, restart = 0, None
+    held_bytes, restart, tapped_TX = 0, None, None
 
     def __init__(self, model: ModelConf, knows: Callable[[int, int], bool]) -> None:
         self.name, self._knows = model.name, knows
+
+    def tap(self, blocks: tuple[int, ...]) -> None:
+        """No head reads it."""
 
     def new_cache(self, rows: int, capacity: int) -> Sheet:
         return Sheet(torch.zeros(rows, capacity + 1, dtype=torch.int64), capacity)

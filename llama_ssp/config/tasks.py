@@ -447,8 +447,8 @@ def check_echo(echo: bool, logprobs: int | None, max_new_tokens: int) -> None:
         what, fix = "an echo gives the prompt's log-probabilities", "write task.logprobs=0, or a number of"
         raise UsageError(f"{what}, and none are asked for", "task.echo=true", fix=f"{fix} alternatives")
     if not (max_new_tokens or echo):
-        what, fix = "task.max_new_tokens is 0: no text is asked for", "write at least 1; or task.echo=true"
-        raise UsageError(what, "", 0, "1 or more", f"{fix} task.logprobs=0, which scores the prompt")
+        what, fix = "task.max_new_tokens asks for no text", "write at least 1; or task.echo=true"
+        raise UsageError(what, "", "0", "1 or more", f"{fix} task.logprobs=0, which scores the prompt")
 
 
 # task=NAME is NameConf.
