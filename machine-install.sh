@@ -75,18 +75,19 @@ check_amd
 quiet=(-q)  # in a log; on a terminal pip shows its progress
 [ ! -t 2 ] || quiet=()
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+reaches() { "$VENV/bin/python" -c "import urllib.request as u; u.urlopen('$1', timeout=10)" 2>/dev/null; }
 installed() { "$VENV/bin/python" -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null || true; }
 
 case "$(installed torch)" in
     "$TORCH" | "$TORCH"+*) ;;
     *)
-        say "installing torch $TORCH ${index[*]: -1}"
-        if ! pip install "${quiet[@]}" "${index[@]}" "torch==$TORCH"; then
-            # A network may know the package index alone: better a large build than none, unless one was asked for.
-            [ "$asked" = no ] && [ "${#index[@]}" -gt 0 ] || exit 5
-            say "no build there; installing the one of the package index"
-            pip install "${quiet[@]}" "torch==$TORCH"
+        # A network may know the package index alone: better its build than none, unless another was asked for.
+        if [ "$asked" = no ] && [ "${#index[@]}" -gt 0 ] && ! reaches "${index[1]}/torch/"; then
+            say "${index[1]} does not answer: the package index has torch, too"
+            index=()
         fi
+        say "installing torch $TORCH ${index[*]: -1}"
+        pip install "${quiet[@]}" "${index[@]}" "torch==$TORCH"
         ;;
 esac
 # The stamps make a second run instant: what is installed is what the files say.
