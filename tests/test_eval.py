@@ -53,9 +53,6 @@ class Calculator:
     def __init__(self, model: ModelConf, knows: Callable[[int, int], bool]) -> None:
         self.name, self._knows = model.name, knows
 
-    def tap(self, blocks: tuple[int, ...]) -> None:
-        """No head reads it."""
-
     def new_cache(self, rows: int, capacity: int) -> Sheet:
         return Sheet(torch.zeros(rows, capacity + 1, dtype=torch.int64), capacity)
 
