@@ -288,7 +288,7 @@ MACHINES = [
 PROMPTS = [
     Case(40, "empty", ('task.prompts=[""]',), 3, ("the prompt is empty", "task.prompts[0]"), FILES),
     Case(40, "no-prompts", ("task.prompts=[]",), 2, ("an empty list",)),
-    Case(40, "no-input", (), 2, ("there is no prompt", "task.prompts")),
+    Case(40, "no-input", (), 2, ("there is no prompt", "prompt=")),
     Case(40, "blank-input", (), 2, ("there is no prompt",), stdin=b"\n \n\r\n"),
     Case(40, "two-sources", (PROMPT, "task.prompt_file=x"), 2, ("both task.prompts and task.prompt_file",)),
     Case(40, "empty-stop", (PROMPT, 'task.stop=[""]'), 2, ("task.stop holds an empty string",)),

@@ -66,7 +66,7 @@ TOKENIZERS = [
     duo(15, "damaged-target", replaced("tokenizer.json", "{"), "the tokenizer cannot be read", whose="model"),
     Case(
         15, "one-synthetic",
-        lambda m: [PROMPT, *alone(m.saved.whole)[:2], "draft=tiny_draft", "task.max_new_tokens=4"], 4,
+        lambda m: [PROMPT, *alone(m.saved.whole)[:1], "draft=tiny_draft", "task.max_new_tokens=4"], 4,
         ("one model has a tokenizer", "synthetic"), FILES,
     ),
 ]  # fmt: skip

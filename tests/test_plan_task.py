@@ -186,7 +186,6 @@ def test_a_folder_that_contradicts_its_preset_is_refused(command, saved):
         (["cluster.nodes=9", "placement=sharded"], 5, "heads cannot be split over the ranks"),
         (["model=local"], 2, "model=local names no model"),
         (["model=/no/such"], 4, "there is no such folder or file"),
-        (["model=13B", "model.path=/no/such"], 4, "model.path is not a folder"),
         (["model=nobody/nothing"], 4, "config.json is not at hand"),
     ],
 )

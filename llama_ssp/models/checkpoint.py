@@ -219,7 +219,7 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
         and (claimed := getattr(model, key)) not in (0, "", None, value)
     ]
     if wrong:
-        fix = f"choose the preset that matches, or {role}=local {role}.path=FOLDER"
+        fix = f"choose the preset that matches, or write {role}=FOLDER alone"
         raise ModelError(f"the checkpoint is not a {model.name}", checkpoint.path, "; ".join(wrong), fix=fix)
     return replace(model, **found)
 

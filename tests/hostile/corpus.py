@@ -439,7 +439,7 @@ NUMBERS = [
     hostile(22, "not-utf8", replaced("config.json", b"\xff\xfe"), "config.json is not JSON"),
     hostile(22, "array", replaced("config.json", "[]"), "not a JSON object"),
     hostile(22, "huge-config", sparse("config.json", b"{", 2**33), "too large"),
-    hostile(22, "preset", nothing, "not a tiny", "n_layers", extra=("model=tiny", "model.weights=checkpoint")),
+    hostile(22, "preset", nothing, "the checkpoint is not a", "n_layers", extra=("model.n_layers=7",)),
 ]  # fmt: skip
 
 
