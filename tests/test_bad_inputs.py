@@ -64,10 +64,15 @@ SETTINGS = [
     usage(1, "unknown", "speculation.kk=5", holds=("unknown key speculation.kk", "speculation.k?")),
     usage(1, "unknown-leaf", "temperature=1", holds=("unknown key temperature", "sampling.temperature")),
     usage(1, "unknown-added", "++speculation.zz=1", holds=("unknown key speculation.zz",)),
-    usage(1, "unknown-option", "model=llama7", holds=("there is no model=llama7", "allowed", "7B")),
-    usage(1, "unknown-task", "task=chat", holds=("there is no task=chat", "generate")),
-    usage(1, "unknown-flag", "--verbose", holds=("unknown flag --verbose",)),
-    usage(1, "no-value", "hello", holds=("an override cannot be read", "hello", "quote")),
+    usage(
+        1,
+        "unknown-option",
+        "model=llama7",
+        holds=("there is no model=llama7", "allowed", "did you mean model="),
+    ),
+    usage(1, "unknown-task", "task=talk", holds=("there is no task=talk", "generate")),
+    usage(1, "unknown-flag", "--loud", holds=("unknown flag --loud",)),
+    usage(1, "no-value", "hello", holds=("the first word is no task", "hello", "generate")),
     usage(1, "group-null", "draft=null", holds=("draft=null", "draft=none")),
     usage(1, "group-empty", "sampling=", holds=("sampling=", "greedy")),
     usage(1, "deleted", "~speculation.k", holds=("~speculation.k is refused",)),
@@ -100,8 +105,10 @@ SETTINGS = [
             ("python_version", "${python_version:major}"),
         ]
     ),
-    usage(46, "resolver-of-a-group", "model=${oc.env:HOME}", holds=("may not use the resolver oc.env",)),
-    usage(46, "group-outside", "model=../../../../x", holds=("outside of the configuration", "--config-dir")),
+    usage(46, "resolver-of-a-group", "sampling=${oc.env:HOME}", holds=("may not use the resolver oc.env",)),
+    usage(
+        46, "group-outside", "sampling=../../../../x", holds=("outside of the configuration", "--config-dir")
+    ),
     usage(2, "no-such-interpolation", "out=${nope}", holds=("nope",)),
     usage(2, "sweep", "seed=1,2", holds=("seed", "--multirun")),
     usage(2, "empty-path", "model=7B", "model.path=", holds=("model.path is empty",)),

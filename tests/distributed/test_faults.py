@@ -242,13 +242,16 @@ def test_ranks_that_never_come(tmp_path: Path):
     assert "nobody is where the ranks meet; rank 2 of 3" in refusal(*other)
 
 
+ROUND = ", round "  # in a line of a trace
+
+
 def test_started_by_hand_the_leader_keeps_the_store(tmp_path: Path):
     """On the loopback device alone; when the leader goes, the store goes, and the other still ends."""
     port = free_port()
     words = (*ENDLESS, "task.trace=true", "output=text")
     (leader, _), (other, err) = (rank_by_hand(rank, port, tmp_path, *words) for rank in range(2))
     out = tmp_path / "0.out"
-    wait_for(lambda: out.exists() and "round 0" in out.read_text())
+    wait_for(lambda: out.exists() and ROUND in out.read_text())
     listening = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert [local for local, _, state in listening if state == "0A" and local.endswith(f":{port:04X}")] == [
         f"0100007F:{port:04X}"
@@ -263,6 +266,11 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < until, "it did not come to pass"
         time.sleep(0.05)
+
+
+def wait_for_round(launcher: subprocess.Popen[str]) -> None:
+    assert launcher.stdout is not None
+    assert any(ROUND in line for line in launcher.stdout), "it ended before its first round"
 
 
 def launched(folder: Path, fault: str, *overrides: str) -> subprocess.Popen[str]:
@@ -299,8 +307,7 @@ def test_torchrun_leaves_nobody_behind(fault: str, tmp_path: Path):
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
     launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
-    assert launcher.stdout is not None
-    assert "round 0" in launcher.stdout.readline()
+    wait_for_round(launcher)
     launcher.kill()
     launcher.communicate(timeout=PATIENCE_S)
     require_nobody_left(tmp_path)
@@ -310,8 +317,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
 def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Path):
     """What is done is reported."""
     launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
-    assert launcher.stdout is not None
-    assert "round 0" in launcher.stdout.readline()
+    wait_for_round(launcher)
     launcher.send_signal(number)
     _, said = launcher.communicate(timeout=PATIENCE_S)
     lines = [line for line in said.splitlines() if line.startswith("error:")]
