@@ -29,6 +29,7 @@ from bench.side_by_side import PROMPTS, by_us, measured  # noqa: E402
 from bench.surroundings import surroundings, write  # noqa: E402
 from bench.words import Words  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
+from llama_ssp.config.short_forms import in_full  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
 from llama_ssp.pair.session import PairSession, regular  # noqa: E402
@@ -69,7 +70,7 @@ class Opened:
 
 def opened(name: str, overrides: list[str], new: int) -> Opened:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = to_run(compose("run", ["seed=1", *overrides]))
+        run = to_run(compose("run", in_full(["seed=1", *overrides])))
     return Opened(name, PairSession(pair_specs(run, [], 1)[0]).load(1, 256 + new))
 
 

@@ -29,6 +29,7 @@ from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
 from llama_ssp.config.presets import CONF  # noqa: E402
+from llama_ssp.config.short_forms import in_full  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.models.loader import load_module  # noqa: E402
 from llama_ssp.pair.assembly import RankModels  # noqa: E402
@@ -62,7 +63,7 @@ def main() -> None:
             overrides.append(argument)
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        run = to_run(compose("run", overrides))
+        run = to_run(compose("run", in_full(overrides)))
     entry = pair_specs(run, [], 1)[0]
     run, new = entry.run, int(own["new"])
     pair = PairSession(entry).load(1, 256 + new)

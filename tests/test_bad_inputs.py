@@ -68,7 +68,7 @@ SETTINGS = [
         1,
         "unknown-option",
         "model=llama7",
-        holds=("there is no model=llama7", "allowed", "did you mean model="),
+        holds=("there is no model=llama7", "did you mean model="),
     ),
     usage(1, "unknown-task", "task=talk", holds=("there is no task=talk", "generate")),
     usage(1, "unknown-flag", "--loud", holds=("unknown flag --loud",)),

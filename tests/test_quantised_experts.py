@@ -66,9 +66,8 @@ def test_experts_are_the_librarys(name: str, folders: Path) -> None:
     ranks: list[list[Tensor]] = []
     for keeps in (False, True):
         ranks += walked_by(folders / name, 2, keeps_codes=keeps)[1]
-    for found in (decoded, walked(loaded(folders / name, keeps_codes=True))[0]):
-        assert off(found, expected) < 1e-5
-    for found in ranks:
+    # A sum in another order may round an input to the next code: unrounded inputs are 5 % off and more.
+    for found in (decoded, walked(loaded(folders / name, keeps_codes=True))[0], *ranks):
         assert off(found, expected) < (1e-2 if rounds else 1e-5)
 
 
