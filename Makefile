@@ -1,5 +1,5 @@
 # make demo     installs what a run needs, then shows on one screen what it does
-# make test     everything a change must pass; make test-fast takes under two minutes
+# make test     everything a change must pass; make test-fast takes some three minutes
 .PHONY: demo test test-fast lint bench mutants soak fuzz coverage clean
 
 PY := .venv/bin/python
