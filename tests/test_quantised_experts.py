@@ -66,9 +66,18 @@ def test_experts_are_the_librarys(name: str, folders: Path) -> None:
     ranks: list[list[Tensor]] = []
     for keeps in (False, True):
         ranks += walked_by(folders / name, 2, keeps_codes=keeps)[1]
-    # A sum in another order may round an input to the next code: unrounded inputs are 5 % off and more.
-    for found in (decoded, walked(loaded(folders / name, keeps_codes=True))[0], *ranks):
+    # A sum in another order may round an input to the next code, which moves its position and those behind.
+    for found in (decoded, walked(loaded(folders / name, keeps_codes=True))[0]):
         assert off(found, expected) < (1e-2 if rounds else 1e-5)
+        assert near(found, expected) > 0.5
+    for found in ranks:
+        assert off(found, expected) < (1e-2 if rounds else 1e-5)
+
+
+def near(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The share of positions with the same logits, within 1e-5."""
+    ours, theirs = torch.cat(found).double(), torch.cat(expected).double()
+    return float(((ours - theirs).norm(dim=-1) <= 1e-5 * theirs.norm(dim=-1)).double().mean())
 
 
 def experts_of(part: Decoder) -> list[Experts]:

@@ -36,8 +36,11 @@ def _flat(share: float) -> Points:
 
 
 EFFICIENCY: dict[tuple[str, str], Efficiency] = {
-    # Measured, AVX-512 with bf16: bench/results/coded_epyc-2-cores_202611.md. Passes of more than a few
-    # tokens are computed in another way, at which 64 tokens of plain weights attain all there is.
+    # Measured, AVX-512 with bf16: bench/results/coded_epyc-2-cores_202611.md. It does not hold for
+    # coded_second_epyc-2-cores_202611.md, when memory and wide products were faster, and products of codes
+    # were not: there 5 tokens took up to 2.6 times as long as this table says, 12 tokens up to 3 times.
+    # Passes of more than a few tokens are computed in another way, at which 64 tokens of plain weights attain
+    # all there is.
     (CPU, PLAIN): Efficiency(1.0, ((16, 2.0), (64, 1.0), (65, 1.0))),  # by the kernel of compiled steps
     (CPU, FOUR): Efficiency(1.12, ((12, 2.2), (64, 0.84), (65, 0.84))),
     (CPU, CURVE): Efficiency(1.05, ((12, 1.25), (64, 0.45), (65, 0.45))),
