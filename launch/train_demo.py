@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -106,13 +106,13 @@ def make_head(recipe: head.HeadRecipe) -> None:
         print(f"{recipe.out}: already made", file=sys.stderr)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    teacher = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=torch.bfloat16).to(device).eval()
-    config = teacher.config.get_text_config()
+    config = AutoConfig.from_pretrained(recipe.target).get_text_config()
     lines = head_data.file_lines(Path(recipe.data)) if recipe.data else head_data.demo_lines(
         recipe.seed, recipe.prompts
     )  # fmt: skip
     store, context = folder.with_name(f"{folder.name}.jsonl"), config.max_position_embeddings
     stream = head_data.stream_of(lines, recipe.target, store, recipe.new_tokens, context, recipe.seed)
+    teacher = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=torch.bfloat16).to(device).eval()
     counts = torch.from_numpy(np.bincount(stream.ids, minlength=config.vocab_size))
     ids_E, taps = head.frequent(counts, recipe.vocab), head.taps_of(config.num_hidden_layers)
     made = head.build(teacher, taps, ids_E, recipe.seed)

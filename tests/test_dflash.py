@@ -100,7 +100,7 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 
 def test_a_layer_behind_the_last_is_refused(tmp_path: Path) -> None:
     """What is there is normed in transformers, and is not in the decoder."""
-    with pytest.raises(ModelError, match="cannot give; .*found 3"):
+    with pytest.raises(ModelError, match=r"cannot give; .*found 3"):
         loaded(dflash(tmp_path, taps=(1, 3)), 3, *tables_of(target_of()[0]))
 
 

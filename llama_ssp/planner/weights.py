@@ -87,10 +87,8 @@ class Part:
         places = heads.query[0], mlp[0], expert[0]
         if model.is_head:  # its own tokens; what it embeds is not its output's table
             own = *own[:3], model.head_vocab, model.head_vocab, model.vocab
-            whole, norms = (
-                (*whole[:-1], False),
-                norms + (not model.head_drafts),
-            )  # of the states, in the block
+            whole = *whole[:-1], False
+            norms += not model.head_drafts  # EAGLE-3 has that of the states in its block
         return Part(
             *whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix,
             model.head_inputs, model.head_drafts,

@@ -24,11 +24,7 @@ class DFlash(nn.Module):
         super().__init__()
         self.embedding = nn.Parameter(embedding_VH, requires_grad=False)
         self.fc, self.state_norm, self.norm, self.rotary, self.head = fc, state_norm, norm, rotary, head
-        self.blocks = nn.ModuleList(blocks)
-
-    @property
-    def attentions(self) -> list[nn.Module]:
-        return [block.attention for block in self.blocks]  # type: ignore[misc]
+        self.blocks, self.attentions = nn.ModuleList(blocks), [block.attention for block in blocks]
 
     def remember(self, state_TX: Tensor, feed: Feed, caches: list[KeysValues]) -> None:
         """Writes keys and values of these positions, of the target's hidden states."""
@@ -45,5 +41,4 @@ class DFlash(nn.Module):
         return found
 
     def _turns(self, feed: Feed) -> Turns:
-        kind = self.attentions[0].rotary
-        return {kind or "": self.rotary(feed)}
+        return {self.attentions[0].rotary or "": self.rotary(feed)}
