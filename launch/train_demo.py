@@ -127,7 +127,7 @@ def make_head(recipe: head.HeadRecipe) -> None:
     batches = head_data.StreamBatches(stream, recipe.row, recipe.batch_tokens, recipe.seed)
     losses = head.head_losses(made, teacher, taps, slice(None) if ids_E is None else ids_E.to(device), recipe)
     progress = train(made, recipe, batches, folder, device, losses)
-    head.save(folder, made, ids_E, taps, teacher.config, recipe)
+    head.save(folder, made, ids_E, taps, config, recipe)
     digest = hashlib.sha256(stream.ids.tobytes()).hexdigest()
     data = Path(recipe.data).name if recipe.data else None
     shown = replace(recipe, out=folder.name, target=Path(recipe.target).name, data=data)  # no paths
