@@ -190,7 +190,8 @@ def build(teacher: Any, taps: list[int], ids_E: Tensor | None, seed: int) -> Hea
     config = teacher.config.get_text_config()
     table_EH = teacher.get_output_embeddings().weight.detach()
     table_EH = table_EH if ids_E is None else table_EH[ids_E]
-    head = Head(LlamaConfig(**block_sizes(config)), len(taps) * config.hidden_size, len(table_EH))
+    own = LlamaConfig.from_dict(block_sizes(config))
+    head = Head(own, len(taps) * config.hidden_size, len(table_EH))
     head.lm_head.weight.data.copy_(table_EH)
     return head
 
