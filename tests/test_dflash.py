@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from llama_ssp.config import Dtype, PlacementConf
 from llama_ssp.distributed.placement import resolve
@@ -46,6 +48,35 @@ def test_declared_distributions_are_those_of_the_published_code(layout: str) -> 
     """After rejections, of ragged rows, in every layout; the reference keeps nothing."""
     with TemporaryDirectory() as folder:
         assert compared(dflash(Path(folder), **LAYOUTS[layout]), DFlashReference, TAPS) > 15
+
+
+@torch.inference_mode()
+def test_the_second_reading_is_that_of_speculators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All logits of two blocks of its training pass: where that library is installed."""
+    core = pytest.importorskip("speculators.models.dflash.core", reason="speculators is not installed")
+    folder = dflash(tmp_path, whole=True)
+    content = json.loads((folder / "config.json").read_text())
+    layer = {**content["transformer_layer_config"], "attn_implementation": "eager"}
+    config = core.DFlashSpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=VOCAB, block_size=4,
+        aux_hidden_state_layer_ids=list(TAPS), mask_token_id=VOCAB - 1,
+    )  # fmt: skip
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = core.DFlashDraftModel(config).float().eval()
+    found = theirs.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert not found.unexpected_keys
+    anchors = torch.tensor([3, 6])
+    monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones(2, dtype=torch.bool)))
+    text = [5, 9, 30, 31, 60, 7, 7, 12, 40, 41, 3, 8]
+    states = torch.randn(len(text), len(TAPS) * DIM, generator=torch.Generator().manual_seed(2))
+    ones, last = torch.ones(1, len(text)), torch.zeros(1, len(text), DIM)
+    given = states[None], torch.tensor([text]), ones, last, torch.zeros(1, len(text), dtype=torch.int64)
+    logits = theirs._backbone_forward(*given, max_anchors=2)[1][0].view(2, 4, VOCAB)
+    reference = DFlashReference(folder)
+    for block, anchor in enumerate(anchors.tolist()):
+        for place in range(3):
+            expected = reference.logits(states[:anchor], text[: anchor + 1], [0] * place)
+            assert (logits[block, place + 1] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_rows_are_refilled(tmp_path: Path) -> None:
