@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.assemble import Assembly, Outline, Sizes
+from llama_ssp.models.decoder import Norm
 from llama_ssp.models.heads.dflash import DFlash
 from llama_ssp.models.heads.eagle3 import Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, Eagle3Settings, HeadSettings
@@ -56,7 +57,7 @@ class HeadAssembly(Assembly):
     ) -> Eagle3:
         name, (block,) = settings.prefix, self.shape.blocks
         self.attention_inputs = 2 * self.shape.dim
-        state_norms = []
+        state_norms: list[Norm] = []
         if settings.norm_before_fc:
             state_norms = [self.norm("input_norm", settings.inputs)]
         if settings.fc_norm:
