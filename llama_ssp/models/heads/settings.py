@@ -149,13 +149,12 @@ def _dflash(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ..
     if taps is None and isinstance(keys.get("target_layer_ids"), list):  # the raw layout counts outputs
         taps = [n + 1 if type(n) is int else n for n in keys["target_layer_ids"]]
     width, mask, anchor = (keys.get(key) for key in ("block_size", "mask_token_id", "sample_from_anchor"))
-    slides = "sliding_attention" in (block.get("layer_types") or ()) or block.get("use_sliding_window")
+    kinds = block.get("layer_types") or []
+    slides = not isinstance(kinds, list) or "sliding_attention" in kinds or block.get("use_sliding_window")
     wide = shapes.get("fc.weight", ())
     if slides or "layers.0.self_attn.q_norm.weight" not in shapes or len(wide) != 2:
         what, allowed = "the head's blocks are of another kind", "fc, and blocks as of Qwen3 without windows"
-        raise ModelError(
-            what, path, f"{len(shapes)} tensors, {block.get('layer_types')}", allowed, "use another head"
-        )
+        raise ModelError(what, path, f"{len(shapes)} tensors, {kinds}", allowed, "use another head")
     whole = block.get("vocab_size")
     usable = type(width) is int and type(mask) is int and type(whole) is int and 0 <= mask < whole
     if not (usable and 2 <= width <= MOST_WIDTH and anchor in (None, False, True)):
