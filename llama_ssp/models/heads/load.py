@@ -130,8 +130,9 @@ def table_of(target: Model, output: bool) -> Tensor | None:
     if isinstance(target, DecoderModel):
         layer: Any = target.decoder.head.product if output else target.decoder.embedding
         table_VH = getattr(layer, "weight", None)
-        whole = isinstance(table_VH, Tensor) and table_VH.is_floating_point() and table_VH.dim() == 2
-        return table_VH if whole and len(table_VH) == target.vocab else None
+        if isinstance(table_VH, Tensor) and table_VH.is_floating_point() and table_VH.dim() == 2:
+            return table_VH if len(table_VH) == target.vocab else None
+        return None
     if isinstance(target, CausalModel):
         module = target.module
         found: Any = module.get_output_embeddings() if output else module.get_input_embeddings()

@@ -144,25 +144,24 @@ def _dflash(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ..
     layer, own = content.get("transformer_layer_config"), content.get("dflash_config")
     block = dict(layer) if isinstance(layer, dict) else dict(content)
     own = own if isinstance(own, dict) else {}
-    keys = {**own, **{key: value for key, value in content.items() if value is not None}}
+    keys: dict[str, Any] = {**own, **{key: value for key, value in content.items() if value is not None}}
     taps = keys.get(BLOCK_TAPS)
     if taps is None and isinstance(keys.get("target_layer_ids"), list):  # the raw layout counts outputs
         taps = [n + 1 if type(n) is int else n for n in keys["target_layer_ids"]]
-    width, mask, anchor = (keys.get(key) for key in ("block_size", "mask_token_id", "sample_from_anchor"))
+    names = "block_size", "mask_token_id", "sample_from_anchor"
+    sizes: list[Any] = [*(keys.get(name) for name in names), block.get("vocab_size")]
+    width, mask, anchor, whole = sizes
     kinds = block.get("layer_types") or []
     slides = not isinstance(kinds, list) or "sliding_attention" in kinds or block.get("use_sliding_window")
     wide = shapes.get("fc.weight", ())
     if slides or "layers.0.self_attn.q_norm.weight" not in shapes or len(wide) != 2:
         what, allowed = "the head's blocks are of another kind", "fc, and blocks as of Qwen3 without windows"
         raise ModelError(what, path, f"{len(shapes)} tensors, {kinds}", allowed, "use another head")
-    whole = block.get("vocab_size")
     usable = type(width) is int and type(mask) is int and type(whole) is int and 0 <= mask < whole
     if not (usable and 2 <= width <= MOST_WIDTH and anchor in (None, False, True)):
         what, found = "config.json describes no usable block", f"{width}, {mask}, {anchor}"
         allowed = f"2..{MOST_WIDTH}, a token of the target, true or false"
-        raise ModelError(
-            what, f"{path}: block_size, mask_token_id, sample_from_anchor", found, allowed, REFETCH
-        )
+        raise ModelError(what, f"{path}: {', '.join(names)}", found, allowed, REFETCH)
     if (found_taps := _layers(path, BLOCK_TAPS, taps)) is None or wide[1] != len(found_taps) * wide[0]:
         what, found = "the head's fc does not fit the layers that it reads", f"{wide}, layers {found_taps}"
         raise ModelError(what, path, found, "as many inputs as these layers give", REFETCH)
