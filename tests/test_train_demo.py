@@ -153,7 +153,7 @@ def head_words(target: Path, folder: Path) -> list[str]:
     """A run of a second; three prompts and two texts."""
     lines = [{"prompt": f"def f{n}("} for n in range(3)] + [{"text": text} for text in TEXTS[1:3]]
     (file := folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    sizes = "steps=20 row=24 batch_tokens=96 vocab=300 depth=3 new_tokens=12 compile=false threads=1"
+    sizes = "steps=20 row=24 batch_tokens=96 vocab=300 depth=3 new_tokens=12 threads=1"
     return ["head", f"out={folder / 'head'}", f"target={target}", f"data={file}", *sizes.split()]
 
 

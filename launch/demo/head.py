@@ -45,6 +45,7 @@ class HeadRecipe(Training):
     depth: int = 4  # drafts in a row that it learns
     prompts: int = 2400  # that the target answers, of the shipped pair's data
     new_tokens: int = 160  # of an answer
+    compile: bool = False  # the steps in a row take minutes to compile
     seed: int = 0
     threads: int = 2
     device: str = "auto"
