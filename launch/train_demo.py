@@ -1,25 +1,32 @@
 """Make the small models that ship with llama-ssp: `python launch/train_demo.py --out DIR`.
 
+`python launch/train_demo.py head out=FOLDER [target=FOLDER data=FILE.jsonl]` trains a head for a target.
 Run the same command again after an interruption: it goes on from the last checkpoint.
 """
 
 import argparse
+import hashlib
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from demo import checkpoint, record, vocab
+from demo import checkpoint, head, head_data, record, vocab
 from demo.batches import Batches
 from demo.data import Documents, library_documents
 from demo.recipes import RECIPES, Recipe, build, smaller
-from demo.train import train
+from demo.train import language_losses, train
+
+from llama_ssp.errors import RunError
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -81,23 +88,79 @@ def make(recipe: Recipe, args: argparse.Namespace, device: torch.device) -> None
             .eval()
         )
     print(
-        f"{recipe.name}: {model.num_parameters():,} parameters, {len(batches.stream):,} tokens "
+        f"{recipe.name}: {model.num_parameters():,} parameters, {len(batches.stream.ids):,} tokens "
         f"of text in {len(documents.train):,} documents, {device}",
         file=sys.stderr,
         flush=True,
     )
-    progress = train(model, recipe, batches, folder, device, teacher)
+    progress = train(model, recipe, batches, folder, device, language_losses(model, recipe, teacher))
     model.to("cpu", torch.bfloat16).save_pretrained(folder)
     record.write(folder, recipe, progress, args.seed, model.num_parameters(), documents.digest(), device)
     (folder / checkpoint.NAME).unlink()
 
 
+def make_head(recipe: head.HeadRecipe) -> None:
+    """A head: the target's texts, training, files."""
+    folder, device = Path(recipe.out), device_of(recipe.device)
+    if (folder / "training.json").exists():
+        print(f"{recipe.out}: already made", file=sys.stderr)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.from_pretrained(recipe.target).get_text_config()
+    lines = head_data.file_lines(Path(recipe.data)) if recipe.data else head_data.demo_lines(
+        recipe.seed, recipe.prompts
+    )  # fmt: skip
+    store, context = folder.with_name(f"{folder.name}.jsonl"), config.max_position_embeddings
+    stream = head_data.stream_of(lines, recipe.target, store, recipe.new_tokens, context, recipe.seed)
+    teacher = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=torch.bfloat16).to(device).eval()
+    counts = torch.from_numpy(np.bincount(stream.ids, minlength=config.vocab_size))
+    ids_E, taps = head.frequent(counts, recipe.vocab), head.taps_of(config.num_hidden_layers)
+    made = head.build(teacher, taps, ids_E, recipe.seed)
+    known = 1.0 if ids_E is None else float(counts[ids_E].sum() / counts.sum())
+    parameters = sum(parameter.numel() for parameter in made.parameters())
+    print(
+        f"{recipe.name}: {parameters:,} parameters, {len(stream.ids):,} tokens of text, "
+        f"{known:.1%} of them can be drafted, {device}",
+        file=sys.stderr,
+        flush=True,
+    )
+    batches = head_data.StreamBatches(stream, recipe.row, recipe.batch_tokens, recipe.seed)
+    losses = head.head_losses(made, teacher, taps, slice(None) if ids_E is None else ids_E.to(device), recipe)
+    progress = train(made, recipe, batches, folder, device, losses)
+    head.save(folder, made, ids_E, taps, config, recipe)
+    digest = hashlib.sha256(stream.ids.tobytes()).hexdigest()
+    data = Path(recipe.data).name if recipe.data else None
+    shown = replace(recipe, out=folder.name, target=Path(recipe.target).name, data=data)  # no paths
+    record.write(folder, shown, progress, recipe.seed, parameters, digest, device)
+    (folder / checkpoint.NAME).unlink()
+
+
+def device_of(name: str) -> torch.device:
+    """The device of this name; `auto` is the GPU, if there is one."""
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def head_main(words: list[str]) -> None:
+    """Trains a head; the keys are the fields of `HeadRecipe`."""
+    try:
+        conf = OmegaConf.merge(OmegaConf.structured(head.HeadRecipe), OmegaConf.from_cli(words))
+        recipe = OmegaConf.to_object(conf)
+        assert isinstance(recipe, head.HeadRecipe)
+        torch.set_num_threads(recipe.threads)
+        make_head(recipe)
+    except (OmegaConfBaseException, RunError) as error:
+        raise SystemExit(f"error: {str(error).splitlines()[0]}") from None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Make each model in turn: the draft learns from the finished target."""
-    args = options(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["head"]:
+        head_main(words[1:])
+        return
+    args = options(words)
     torch.set_num_threads(args.threads)
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(found if args.device == "auto" else args.device)
+    device = device_of(args.device)
     for recipe in chosen(args):
         make(recipe, args, device)
 

@@ -1,4 +1,4 @@
-"""Random EAGLE-3 heads in the published layouts, and a second reading of their formulas."""
+"""Random heads in the published layouts, and a second reading of their formulas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from llama_ssp.config import Dtype
-from llama_ssp.models.heads.model import HeadModel, load_head
+from llama_ssp.models.heads.load import load_head
+from llama_ssp.models.heads.model import HeadModel
 
 CPU = torch.device("cpu")
 FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
@@ -80,27 +81,32 @@ def save_head(
     return folder
 
 
-def loaded(folder: Path, layers: int = 5, table: Tensor | None = None, **how: Any) -> HeadModel:
-    settings = {
-        "dtype": Dtype.fp32,
-        "device": CPU,
-        "shares": table is not None,
-        "name": "head",
-        "fast": False,
-    }
-    return load_head(folder, layers=layers, table=lambda: table, **(settings | how))
+def loaded(
+    folder: Path, layers: int = 5, table: Tensor | None = None, output: Tensor | None = None, **how: Any
+) -> HeadModel:
+    """The head of the folder; `table` and `output` are the target's own embedding and output matrix."""
+
+    def tables(is_output: bool) -> tuple[Tensor, bool]:
+        found = output if is_output else table
+        assert found is not None, "the head asks the target for a table"
+        return found, True
+
+    settings = {"dtype": Dtype.fp32, "device": CPU, "name": "head", "fast": False}
+    return load_head(folder, layers=layers, tables=tables, **(settings | how))
 
 
 class Reference:
     """A head by the formulas of the published code, in fp64, anew for each text: nothing is kept."""
 
-    def __init__(self, folder: Path, table: Tensor | None = None) -> None:
-        content = json.loads((folder / "config.json").read_text())
+    def __init__(self, folder: Path, table: Tensor | None = None, output: Tensor | None = None) -> None:
+        """`table` and `output` are the target's, for a head that lacks them."""
+        self.content = content = json.loads((folder / "config.json").read_text())
         self.sizes = content.get("transformer_layer_config", content)
         self.flags = {flag: content.get(flag, False) for flag in FLAGS}
         self.weights = {key: value.double() for key, value in load_file(folder / "model.safetensors").items()}
-        if table is not None:
-            self.weights["embed_tokens.weight"] = table.double()
+        for name, lent in (("embed_tokens.weight", table), ("lm_head.weight", output)):
+            if lent is not None:
+                self.weights.setdefault(name, lent.double())
         self.name = "midlayer" if "midlayer.hidden_norm.weight" in self.weights else "layers.0"
 
     def ids(self) -> list[int]:
@@ -160,10 +166,107 @@ class Reference:
         scale = (x.square().mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt()
         return x * scale * self.weights[f"{name}.weight"]
 
-    def turned(self, x_THD: Tensor) -> Tensor:
+    def turned(self, x_THD: Tensor, begin: int = 0) -> Tensor:
         size = x_THD.shape[-1]
         speed = self.sizes["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-        angle = torch.arange(len(x_THD), dtype=torch.float64)[:, None, None] * speed
+        angle = (begin + torch.arange(len(x_THD), dtype=torch.float64))[:, None, None] * speed
         first, second = x_THD.chunk(2, -1)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def save_dflash(
+    folder: Path, *, vocab: int, dim: int, taps: tuple[int, ...], raw: bool = False,
+    ids: list[int] | None = None, layers: int = 2, width: int = 4, anchor: bool = False, whole: bool = False,
+    context: int = 160, seed: int = 0, loud: float = 0.5,
+) -> Path:  # fmt: skip
+    """A random DFlash head; `ids` as above; `whole`: with an embedding and an output matrix of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kvs, size, ffn, own = 4, 2, 6, 20, vocab if ids is None else len(ids)
+
+    def random(*shape: int) -> Tensor:
+        return loud * torch.randn(*shape, generator=generator)
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    tensors = {
+        "fc.weight": random(dim, dim * len(taps)),
+        "hidden_norm.weight": norm(dim),
+        "norm.weight": norm(dim),
+    }
+    for layer in range(layers):
+        name = f"layers.{layer}"
+        tensors |= {
+            f"{name}.self_attn.q_proj.weight": random(heads * size, dim),
+            f"{name}.self_attn.k_proj.weight": random(kvs * size, dim),
+            f"{name}.self_attn.v_proj.weight": random(kvs * size, dim),
+            f"{name}.self_attn.o_proj.weight": random(dim, heads * size),
+            f"{name}.self_attn.q_norm.weight": norm(size), f"{name}.self_attn.k_norm.weight": norm(size),
+            f"{name}.mlp.gate_proj.weight": random(ffn, dim), f"{name}.mlp.up_proj.weight": random(ffn, dim),
+            f"{name}.mlp.down_proj.weight": random(dim, ffn), f"{name}.input_layernorm.weight": norm(dim),
+            f"{name}.post_attention_layernorm.weight": norm(dim),
+        }  # fmt: skip
+    if whole:
+        tensors["embed_tokens.weight"] = random(vocab, dim)
+    if whole or ids is not None:
+        tensors["lm_head.weight"] = random(own, dim)
+    if ids is not None:
+        tensors["d2t"] = torch.tensor(ids) - torch.arange(own)
+        tensors["t2d"] = torch.tensor([token in ids for token in range(vocab)])
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    sizes = {
+        "model_type": "qwen3", "hidden_size": dim, "intermediate_size": ffn, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kvs, "head_dim": size, "vocab_size": vocab,
+        "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 1000.0,
+        "hidden_act": "silu", "attention_bias": False, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    mask = vocab - 1
+    if raw:
+        reads = {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]}
+        content: dict[str, Any] = {
+            "architectures": ["DFlashDraftModel"], **sizes, "block_size": width, "dflash_config": reads
+        }  # fmt: skip
+    else:
+        content = {
+            "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
+            "transformer_layer_config": sizes, "draft_vocab_size": own, "block_size": width,
+            "aux_hidden_state_layer_ids": list(taps), "mask_token_id": mask, "sample_from_anchor": anchor,
+        }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+class DFlashReference(Reference):
+    """The same of a DFlash head."""
+
+    def logits(self, states_TX: Tensor, text: list[int], drafts: list[int]) -> Tensor:
+        """Over its own tokens; of the drafts only the number counts."""
+        weights, width = self.weights, self.content["block_size"]
+        mask = self.content.get("mask_token_id", self.sizes.get("dflash_config", {}).get("mask_token_id"))
+        g = self.normed(linear(states_TX.double(), weights["fc.weight"]), "hidden_norm")
+        x = weights["embed_tokens.weight"][[text[-1], *[mask] * (width - 1)]]
+        for layer in range(self.sizes["num_hidden_layers"]):
+            x = self.layer(x, g, f"layers.{layer}")
+        place = len(drafts) + (not self.content.get("sample_from_anchor", False))
+        return linear(self.normed(x, "norm"), weights["lm_head.weight"])[place]
+
+    def layer(self, x: Tensor, g: Tensor, name: str) -> Tensor:
+        weights, heads = self.weights, self.sizes["num_attention_heads"]
+        kvs, size = self.sizes["num_key_value_heads"], self.sizes["head_dim"]
+        own = self.normed(x, f"{name}.input_layernorm")
+        q, k, v = (
+            linear(read, weights[f"{name}.self_attn.{part}_proj.weight"])
+            for part, read in (("q", own), ("k", torch.cat([g, own])), ("v", torch.cat([g, own])))
+        )
+        q, k, v = q.view(-1, heads, size), k.view(-1, kvs, size), v.view(-1, kvs, size)
+        q, k = self.normed(q, f"{name}.self_attn.q_norm"), self.normed(k, f"{name}.self_attn.k_norm")
+        q, k = self.turned(q, len(g)), self.turned(k)
+        k, v = (part.repeat_interleave(heads // kvs, 1) for part in (k, v))
+        score = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
+        seen = torch.einsum("hqk,khd->qhd", score.softmax(-1), v)
+        x = x + linear(seen.flatten(1), weights[f"{name}.self_attn.o_proj.weight"])
+        y = self.normed(x, f"{name}.post_attention_layernorm")
+        gate, up = (linear(y, weights[f"{name}.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+        return x + linear(silu(gate) * up, weights[f"{name}.mlp.down_proj.weight"])

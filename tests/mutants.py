@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from llama_ssp.config import SamplingConfig
-from llama_ssp.models import rounded
+from llama_ssp.models import attention, rounded
 from llama_ssp.models.formats import gguf_blocks
 from llama_ssp.models.formats.coded import Coded
+from llama_ssp.models.heads.model import DFlashModel
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.kv_cache import Feed, RaggedCache
 from llama_ssp.models.sharding import COLUMNS, Cut
@@ -40,6 +41,7 @@ from llama_ssp.speculative.drafters import cross_vocab as bridged
 from llama_ssp.speculative.drafters import head as heads
 from llama_ssp.speculative.drafters import local as drafters
 from llama_ssp.speculative.drafters import siblings as sibling_draws
+from llama_ssp.speculative.drafters.block_head import BlockHeadDrafter
 from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
@@ -564,6 +566,22 @@ def _own_guess_stays(self: HeadDrafter, row: int, length: int) -> Any:
     return row, length - 2, 1
 
 
+def _block_states_stay(self: BlockHeadDrafter, token_BS: Any, fed: Any, state_TX: Any) -> None:
+    """What was read at a position is never read anew."""
+    seen = self.__dict__.setdefault("seen", {})
+    new = [start + i >= seen.get(row, 0) for row, start, count in fed for i in range(count)]
+    spans = []
+    for row, start, count in fed:
+        begin = max(start, seen.get(row, 0))
+        spans.append((row, begin, max(start + count - begin, 0)))
+        seen[row] = max(seen.get(row, 0), start + count)
+    block_observe(self, token_BS, spans, state_TX[torch.tensor(new)])
+
+
+def _one_place_on(self: DFlashModel, *given: Any) -> Any:
+    return block_logits(self, *given).roll(1, 1)
+
+
 def _next_id(self: HeadDrafter, logits: Any, rows: Any, count: int) -> Any:
     return head_in_target(self, logits, rows, count).roll(1, -1)
 
@@ -634,10 +652,12 @@ shared_propose, text_propose = bridged.IntersectionDrafter.propose, bridged.Text
 feed_positions, cache_update = Feed.positions, RaggedCache.update
 state_prefix, limits_trim = State.prefix, loop.Limits.trim
 engine_draft, laws_law = engine.Engine.draft, SamplingTransform._probs
+block_observe, block_logits = BlockHeadDrafter.observe, DFlashModel.logits
 head_observe, head_in_target, head_drawn = HeadDrafter.observe, HeadDrafter._in_target, HeadDrafter._drawn
 some_probs = heads.probs_of_some
 coupled_decide, coupled_draw = CoupledRule.decide, CoupledDraws.categorical
 coupled_noise = CoupledDraws._exponentials
+DFLASH_TEST = "test_declared_distributions_are_those_of_the_published_code"
 HEAD_TEST = "test_declared_distributions_are_the_published_formulas"
 
 coded_decode, coded_cut, gguf_of_eight, extremes = (
@@ -678,6 +698,9 @@ MUTANTS = [
     Mutant("law over shared tokens not renormalised", bridged.IntersectionDrafter, "propose", _declares(_rest_kept), by_tree("Intersection, overlapping")),
     Mutant("head: states of a rejected draft stay", HeadDrafter, "observe", _keeps_rejected_states, by_test("test_heads", HEAD_TEST, "speculators")),
     Mutant("head: its own guess where the target's states are known", HeadDrafter, "_unread", _own_guess_stays, by_test("test_heads", HEAD_TEST, "speculators")),
+    Mutant("DFlash: states of a rejected draft stay", BlockHeadDrafter, "observe", _block_states_stay, by_test("test_dflash", DFLASH_TEST, "speculators")),
+    Mutant("DFlash: drafts one place on", DFlashModel, "logits", _one_place_on, by_test("test_dflash", DFLASH_TEST, "speculators")),
+    Mutant("DFlash: the block is causal", attention, "attend_blocks", attention.attend_rows, by_test("test_dflash", DFLASH_TEST, "speculators")),
     Mutant("head: d2t off by one", HeadDrafter, "_in_target", _next_id, by_test("test_heads", HEAD_TEST, "reduced vocabulary")),
     Mutant("head: law of the reduced vocabulary not renormalised", heads, "probs_of_some", _mass_missing, by_test("test_heads", HEAD_TEST, "reduced vocabulary")),
     Mutant("head: declares the law before the controls", HeadDrafter, "_drawn", _before_controls, by_tree("head, every control")),

@@ -25,7 +25,9 @@ from llama_ssp.planner.weights import held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
+from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.head import HeadDrafter
+from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.logprobs import LogprobReader
@@ -57,35 +59,39 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def target_of(name: str = "llama-gqa") -> tuple[Any, DecoderModel]:
+def target_of(name: str = "llama-gqa", taps: tuple[int, ...] = TAPS) -> tuple[Any, DecoderModel]:
     module = build(name)
     model = DecoderModel(decoder_of(module), module.config, "target")
-    model.tap(TAPS)
+    model.tap(taps)
     return module, model
+
+
+def tables_of(module: Any) -> tuple[Tensor, Tensor]:
+    return module.get_input_embeddings().weight, module.get_output_embeddings().weight
 
 
 def head_of(folder: Path, **how: Any) -> Path:
     return save_head(folder, **({"vocab": VOCAB, "target_dim": DIM, "taps": TAPS} | how))
 
 
-def states_of(module: Any, text: list[int]) -> Tensor:
+def states_of(module: Any, text: list[int], taps: tuple[int, ...]) -> Tensor:
     """The target's hidden states at the taps, by transformers; what the last block gives, before its norm."""
     given: list[Tensor] = []
     hook = module.model.norm.register_forward_pre_hook(lambda _, args: given.append(args[0]))
     hidden = module(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
     hook.remove()
     states = [*hidden[:-1], given[-1]]
-    return torch.cat([states[tap][0] for tap in TAPS], -1)
+    return torch.cat([states[tap][0] for tap in taps], -1)
 
 
 class Compared:
     """A drafter whose proposals are compared, one by one, with what the reference declares from nothing."""
 
-    def __init__(self, module: Any, folder: Path, drafter: HeadDrafter, heat: float = 1.0) -> None:
-        table = module.get_input_embeddings().weight
-        has_table = "embed_tokens.weight" in load_file(folder / "model.safetensors")
-        self.module, self.reference = module, Reference(folder, None if has_table else table)
-        self.heat, self.count, self._propose = heat, 0, drafter.propose
+    def __init__(
+        self, module: Any, reference: Reference, drafter: Drafter, taps: tuple[int, ...] = TAPS
+    ) -> None:
+        self.module, self.reference, self.taps = module, reference, taps
+        self.count, self._propose = 0, drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign]
 
     def propose(self, state: State, count: tuple[int, ...]) -> Any:
@@ -93,8 +99,8 @@ class Compared:
         for row, drafted in enumerate(proposal.count):
             text, drafts = state.texts[row], proposal.drafted_BK[row, :drafted].tolist()
             for place in range(drafted):
-                states = states_of(self.module, text)[:-1]
-                expected = self.reference.probs(states, text, drafts[:place], VOCAB, self.heat)
+                states = states_of(self.module, text, self.taps)[:-1]
+                expected = self.reference.probs(states, text, drafts[:place], VOCAB, HEAT)
                 found = proposal.draft_BKV[row, place].double()
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
                 self.count += 1
@@ -104,17 +110,20 @@ class Compared:
 HEAT = 4.0  # the small targets are so certain that they would accept nothing
 
 
-def compared(folder: Path, rows: int = 4, k: int = 3, new: int = 10, chunk: int = 3, **how: Any) -> int:
+def compared(
+    folder: Path, kind: type[Reference] = Reference, taps: tuple[int, ...] = TAPS, fast: bool = False
+) -> int:
     """A sampled run of ragged rows with rejections; how many declared distributions were compared."""
-    module, model = target_of()
-    table = None if how.pop("embeds", True) else model.decoder.embedding.weight
-    head = loaded(folder, 3, table, **how)
+    rows, k, new, chunk = 4, 3, 10, 3
+    module, model = target_of(taps=taps)
+    head = loaded(folder, 3, *tables_of(module), fast=fast)
     sampling = SamplingConfig(temperature=HEAT)
     transform, rule, draws = SamplingTransform(sampling, (), VOCAB), RULES["block"], source(RULES["block"], 3)
     runner = ModelRunner(model, chunk)
-    drafter = HeadDrafter(head, runner, transform, draws)
-    drafter._window = 8  # so that states wait in few places
-    watched = Compared(module, folder, drafter, HEAT)
+    drafter = head_drafter(head, runner, transform, draws)
+    if isinstance(drafter, HeadDrafter):
+        drafter._window = 8  # so that states wait in few places
+    watched = Compared(module, kind(folder, *tables_of(module)), drafter, taps)
     engine = Engine(runner, drafter, transform, rule, draws)
     state = engine.prefill(PROMPTS[:rows], new)
     accepted = rejected = 0
@@ -131,7 +140,7 @@ def test_declared_distributions_are_the_published_formulas(layout: str) -> None:
     """After rejections, of ragged rows, in every layout and with every flag; the reference keeps nothing."""
     how = LAYOUTS[layout]
     with TemporaryDirectory() as folder:
-        assert compared(head_of(Path(folder), **how), embeds=how.get("embeds", True)) > 15
+        assert compared(head_of(Path(folder), **how)) > 15
 
 
 @pytest.mark.parametrize(
@@ -167,11 +176,13 @@ def test_the_second_reading_is_that_of_speculators(flags: tuple[str, ...], tmp_p
     assert len(made) == 3
 
 
-def engine_with(folder: Path, rule: str = "block", chunk: int = 3, heat: float = HEAT) -> Engine:
-    _, model = target_of()
+def engine_with(
+    folder: Path, rule: str = "block", heat: float = HEAT, taps: tuple[int, ...] = TAPS
+) -> Engine:
+    module, model = target_of(taps=taps)
     transform = SamplingTransform(SamplingConfig(temperature=heat), (), VOCAB)
-    draws, runner = source(RULES[rule], 5), ModelRunner(model, chunk)
-    drafter = HeadDrafter(loaded(folder, 3), runner, transform, draws)
+    draws, runner = source(RULES[rule], 5), ModelRunner(model, 3)
+    drafter = head_drafter(loaded(folder, 3, *tables_of(module)), runner, transform, draws)
     return Engine(runner, drafter, transform, RULES[rule], draws)
 
 
@@ -196,7 +207,7 @@ def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
     engine = engine_with(folder)
     assert isinstance(engine.drafter, HeadDrafter)
     engine.drafter._window = 8
-    watched = Compared(build("llama-gqa"), folder, engine.drafter, HEAT)
+    watched = Compared(build("llama-gqa"), Reference(folder), engine.drafter)
     state = engine.prefill(PROMPTS[:1], 40)
     first = list(PROMPTS[0].token_ids)
     for text in (first, [*first, 9, 9], [*first[:6], 7, 8, 9, 10], first[:4], [11, 12]):
@@ -273,8 +284,8 @@ MEDUSA = {"speculators_model_type": None, "architectures": ["MedusaModel"]}
 TAPS_KEY, SHIFTED = "eagle_aux_hidden_state_layer_ids", torch.tensor(SOME) - torch.arange(len(SOME)) + 1
 WRONG: dict[str, tuple[Any, str]] = {
     "another kind": (
-        lambda f: config_of(f, speculators_model_type="dflash"),
-        "found dflash, allowed EAGLE",
+        lambda f: config_of(f, speculators_model_type="dspark"),
+        "found dspark, allowed EAGLE-3 or DFlash",
     ),
     "another class": (lambda f: config_of(f, **MEDUSA), "not read; .*MedusaModel"),
     "pickled": (pickled, "pickled.*save_file"),
@@ -340,7 +351,7 @@ def test_the_plan_knows_what_a_head_holds(embeds: bool, tmp_path: Path) -> None:
     assert own is not None
     assert sum(held(own.part, Dtype.fp32).values()) == made.weights_bytes
     runner = ModelRunner(model, 100)
-    drafter = HeadDrafter(
+    drafter = head_drafter(
         made, runner, SamplingTransform(SamplingConfig(), (), VOCAB), source(RULES["block"], 0)
     )
     drafter.start(2, 30)

@@ -2,17 +2,24 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import train_demo
-from demo import checkpoint, data, vocab
+from demo import checkpoint, data, head, head_data, vocab
 from demo.batches import ANSWER_WEIGHT, Batches, token_weights
 from demo.recipes import RECIPES, build, smaller
-from demo.train import train
+from demo.train import language_losses, train
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llama_ssp import SamplingConfig, load_pair
+from tests.heads import loaded
 
 TEXTS = [
     "",
@@ -101,7 +108,8 @@ def test_resumed_training_equals_an_unbroken_one(
         folder.mkdir()
         for stop in stops:  # a new model and new optimizers each time, as in a new process
             model = build(recipe, bpe, seed=0)
-            progress = train(model, recipe, batches, folder, torch.device("cpu"), stop_at=stop)
+            losses = language_losses(model, recipe)
+            progress = train(model, recipe, batches, folder, torch.device("cpu"), losses, stop_at=stop)
             assert progress.step == stop
         ends.append(model)
     for one, two in zip(ends[0].parameters(), ends[1].parameters(), strict=True):
@@ -128,3 +136,83 @@ def test_small_budget_lowers_the_loss(tmp_path: Path) -> None:
         ids = AutoTokenizer.from_pretrained(tmp_path / name)("def f", return_tensors="pt")
         assert model(**ids).logits.isfinite().all()
     train_demo.main(["--out", str(tmp_path), "--small"])  # finds all of it made already
+
+
+@pytest.fixture(scope="module")
+def target(bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder of random weights."""
+    folder = tmp_path_factory.mktemp("target")
+    model = build(replace(smaller(RECIPES["demo"]), layers=3), bpe, seed=0)
+    model.lm_head.weight.data *= 20  # so that there is something to learn
+    model.to(torch.bfloat16).save_pretrained(folder)
+    vocab.save(bpe, folder)
+    return folder
+
+
+def head_words(target: Path, folder: Path) -> list[str]:
+    """A run of a second; three prompts and two texts."""
+    lines = [{"prompt": f"def f{n}("} for n in range(3)] + [{"text": text} for text in TEXTS[1:3]]
+    (file := folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sizes = "steps=20 row=24 batch_tokens=96 vocab=300 depth=3 new_tokens=12 threads=1"
+    return ["head", f"out={folder / 'head'}", f"target={target}", f"data={file}", *sizes.split()]
+
+
+def test_a_head_is_trained_goes_on_after_kills_and_drafts(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while the target writes texts and while the head learns: the same data, the same weights."""
+    monkeypatch.setattr(head_data, "ROWS", 2)
+    monkeypatch.setattr("demo.train.SAVE_EVERY", 0.0)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir(), broken.mkdir()
+    train_demo.main(head_words(target, whole))
+    first, rest = (whole / "head.jsonl").read_bytes().split(b"\n", 1)
+    (broken / "head.jsonl").write_bytes(first + b"\n" + rest[: len(rest) // 2])
+    step, count = train_demo.train.__globals__["one_step"], 0
+
+    def killed(*given: Any) -> dict[str, float]:
+        nonlocal count
+        if (count := count + 1) == 8:
+            raise KeyboardInterrupt
+        return step(*given)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("demo.train.one_step", killed)
+        train_demo.main(head_words(target, broken))
+    train_demo.main(head_words(target, broken))
+    assert (broken / "head.jsonl").read_bytes() == (whole / "head.jsonl").read_bytes()
+    tensors, again = (load_file(folder / "head" / "model.safetensors") for folder in (whole, broken))
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    curve = json.loads((whole / "head" / "training.json").read_text())["curve"]
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    texts = []
+    for draft in (whole / "head", None):
+        with load_pair(target, draft, max_tokens=64, overrides=["model.dtype=fp32"]) as pair:
+            (made,) = pair.generate(["def f"], max_new_tokens=20, sampling=SamplingConfig(temperature=0))
+            texts.append(made.token_ids)
+            assert bool(made.drafted) == (draft is not None)
+    assert texts[0] == texts[1]
+
+
+@torch.inference_mode()
+def test_a_head_in_training_is_the_head_that_drafts(target: Path, tmp_path: Path) -> None:
+    """Logits of each step, of the last text that it covers, by the head that is loaded from the folder."""
+    teacher = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    table, ids = teacher.get_input_embeddings().weight, torch.arange(3, 303)
+    taps, recipe = head.taps_of(3), head.HeadRecipe(out="", target=str(target), depth=3)
+    made = head.build(teacher, taps, ids, seed=1).eval()
+    for parameter in made.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape)
+    head.save(tmp_path, made, ids, taps, teacher.config, recipe, torch.float32)
+    drafts = loaded(tmp_path, 3, table)
+    assert drafts.ids_E is not None and drafts.taps == tuple(taps) and torch.equal(drafts.ids_E, ids)
+    text = torch.randint(0, len(table), (9,))
+    states = torch.randn(8, len(taps) * teacher.config.hidden_size)
+    for step, logits in enumerate(made(states[None], table[text[1:]][None], recipe.depth)):
+        read = 8 - step  # positions with the target's states
+        cache, z = drafts.new_cache(1, 16), drafts.fused(states[:read])
+        z = drafts.states(text[1 : read + 1], z, [(0, 0, read)], cache)
+        for own in range(step):
+            z = drafts.states(text[[read + own + 1]], z[-1:], [(0, read + own, 1)], cache)
+        found: Tensor = drafts.logits(z[-1:])
+        torch.testing.assert_close(found, logits[:, read - 1], rtol=1e-4, atol=1e-4)

@@ -16,8 +16,8 @@ from llama_ssp.config import SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
+from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
-from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.engine import Engine
@@ -28,7 +28,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, TREE
 from llama_ssp.text.translation import Intersection, Text
 from tests.choices import ReplayDraws, SharedReplay, distance, every_branch
-from tests.heads import loaded, save_head
+from tests.heads import loaded, save_dflash, save_head
 from tests.reference import reference_law
 from tests.tongues import PAIRS, bridge
 from tests.toy import WIDTH, toy
@@ -59,6 +59,7 @@ class Scenario:
     plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
     bridge: tuple[str, type[Intersection] | type[Text]] | None = None  # between two of tests.tongues
     head: tuple[int, ...] | None = None  # a trained head drafts, which has these of the target's tokens
+    width: int = 0  # of its block, if it gives all drafts in one pass
     siblings: tuple[int, ...] = (0,)  # of each draft, by row
 
 
@@ -91,7 +92,7 @@ def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | N
     s = scenario
     target = s.build(s.vocab, 0, context=s.context, window=s.window)
     if s.head is not None:
-        head = head_of(s.vocab, s.head, s.draft_context)
+        head = head_of(s.vocab, s.head, s.draft_context, s.width)
         target.tap(head.taps)
         return target, head
     if s.draft == "same":
@@ -102,10 +103,13 @@ def models(scenario: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | N
 
 
 @cache
-def head_of(vocab: int, ids: tuple[int, ...], context: int) -> HeadModel:
-    """A random head for a toy."""
+def head_of(vocab: int, ids: tuple[int, ...], context: int, width: int) -> HeadModel:
+    """A random head for a toy; with a width one that gives all drafts in one pass."""
     sizes = {"vocab": vocab, "target_dim": WIDTH, "taps": (0, 1, 2), "dim": 8, "loud": 0.8}
     with TemporaryDirectory() as folder:
+        if width:
+            own = {"vocab": vocab, "dim": WIDTH, "taps": (0, 1), "width": width, "whole": True}
+            return loaded(save_dflash(Path(folder), **own, ids=list(ids), context=context))
         return loaded(
             save_head(Path(folder), **sizes, ids=list(ids), context=context, flags=("norm_output",))
         )
@@ -132,7 +136,7 @@ def play(s: Scenario, target: CausalModel, draft: CausalModel | HeadModel | None
     drafter: Any = Drafter()
     runner = ModelRunner(target, s.chunk)
     if isinstance(draft, HeadModel):
-        drafter = HeadDrafter(draft, runner, transform, draws)
+        drafter = head_drafter(draft, runner, transform, draws)
     elif draft is not None and s.bridge is not None:
         drafter = bridged(s.bridge, ModelRunner(draft, s.chunk), transform, draws)
     elif draft is not None:
@@ -307,6 +311,16 @@ HEADS: dict[str, Scenario] = {
     "head, its context ends": replace(_HEADED, draft_context=3, new=4, vocab=2, head=(0, 1), k=3),
     "head, chunks of one": replace(
         _HEADED, prompts=((0, 1, 1, 0), (1,)), chunk=1, vocab=2, head=(0, 1), k=2, new=2
+    ),
+    "DFlash head": replace(_HEADED, width=4),
+    "DFlash head, two ragged rows with EOS": replace(
+        _HEADED, prompts=((1, 1, 0), (0,)), vocab=2, head=(0, 1), k=1, new=3, width=3, ends=frozenset({1})
+    ),
+    "DFlash head, every control": replace(
+        _HEADED, vocab=4, head=(0, 1, 3), width=4, sampling=_CONTROLS, ends=frozenset({2})
+    ),
+    "DFlash head, its context ends": replace(
+        _HEADED, draft_context=5, new=4, vocab=2, head=(0, 1), k=3, width=3
     ),
 }  # fmt: skip
 

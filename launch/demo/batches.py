@@ -1,6 +1,7 @@
 """Batches of packed rows that depend on the seed and the step alone, so that training resumes."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,22 @@ class Batch:
     is_math: torch.Tensor  # one per row
 
 
+class Stream:
+    """Texts as token ids, one after the other."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self.starts = np.cumsum([0] + [len(row) for row in rows[:-1]])
+        self.ids = np.concatenate([np.array(row, dtype=np.int32) for row in rows])
+
+    def window(self, rng: random.Random, length: int) -> np.ndarray:
+        """Some tokens in a row; half of the windows begin with a text, as prompts do."""
+        last = len(self.ids) - length
+        at = rng.randint(0, last)
+        if rng.random() < 0.5:
+            at = min(int(self.starts[rng.randrange(len(self.starts))]), last)
+        return self.ids[at : at + length]
+
+
 class Batches:
     """Half text and half multiplications, or whatever share the recipe says."""
 
@@ -31,9 +48,7 @@ class Batches:
         """Encode all texts once, into one stream."""
         self.recipe, self.tokenizer, self.seed = recipe, tokenizer, seed
         self.eos = tokenizer.token_to_id(EOS)
-        rows = [[*encoding.ids, self.eos] for encoding in tokenizer.encode_batch(texts)]
-        self.starts = np.cumsum([0] + [len(row) for row in rows[:-1]])
-        self.stream = np.concatenate([np.array(row, dtype=np.int32) for row in rows])
+        self.stream = Stream([[*encoding.ids, self.eos] for encoding in tokenizer.encode_batch(texts)])
 
     def batch(self, step: int) -> Batch:
         """The rows of one step."""
@@ -53,12 +68,8 @@ class Batches:
         return [share for start, share in self.recipe.math_shares if step >= start][-1]
 
     def text_row(self, rng: random.Random, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A window of the stream; half of them begin with a document, as prompts do."""
-        last = len(self.stream) - length
-        at = rng.randint(0, last)
-        if rng.random() < 0.5:
-            at = min(int(self.starts[rng.randrange(len(self.starts))]), last)
-        return self.stream[at : at + length], np.ones(length, dtype=np.float32)
+        """A window of the texts."""
+        return self.stream.window(rng, length), np.ones(length, dtype=np.float32)
 
     def math_row(self, rng: random.Random, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Worked multiplications up to the row's length."""

@@ -9,37 +9,43 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from demo.vocab import BOS, CONTEXT, EOS
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """One model: its shape, what it learns from, and how long."""
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How long and how fast is learnt: of a model, or of a trained head."""
 
     name: str
+    minutes: float
+    steps: int | None = None  # instead of minutes
+    batch_tokens: int = 4096
+    row: int = 256
+    matrix_rate: float = 0.02
+    other_rate: float = 3e-3
+    compile: bool = True  # not worth its minute in a short run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Training):
+    """One model: its shape, and what it learns from."""
+
     layers: int
     width: int
     hidden: int
     heads: int
-    minutes: float
     vocabulary: str  # "bpe" or "bytes"
     teacher: str | None = None
     # The share of multiplications in a batch, from a step on: products are learnt after the look
     # of code, so they get more room in the middle, and the end goes to both.
     math_shares: tuple[tuple[int, float], ...] = ((0, 0.5),)
-    batch_tokens: int = 4096
-    row: int = 256
     long_every: int = 8  # every so many steps the rows are as long as the context
-    matrix_rate: float = 0.02
-    other_rate: float = 3e-3
     bpe_size: int = 4096
     files: int | None = None  # of the library; all of them by default
-    steps: int | None = None  # instead of minutes
-    compile: bool = True  # not worth its minute in a short run
 
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe(
-            "demo",
+            name="demo",
             layers=8,
             width=224,
             hidden=576,
@@ -49,7 +55,7 @@ RECIPES = {
             math_shares=((0, 0.5), (700, 0.6875), (900, 0.8125), (1550, 0.5), (1760, 0.1875)),
         ),
         Recipe(
-            "demo_draft",
+            name="demo_draft",
             layers=2,
             width=128,
             hidden=344,
@@ -63,7 +69,7 @@ RECIPES = {
             other_rate=5e-3,
         ),
         Recipe(
-            "demo_bytes",
+            name="demo_bytes",
             layers=4,
             width=128,
             hidden=344,

@@ -13,7 +13,7 @@ import tokenizers
 import torch
 import transformers
 
-from demo.recipes import Recipe
+from demo.recipes import Training
 from demo.train import Progress
 
 
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 def write(
     folder: Path,
-    recipe: Recipe,
+    recipe: Training,
     progress: Progress,
     seed: int,
     parameters: int,
@@ -87,8 +87,8 @@ def thin(curve: list[dict[str, float]], most: int = 200) -> list[dict[str, float
     return [*curve[::-1][::stride]][::-1]
 
 
-def plot(path: Path, recipe: Recipe, progress: Progress) -> None:
-    """The losses of text and of multiplications over the tokens seen."""
+def plot(path: Path, recipe: Training, progress: Progress) -> None:
+    """The losses and the agreement with the teacher, over the tokens seen."""
     import matplotlib
 
     matplotlib.use("Agg")

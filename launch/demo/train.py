@@ -1,25 +1,35 @@
-"""The training loop: the same for the three models, with or without a teacher."""
+"""The training loop: the same for the models, with or without a teacher, and for a trained head."""
 
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from demo import checkpoint
-from demo.batches import Batch, Batches
-from demo.recipes import Recipe
+from demo.batches import Batch
+from demo.recipes import Recipe, Training
 
 WARM_UP = 0.02  # of the budget
 SAVE_EVERY = 60.0  # seconds
 LOG_EVERY = 10  # steps
 DRAFT_TEMPERATURE = 0.5  # where the draft's agreement with its teacher is wanted most
+
+# Of a batch: what is minimised, and figures to look at.
+Losses = Callable[[Batch], tuple[torch.Tensor, dict[str, float]]]
+
+
+class BatchSource(Protocol):
+    """Gives the batch of each step, the same one whenever it is asked."""
+
+    def batch(self, step: int) -> Batch: ...
 
 
 @dataclass
@@ -32,11 +42,11 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
-def make_optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: torch.nn.Module, recipe: Training) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, which learn about twice as fast by it; AdamW for the rest."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
-        inner = parameter.ndim == 2 and "embed" not in name
+        inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
         (matrices if inner else others).append(parameter)
     muon = torch.optim.Muon(matrices, lr=recipe.matrix_rate, weight_decay=0.02, momentum=0.95)
     adam = torch.optim.AdamW(others, lr=recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -85,11 +95,17 @@ def losses(
     return ((0.1 * each + 0.5 * kl + 1.5 * apart) * weights).sum() / weights.sum(), seen
 
 
-def disagreement(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL from the teacher, and the share of drafts that it would reject at low temperature."""
-    kl = F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+def disagreement(
+    logits: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor | slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL from the teacher, and the share of drafts that it would reject at low temperature.
+
+    `ids`: the teacher's tokens that the logits are of; the KL is over these alone.
+    """
+    known = wanted[..., ids].log_softmax(-1)
+    kl = F.kl_div(logits.log_softmax(-1), known, reduction="none", log_target=True).sum(-1)
     draft = (logits / DRAFT_TEMPERATURE).softmax(-1)
-    target = (wanted / DRAFT_TEMPERATURE).softmax(-1)
+    target = (wanted / DRAFT_TEMPERATURE).softmax(-1)[..., ids]
     return kl, 1.0 - torch.minimum(draft, target).sum(-1)
 
 
@@ -105,13 +121,30 @@ def observed(each: torch.Tensor, batch: Batch) -> dict[str, float]:
     return seen
 
 
+def language_losses(
+    model: LlamaForCausalLM, recipe: Recipe, teacher: LlamaForCausalLM | None = None
+) -> Losses:
+    """The losses of a language model, compiled if the recipe says so."""
+    compute = token_losses
+    if recipe.compile and has_compiler():  # a third faster after a minute
+        if teacher is not None:
+            teacher.compile(dynamic=False)
+        compute = torch.compile(token_losses, dynamic=False)
+    return partial(losses, model, teacher=teacher, compute=compute)
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile can work here."""
+    return any(shutil.which(name) for name in ("g++", "clang++"))
+
+
 def train(
-    model: LlamaForCausalLM,
-    recipe: Recipe,
-    batches: Batches,
+    model: torch.nn.Module,
+    recipe: Training,
+    batches: BatchSource,
     folder: Path,
     device: torch.device,
-    teacher: LlamaForCausalLM | None = None,
+    losses: Losses,
     stop_at: int | None = None,
 ) -> Progress:
     """Train until the budget is spent, from the last checkpoint if there is one.
@@ -120,7 +153,6 @@ def train(
     """
     model.to(device).train()
     optimizers = make_optimizers(model, recipe)
-    compute = compiled(teacher) if recipe.compile else token_losses
     stored = checkpoint.load(folder, model, optimizers)
     progress = Progress(**stored) if stored else Progress()
     before, begun, saved = progress.seconds, time.monotonic(), time.monotonic()
@@ -128,7 +160,7 @@ def train(
         if stop_at is not None and progress.step >= stop_at:
             break
         batch = move(batches.batch(progress.step), device)
-        seen = one_step(model, optimizers, batch, teacher, rate_at(share), compute)
+        seen = one_step(model, optimizers, batch, losses, rate_at(share))
         progress.step += 1
         progress.tokens += batch.ids[:, 1:].numel()
         progress.seconds = before + time.monotonic() - begun
@@ -141,16 +173,7 @@ def train(
     return progress
 
 
-def compiled(teacher: LlamaForCausalLM | None) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A third faster after a minute of compiling, where there is a compiler at all."""
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        return token_losses
-    if teacher is not None:
-        teacher.compile(dynamic=False)
-    return torch.compile(token_losses, dynamic=False)
-
-
-def spent(recipe: Recipe, progress: Progress) -> float:
+def spent(recipe: Training, progress: Progress) -> float:
     """The share of the budget, of steps or of minutes, that is used up."""
     if recipe.steps is not None:
         return progress.step / recipe.steps
@@ -163,16 +186,15 @@ def move(batch: Batch, device: torch.device) -> Batch:
 
 
 def one_step(
-    model: LlamaForCausalLM,
+    model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
     batch: Batch,
-    teacher: LlamaForCausalLM | None,
+    losses: Losses,
     rate: float,
-    compute: Callable[..., tuple[torch.Tensor, ...]] = token_losses,
 ) -> dict[str, float]:
     """Forward, backward and update, at a factor of the peak learning rates."""
     with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
-        loss, seen = losses(model, batch, teacher, compute)
+        loss, seen = losses(batch)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
@@ -183,7 +205,7 @@ def one_step(
     return {"loss": float(loss.detach()), **seen}
 
 
-def note(progress: Progress, seen: dict[str, float], recipe: Recipe) -> None:
+def note(progress: Progress, seen: dict[str, float], recipe: Training) -> None:
     """Add a point to the curve and a line to the log."""
     point: dict[str, Any] = {
         "step": progress.step,

@@ -102,6 +102,7 @@ class ModelConf:
         code_mix: The sizes of each matrix where they differ (models/formats/kept.py).
         head_inputs: Numbers of the target's hidden states that a trained head reads; 0 is no head.
         head_vocab: Tokens that a trained head can draft.
+        head_drafts: Drafts that one pass of a trained head gives; 0 is one after the other.
         vocab: Tokens of the vocabulary.
         context: The longest text, in tokens.
         tied: The head is the embedding.
@@ -134,6 +135,7 @@ class ModelConf:
     code_mix: str = ""
     head_inputs: int = number(0, 0, MAX_INT)
     head_vocab: int = number(0, 0, MAX_INT)
+    head_drafts: int = number(0, 0, 64)
     vocab: int = number(0, 0, MAX_INT)
     context: int = number(0, 0, MAX_INT)
     tied: bool = False

@@ -104,6 +104,19 @@ def attend_rows(
     return torch.cat(found)
 
 
+def attend_blocks(
+    feed: Feed, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+) -> Tensor:
+    """As `attend_rows`, but each token also sees those behind it in its row."""
+    found, begin = [], 0
+    for first, start, count in feed.rows:
+        keys_GSD, values_GSD = (part[:, first : first + start + count] for part in (keys_GND, values_GND))
+        query_WHD = query_THD[begin : begin + count]
+        found.append(_attend_row(query_WHD, keys_GSD, values_GSD, None, scores, sink_H))
+        begin += count
+    return torch.cat(found)
+
+
 def _attend_text(query_WHD: Tensor, keys_GWD: Tensor, values_GWD: Tensor, scale: float) -> Tensor:
     group = query_WHD.shape[1] // keys_GWD.shape[0]
     keys_1HWD, values_1HWD = (part.repeat_interleave(group, 0)[None] for part in (keys_GWD, values_GWD))

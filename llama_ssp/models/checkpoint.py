@@ -103,7 +103,8 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
         raise ModelError(what, path, kind_of(path), fix=fix)
     head = head_settings(path)
     found = with_shape(model, Checkpoint(path, head.block, {}), role)
-    return replace(found, tied=not head.embeds, head_inputs=head.inputs, head_vocab=head.vocab)
+    found = replace(found, head_inputs=head.inputs, head_vocab=head.vocab, head_drafts=head.drafts)
+    return replace(found, tied=not head.embeds)
 
 
 def _with_codes(model: ModelConf, role: str) -> ModelConf:

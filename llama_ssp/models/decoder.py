@@ -94,6 +94,13 @@ class Attention(nn.Module):
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Feed) -> Tensor:
+        query = self.remember(x_TH, turns, cache, feed)
+        y_THD = feed.attend(feed, query, *cache, self.scores, self.sinks)
+        found: Tensor = self.output(y_THD.flatten(1))
+        return found
+
+    def remember(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Feed) -> Tensor:
+        """Writes the tokens' keys and values into the cache; returns their queries, (T, H, D)."""
         query, key, value = self.qkv(x_TH).split(self.sizes, -1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
         if self.norms is not None:
@@ -103,9 +110,7 @@ class Attention(nn.Module):
         keys_GND, values_GND = cache
         keys_GND[:, feed.slot_T] = key.transpose(0, 1)
         values_GND[:, feed.slot_T] = value.transpose(0, 1)
-        y_THD = feed.attend(feed, query, keys_GND, values_GND, self.scores, self.sinks)
-        found: Tensor = self.output(y_THD.flatten(1))
-        return found
+        return query  # type: ignore[no-any-return]
 
 
 class Mlp(nn.Module):

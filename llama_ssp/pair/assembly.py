@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from llama_ssp.config import (
     USUAL_COST_RATIO,
@@ -28,7 +29,8 @@ from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import fingerprint
-from llama_ssp.models.heads.model import HeadModel, load_head, table_of, table_on_disk
+from llama_ssp.models.heads.load import load_head, table_of, table_on_disk
+from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel
@@ -37,8 +39,8 @@ from llama_ssp.report.console import Progress, waiting
 from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
+from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter, TextDrafter
-from llama_ssp.speculative.drafters.head import HeadDrafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter
 from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
@@ -126,14 +128,19 @@ class ModelCache:
         return self._roles[key]
 
     def _head_of(self, found: list[ModelPlacement], target: Model) -> HeadModel:
-        """The pair's head, with the target's embedding if it has none of its own."""
+        """The pair's head, with the target's tables if it has none of its own."""
         if self._head is None:
             above, placed = found
-            table = table_of(target)
+
+            def tables(output: bool) -> tuple[Tensor, bool]:
+                table = table_of(target, output)
+                if table is not None:
+                    return table, True
+                return table_on_disk(above.path, above.model, output), False
+
             head = load_head(
-                placed.path or Path(), placed.dtype, placed.device, above.model.n_layers,
-                partial(table_on_disk, above.path, above.model) if table is None else lambda: table,
-                table is not None, placed.model.name, placed.compiled,
+                placed.path or Path(), placed.dtype, placed.device, above.model.n_layers, tables,
+                placed.model.name, placed.compiled,
             )  # fmt: skip
             self._head = found, head
         return self._head[1]
@@ -233,7 +240,7 @@ def _drafter(
             return None
         return RemoteDrafter(roles.draft_channel, pair.draft_context, transform.vocab, wide(pair.draft_dtype))
     if isinstance(pair.draft, HeadModel):
-        return HeadDrafter(pair.draft, target, transform, draws) if target else None
+        return head_drafter(pair.draft, target, transform, draws) if target else None
     runner = ModelRunner(pair.draft, chunk)
     if roles.draft is not None and not roles.draft.is_leader:
         apart = roles.drafts_apart
@@ -271,6 +278,7 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     spec = run.speculation
     if spec.adaptive:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
-        costs = costs or Costs.of_ratio(ratio, spec.k_max, spec.siblings)
+        at_once = run.draft is not None and run.draft.head_drafts > 0
+        costs = costs or Costs.of_ratio(ratio, spec.k_max, spec.siblings, at_once)
         return AdaptiveDraftLength(costs if spec.siblings else costs.of_chains(), rows)
     return FixedDraftLength(spec.k, rows, spec.siblings)

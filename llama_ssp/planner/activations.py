@@ -245,7 +245,8 @@ class RankWork:
         yield {}
         if k == 0:
             return
-        first, later = self._step(draft, LAG), self._step(draft, 1)
+        widest = draft.part.head_drafts + 1 if draft.part.head_drafts else LAG
+        first, later = self._step(draft, widest), self._step(draft, 1)
         yield from first.moments()
         yield {LOGITS: first.selected(rows), PROBS: small}
         for moment in later.moments():

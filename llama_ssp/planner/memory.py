@@ -43,10 +43,12 @@ def rank_work(
         degree = placement.draft_degree
         part = Part.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)
         if draft.model.is_head and draft.model.tied and len(placement.target) == 1:
-            part = replace(part, embedding_rows=0)  # it reads the target's table
-        room_of_draft = min(room, draft.model.context)
+            lent_head = draft.model.head_drafts > 0 and draft.model.head_vocab == draft.model.vocab
+            part = replace(part, embedding_rows=0, lent_head=lent_head)  # it reads the target's tables
+        block = part.head_drafts + 1 if part.head_drafts else 0
+        room_of_draft = min(room + block, draft.model.context)
         drafted = RolePart.of(draft, part, room_of_draft, work.draft_caches, draft.role in compiled)
-        if draft.model.is_head:
+        if draft.model.is_head and not block:
             drafted = replace(drafted, waiting=max(work.prefill_chunk, STEP))
     drafts = rank == (placement.draft[0] if draft is not None and placement.draft else placement.target[0])
     decides = rank == placement.target[0]

@@ -111,7 +111,7 @@ class Plan:
         best = {
             **self._in_short(chosen),
             "ms_per_token_regular": self.regular_ms,
-            "draft_step_ms": 1000 * times.draft,
+            "draft_step_ms": 1000 * times.proposal_s(1),
             "verify_ms": 1000 * times.verify[k],
             "prefill_ms": self.prefill_ms,
             "band": self.request.band,

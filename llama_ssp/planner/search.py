@@ -216,11 +216,14 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     """Seconds of a draft step, and of verifying 0, 1, ... drafts, with this placement."""
     machine, work, draft = request.machine, request.work, request.draft
     times = machine.times
-    step = 0.0
+    step = once = 0.0
     if draft is not None and placement.draft:
         cost = cost_of(request, draft, placement)
         probs = work.rows * cost.vocab
-        step = step_s(request, draft, placement, cost, 1) + probs * times.probs
+        width = draft.model.head_drafts + 1  # of a head that gives all drafts in one pass
+        forward = step_s(request, draft, placement, cost, width)
+        once, each = (forward, 0.0) if draft.model.head_drafts else (0.0, forward)
+        step = each + probs * times.probs
         if placement.draft_apart:
             step += probs * PROB_BYTES / times.link_per_s
     target = cost_of(request, request.target, placement)
@@ -234,9 +237,12 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
         return spent + (times.check + probs * times.accept if k else 0.0) + messages
 
     drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
-    verify = tuple(map(verify_s, range(request.k_max * drafts + 1)))
+    most = request.k_max
+    if draft is not None and draft.model.head_drafts:
+        most = min(most, draft.model.head_drafts)
+    verify = tuple(map(verify_s, range(most * drafts + 1)))
     overlap = request.overlap if placement.draft_apart else Overlap.off
-    return RoundTimes(step, verify, work.rows, overlap, request.siblings)
+    return RoundTimes(step, verify, work.rows, overlap, request.siblings, once)
 
 
 def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -> float:

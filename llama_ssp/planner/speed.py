@@ -207,7 +207,8 @@ def between(points: tuple[tuple[int, float], ...], at: int) -> float:
 class RoundTimes:
     """Seconds of a draft step, and of verifying k drafts with their siblings (`verify[k]`), of `rows` rows.
 
-    `overlap` is what the draft does while the target verifies; `off` unless it has ranks of its own.
+    `once` is what drafts take however many there are: the pass of a head that gives all at once. `overlap` is
+    what the draft does while the target verifies; `off` unless it has ranks of its own.
     """
 
     draft: float
@@ -215,6 +216,11 @@ class RoundTimes:
     rows: int
     overlap: Overlap = Overlap.off
     siblings: int = 0  # of each draft
+    once: float = 0.0
+
+    def proposal_s(self, k: int) -> float:
+        """Seconds of K drafts."""
+        return k * self.draft + (self.once if k else 0.0)
 
     def tokens(self, acceptance: float, k: int) -> float:
         """The tokens of a row's round."""
@@ -224,7 +230,7 @@ class RoundTimes:
         """Seconds of a round with K drafts."""
         if self.goes_ahead(k, acceptance):
             return self._ahead_s(k, acceptance)
-        return k * self.draft + self.verify[k]
+        return self.proposal_s(k) + self.verify[k]
 
     def goes_ahead(self, k: int, acceptance: float) -> bool:
         """Whether the draft runs while the target verifies; with `auto` it does where that is faster."""

@@ -155,7 +155,7 @@ def _words(plan: Plan) -> Iterator[str]:
     steps = f"regular {plan.regular_ms:.2f} ms/token, prompt {plan.prefill_ms:.0f} ms"
     if plan.drafts:
         verify_ms = 1000 * times.verify[plan.chosen.k]
-        steps += f", a draft step {1000 * times.draft:.2f} ms, verifying {verify_ms:.2f} ms"
+        steps += f", a draft step {1000 * times.proposal_s(1):.2f} ms, verifying {verify_ms:.2f} ms"
     yield steps
     if (overlap := plan.overlap()) is not None and overlap["goes_ahead"]:
         guess = f"the draft runs ahead, and its guess holds in {overlap['guess_holds_share']:.0%} of rounds"

@@ -66,6 +66,8 @@ class Part:
     codes: Kept  # of a quantised checkpoint
     code_mix: str = ""  # as of ModelConf
     head_inputs: int = 0  # of a trained head: numbers of the target's states that it reads
+    head_drafts: int = 0  # and how many drafts a pass gives; 0 is one after the other
+    lent_head: bool = False  # its last matrix is the target's
 
     @staticmethod
     def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
@@ -83,12 +85,13 @@ class Part:
         norms = family.norms - (family.multi_query and model.n_kv_heads == 1)
         codes = Kept(model.code_bits, model.code_group, model.code_bytes)
         places = heads.query[0], mlp[0], expert[0]
-        if model.is_head:  # its own tokens; a norm more; what it embeds is not its output's table
+        if model.is_head:  # its own tokens; what it embeds is not its output's table
             own = *own[:3], model.head_vocab, model.head_vocab, model.vocab
-            whole, norms = (*whole[:-1], False), norms + 1
+            whole = *whole[:-1], False
+            norms += not model.head_drafts  # EAGLE-3 has that of the states in its block
         return Part(
             *whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix,
-            model.head_inputs,
+            model.head_inputs, model.head_drafts,
         )  # fmt: skip
 
     @property
@@ -138,7 +141,9 @@ def weights(part: Part, packed: bool = False, own_head: bool = False) -> Iterato
         widths = part.query_width, part.key_width
         for width_ in widths if family.whole_qk_norm else 2 * (part.head_dim,):
             yield Weight(NORMS, width_, 1, layers)
-    yield Weight(NORMS, dim, 1, vectors)
+    yield Weight(NORMS, dim, 1, vectors + (part.head_drafts > 0))  # a norm of the states, before the blocks
+    if part.lent_head:
+        return
     if not part.tied or own_head or part.embedding_rows < part.vocab:
         yield Weight(HEAD, part.vocab, dim)
 
@@ -155,7 +160,8 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
     def biased(name: str) -> bool:
         return name.rpartition(".")[2] in part.family.biased
 
-    inputs = 2 * dim if part.head_inputs else dim  # a head reads the states and a token's embedding
+    # An EAGLE-3 head reads the states and a token's embedding.
+    inputs = 2 * dim if part.head_inputs and not part.head_drafts else dim
     yield queries + 2 * part.key_width, inputs, part.layers, biased(names.qkv[0]), 0
     before = part.first_query * part.head_dim
     yield dim, queries, part.layers, part.first and biased(names.output), before

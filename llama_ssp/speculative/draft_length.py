@@ -42,13 +42,15 @@ class FixedDraftLength:
 @dataclass(frozen=True)
 class Costs:
     """A round's cost, in any unit: `draft` a drafted token, `verify[n]` the target's step over n tokens more
-    than one, `sibling` what a sibling costs besides its token. A draft has at most `most` siblings.
+    than one, `sibling` what a sibling costs besides its token. A draft has at most `most` siblings. `once` is
+    what drafts cost however many there are: the pass of a head that gives all at once.
     """
 
     draft: float
     verify: tuple[float, ...]
     most: int = 0
     sibling: float = 0.0
+    once: float = 0.0
 
     @property
     def k_max(self) -> int:
@@ -56,7 +58,11 @@ class Costs:
 
     def round(self, k: int, siblings: int = 0) -> float:
         aside = k * siblings
-        return k * self.draft + self.verify[k + aside] + aside * self.sibling
+        return self.proposal(k) + self.verify[k + aside] + aside * self.sibling
+
+    def proposal(self, k: int) -> float:
+        """What K drafts cost."""
+        return k * self.draft + (self.once if k else 0.0)
 
     def best_k(self, first: float, later: float) -> int:
         return self.best(first, later)[0]
@@ -78,12 +84,16 @@ class Costs:
         return best
 
     @staticmethod
-    def of_ratio(cost_ratio: float, k_max: int, siblings: int = 0) -> Costs:
-        """As in the papers: a target step costs 1 for any K, a draft step `cost_ratio`."""
-        return Costs(cost_ratio, (1.0,) * (k_max * (1 + siblings) + 1), siblings)
+    def of_ratio(cost_ratio: float, k_max: int, siblings: int = 0, at_once: bool = False) -> Costs:
+        """As in the papers: a target step costs 1 for any K, a draft step `cost_ratio`.
+
+        `at_once`: one draft step gives all drafts.
+        """
+        draft, once = (0.0, cost_ratio) if at_once else (cost_ratio, 0.0)
+        return Costs(draft, (1.0,) * (k_max * (1 + siblings) + 1), siblings, once=once)
 
     @staticmethod
-    def between(draft: float, verify: dict[int, float], most: int) -> Costs:
+    def between(draft: float, verify: dict[int, float], most: int, once: float = 0.0) -> Costs:
         """Interpolates target steps measured over some tokens, including 0; constant beyond the last."""
         known = sorted(verify)
         steps = []
@@ -92,11 +102,11 @@ class Costs:
             below = max(n for n in known if n <= k)
             share = (k - below) / (above - below) if above > below else 0.0
             steps.append((1 - share) * verify[below] + share * verify[above])
-        return Costs(draft, tuple(steps))
+        return Costs(draft, tuple(steps), once=once)
 
     def of_chains(self) -> Costs:
         """The same without siblings."""
-        return Costs(self.draft, self.verify[: self.k_max + 1])
+        return Costs(self.draft, self.verify[: self.k_max + 1], once=self.once)
 
     def with_trees(self, rounds: dict[tuple[int, int], float], most: int) -> Costs:
         """The same costs where drafts may have `most` siblings, from rounds measured with some shapes.
@@ -105,7 +115,7 @@ class Costs:
         costs, tell what their width costs.
         """
         known = dict(enumerate(self.verify))
-        spare = {shape: spent - shape[0] * self.draft for shape, spent in rounds.items()}
+        spare = {shape: spent - self.proposal(shape[0]) for shape, spent in rounds.items()}
         shares = [
             (spent - known[k * (1 + s)]) / (k * s) for (k, s), spent in spare.items() if k * (1 + s) in known
         ]
@@ -113,7 +123,7 @@ class Costs:
         for (k, s), spent in sorted(spare.items()):
             wide, width = spent - k * s * sibling, k * (1 + s)
             known.setdefault(width, max(wide, self.verify[-1]))
-        whole = Costs.between(self.draft, known, self.k_max * (1 + most))
+        whole = Costs.between(self.draft, known, self.k_max * (1 + most), self.once)
         return replace(whole, most=most, sibling=sibling)
 
 

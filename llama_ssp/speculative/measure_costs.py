@@ -7,11 +7,11 @@ import time
 from collections import defaultdict
 
 from llama_ssp.config import RunConf
-from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.heads.model import DFlashModel, HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.decision import draws_for
 from llama_ssp.speculative.draft_length import Costs
-from llama_ssp.speculative.drafters.head import HeadDrafter
+from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -34,6 +34,8 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
     """
     half = min(slots, draft.context) // 2
     k_max = min(run.speculation.k_max, half - 1)
+    if isinstance(draft, DFlashModel):
+        k_max = min(k_max, draft.drafts)
     if k_max < 1:
         return None
     siblings, beside = run.speculation.siblings, k_max * run.speculation.siblings
@@ -41,7 +43,7 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
     transform, draws = SamplingTransform(run.sampling, (), target.vocab), draws_for(target, rule, 0)
     runner = ModelRunner(target)
     if isinstance(draft, HeadModel):
-        drafter: Drafter = HeadDrafter(draft, runner, transform, draws)
+        drafter: Drafter = head_drafter(draft, runner, transform, draws)
     else:
         drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     engine = Engine(runner, drafter, transform, rule, draws, siblings=beside)
@@ -64,15 +66,20 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
             rounds[k, each].append(time.perf_counter() - began)
         if target.device.type == "cpu" and max(map(min, rounds.values())) < SHORT_S:
             tried = list(range(k_max + 1))
-    draft_s = max(min(drafting[k_max]) - min(drafting[0]), 0.0) / k_max
+    at_once = isinstance(draft, DFlashModel)
+    first = 1 if at_once else 0  # from there on each draft costs the same
+    step = max(min(drafting[k_max]) - min(drafting[first]), 0.0)
+    draft_s = step / max(k_max - first, 1)
+    once_s = max(min(drafting[1]) - min(drafting[0]) - draft_s, 0.0) if at_once else 0.0
     chains = {k: min(taken) for (k, each), taken in rounds.items() if not each}
     least = {k: min(spent for more, spent in chains.items() if more >= k) for k in chains}
-    verify_s = {k: max(spent - k * draft_s, least[0]) for k, spent in least.items()}
-    costs = Costs.between(draft_s, verify_s, run.speculation.k_max)
+    verify_s = {k: max(spent - k * draft_s - (once_s if k else 0.0), least[0]) for k, spent in least.items()}
+    costs = Costs.between(draft_s, verify_s, run.speculation.k_max, once_s)
     costs = costs.with_trees({shape: min(rounds[shape]) for shape in trees}, siblings)
     log.info(
         "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms; K depends "
         "on these times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
-        1000 * draft_s, 1000 * costs.verify[0], k_max, 1000 * costs.verify[k_max], draft_s / costs.verify[0],
+        1000 * (draft_s + once_s), 1000 * costs.verify[0], k_max, 1000 * costs.verify[k_max],
+        (draft_s + once_s) / costs.verify[0],
     )  # fmt: skip
     return costs

@@ -1,7 +1,7 @@
 """What a head's config.json says: its kind, its block, what it reads of the target. No torch.
 
-EAGLE-3 has two layouts. `speculators`: `speculators_model_type` is eagle3, and `transformer_layer_config`
-describes the block. Raw: `architectures` names an Eagle3 class, and the block's sizes stand among the keys.
+There are two layouts. `speculators`: `speculators_model_type` is the kind, and `transformer_layer_config`
+describes the blocks. Raw: `architectures` names the kind's class, and the sizes stand among the keys.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from llama_ssp.models.folder import (
     weight_files,
 )
 
-EAGLE3 = "eagle3"
+EAGLE3, DFLASH = "eagle3", "dflash"
 FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
-TAPS = "eagle_aux_hidden_state_layer_ids"
+TAPS, BLOCK_TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 BLOCKS = "llama", "qwen3"  # kinds of a head's block, by transformers' model_type
+MOST_WIDTH = 64  # tokens of a block
 PREFIXES = "layers.0", "midlayer"  # of the block's tensors: speculators' and the raw layout's
 # Classes of drafters that are no models of their own, in `architectures`.
 OTHERS = re.compile(r"eagle|medusa|dflash|dspark|speculator|(?-i:MTP)", re.IGNORECASE)
-READ = "EAGLE-3, in the speculators layout or the raw one"
+CLASSES = {EAGLE3: re.compile("eagle-?3", re.IGNORECASE), DFLASH: re.compile(r"dflash(?!\d)", re.IGNORECASE)}
+READ = "EAGLE-3 or DFlash, in the speculators layout or the raw one"
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """An EAGLE-3 head as its folder describes it.
+    """A head as its folder describes it.
 
-    `block` is what a config.json of a model with this one layer would hold; its `vocab_size` is the target's.
+    `block` is what a config.json of a model with its layers would hold; its `vocab_size` is the target's.
     `taps` are the target's blocks whose inputs it reads; None: by the target's number of blocks.
     """
 
@@ -47,16 +49,44 @@ class HeadSettings:
     vocab: int
     taps: tuple[int, ...] | None
     inputs: int  # numbers of a token's hidden states
-    prefix: str  # of the block's tensors
     embeds: bool  # it has an embedding of its own
+    heads: bool  # it has an output matrix of its own
+
+    @property
+    def drafts(self) -> int:
+        """Of one pass; 0: one after the other."""
+        return 0
+
+    def taps_of(self, layers: int) -> tuple[int, ...]:
+        """The taps in a target of so many blocks."""
+        return self.taps or (2, layers // 2, layers - 3)
+
+
+@dataclass(frozen=True)
+class Eagle3Settings(HeadSettings):
+    """`prefix` is of its block's tensors."""
+
+    prefix: str
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
 
-    def taps_of(self, layers: int) -> tuple[int, ...]:
-        """The taps in a target of so many blocks."""
-        return self.taps or (2, layers // 2, layers - 3)
+
+@dataclass(frozen=True)
+class DFlashSettings(HeadSettings):
+    """A head of one pass: it reads the last token and `width - 1` times `mask_token`.
+
+    `from_anchor`: all of these places give a draft, else all but that of the last token.
+    """
+
+    width: int
+    mask_token: int
+    from_anchor: bool
+
+    @property
+    def drafts(self) -> int:
+        return self.width if self.from_anchor else self.width - 1
 
 
 def kind_of(path: Path) -> str | None:
@@ -68,18 +98,24 @@ def kind_of(path: Path) -> str | None:
         return str(kind)
     names = content.get("architectures")
     named = [str(name) for name in names if OTHERS.search(str(name))] if isinstance(names, list) else []
-    return (EAGLE3 if re.search("eagle-?3", named[0], re.IGNORECASE) else named[0]) if named else None
+    if not named:
+        return None
+    return next((kind for kind, words in CLASSES.items() if words.search(named[0])), named[0])
 
 
 def head_settings(path: Path) -> HeadSettings:
     """Reads and checks the folder of a head; a ModelError if it is of another kind, or cannot be read."""
     kind = kind_of(path)
-    if kind != EAGLE3:
-        what, fix = "this kind of trained head is not read", "use an EAGLE-3 head, or a small draft model"
+    if kind not in CLASSES:
+        what, fix = "this kind of trained head is not read", "use one of these, or a small draft model"
         raise ModelError(what, path, kind, READ, fix)
     require_whole(path)
     require_counts(path, content := read_json(path / "config.json"))
     shapes = _shapes(path)
+    return (_eagle3 if kind == EAGLE3 else _dflash)(path, content, shapes)
+
+
+def _eagle3(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Eagle3Settings:
     layer = content.get("transformer_layer_config")
     block = dict(layer) if isinstance(layer, dict) else dict(content)
     block.setdefault("model_type", "llama")
@@ -99,9 +135,43 @@ def head_settings(path: Path) -> HeadSettings:
     (_, inputs), (vocab, _) = wide
     block.update(num_hidden_layers=1, tie_word_embeddings=False)
     block.pop("quantization_config", None)
-    return HeadSettings(
-        block, vocab, _taps(path, content), inputs, prefix, "embed_tokens.weight" in shapes, **flags
+    return Eagle3Settings(
+        block, vocab, _taps(path, content), inputs, "embed_tokens.weight" in shapes, True, prefix, **flags
     )
+
+
+def _dflash(path: Path, content: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> DFlashSettings:
+    layer, own = content.get("transformer_layer_config"), content.get("dflash_config")
+    block = dict(layer) if isinstance(layer, dict) else dict(content)
+    own = own if isinstance(own, dict) else {}
+    keys: dict[str, Any] = {**own, **{key: value for key, value in content.items() if value is not None}}
+    taps = keys.get(BLOCK_TAPS)
+    if taps is None and isinstance(keys.get("target_layer_ids"), list):  # the raw layout counts outputs
+        taps = [n + 1 if type(n) is int else n for n in keys["target_layer_ids"]]
+    names = "block_size", "mask_token_id", "sample_from_anchor"
+    sizes: list[Any] = [*(keys.get(name) for name in names), block.get("vocab_size")]
+    width, mask, anchor, whole = sizes
+    kinds = block.get("layer_types") or []
+    slides = not isinstance(kinds, list) or "sliding_attention" in kinds or block.get("use_sliding_window")
+    wide = shapes.get("fc.weight", ())
+    if slides or "layers.0.self_attn.q_norm.weight" not in shapes or len(wide) != 2:
+        what, allowed = "the head's blocks are of another kind", "fc, and blocks as of Qwen3 without windows"
+        raise ModelError(what, path, f"{len(shapes)} tensors, {kinds}", allowed, "use another head")
+    usable = type(width) is int and type(mask) is int and type(whole) is int and 0 <= mask < whole
+    if not (usable and 2 <= width <= MOST_WIDTH and anchor in (None, False, True)):
+        what, found = "config.json describes no usable block", f"{width}, {mask}, {anchor}"
+        allowed = f"2..{MOST_WIDTH}, a token of the target, true or false"
+        raise ModelError(what, f"{path}: {', '.join(names)}", found, allowed, REFETCH)
+    if (found_taps := _layers(path, BLOCK_TAPS, taps)) is None or wide[1] != len(found_taps) * wide[0]:
+        what, found = "the head's fc does not fit the layers that it reads", f"{wide}, layers {found_taps}"
+        raise ModelError(what, path, found, "as many inputs as these layers give", REFETCH)
+    heads = len(output := shapes.get("lm_head.weight", ())) == 2
+    block.update(model_type="qwen3", tie_word_embeddings=False)
+    block.pop("quantization_config", None)
+    return DFlashSettings(
+        block, output[0] if heads else whole, found_taps, wide[1], "embed_tokens.weight" in shapes,
+        heads, width, mask, bool(anchor),
+    )  # fmt: skip
 
 
 def _taps(path: Path, content: dict[str, Any]) -> tuple[int, ...] | None:
@@ -111,10 +181,14 @@ def _taps(path: Path, content: dict[str, Any]) -> tuple[int, ...] | None:
     if nested.get("use_aux_hidden_state") is False:
         what, allowed = "the head reads the target's last hidden state alone", "three named layers (EAGLE-3)"
         raise ModelError(what, path, "use_aux_hidden_state: false", allowed, "use another head")
+    return _layers(path, TAPS, found)
+
+
+def _layers(path: Path, key: str, found: Any) -> tuple[int, ...] | None:
     if found is None:
         return None
     if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 2**16 for n in found):
-        raise ModelError("config.json names no usable layers", f"{path}: {TAPS}", found, "numbers", REFETCH)
+        raise ModelError("config.json names no usable layers", f"{path}: {key}", found, "numbers", REFETCH)
     return tuple(found)
 
 

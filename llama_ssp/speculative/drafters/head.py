@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.heads.model import Eagle3Model, HeadModel
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import WIDEST
 from llama_ssp.models.transfer import sent
@@ -23,21 +23,11 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Proposal, State
 
 
-class HeadDrafter(Drafter):
-    """Samples from the head's distribution, under the same controls as the target.
+class SamplesFromHead(Drafter):
+    """Samples from a head's distribution, under the same controls as the target."""
 
-    Of each row the first `_cached` positions were read with the target's states. Those of later positions
-    wait in `_state_NH`, position p at place p modulo `_window` of the row.
-    """
-
-    def __init__(
-        self, head: HeadModel, target: ModelRunner, transform: SamplingTransform, draws: Draws
-    ) -> None:
-        """`target` is the runner whose passes the head reads; its model has the head's taps."""
-        self._head, self._transform, self._draws = head, transform, draws
-        self._window = max(target.prefill_chunk, WIDEST)
-        self._passes = 0
-        target.observer = self.observe
+    def __init__(self, head: HeadModel, transform: SamplingTransform, draws: Draws) -> None:
+        self._of, self._transform, self._draws, self._passes = head, transform, draws, 0
 
     @property
     def forwards(self) -> int:
@@ -45,7 +35,47 @@ class HeadDrafter(Drafter):
 
     @property
     def device(self) -> torch.device:
-        return self._head.device
+        return self._of.device
+
+    def _drawn(self, state: State, offset: int, rows: list[int], logit_RE: Tensor) -> Drawn:
+        """Draft number `offset` of these rows, and its distribution over the target's tokens."""
+        logit_BV = self._in_target(logit_RE.to(state.device), rows, state.rows)
+        probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
+        idle = [row not in rows for row in range(state.rows)]
+        token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))
+        return Drawn(token_B, probs_BV)
+
+    def _in_target(self, logit_RE: Tensor, rows: list[int], count: int) -> Tensor:
+        """Logits by the target's ids, (B, V): -inf of tokens that the head lacks, zeros in other rows."""
+        vocab, ids_E = max(self._transform.vocab, self._of.vocab), self._of.ids_E
+        wide = torch.promote_types(logit_RE.dtype, torch.float32)
+        if ids_E is None and len(rows) == count:
+            return logit_RE.to(wide)
+        logit_RV = logit_RE.new_full((len(rows), vocab), -torch.inf, dtype=wide)
+        if ids_E is None:
+            logit_RV[:, : logit_RE.shape[1]] = logit_RE.to(wide)
+        else:
+            logit_RV[:, ids_E.to(logit_RV.device)] = logit_RE.to(wide)
+        if len(rows) == count:
+            return logit_RV
+        return logit_RV.new_zeros(count, vocab).index_copy_(0, sent(rows, logit_RV.device), logit_RV)
+
+
+class HeadDrafter(SamplesFromHead):
+    """Drafts one token after the other.
+
+    Of each row the first `_cached` positions were read with the target's states. Those of later positions
+    wait in `_state_NH`, position p at place p modulo `_window` of the row.
+    """
+
+    def __init__(
+        self, head: Eagle3Model, target: ModelRunner, transform: SamplingTransform, draws: Draws
+    ) -> None:
+        """`target` is the runner whose passes the head reads; its model has the head's taps."""
+        super().__init__(head, transform, draws)
+        self._head = head
+        self._window = max(target.prefill_chunk, WIDEST)
+        target.observer = self.observe
 
     def start(self, rows: int, capacity: int) -> None:
         self._slots = min(capacity, self._head.context)
@@ -101,29 +131,6 @@ class HeadDrafter(Drafter):
         """The positions that a text of this length lacks; the last one is read again if none is lacking."""
         start = min(self._cached[row], length - 2)
         return row, start, length - 1 - start
-
-    def _drawn(self, state: State, offset: int, rows: list[int], logit_RE: Tensor) -> Drawn:
-        """Draft number `offset` of these rows, and its distribution over the target's tokens."""
-        logit_BV = self._in_target(logit_RE.to(state.device), rows, state.rows)
-        probs_BV = probs_of_some(self._transform, logit_BV, state, offset)
-        idle = [row not in rows for row in range(state.rows)]
-        token_B = self._draws.categorical(resting(probs_BV, idle), state.slot(Purpose.DRAFT, offset))
-        return Drawn(token_B, probs_BV)
-
-    def _in_target(self, logit_RE: Tensor, rows: list[int], count: int) -> Tensor:
-        """Logits by the target's ids, (B, V): -inf of tokens that the head lacks, zeros in other rows."""
-        vocab, ids_E = max(self._transform.vocab, self._head.vocab), self._head.ids_E
-        wide = torch.promote_types(logit_RE.dtype, torch.float32)
-        if ids_E is None and len(rows) == count:
-            return logit_RE.to(wide)
-        logit_RV = logit_RE.new_full((len(rows), vocab), -torch.inf, dtype=wide)
-        if ids_E is None:
-            logit_RV[:, : logit_RE.shape[1]] = logit_RE.to(wide)
-        else:
-            logit_RV[:, ids_E.to(logit_RV.device)] = logit_RE.to(wide)
-        if len(rows) == count:
-            return logit_RV
-        return logit_RV.new_zeros(count, vocab).index_copy_(0, sent(rows, logit_RV.device), logit_RV)
 
     def _read(self, token_BS: Tensor, ends: list[int]) -> None:
         """Reads each row up to its end, as far as the cache goes."""

@@ -1,0 +1,152 @@
+"""Makes a head of its folder: checks its tensors, and takes from the target what it has not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.errors import ModelError
+from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.devices import TORCH_DTYPES
+from llama_ssp.models.families import family_of
+from llama_ssp.models.folder import REFETCH
+from llama_ssp.models.heads.assemble import MAPS, HeadAssembly, wanted
+from llama_ssp.models.heads.dflash import DFlash
+from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
+from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings, head_settings
+from llama_ssp.models.interface import Model
+from llama_ssp.models.linear import formats
+from llama_ssp.models.loader import opened, require_supported
+from llama_ssp.models.safetensors_io import FileSource
+from llama_ssp.models.shape import reason_against
+from llama_ssp.models.steps import has_kernels
+
+# The target's embedding, or with True its output matrix, and whether that is the target's own memory.
+Tables = Callable[[bool], tuple[Tensor, bool]]
+log = logging.getLogger(__name__)
+
+
+def load_head(
+    path: Path, dtype: Dtype, device: torch.device, layers: int, tables: Tables, name: str, fast: bool
+) -> HeadModel:
+    """The head of a folder, whole.
+
+    `layers` are the target's; `tables` gives what the head has not. Raises ModelError where folder and target
+    do not fit.
+    """
+    settings = head_settings(path)
+    config = block_config(path, settings)
+    fast = fast and not isinstance(settings, DFlashSettings) and has_kernels(name, dtype, device)
+    product, head = formats(dtype, device, fast)
+    names, taps = wanted(config, settings), settings.taps_of(layers)
+    if isinstance(settings, DFlashSettings) and max(taps) >= layers:  # what is there is normed for some
+        what, fix = "the head reads layers that the target cannot give", "use a head of this target"
+        raise ModelError(what, path, max(taps), f"0..{layers - 1}", fix)
+    lent: list[Tensor | None] = [None, None]
+    shared = []
+    for output in (False, True):
+        if not (settings.heads if output else settings.embeds):
+            given, is_shared = tables(output)
+            lent[output] = table = given.to(device, TORCH_DTYPES[dtype])
+            shared += [table] if is_shared and table.data_ptr() == given.data_ptr() else []
+    source = FileSource(path, {*names, *MAPS}, "model")
+    with closing(source):
+        _require_tensors(path, names, source.shapes)
+        assembly = HeadAssembly(config, settings, source, TORCH_DTYPES[dtype], product, head, device)
+        made, ids_E = assembly.made(*lent), assembly.ids()
+        _require_ids(path, settings, ids_E, source)
+    kind = "a DFlash" if isinstance(made, DFlash) else "an EAGLE-3"
+    log.info("draft %s: %s head, %s on %s", name, kind, dtype.value, device)
+    how = taps, name, ids_E, tuple(shared)
+    if isinstance(made, DFlash):
+        assert isinstance(settings, DFlashSettings)
+        return DFlashModel(made, config, settings, *how)
+    return Eagle3Model(made, config, settings, *how, fast=fast)
+
+
+def block_config(path: Path, settings: HeadSettings) -> Any:
+    """transformers' config of the head's block; a ModelError if it cannot be run."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        config: Any = CONFIG_MAPPING[settings.block["model_type"]].from_dict(dict(settings.block))
+        against = reason_against(config)
+    except MemoryError:
+        raise
+    except Exception as error:  # values of wrong types fail in any way
+        raise ModelError("config.json cannot be read", path, str(error)[:160], fix=REFETCH) from None
+    if against:
+        raise ModelError("the head's block is of another kind", path, against, fix="use another head")
+    return config
+
+
+def _require_tensors(
+    path: Path, names: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]
+) -> None:
+    """Refuses a tensor that is missing, misshapen, or that the head does not have."""
+    maps = {name: shape for name, shape in found.items() if name in MAPS}
+    problems = [
+        *(f"{name} is missing" for name in sorted(names.keys() - found.keys())),
+        *(
+            f"{name} is {found[name]}, not {names[name]}"
+            for name in names
+            if found.get(name, names[name]) != names[name]
+        ),
+        *(f"{name} is not known" for name in sorted(found.keys() - names.keys() - maps.keys())),
+    ]
+    if problems:
+        what, fix = "the head's tensors are not those of config.json", f"{REFETCH}, or use another head"
+        raise ModelError(what, path, f"{len(problems)}: {'; '.join(problems[:4])}", fix=fix)
+
+
+def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, source: FileSource) -> None:
+    """Refuses a reduced vocabulary whose two maps do not agree."""
+    whole = int(settings.block["vocab_size"])
+    count, inside = settings.vocab, torch.zeros(whole, dtype=torch.bool)
+    fits = settings.vocab == whole
+    if ids_E is not None:
+        fits = ids_E.shape == (count,) and int(ids_E.min()) >= 0 and int(ids_E.max()) < whole
+        if fits:
+            inside[ids_E] = True
+            fits = int(inside.sum()) == count
+    if fits and MAPS[1] in source.shapes and ids_E is not None:
+        listed_V = source.read(MAPS[1], None)
+        fits = isinstance(listed_V, Tensor) and torch.equal(listed_V.bool(), inside)
+    if not fits:
+        what, allowed = "the maps of the head's vocabulary do not agree", f"{count} tokens of the {whole}"
+        raise ModelError(what, f"{path}: d2t, t2d", "other tokens", allowed, REFETCH)
+
+
+def table_of(target: Model, output: bool) -> Tensor | None:
+    """The target's embedding, or its output matrix, if this process has all of it as numbers."""
+    if isinstance(target, DecoderModel):
+        layer: Any = target.decoder.head.product if output else target.decoder.embedding
+        table_VH = getattr(layer, "weight", None)
+        if isinstance(table_VH, Tensor) and table_VH.is_floating_point() and table_VH.dim() == 2:
+            return table_VH if len(table_VH) == target.vocab else None
+        return None
+    if isinstance(target, CausalModel):
+        module = target.module
+        found: Any = module.get_output_embeddings() if output else module.get_input_embeddings()
+        return found.weight  # type: ignore[no-any-return]
+    return None
+
+
+def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
+    """The same, read whole; for the leader of several ranks, each of which holds a part."""
+    if path is None:
+        what, fix = "the head has no embedding, and the target none on disk", "use a head with embed_tokens"
+        raise ModelError(what, model.name, "a synthetic target", fix=fix)
+    names = family_of(model.family).names
+    name = f"{names.head if output and not model.tied else names.embedding}.weight"
+    with closing(opened(path, require_supported(path), {name: ()})) as source:
+        table_VH = source.read(name, None)
+    return table_VH if isinstance(table_VH, Tensor) else table_VH.decoded(torch.float32)
