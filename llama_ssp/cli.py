@@ -22,9 +22,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
-from llama_ssp.batch import local_workers
+from llama_ssp.batch import local_workers, status
 from llama_ssp.batch.job import chosen_seed, job_of
-from llama_ssp.batch.slurm import status, submit
+from llama_ssp.batch.slurm import submit
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.completion import COMPLETION, completion

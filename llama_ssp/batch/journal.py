@@ -104,6 +104,15 @@ class Journal:
         path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or unique_name()}.jsonl"
         return Attempt(shard, earlier, path, self._done(shard))
 
+    def claimed(self) -> int:
+        """How many shards a living process works on."""
+        return sum(not _is_abandoned(path) for path in (self.folder / CLAIMS).glob("[!.]*"))
+
+    def past_attempts(self) -> Iterator[PastAttempt]:
+        """What every attempt's file tells, in the order of the input."""
+        for shard in self.manifest.shards:
+            yield from self._attempts(shard)
+
     def standing(self) -> Standing:
         finished = unended = attempts = done = 0
         for shard in self.manifest.shards:

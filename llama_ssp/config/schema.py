@@ -231,13 +231,14 @@ class SlurmConf:
         constraint: Features that nodes must have.
         time: The time limit, as H:MM:SS or D-HH:MM:SS.
         mem: Memory of a node, such as 64G.
-        cpus_per_rank: CPU cores of a rank.
+        cpus_per_rank: CPU cores of a rank; null is the cluster's own default for a node.
         gpu_type: The GPUs' name in the cluster's own gres.
         job_name: The job's name.
         signal_s: Seconds before the time limit at which work stops.
-        setup: Shell lines that run first on the node, such as "module load cuda".
+        setup: Shell lines that run first, such as "module load cuda"; one that fails ends the job.
+        interface: The network that joins a group's nodes, such as ib0; null is Slurm's own.
         options: Further options of sbatch, such as --exclusive.
-        torchrun: Further options of torchrun.
+        torchrun: Further options of torchrun; each node expands them as a shell does.
         python: The interpreter on the nodes; null is this command's.
     """
 
@@ -247,11 +248,12 @@ class SlurmConf:
     constraint: str | None = None
     time: str | None = None
     mem: str | None = None
-    cpus_per_rank: int | None = number(None, 1, 4096)
+    cpus_per_rank: int | None = number(1, 1, 4096)
     gpu_type: str | None = None
     job_name: str | None = None
     signal_s: int = number(120, 1, 65535, "seconds to stop before the time limit")
     setup: list[str] = field(default_factory=list)
+    interface: str | None = None
     options: list[str] = field(default_factory=list)
     torchrun: list[str] = field(default_factory=list)
     python: str | None = None

@@ -145,11 +145,6 @@ def test_hostile_names_go_through_slurm_unharmed(batches: Batches, lab: Lab, exp
     assert not list(batches.home.rglob("broken"))
 
 
-def test_a_newline_in_the_folder_s_name(command: Command, here: Path, without_slurm: None):
-    answer = command(*JOB, *ON_SLURM, "task.output='a\n#SBATCH --nodes=9\n.jsonl'", "task.submit=false")
-    assert answer.code == 2 and "cannot stand in a Slurm script" in answer.errors[0]
-
-
 @pytest.fixture
 def without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))

@@ -4,6 +4,6 @@ script.py       the sbatch script: an array, each element one group of ranks tha
 submit.py       prints it, or submits it, if anything is missing
 supervisor.py   on the node: starts the ranks, stops them in time, and requeues the job
 history.py      which jobs were submitted, and how their elements ended
-status.py       how far a job is, from its files and from squeue
+address.py      on the nodes: addresses by which the nodes of a group reach each other
 client.py       calls sbatch, squeue, sacct and scontrol
 """

@@ -17,6 +17,7 @@ WORDS = {
     "time": SLURM_TIME,
     "mem": re.compile(r"\d+[KMGT]?"),
     "gpu_type": re.compile(r"[\w.-]+"),
+    "interface": re.compile(r"[\w.-]{1,15}"),
     "job_name": re.compile(r"[\w.+=@-]{1,100}"),
 }
 # The script sets these itself: a second value would break restarts, or hide the logs.
