@@ -11,7 +11,7 @@ from llama_ssp.batch.job import folders_of
 from llama_ssp.batch.journal import NOTHING, Journal
 from llama_ssp.batch.pace import Pace, pace
 from llama_ssp.batch.slurm import client
-from llama_ssp.batch.slurm.history import ends, submissions
+from llama_ssp.batch.history import PODS, ends, submissions
 from llama_ssp.batch.workers import LOGS, counted, table
 from llama_ssp.config import Output, RunConf
 from llama_ssp.errors import OK, DistributedError
@@ -27,8 +27,9 @@ SILENT = "the controller does not answer"
 def execute(run: RunConf) -> int:
     """Prints the job's state; the exit code."""
     work, output = folders_of(run)
-    jobs = submissions(work)
-    journal = Journal.find(work) if Journal.held(work) is not None or not jobs else None
+    jobs, on_pods = submissions(work), submissions(work, PODS)
+    has_begun = Journal.held(work) is not None or not (jobs or on_pods)
+    journal = Journal.find(work) if has_begun else None
     standing, at = journal.standing() if journal else NOTHING, Pace(0, None, None, None)
     queued: list[client.Queued] | None = None  # what waits or runs; None: nobody says
     try:
@@ -54,7 +55,7 @@ def execute(run: RunConf) -> int:
         **asdict(at),
         "eta_s": at.eta_s if status == "running" else None,
         "failures": sum(end.failed for end in ended),
-        "jobs": jobs,
+        "jobs": [*jobs, *on_pods],
         "queue": None if queued is None else [vars(one) for one in queued],
         "acceptance_rate": ratio(counts["tokens_accepted"], counts["tokens_drafted"]),
         "tokens_per_s_per_group": ratio(counts["tokens_committed"], counts["wall_s"]),
@@ -68,7 +69,7 @@ def execute(run: RunConf) -> int:
             lines.append(f"at this pace it ends in {_in_words(summary['eta_s'])}")
         lines += _queue(queued)
         if failed := [end for end in ended if end.failed][-5:]:  # their logs say why
-            rows = [[end.job, str(end.restart), end.host, str(end.code)] for end in failed]
+            rows = [[end.job[-20:], str(end.restart)[:8], end.host, str(end.code)] for end in failed]
             lines += ["", *aligned([["failed", "restart", "host", "code"], *rows], words=4)]
         console.write("\n".join([*lines, ""]))
     console.document(summary, run.output is Output.json)

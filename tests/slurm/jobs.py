@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.journal import Journal, count_finished
-from llama_ssp.batch.slurm.history import End, ends
+from llama_ssp.batch.history import End, ends
 from tests.slurm.lab import Lab, wait_for
 from tests.warm import ROOT, python
 
