@@ -35,6 +35,7 @@ port=$(at "${nodes[0]}" port)
 rendezvous=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM  # no other attempt's, no other cluster's
 export address port rendezvous
 """
+HERE = """bash -c "$(declare -f ranks_here); ranks_here \\"\\$@\\"" ranks_here"""
 RENDEZVOUS = """\
 --rdzv-backend=c10d --rdzv-id="$rendezvous" --rdzv-endpoint="$address:$port"
 --rdzv-conf=is_host=$((SLURM_NODEID == 0)) --local-addr="$own"
@@ -109,7 +110,7 @@ class Order:
         cpus = f" --cpus-per-task={slurm.cpus_per_rank * self._ranks}" if slurm.cpus_per_rank else ""
         srun = f"srun --nodes={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1{cpus}"
         alone = nodes * self._ranks == 1
-        return [srun, '"$python" -m llama_ssp' if alone else "bash -c 'node \"$@\"' node"]
+        return [srun, '"$python" -m llama_ssp' if alone else HERE]
 
     def _meeting(self) -> list[str]:
         """How the ranks of a node start and find the others: a function, as each node expands its words."""
@@ -129,13 +130,12 @@ class Order:
         return [
             *lines,
             "# The ranks of one node. It runs there, so what is to be expanded is expanded there.",
-            "node() {",
+            "ranks_here() {",
             *first,
             '    exec "$python" -m torch.distributed.run \\',
             *(f"        {line} \\" for line in meeting),
             f'        --nproc-per-node={self._ranks} --max-restarts=0{own} -m llama_ssp "$@"',
             "}",
-            "export -f node",
         ]
 
 
