@@ -76,7 +76,7 @@ def unique_name() -> str:
 
 
 def require_file_system(folder: Path) -> None:
-    """Raises StorageError where the folder's file system cannot do what a journal needs: on an object store."""
+    """Raises StorageError where the folder's file system cannot do what a journal needs."""
     path = folder / f".probe.{unique_name()}"
     other = path.with_name(f"{path.name}.link")
     with storing(folder):

@@ -13,7 +13,7 @@ GROUP, POD_UID = "LLAMA_SSP_GROUP", "LLAMA_SSP_POD_UID"
 class Element:
     """`job` stays the same when the element is started again; `restart` does not.
 
-    Of Slurm they are a job's number and a count, of Kubernetes the Job's uid with the group, and the pod's uid.
+    Of Slurm they are a job's number and a count; of Kubernetes the Job's uid with the group, the pod's uid.
     """
 
     job: str

@@ -74,7 +74,7 @@ def ends(work: Path, job: str = "*") -> list[End]:
 
 
 def fruitless(ends: list[End]) -> int:
-    """How many runs at the end of the list finished no record; those that a scheduler stopped do not count."""
+    """How many runs at the end of the list finished no record; those a scheduler stopped do not count."""
     count = 0
     for end in ends:
         if end.stopped_by not in (BY_SLURM, BY_KUBERNETES):

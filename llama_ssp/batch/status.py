@@ -7,11 +7,11 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from llama_ssp.batch.history import PODS, ends, submissions
 from llama_ssp.batch.job import folders_of
 from llama_ssp.batch.journal import NOTHING, Journal
 from llama_ssp.batch.pace import Pace, pace
 from llama_ssp.batch.slurm import client
-from llama_ssp.batch.history import PODS, ends, submissions
 from llama_ssp.batch.workers import LOGS, counted, table
 from llama_ssp.config import Output, RunConf
 from llama_ssp.errors import OK, DistributedError

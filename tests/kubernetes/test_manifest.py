@@ -99,7 +99,7 @@ def test_values_that_are_refused(changes: dict[str, Any], said: str):
 KUBECTL = """#!/bin/sh
 cat > "$HOME/given.yaml"
 case "$*" in *dry-run*) echo "job.batch/x created (server dry run)"; exit;; esac
-[ -e "$HOME/there" ] && { echo 'Error from server (AlreadyExists): jobs.batch "x" already exists' >&2; exit 1; }
+[ -e "$HOME/there" ] && { echo 'Error from server (AlreadyExists)' >&2; exit 1; }
 touch "$HOME/there"
 """
 

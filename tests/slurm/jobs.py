@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.batch.history import End, ends
+from llama_ssp.batch.journal import Journal, count_finished
 from tests.slurm.lab import Lab, wait_for
 from tests.warm import ROOT, python
 

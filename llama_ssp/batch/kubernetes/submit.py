@@ -1,4 +1,4 @@
-"""task=batch with cluster.scheduler=kubernetes: what Kubernetes says of the manifest; submission. No torch."""
+"""task=batch with cluster.scheduler=kubernetes: the manifest is checked, and submitted. No torch."""
 
 from __future__ import annotations
 

@@ -64,9 +64,7 @@ def submission(job: Job, words: tuple[str, ...], _: dict[str, Any]) -> SlurmSubm
     assert isinstance(task, BatchConf)
     usual = re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
     name, work = cluster.slurm.job_name or usual, job.work.absolute()
-    return SlurmSubmission(
-        job, Order(name, cluster, groups_for(job), work, Path.cwd(), words, task.retries)
-    )
+    return SlurmSubmission(job, Order(name, cluster, groups_for(job), work, Path.cwd(), words, task.retries))
 
 
 def require_time(asked: str, names: str | None, partitions: list[dict[str, str]]) -> None:
