@@ -117,7 +117,7 @@ def test_a_long_pass_is_bound_by_arithmetic():
 
 
 def test_a_very_long_prompt_costs_as_much_in_attention_again():
-    """70B over 8 A100-80: 130k tokens take 2 * 70.6e9 / 8 operations each, and attend to half of them each."""
+    """Of 70B over 8 ranks: each of 130k tokens attends to half of them on average."""
     cost, times = pass_cost(Role("model", model("llama3.1-70b"), Dtype.bf16), 8), machine("p4de").times
     length = 130_000
     matrices, scores = length * 2 * 68.5e9 / 8, 4 * 80 * 8192 / 8 * length * length / 2
