@@ -98,7 +98,7 @@ def _on_more_gpus(request: PlanRequest) -> Changed:
     """The same on more GPUs of such a node."""
     machine = request.machine
     for gpus in range(machine.gpus + 1, machine.gpus_of_node + 1) if not machine.is_cpu else ():
-        yield f"cluster.gpus={gpus} instead of {machine.gpus}", _on(request, gpus=gpus)
+        yield f"cluster.gpus={gpus} instead of {machine.gpus}", _on(request, gpus, machine.nodes)
 
 
 def _on_more_nodes(request: PlanRequest) -> Changed:
@@ -107,7 +107,7 @@ def _on_more_nodes(request: PlanRequest) -> Changed:
     gpus = max(machine.gpus, machine.gpus_of_node)
     whole = f"cluster.gpus={gpus} and " * (gpus > machine.gpus)
     for nodes in (2 * machine.nodes, 4 * machine.nodes) if not machine.is_cpu else ():
-        yield f"{whole}cluster.nodes={nodes} instead of {machine.nodes}", _on(request, gpus=gpus, nodes=nodes)
+        yield f"{whole}cluster.nodes={nodes} instead of {machine.nodes}", _on(request, gpus, nodes)
 
 
 def _first(changed: Changed) -> list[str]:
@@ -124,8 +124,8 @@ def _together(request: PlanRequest) -> Iterator[str]:
             return
 
 
-def _on(request: PlanRequest, **machine: int) -> PlanRequest:
-    return replace(request, machine=replace(request.machine, **machine))
+def _on(request: PlanRequest, gpus: int, nodes: int) -> PlanRequest:
+    return replace(request, machine=replace(request.machine, gpus=gpus, nodes=nodes))
 
 
 def _fits(request: PlanRequest, placement: Placement, work: Workload) -> bool:
