@@ -22,9 +22,11 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
-from llama_ssp.batch import local_workers
+from llama_ssp.batch import local_workers, status
 from llama_ssp.batch.job import chosen_seed, job_of
-from llama_ssp.batch.slurm import status, submit
+from llama_ssp.batch.kubernetes.submit import submission as of_kubernetes
+from llama_ssp.batch.slurm.submit import submission as of_slurm
+from llama_ssp.batch.submission import execute as share_on_cluster
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.completion import COMPLETION, completion
@@ -271,8 +273,9 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
         raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")
     if task.status:
         return status.execute(run)
-    if run.cluster.scheduler is Scheduler.slurm:
-        return submit.execute(run, folders, words)
+    if run.cluster.scheduler is not Scheduler.none:
+        made = of_slurm if run.cluster.scheduler is Scheduler.slurm else of_kubernetes
+        return share_on_cluster(run, folders, words, made)
     return local_workers.execute(run, folders, words) if run.cluster.groups > 1 else None
 
 

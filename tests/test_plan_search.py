@@ -168,13 +168,13 @@ def test_the_largest_is_the_largest():
 
     assert 1 < room.rows < 100
     assert fits(rows=room.rows) and not fits(rows=room.rows + 1)
-    assert room.context_tokens == 2048 and room.k == 0  # the model's own; no draft
+    assert room.context_tokens == 2048 and room.k == 0 and room.is_model_limit  # no draft
 
 
 def test_no_more_than_the_model_can_read():
     on = request("llama3.1-8b", None, machine("l4x4", gpus=1))
     room = largest(on, search(on, [1])[0])
-    assert on.work.slots < room.context_tokens < 131072
+    assert on.work.slots < room.context_tokens < 131072 and not room.is_model_limit
 
 
 def test_advice_fits_when_it_is_followed():
@@ -321,3 +321,10 @@ def test_the_sentence():
     assert "without drafting" in make_plan(request("7B", None, P4D)).sentence()
     dear = make_plan(request("7B", "7B", P4D, acceptance=0.3)).sentence()
     assert "at acceptance 0.30 drafting does not pay" in dear
+
+
+def test_changes_are_combined_where_none_is_enough():
+    """70B on one GPU of 24 GB, of a node with four: each in nf4, over more of them."""
+    on = request("llama3.1-70b", "llama3.1-8b", machine("l4x4", gpus=1))
+    said = advice(on, search(on, [1])[0], [1])
+    assert "dtype=nf4" in said[0] and "cluster.gpus=" in said[0] and "cluster.nodes" in said[-1], said

@@ -114,6 +114,24 @@ def test_a_long_pass_is_bound_by_arithmetic():
     assert forward_s(cost, times, 1, 8, 0) < 1.05 * one
     assert many == pytest.approx(cost.flops * 2048 / times.flops_per_s, rel=0.05)
     assert prefill_s(cost, times, 1, 2048, 2048) == many
+
+
+def test_a_very_long_prompt_costs_as_much_in_attention_again():
+    """Of 70B over 8 ranks: each of 130k tokens attends to half of them on average."""
+    cost, times = pass_cost(Role("model", model("llama3.1-70b"), Dtype.bf16), 8), machine("p4de").times
+    length = 130_000
+    matrices, scores = length * 2 * 68.5e9 / 8, 4 * 80 * 8192 / 8 * length * length / 2
+    found = prefill_s(cost, times, 1, length, 4096) * times.flops_per_s
+    assert 0.9 < scores / matrices < 1.6
+    assert found == pytest.approx(matrices + scores, rel=0.2)
+    one = forward_s(cost, times, 1, 1, 1000)  # a single token is bound by reading keys and values
+    assert one == forward_s(replace(cost, attention=0.0), times, 1, 1, 1000)
+
+
+def test_a_smaller_chunk_costs_more():
+    cost = pass_cost(Role("model", model("7B"), Dtype.bf16), 1)
+    times = machine("p4d").times
+    many = prefill_s(cost, times, 1, 2048, 2048)
     assert prefill_s(cost, times, 1, 2048, 64) > many
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llama_ssp.batch import attempt_log
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.batch.pace import RECENT_S, Pace, pace
 
 RECORDS = 7
 
@@ -54,3 +58,28 @@ def test_what_jobs_held_is_released_and_nothing_else(journal: Journal):
     (claims / "torn").write_text('{"job": "7"')
     journal.release_jobs()
     assert sorted(path.name for path in claims.iterdir()) == ["00001", "torn"]
+
+
+def test_the_pace_is_that_of_the_last_minutes(journal: Journal, monkeypatch: pytest.MonkeyPatch):
+    """Two groups at a time; a record that both have finished counts once, a refusal has no tokens."""
+    now = 1e9
+    clock = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
+    monkeypatch.setattr(attempt_log, "time", clock)
+    first, second = (journal.attempt(shard) for shard in journal.manifest.shards)
+    again = journal.attempt(journal.manifest.shards[0], "again")
+    first.begin([0, 1])
+    now += 2 * RECENT_S  # a pause, as between two submissions
+    second.begin([4])
+    now += 10
+    body = {"usage": {"completion_tokens": 40}}
+    again.finish(0, {"id": "0", "output_tokens": 20})
+    second.finish(4, {"custom_id": "4", "response": {"body": body}})
+    second.finish(5, {"id": "5", "error": {"code": 400}})
+    standing = journal.standing()
+    assert pace(journal, standing, now) == Pace(60, 6.0, 0.3, pytest.approx(4 / 0.3))
+    now += 10
+    assert pace(journal, standing, now) == Pace(60, 3.0, 0.15, pytest.approx(4 / 0.15))
+    first.finish(0, {"id": "0", "output_tokens": 20})  # the long attempt is at work: the window is full
+    assert pace(journal, standing, now).tokens_per_s == 60 / RECENT_S
+    now += 2 * RECENT_S
+    assert pace(journal, standing, now) == Pace(60, None, None, None)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from llama_ssp.batch.element import own_element
 from llama_ssp.errors import StorageError
+
+# What a file system says of an operation that it does not have.
+NOT_ABLE = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
 
 
 @contextmanager
@@ -65,6 +70,52 @@ def sync_folder(folder: Path) -> None:
 
 def unique_name() -> str:
     """A name no other attempt has: of a scheduler's job and restart, else of the host, and of the process."""
-    job = os.environ.get("SLURM_JOB_ID")
-    where = f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else socket.gethostname()
+    element = own_element()
+    where = f"{element.job}-{element.restart}" if element else socket.gethostname()
     return f"{where}-{os.getpid()}"
+
+
+def require_file_system(folder: Path) -> None:
+    """Raises StorageError where the folder's file system cannot do what a journal needs."""
+    path = folder / f".probe.{unique_name()}"
+    other = path.with_name(f"{path.name}.link")
+    with storing(folder):
+        try:
+            for lacking, try_ in (("append", _appends), ("fsync", _syncs), ("hard links", _links)):
+                try:
+                    works = try_(path, other)
+                except OSError as error:
+                    if error.errno not in NOT_ABLE:
+                        raise
+                    works = False
+                if not works:
+                    what, allowed = "a job cannot be kept on this file system", "a disk, NFS, Lustre, CephFS"
+                    fix = "choose another task.work: a mounted object store (s3fs, gcsfuse) is not enough"
+                    raise StorageError(what, folder, f"no {lacking}", allowed, fix)
+        finally:
+            for one in (path, other):
+                with suppress(OSError):
+                    one.unlink(missing_ok=True)
+
+
+def _appends(path: Path, _: Path) -> bool:
+    for letter in b"ab":
+        with path.open("ab", buffering=0) as file:
+            file.write(bytes([letter]))
+    return path.read_bytes() == b"ab"
+
+
+def _syncs(path: Path, _: Path) -> bool:
+    with path.open("ab") as file:
+        os.fsync(file.fileno())
+    return True
+
+
+def _links(path: Path, other: Path) -> bool:
+    """Whether a second name is the same file, and a name that exists is not replaced."""
+    os.link(path, other)
+    try:
+        os.link(path, other)
+    except FileExistsError:
+        return other.samefile(path)
+    return False

@@ -20,7 +20,7 @@ from llama_ssp.batch.atomic_files import storing, sync_folder, write_once
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.errors import DataError
 
-BEGUN, FINISHED, LEFT = "begun", "finished", "left"
+BEGUN, FINISHED, LEFT, AT = "begun", "finished", "left", "at"
 SYNC_EVERY = 16  # records that may be lost if the machine, not only a process, dies
 SYNC_S = 5.0
 
@@ -32,6 +32,8 @@ class PastAttempt:
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     left: bool = False
+    began_at: float | None = None  # when its first record was begun
+    times: dict[int, float] = field(default_factory=dict)  # when each record was finished
 
     @property
     def failed_at(self) -> set[int]:
@@ -63,10 +65,10 @@ class Attempt:
 
     def begin(self, indices: list[int]) -> None:
         """Says what is under way, before it is."""
-        self._append({BEGUN: indices})
+        self._append({BEGUN: indices, AT: round(time.time(), 1)})
 
     def finish(self, index: int, record: dict[str, Any]) -> None:
-        self._append({FINISHED: index, "record": record})
+        self._append({FINISHED: index, "record": record, AT: round(time.time(), 1)})
         self._finished[index] = record
 
     def excuse(self) -> None:
@@ -122,8 +124,10 @@ def read_part(path: Path) -> PastAttempt:
             fix = "check the disk; then delete this file: what it holds will be computed again"
             raise DataError(what, f"{path} line {number}", found, "damage at the end only", fix)
         past.begun.update(entry.get(BEGUN, ()))
+        past.began_at = entry.get(AT) if past.began_at is None else past.began_at
         if FINISHED in entry:
             past.finished[int(entry[FINISHED])] = entry["record"]
+            past.times[int(entry[FINISHED])] = entry.get(AT, 0.0)
         past.left = past.left or LEFT in entry
     return past
 

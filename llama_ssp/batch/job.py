@@ -17,7 +17,7 @@ from typing import Any
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.requests import Reader, Refused, Request
-from llama_ssp.config import BatchConf, OnBadRow, RunConf, home_expanded, resolved
+from llama_ssp.config import BatchConf, OnBadRow, RunConf, Scheduler, home_expanded, resolved
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.text.prompts import file_bytes, has_objects, lines_of
@@ -81,11 +81,20 @@ def folders_of(run: RunConf) -> tuple[Path, Path]:
 
 
 def chosen_seed(run: RunConf, is_job: bool) -> int:
-    """The run's seed, else that of the job that it continues, else a new one."""
+    """The run's seed, else that of the job that it continues, else a new one.
+
+    That of a new job for a scheduler follows from the job's folder: so the script that is printed is the one
+    that would be submitted.
+    """
     if run.seed is not None:
         return run.seed
     if is_job and (held := Journal.held(folders_of(run)[0])):
         return int(held.settings["seed"])
+    if is_job and run.cluster.scheduler is not Scheduler.none:
+        folder = str(folders_of(run)[0].absolute())
+        seed = int.from_bytes(hashlib.sha256(folder.encode(errors="surrogateescape")).digest()[:4]) >> 1
+        log.info("seed=%d (this folder's; seed=N is for another)", seed)
+        return seed
     seed = secrets.randbelow(2**31)
     log.info("seed=%d (drawn; give it again to repeat this run)", seed)
     return seed

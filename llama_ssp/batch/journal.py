@@ -13,8 +13,15 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_ssp.batch.atomic_files import replace_whole, storing, unique_name, write_once
+from llama_ssp.batch.atomic_files import (
+    replace_whole,
+    require_file_system,
+    storing,
+    unique_name,
+    write_once,
+)
 from llama_ssp.batch.attempt_log import Attempt, PastAttempt, read_part
+from llama_ssp.batch.element import own_element
 from llama_ssp.batch.manifest import Manifest, Shard
 from llama_ssp.errors import DataError
 
@@ -58,6 +65,7 @@ class Journal:
         with storing(folder):
             for name in (PARTS, DONE, CLAIMS):
                 (folder / name).mkdir(parents=True, exist_ok=True)
+        require_file_system(folder)
         if write_once(folder / MANIFEST, manifest.as_bytes()):
             return Journal(folder, manifest)
         journal = Journal.find(folder)
@@ -103,6 +111,15 @@ class Journal:
         earlier = self._attempts(shard)
         path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or unique_name()}.jsonl"
         return Attempt(shard, earlier, path, self._done(shard))
+
+    def claimed(self) -> int:
+        """How many shards a living process works on."""
+        return sum(not _is_abandoned(path) for path in (self.folder / CLAIMS).glob("[!.]*"))
+
+    def past_attempts(self) -> Iterator[PastAttempt]:
+        """What every attempt's file tells, in the order of the input."""
+        for shard in self.manifest.shards:
+            yield from self._attempts(shard)
 
     def standing(self) -> Standing:
         finished = unended = attempts = done = 0
@@ -176,8 +193,9 @@ def _held(path: Path) -> Iterator[None]:
 
 
 def _this_process() -> dict[str, object]:
-    job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    return {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "restart": restart}
+    own = own_element()
+    element = {"job": own.job, "restart": own.restart} if own else {"job": None, "restart": 0}
+    return {"host": socket.gethostname(), "pid": os.getpid(), **element}
 
 
 def _is_abandoned(path: Path) -> bool:
@@ -187,10 +205,11 @@ def _is_abandoned(path: Path) -> bool:
         holder = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return True  # it was released meanwhile, or is no claim
-    own = _this_process()
-    if own["job"] is not None and holder.get("job") == own["job"] and holder["restart"] < own["restart"]:
+    own = own_element()
+    if own is not None and own.replaces(holder.get("job"), holder.get("restart")):
         return True
-    return bool(age > STALE_S or (holder.get("host") == own["host"] and not _lives(holder["pid"])))
+    here = holder.get("host") == socket.gethostname()
+    return bool(age > STALE_S or (here and not _lives(holder["pid"])))
 
 
 def _now_there(folder: Path) -> float:

@@ -54,6 +54,12 @@ def answer(request: Request, reply: Reply, model: str, spell: Spell) -> dict[str
     return _openai(request.id, 200, body)
 
 
+def output_tokens(line: dict[str, Any]) -> int:
+    """How many tokens were generated for an answer; 0 of a refusal."""
+    usage = ((line.get("response") or {}).get("body") or {}).get("usage") or {}
+    return int(line.get("output_tokens", usage.get("completion_tokens", 0)))
+
+
 def _plain_logprobs(request: Request, reply: Reply, spell: Spell) -> dict[str, Any]:
     if request.logprobs is None:
         return {}

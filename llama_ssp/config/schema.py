@@ -63,7 +63,7 @@ Steps = StrEnum("Steps", ["auto", "eager", "compiled"])
 Output = StrEnum("Output", ["text", "json", "jsonl"])
 OnBadRow = StrEnum("OnBadRow", ["fail", "skip"])
 # What assigns machines to jobs.
-Scheduler = StrEnum("Scheduler", ["none", "slurm"])
+Scheduler = StrEnum("Scheduler", ["none", "slurm", "kubernetes"])
 
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured
 
@@ -233,13 +233,14 @@ class SlurmConf:
         constraint: Features that nodes must have.
         time: The time limit, as H:MM:SS or D-HH:MM:SS.
         mem: Memory of a node, such as 64G.
-        cpus_per_rank: CPU cores of a rank.
+        cpus_per_rank: CPU cores of a rank; null is the cluster's own default for a node.
         gpu_type: The GPUs' name in the cluster's own gres.
         job_name: The job's name.
         signal_s: Seconds before the time limit at which work stops.
-        setup: Shell lines that run first on the node, such as "module load cuda".
+        setup: Shell lines that run first, such as "module load cuda"; one that fails ends the job.
+        interface: The network that joins a group's nodes, such as ib0; null is Slurm's own.
         options: Further options of sbatch, such as --exclusive.
-        torchrun: Further options of torchrun.
+        torchrun: Further options of torchrun; each node expands them as a shell does.
         python: The interpreter on the nodes; null is this command's.
     """
 
@@ -249,14 +250,48 @@ class SlurmConf:
     constraint: str | None = None
     time: str | None = None
     mem: str | None = None
-    cpus_per_rank: int | None = number(None, 1, 4096)
+    cpus_per_rank: int | None = number(1, 1, 4096)
     gpu_type: str | None = None
     job_name: str | None = None
     signal_s: int = number(120, 1, 65535, "seconds to stop before the time limit")
     setup: list[str] = field(default_factory=list)
+    interface: str | None = None
     options: list[str] = field(default_factory=list)
     torchrun: list[str] = field(default_factory=list)
     python: str | None = None
+
+
+@dataclass
+class KubernetesConf:
+    """Kubernetes' settings for task=batch. The volume must be mounted here under the same path.
+
+    Attributes:
+        image: The container's image, with llama-ssp installed.
+        volume: The claim of the volume with input, output and models, which many nodes may write.
+        mount: The path of the volume, in the pods and on this machine.
+        namespace: The namespace; null is kubectl's own.
+        job_name: The Job's name; null is made of the output's.
+        gpu_resource: The resource that a GPU is requested by.
+        cpus_per_rank: CPU cores of a rank.
+        mem: Memory of a pod, such as 64Gi.
+        node_selector: 'Labels that nodes must have: +cluster.kubernetes.node_selector={gpu: h100}'.
+        queue: The LocalQueue of Kueue; null is without Kueue.
+        grace_s: Seconds from the signal to a pod until it is killed; null follows from the plan.
+        python: The interpreter in the image.
+    """
+
+    image: str | None = None
+    volume: str | None = None
+    mount: str = "/data"
+    namespace: str | None = None
+    job_name: str | None = None
+    gpu_resource: str = "nvidia.com/gpu"
+    cpus_per_rank: int = number(1, 1, 4096)
+    mem: str | None = None
+    node_selector: dict[str, str] = field(default_factory=dict)
+    queue: str | None = None
+    grace_s: int | None = number(None, 1, 86400)
+    python: str = "python"
 
 
 @dataclass
@@ -271,7 +306,7 @@ class ClusterConf:
         nodes: Machines.
         gpus: GPUs of a machine; null is what there is.
         groups: Groups of ranks, each with models of its own, that share a job of task=batch.
-        scheduler: What starts the groups: none is this machine, or slurm.
+        scheduler: What starts the groups: none is this machine, slurm, or kubernetes.
         gib: Memory of a GPU, in GiB.
         reserve: Share of it that stays free.
         bf16: The GPU computes in bf16.
@@ -284,6 +319,7 @@ class ClusterConf:
         nccl_mib: Memory that NCCL takes on a GPU, in MiB.
         graph_mib: Memory that CUDA graphs take on a GPU, in MiB.
         slurm: Slurm's options.
+        kubernetes: Kubernetes' settings.
         times: The constants of predicted times.
     """
 
@@ -294,6 +330,7 @@ class ClusterConf:
     groups: int = number(1, 1, 100_000)
     scheduler: Scheduler = Scheduler.none
     slurm: SlurmConf = field(default_factory=SlurmConf)
+    kubernetes: KubernetesConf = field(default_factory=KubernetesConf)
     gib: float | None = number(None, 0.0, 2.0**20, "null looks it up", above=True)
     reserve: float = number(0.1, 0.0, 0.9)
     bf16: bool | None = None

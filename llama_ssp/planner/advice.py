@@ -27,6 +27,7 @@ class Largest:
     context_tokens: int
     rows: int
     k: int
+    is_model_limit: bool  # the context is all that the model has: memory is not what limits it
 
 
 def largest(request: PlanRequest, chosen: Option) -> Largest:
@@ -39,6 +40,7 @@ def largest(request: PlanRequest, chosen: Option) -> Largest:
 
     prompt = _most(lambda n: fits(prompt_tokens=n), context - new)
     return Largest(
+        is_model_limit=0 < prompt == context - new,
         context_tokens=prompt + new if prompt else 0,
         rows=_most(lambda n: fits(rows=n), MOST_ROWS),
         k=_most(lambda n: fits(k=n), MOST_K) if request.draft is not None or request.text_drafts else 0,
@@ -46,10 +48,12 @@ def largest(request: PlanRequest, chosen: Option) -> Largest:
 
 
 def advice(request: PlanRequest, chosen: Option, worlds: list[int]) -> list[str]:
-    """Changes that make it fit, each alone; empty where it fits already, or none was found."""
+    """Changes that make it fit, each alone, or two together where none does; empty where it fits already."""
     if chosen.verdict is FitVerdict.fits:
         return []
-    return list(islice(_tried(request, chosen, worlds), MOST_ADVICE))
+    alone = list(islice(_tried(request, chosen, worlds), MOST_ADVICE))
+    here = alone or list(islice(_together(request), MOST_ADVICE - 1))
+    return here if len(here) == MOST_ADVICE else [*here, *_first(_on_more_nodes(request))]
 
 
 def overrides(placement: Placement) -> str:
@@ -83,12 +87,45 @@ def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[
         yield f"task.prefill_chunk={SMALL_CHUNK} instead of {chunk}"
     if request.draft is not None and _best(replace(request, draft=None), worlds):
         yield "draft=none: the target alone fits"
-    nodes = request.machine.nodes
-    for more in (2 * nodes, 4 * nodes):
-        larger = replace(request, machine=replace(request.machine, nodes=more))
-        if not request.machine.is_cpu and _best(larger, [larger.machine.world]) is not None:
-            yield f"cluster.nodes={more} instead of {nodes}"
+    yield from _first(_on_more_gpus(request))
+
+
+# Words, and what is planned with them.
+Changed = Iterator[tuple[str, PlanRequest]]
+
+
+def _on_more_gpus(request: PlanRequest) -> Changed:
+    """The same on more GPUs of such a node."""
+    machine = request.machine
+    for gpus in range(machine.gpus + 1, machine.gpus_of_node + 1) if not machine.is_cpu else ():
+        yield f"cluster.gpus={gpus} instead of {machine.gpus}", _on(request, gpus, machine.nodes)
+
+
+def _on_more_nodes(request: PlanRequest) -> Changed:
+    """The same on more nodes, all of whose GPUs are used."""
+    machine = request.machine
+    gpus = max(machine.gpus, machine.gpus_of_node)
+    whole = f"cluster.gpus={gpus} and " * (gpus > machine.gpus)
+    for nodes in (2 * machine.nodes, 4 * machine.nodes) if not machine.is_cpu else ():
+        yield f"{whole}cluster.nodes={nodes} instead of {machine.nodes}", _on(request, gpus, nodes)
+
+
+def _first(changed: Changed) -> list[str]:
+    """The words of the first that fits."""
+    fitting = (words for words, request in changed if _best(request, [request.machine.world]))
+    return list(islice(fitting, 1))
+
+
+def _together(request: PlanRequest) -> Iterator[str]:
+    """Narrower formats on the fewest more GPUs of the node that they fit on."""
+    for words, larger in _on_more_gpus(request):
+        if found := list(_in_narrower_formats(larger, [larger.machine.world])):
+            yield from (f"{change} and {words}" for change in found)
             return
+
+
+def _on(request: PlanRequest, gpus: int, nodes: int) -> PlanRequest:
+    return replace(request, machine=replace(request.machine, gpus=gpus, nodes=nodes))
 
 
 def _fits(request: PlanRequest, placement: Placement, work: Workload) -> bool:

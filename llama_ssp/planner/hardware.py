@@ -46,6 +46,7 @@ class Machine:
     link: str
     taken: dict[str, int]
     times: Times
+    gpus_of_node: int = 1  # as the cluster's preset has them
 
     @property
     def world(self) -> int:
@@ -103,7 +104,8 @@ def machine_of(cluster: ClusterConf, capacity: int | None = None) -> Machine:
     borrowed = whole.gpu == CPU and cluster.times.layer_us is None
     times = times_of(whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed)
     shape = whole.name, str(whole.gpu), whole.nodes, whole.gpus or 1
-    return Machine(*shape, capacity, bool(whole.bf16), whole.link, taken, times)
+    of_node = int(known().get(cluster.name, {}).get("gpus") or whole.gpus or 1)
+    return Machine(*shape, capacity, bool(whole.bf16), whole.link, taken, times, of_node)
 
 
 @cache

@@ -42,6 +42,11 @@ class Prediction:
     request: PlanRequest
     option: Option
 
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round."""
+        return self.option.times.round_s(self.option.k, self.request.acceptance)
+
     def ms_per_token(
         self, rows: int, k: int | None, acceptance: float | None, tokens_per_round: float | None = None
     ) -> tuple[int, float]:

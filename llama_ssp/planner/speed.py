@@ -95,6 +95,7 @@ class PassCost:
     vocab: int
     experts: float = 0.0
     chosen: float = 0.0
+    attention: float = 0.0  # operations for each token and each slot that it attends to
     coded: tuple[CodedCost, ...] = ()  # of `weights`
     share: Points = ((1, 1.0),)  # of the machine's operations a second, of plain weights
 
@@ -150,7 +151,8 @@ def pass_cost(role: Role, ranks: int, store: Store = AS_THEY_ARE) -> PassCost:
     numbers = sum(weight.count * weight.times * shares.get(weight.group, 1.0) for weight in weights(part))
     w, sums = width(role.dtype), _layer_sums(part) * part.layers + PASS_SUMS if ranks > 1 else 0
     slot = 2.0 * part.layers * part.key_width * w
-    own = sums, part.dim * w, part.whole_vocab, found.get(EXPERTS, 0), chosen
+    scores = 4.0 * part.layers * part.query_width  # products with keys, then with values
+    own = sums, part.dim * w, part.whole_vocab, found.get(EXPERTS, 0), chosen, scores
     coded = _coded(part, role.dtype, store)
     return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, *own, coded, of_plain(store))
 
@@ -180,7 +182,8 @@ def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) 
     reading = plain / times.bytes_per_s * between(times.rows_cost, tokens)
     computing = numbers * tokens / (times.flops_per_s * between(cost.share, tokens))
     products = max(reading, computing) + sum(each.seconds(times, tokens) for each in cost.coded)
-    attending = cost.slot * rows * slots / times.bytes_per_s
+    scoring = cost.attention * tokens * (slots + each / 2) / times.flops_per_s  # causal among the new ones
+    attending = max(cost.slot * rows * slots / times.bytes_per_s, scoring)
     traffic = 2 * cost.width * tokens * (ranks - 1) / ranks / times.link_per_s
     reducing = cost.sums * (between(times.reduce, ranks) + traffic) if ranks > 1 else 0.0
     return products + attending + cost.layers * times.layer + times.step + reducing

@@ -62,15 +62,15 @@ def _placements(plan: Plan) -> Table:
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "placement")
     shown = notable(plan)
     for number, one in shown:
-        worst = one.worst
+        worst, runs = one.worst, one.verdict is not FitVerdict.does_not_fit  # what cannot run has no speed
         table.add_row(
             str(number),
             one.placement.in_words(),
             f"{worst.total / GIB:.1f} of {worst.capacity / GIB:.1f} GiB",
             Text(one.verdict.value.replace("_", " "), style=MARK[one.verdict]),
-            str(one.k) if plan.drafts else "",
-            f"{one.ms_per_token:.2f}",
-            f"{plan.regular_ms / one.ms_per_token:.2f}x",
+            str(one.k) if plan.drafts and runs else "",
+            f"{one.ms_per_token:.2f}" if runs else "",
+            f"{plan.regular_ms / one.ms_per_token:.2f}x" if runs else "",
         )
     if len(plan.options) > len(shown):
         table.add_row("", f"and {len(plan.options) - len(shown)} more in the JSON", *[""] * 5)
@@ -145,7 +145,8 @@ def _words(plan: Plan) -> Iterator[str]:
     room, times, fewest = plan.largest, plan.chosen.times, plan.fewest
     if plan.chosen.verdict is FitVerdict.fits:
         rows = _at_least(room.rows, MOST_ROWS)
-        most = f"largest that fits here: context {room.context_tokens}, or {rows} rows"
+        limit = " (the model's own limit)" if room.is_model_limit else ""
+        most = f"largest that fits here: context {room.context_tokens}{limit}, or {rows} rows"
         yield most + (f", or K = {_at_least(room.k, MOST_K)}" if plan.drafts else "")
     else:
         yield from _changes(plan)
@@ -176,7 +177,7 @@ def _changes(plan: Plan) -> Iterator[str]:
     for number, change in enumerate(plan.advice):
         yield f"{'to make it fit: ' if number == 0 else '            or: '}{change}"
     if not plan.advice:
-        yield "no single change was found that makes it fit"
+        yield "no change was found that makes it fit"
 
 
 def _at_least(number: int, tried: int) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.batch.history import End, ends
 from llama_ssp.batch.journal import Journal, count_finished
-from llama_ssp.batch.slurm.history import End, ends
 from tests.slurm.lab import Lab, wait_for
 from tests.warm import ROOT, python
 
@@ -24,8 +24,6 @@ COMMAND = (
     "task.ignore_eos=true", "task.batch_size=2", "placement.target_device=cpu", "placement.draft_device=cpu",
 )  # fmt: skip
 ON_SLURM = ("cluster=slurm", "cluster.gpu=cpu", "cluster.slurm.time=20", "task.submit=true")
-# All nodes of the test cluster are this host, whose name need not be an address.
-ON_ONE_HOST = 'cluster.slurm.torchrun=["--local-addr=127.0.0.1"]'
 
 
 @dataclass
@@ -52,7 +50,7 @@ class Batches:
 
     def submit(self, *overrides: str) -> str:
         """The number of the job."""
-        done = self.run(*ON_SLURM, ON_ONE_HOST, *overrides)
+        done = self.run(*ON_SLURM, *overrides)
         assert done.returncode == 0, done.stderr
         return str(self.document(done)["job"])
 

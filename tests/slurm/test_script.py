@@ -47,6 +47,7 @@ def options(script: str) -> list[str]:
 
 
 def test_what_is_asked_of_slurm():
+    site_default = ClusterConf(gpus=2, slurm=SlurmConf(cpus_per_rank=None))
     slurm = SlurmConf(
         partition="gpu", account="lab", qos="low", time="4:00:00", mem="200G", cpus_per_rank=8,
         gpu_type="a100", signal_s=90, options=["--exclusive", "--comment=for the paper"],
@@ -54,55 +55,79 @@ def test_what_is_asked_of_slurm():
     assert options(order(cluster=ClusterConf(gpus=2, slurm=slurm)).rendered()) == [
         "job-name=llama-ssp-answers", "partition=gpu", "account=lab", "qos=low", "array=0-3", "nodes=1",
         "ntasks-per-node=1", "cpus-per-task=16", "gpus-per-node=a100:2", "mem=200G", "time=4:00:00",
-        "output=/data/answers.work/logs/%x-%A_%a.out", "open-mode=append", "signal=B:USR1@90", "requeue",
-        "exclusive", "comment='for the paper'",
+        "output=/dev/null", "signal=B:USR1@90", "requeue", "exclusive", "comment='for the paper'",
     ]  # fmt: skip
+    assert "cpus-per-task=2" in options(order().rendered())  # the ranks of a node
+    assert not any("cpus" in one for one in options(order(cluster=site_default).rendered()))
 
 
 def test_groups_meet_as_their_size_wants():
     many = order(cluster=ClusterConf(nodes=2, gpus=4)).rendered()
-    assert "--nnodes=2 --rdzv-backend=c10d" in many and "--nproc-per-node=4 --max-restarts=0" in many
-    assert "meeting=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM" in many
-    assert "--standalone --nproc-per-node=2" in order().rendered()
+    assert "--nnodes=2" in many and "--nproc-per-node=4 --max-restarts=0" in many
+    assert "rendezvous=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM" in many
+    assert "--standalone" in order().rendered() and "--nproc-per-node=2" in order().rendered()
     alone = order(cluster=ON_CPU).rendered()
     assert "torch.distributed" not in alone and "gpus-per-node" not in alone
     for script in (many, alone):
         assert "--kill-on-bad-exit=1" in script
 
 
-@pytest.mark.parametrize("cluster", [ON_CPU, ClusterConf(nodes=2, gpus=2)])
-def test_words_reach_the_command_as_they_were_given(cluster: ClusterConf, tmp_path: Path):
-    """The script is run, with commands of Slurm's that only start what they are given."""
-    teller = tmp_path / "teller"
-    teller.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import json, sys; '
-                      f'print(json.dumps(sys.argv[1:]))" "$@"\n')  # fmt: skip
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho n1\n")
-    (tmp_path / "srun").write_text(
-        '#!/bin/sh\ncase "$*" in *--nodelist=n1*hostname*) echo 10.0.0.1 ::1;; *socket*) echo 20539;; esac\n'
+def stand_ins(folder: Path, setup: tuple[str, ...] = (), **slurm: Any) -> SlurmConf:
+    """Commands of Slurm's in `folder`/bin that start what they are given; a python that prints its words."""
+    (folder / "bin").mkdir()
+    commands = {
+        "teller": f'''case "$*" in
+            *supervisor*) shift 5; exec "$@";;
+            *address\\ resolve\\ 10.9.9.1) echo "[fd00::1]";;
+            *address\\ here*) echo fd00::2 ib0;;
+            *address\\ port) echo 20539;;
+            *) exec {sys.executable} -c "import json, sys, os
+print(json.dumps([sys.argv[1:], os.environ.get('GLOO_SOCKET_IFNAME'), os.environ['PYTHONPATH']]))" "$@";;
+            esac''',
+        "scontrol": 'case "$*" in *hostnames*) echo n1 n2;; *) echo "NodeName=n1 NodeAddr=10.9.9.1 X";; esac',
+        "srun": 'while case "$1" in --*) true;; *) false;; esac; do shift; done; SLURM_NODEID=1 exec "$@"',
+    }  # fmt: skip
+    for name, text in commands.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return SlurmConf(python=str(folder / "bin" / "teller"), setup=list(setup), **slurm)
+
+
+def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs it as the first element of job 77, as Slurm would: nothing is there but the script."""
+    job = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "76", "SLURM_ARRAY_TASK_ID": "0"}
+    env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", **job}
+    return subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("cluster", [ON_CPU, ClusterConf(gpus=2), ClusterConf(nodes=2, gpus=2)])
+@pytest.mark.parametrize("named", ["work", "50%d done", "it's \\", "a\n#SBATCH --nodes=9\ntouch broken"])
+def test_words_reach_the_command_as_they_were_given(cluster: ClusterConf, named: str, tmp_path: Path):
+    """The script is run, and begins its own log, whatever the name of the folder."""
+    slurm = stand_ins(tmp_path, torchrun=["--log-dir=$((4 + 3))", "--tee='a b'"])
+    whole = order(
+        words=HOSTILE, cluster=replace(cluster, slurm=slurm), folder=tmp_path, work=tmp_path / named
     )
-    for path in tmp_path.iterdir():
-        path.chmod(0o755)
-    cluster = replace(cluster, slurm=SlurmConf(python=str(teller)))
-    script = order(words=HOSTILE, cluster=cluster, folder=tmp_path).rendered()
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n1"}
-    done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout)
-    assert tuple(told[-len(HOSTILE) :]) == HOSTILE
-    assert told[:5] == ["-m", "llama_ssp.batch.slurm.supervisor", "/data/answers.work", "3", "120"]
-    assert ("--rdzv-endpoint=10.0.0.1:20539" in told) == (cluster.nodes > 1)
-    assert any(re.fullmatch(r"--rdzv-id=77\.0\.\d+", word) for word in told) == (cluster.nodes > 1)
-    assert not (tmp_path / "broken").exists()
+    done = run_script(whole.rendered(), tmp_path)
+    log = tmp_path / named / "logs" / "llama-ssp-answers-76_0.out"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), log.read_text()
+    told, network, _ = json.loads(log.read_text())
+    assert tuple(told[-len(HOSTILE) :]) == HOSTILE and told[-len(HOSTILE) - 1] == "llama_ssp"
+    many = cluster.nodes > 1
+    assert ("--log-dir=7" in told and "--tee=a b" in told) == (cluster.gpus == 2)  # a shell's words
+    assert ("--rdzv-endpoint=[fd00::1]:20539" in told and "--local-addr=fd00::2" in told) == many
+    assert ("--rdzv-conf=is_host=0" in told) == many and network == ("ib0" if many else None)
+    assert any(re.fullmatch(r"--rdzv-id=77\.0\.\d+", word) for word in told) == many
+    assert not list(tmp_path.rglob("broken"))
 
 
-def test_a_percent_sign_is_no_pattern_and_a_space_no_end():
-    named = options(order(work=Path("/data/50%d done")).rendered())
-    assert "output='/data/50%%d done/logs/%x-%A_%a.out'" in named
-
-
-@pytest.mark.parametrize("folder", ["/data/a\n#SBATCH --nodes=9", "/data/it's", "/data/a\\b", "/a\rb"])
-def test_a_folder_that_no_script_can_name(folder: str):
-    with pytest.raises(UsageError, match="cannot stand in a Slurm script"):
-        order(work=Path(folder)).rendered()
+def test_the_first_line_that_fails_ends_the_script(tmp_path: Path):
+    slurm = stand_ins(tmp_path, setup=("true", "no_such_module load cuda", "touch broken"))
+    whole = order(cluster=ClusterConf(gpus=2, slurm=slurm), folder=tmp_path, work=tmp_path / "work")
+    assert run_script(whole.rendered(), tmp_path).returncode == 2
+    said = (tmp_path / "work" / "logs" / "llama-ssp-answers-76_0.out").read_text()
+    assert "error: a line of the script failed with 127" in said and "found no_such_module load cuda" in said
+    assert not (tmp_path / "broken").exists() and "distributed" not in said
 
 
 @pytest.mark.parametrize(
@@ -113,6 +138,7 @@ def test_a_folder_that_no_script_can_name(folder: str):
         ("time", "4 hours"), ("time", ""), ("mem", "12 GB"), ("gpu_type", "a100:8"), ("constraint", "a;b"),
         ("options", ["-N9"]), ("options", ["--nodes=9"]), ("options", ["--comment=it's"]),
         ("options", ["--wrap=id"]), ("options", ["--x\n#SBATCH --nodes=9"]), ("setup", ["a\nb"]),
+        ("interface", "ib0; id"), ("interface", "a" * 16),
         ("setup", [" "]), ("torchrun", ["a\0b"]), ("signal_s", 0), ("cpus_per_rank", 0),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.batch.history import keep_submission
 from llama_ssp.batch.slurm import client as ask
 from llama_ssp.batch.slurm.client import _table
 from llama_ssp.batch.slurm.submit import require_time
@@ -17,6 +18,7 @@ from llama_ssp.errors import UsageError
 from tests.conftest import Answer, Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches
 from tests.slurm.lab import Lab
+from tests.warm import ROOT, python
 
 JOB = [word for word in COMMAND if not word.startswith(("model=", "draft="))]  # the command's own are small
 OUTPUT = 'an $HOME %d "out".jsonl'
@@ -145,11 +147,6 @@ def test_hostile_names_go_through_slurm_unharmed(batches: Batches, lab: Lab, exp
     assert not list(batches.home.rglob("broken"))
 
 
-def test_a_newline_in_the_folder_s_name(command: Command, here: Path, without_slurm: None):
-    answer = command(*JOB, *ON_SLURM, "task.output='a\n#SBATCH --nodes=9\n.jsonl'", "task.submit=false")
-    assert answer.code == 2 and "cannot stand in a Slurm script" in answer.errors[0]
-
-
 @pytest.fixture
 def without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
@@ -208,3 +205,37 @@ def test_a_private_folder_does_not_say_what_runs_on_nodes(command: Command, tmp_
 def test_sweeps_are_not_submitted(command: Command, here: Path, without_slurm: None):
     answer = command("--multirun", *JOB, *ON_SLURM)
     assert answer.code == 2 and "sweep" in answer.errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_printed_script_is_submitted_as_it_is(batches: Batches, lab: Lab, expected: bytes):
+    """By hand, where no folder of the job is yet; a copy without a seed is the same twice."""
+    asked = [word for word in ON_SLURM if "submit" not in word]
+    without = [word for word in COMMAND if not word.startswith("seed=")]
+    env = {**lab.env, "OMP_NUM_THREADS": "1"}
+    twice = [python([ROOT / "launch" / "run.py", *without, *asked], batches.home, env) for _ in range(2)]
+    assert twice[0].stdout == twice[1].stdout and "    seed=" in twice[0].stdout
+    printed = batches.run(*asked)
+    (batches.home / "job.sbatch").write_text(printed.stdout)
+    assert not batches.work.exists()
+    lab.run("sbatch", str(batches.home / "job.sbatch"))
+    batches.wait_for_records(2)
+    status = batches.document(batches.run("task.status=true"))
+    assert status["tokens_committed"] >= 2 * 48 and status["tokens_per_s"] > 0
+    assert batches.whole() == expected
+
+
+def test_a_silent_controller_is_no_empty_queue(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    keep_submission(here / "answers.jsonl.work", "7", "#!/bin/bash\n")
+    asked = ("task=batch", "task.status=true", "task.output=answers.jsonl")
+    silent = command(*asked)
+    found = document(silent)
+    assert found["status"] == "unknown" and found["queue"] is None
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    assert document(command(*asked))["status"] == "unfinished"

@@ -1,9 +1,8 @@
 """task=batch on a Slurm cluster. No torch.
 
 script.py       the sbatch script: an array, each element one group of ranks that does shard after shard
-submit.py       prints it, or submits it, if anything is missing
+submit.py       what Slurm says of it, and its submission
 supervisor.py   on the node: starts the ranks, stops them in time, and requeues the job
-history.py      which jobs were submitted, and how their elements ended
-status.py       how far a job is, from its files and from squeue
+address.py      on the nodes: addresses by which the nodes of a group reach each other
 client.py       calls sbatch, squeue, sacct and scontrol
 """

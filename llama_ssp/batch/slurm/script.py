@@ -14,17 +14,32 @@ from llama_ssp.config import ClusterConf
 from llama_ssp.errors import UsageError
 from llama_ssp.planner.storage import CPU
 
-LOG_NAME = "%x-%A_%a.out"  # job's name, number, element: restarts append to it
+LOG = '"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID".out'  # behind the job's name; restarts append to it
 PLAIN = re.compile(r"[\w./=:,@%+-]+")
-HEAD = """\
-# The ranks of all nodes meet at the first one: at its address, as its name need not resolve, and a free port.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-at_head() { srun --nodes=1 --ntasks=1 --nodelist="$head" "$@"; }
-address=$(at_head hostname --ip-address | awk '{print $1}')
-port=$(at_head "$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
-meeting=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM  # not another attempt's, nor another cluster's
+BROKEN = """\
+trap 'echo "error: a line of the script failed with $?; line $LINENO; found $BASH_COMMAND;" \\
+    "correct cluster.slurm.setup, or the nodes; then submit again" >&2; exit 2' ERR
 """
-MEETING = ("--rdzv-backend=c10d", '--rdzv-id="$meeting"', '--rdzv-endpoint="$address:$port"')
+ADDRESS = '"$python" -m llama_ssp.batch.slurm.address'
+HEAD = f"""\
+# The ranks of all nodes meet at the first one: at an address that the others reach, and a free port.
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+at() {{ srun --nodes=1 --ntasks=1 --nodelist="$1" {ADDRESS} "${{@:2}}"; }}
+"""
+BY_NAME = """\
+name=$(scontrol show node --oneliner "${nodes[0]}" | grep -o ' NodeAddr=[^ ]*')  # by which Slurm reaches it
+address=$(at "${nodes[1]}" resolve "${name#*=}")
+"""
+PORT = """\
+port=$(at "${nodes[0]}" port)
+rendezvous=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM  # no other attempt's, no other cluster's
+export address port rendezvous
+"""
+HERE = """bash -c "$(declare -f ranks_here); ranks_here \\"\\$@\\"" ranks_here"""
+RENDEZVOUS = """\
+--rdzv-backend=c10d --rdzv-id="$rendezvous" --rdzv-endpoint="$address:$port"
+--rdzv-conf=is_host=$((SLURM_NODEID == 0)) --local-addr="$own"
+"""
 
 
 @dataclass(frozen=True)
@@ -47,17 +62,21 @@ class Order:
     def rendered(self) -> str:
         slurm = self.cluster.slurm
         supervisor = f'"$python" -m llama_ssp.batch.slurm.supervisor {shlex.quote(str(self.work))}'
+        logs = shlex.quote(str(self.work / LOGS))
         lines = [
             "#!/bin/bash",
-            f"# Made by llama-ssp {__version__}. It needs the folder {_in_comment(self.work / LOGS)}.",
+            f"# Made by llama-ssp {__version__}.",
             *(f"#SBATCH --{option}" for option in self._options()),
             "",
-            f"cd -- {shlex.quote(str(self.folder))} || exit 6",
+            "# Slurm cannot begin a log in a folder that is not there, so the script begins its own.",
+            f"mkdir -p -- {logs} && exec >>{logs}/{shlex.quote(self.name)}-{LOG} 2>&1 || exit 6",
+            BROKEN.rstrip(),
+            f"cd -- {shlex.quote(str(self.folder))}",
             *slurm.setup,
-            f"python={shlex.quote(slurm.python or sys.executable)}",
+            f"export python={shlex.quote(slurm.python or sys.executable)}",
             f"export PYTHONPATH={shlex.quote(str(SOURCES))}${{PYTHONPATH:+:$PYTHONPATH}}",
             "export PYTHONSAFEPATH=1  # modules come from there, never from the folder of the data",
-            *([HEAD.rstrip()] if self.cluster.nodes > 1 else []),
+            *self._meeting(),
             "launch=(",
             *(f"    {word}" for word in self._launch()),
             ")",
@@ -79,9 +98,8 @@ class Order:
         wanted |= {"account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
         wanted |= {"array": f"0-{self.elements - 1}", "nodes": cluster.nodes, "ntasks-per-node": 1}
         wanted |= {"cpus-per-task": cpus, "gpus-per-node": None if cluster.gpu == CPU else gpus}
-        logs = str(self.work / LOGS).replace("%", "%%")  # for Slurm, a percent sign begins a pattern
-        wanted |= {"mem": slurm.mem, "time": slurm.time, "output": f"{logs}/{LOG_NAME}"}
-        wanted |= {"open-mode": "append", "signal": f"B:USR1@{slurm.signal_s}"}
+        wanted |= {"mem": slurm.mem, "time": slurm.time, "output": "/dev/null"}
+        wanted |= {"signal": f"B:USR1@{slurm.signal_s}"}
         given = [f"{name}={_quoted(str(value))}" for name, value in wanted.items() if value is not None]
         extra = (option.removeprefix("--").partition("=") for option in slurm.options)
         return [*given, "requeue", *(name + sign + (sign and _quoted(value)) for name, sign, value in extra)]
@@ -90,13 +108,35 @@ class Order:
         """What starts the ranks. A single one needs no torchrun."""
         nodes, slurm = self.cluster.nodes, self.cluster.slurm
         cpus = f" --cpus-per-task={slurm.cpus_per_rank * self._ranks}" if slurm.cpus_per_rank else ""
-        lines = [f"srun --nodes={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1{cpus}", '"$python"']
-        if nodes * self._ranks > 1:
-            meeting = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", *MEETING]
-            own = (shlex.quote(word) for word in slurm.torchrun)
-            ranks = f"--nproc-per-node={self._ranks}"
-            lines.append(" ".join(["-m torch.distributed.run", *meeting, ranks, "--max-restarts=0", *own]))
-        return [*lines, "-m llama_ssp"]
+        srun = f"srun --nodes={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1{cpus}"
+        alone = nodes * self._ranks == 1
+        return [srun, '"$python" -m llama_ssp' if alone else HERE]
+
+    def _meeting(self) -> list[str]:
+        """How the ranks of a node start and find the others: a function, as each node expands its words."""
+        nodes, slurm, name = self.cluster.nodes, self.cluster.slurm, self.cluster.slurm.interface
+        if nodes * self._ranks == 1:
+            return []
+        lines, first = [], []
+        if nodes > 1:
+            by = f'address=$(at "${{nodes[0]}}" interface {name})\n' if name else BY_NAME
+            lines = (HEAD + by + PORT).splitlines()
+            found = f'{ADDRESS} here "$address" {name or ""}'.rstrip()
+            networks = "GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}"
+            networks += f" NCCL_SOCKET_IFNAME={shlex.quote(f'={name}')}" if name else ""
+            first = [f"    read -r own interface < <({found}) || exit 5", f"    export {networks}"]
+        meeting = [f"--nnodes={nodes}", *RENDEZVOUS.splitlines()] if nodes > 1 else ["--standalone"]
+        own = "".join(f" {word}" for word in slurm.torchrun)
+        return [
+            *lines,
+            "# The ranks of one node. It runs there, so what is to be expanded is expanded there.",
+            "ranks_here() {",
+            *first,
+            '    exec "$python" -m torch.distributed.run \\',
+            *(f"        {line} \\" for line in meeting),
+            f'        --nproc-per-node={self._ranks} --max-restarts=0{own} -m llama_ssp "$@"',
+            "}",
+        ]
 
 
 def _quoted(value: str) -> str:
@@ -105,9 +145,5 @@ def _quoted(value: str) -> str:
         return value
     if "'" in value or "\\" in value or any(ord(c) < 32 for c in value):
         what, allowed = "a value cannot stand in a Slurm script", "one line without quotes and backslashes"
-        raise UsageError(what, "", repr(value), allowed, "choose another task.work")
+        raise UsageError(what, "", repr(value), allowed, "change cluster.slurm.options")
     return f"'{value}'"
-
-
-def _in_comment(path: Path) -> str:
-    return shlex.quote(str(path)) if str(path).isprintable() else "the work folder"

@@ -1,79 +1,70 @@
-"""task=batch with cluster.scheduler=slurm: prints the script, or submits it. No torch."""
+"""task=batch with cluster.scheduler=slurm: the script, what Slurm says of it, its submission. No torch."""
 
 from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from llama_ssp.batch.atomic_files import storing
+from llama_ssp.batch.history import keep_submission, submissions
 from llama_ssp.batch.job import Job
-from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.slurm import client
-from llama_ssp.batch.slurm.history import keep_submission, submissions
 from llama_ssp.batch.slurm.script import Order
-from llama_ssp.batch.workers import LOGS, share, words_of_one
-from llama_ssp.config import BatchConf, ClusterConf, Output, RunConf, SlurmConf
+from llama_ssp.batch.submission import groups_for
+from llama_ssp.batch.workers import LOGS
+from llama_ssp.config import BatchConf
 from llama_ssp.config.validation.cluster import seconds_of
-from llama_ssp.errors import OK, DistributedError, UsageError
-from llama_ssp.report.console import Console
+from llama_ssp.errors import UsageError
 
 log = logging.getLogger(__name__)
 
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 
 
-def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
-    """Prints the script or submits it; `words` are the command's own. Returns the exit code."""
-    cluster, task = run.cluster, run.task
-    assert isinstance(task, BatchConf) and cluster.gpus is not None
-    job, summary = share(run, folders, cluster.nodes * cluster.gpus)
-    console, is_json = Console(), run.output is Output.json
-    if not job.missing:
-        job.journal.merge(job.output)
-        log.info("nothing is missing: %s is whole", job.output)
-        console.document({**summary, "status": "done", "job": None}, is_json)
-        return OK
-    order = _order(job, cluster, words)
-    script, said = order.rendered(), None
-    try:
+@dataclass
+class SlurmSubmission:
+    """An array of jobs, each a group of ranks."""
+
+    job: Job
+    order: Order
+
+    def __post_init__(self) -> None:
+        self.text = self.order.rendered()
+
+    def checked(self) -> str:
         client.require_slurm()
-        said = _checked(cluster.slurm, script)
-    except DistributedError as absent:
-        if task.submit:
-            raise
-        log.warning("not checked against a cluster: %s", absent)  # a script can be made anywhere
-    found: dict[str, object] = {"status": "printed", "script": script, "test_only": said}
-    if task.submit:
-        number = _submitted(order, script, job.journal)
-        log.info("submitted: job %s, array of %d, logs in %s", number, order.elements, order.work / LOGS)
+        conf = self.order.cluster.slurm
+        if conf.time is not None:
+            require_time(conf.time, conf.partition, client.partitions())
+        said = client.dry_run(self.text)
+        log.info("%s", said)
+        return said
+
+    def submit(self) -> dict[str, Any]:
+        """Raises UsageError while an earlier submission is still in the queue."""
+        work = self.order.work
+        alive = client.queued(submissions(work))
+        if alive:
+            found = f"job {alive[0].job}, {alive[0].state}"
+            fix = "follow it with task.status=true, or cancel it with scancel first"
+            raise UsageError("this job is in the queue already", work, found, fix=fix)
+        self.job.journal.release_jobs()
+        number, elements = client.submit(self.text), self.order.elements
+        keep_submission(work, number, self.text)
+        log.info("submitted: job %s, array of %d, logs in %s", number, elements, work / LOGS)
         log.info("see task.status=true, or squeue --jobs=%s", number)
-        found = {"test_only": said, "status": "submitted", "job": number, "elements": order.elements}
-    elif not is_json:
-        console.write(script)
-        return OK
-    console.document({**summary, **found}, is_json)
-    return OK
+        return {"job": number, "elements": elements}
 
 
-def _order(job: Job, cluster: ClusterConf, words: list[str]) -> Order:
-    work, task, elements = job.work.absolute(), job.run.task, min(cluster.groups, job.missing)
+def submission(job: Job, words: tuple[str, ...], _: dict[str, Any]) -> SlurmSubmission:
+    """What Slurm is given for a job; `words` are the command for one process of a group."""
+    cluster, task = job.run.cluster, job.run.task
     assert isinstance(task, BatchConf)
-    if elements < cluster.groups:
-        log.info("the array has %d elements: no more shards are missing", elements)
     usual = re.sub(r"[^\w.+=@-]", "_", f"llama-ssp-{job.output.stem}")[:100]
-    one = words_of_one(words, job.seed, f"cluster.nodes={cluster.nodes}", f"cluster.gpus={cluster.gpus}")
-    name = cluster.slurm.job_name or usual
-    return Order(name, cluster, elements, work, Path.cwd(), one, task.retries)
-
-
-def _checked(conf: SlurmConf, script: str) -> str:
-    """What Slurm says of the script. Raises UsageError if the job could never start."""
-    if conf.time is not None:
-        require_time(conf.time, conf.partition, client.partitions())
-    said = client.dry_run(script)
-    log.info("%s", said)
-    return said
+    name, work = cluster.slurm.job_name or usual, job.work.absolute()
+    return SlurmSubmission(job, Order(name, cluster, groups_for(job), work, Path.cwd(), words, task.retries))
 
 
 def require_time(asked: str, names: str | None, partitions: list[dict[str, str]]) -> None:
@@ -92,18 +83,3 @@ def require_time(asked: str, names: str | None, partitions: list[dict[str, str]]
         what, allowed = "the job could never start", f"at most {max(limits, key=seconds_of)}"
         fix = "ask for less: an element that reaches its limit is requeued and goes on"
         raise UsageError(what, "cluster.slurm.time", asked, allowed, fix)
-
-
-def _submitted(order: Order, script: str, journal: Journal) -> str:
-    """Submits the job; its number. Raises UsageError while an earlier submission is still in the queue."""
-    alive = client.queued(submissions(order.work))
-    if alive:
-        found = f"job {alive[0].job}, {alive[0].state}"
-        fix = "follow it with task.status=true, or cancel it with scancel first"
-        raise UsageError("this job is in the queue already", order.work, found, fix=fix)
-    journal.release_jobs()
-    with storing(order.work):
-        (order.work / LOGS).mkdir(parents=True, exist_ok=True)  # Slurm fails a job that cannot write its log
-    job = client.submit(script)
-    keep_submission(order.work, job, script)
-    return job

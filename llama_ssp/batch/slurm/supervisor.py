@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from llama_ssp.batch.history import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, ends, fruitless, keep_end
 from llama_ssp.batch.journal import count_finished
-from llama_ssp.batch.slurm.history import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, ends, fruitless, keep_end
 from llama_ssp.batch.workers import code_of, is_given_up
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import INPUT_OUTPUT, OK, RunError

@@ -1,0 +1,82 @@
+"""What a job's work folder keeps about schedulers: submissions, and how their elements ended. No torch.
+
+slurm/1234.sbatch             the script of a submission
+slurm/1236.ends.jsonl         how the runs of one element ended, a line each, appended by its supervisor
+kubernetes/NAME.yaml          the Job, and its Service
+kubernetes/UID.3.ends.jsonl   the same of an index
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from llama_ssp.batch.atomic_files import replace_whole, storing
+
+FOLDER, PODS = "slurm", "kubernetes"
+SUFFIX = {FOLDER: ".sbatch", PODS: ".yaml"}
+ENDS = ".ends.jsonl"
+BY_TIME, BY_SLURM, BY_KUBERNETES, BY_NOBODY = "time", "slurm", "kubernetes", ""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one run of an element ended; `began` and `finished`: the whole job's records before and after."""
+
+    job: str
+    restart: int | str
+    host: str
+    code: int
+    stopped_by: str  # BY_TIME, BY_SLURM, BY_KUBERNETES, or BY_NOBODY: then a code that is not 0 is a failure
+    began: int
+    finished: int
+    seconds: float
+    at: float = field(default_factory=time.time, compare=False)
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 and not self.stopped_by
+
+
+def keep_submission(work: Path, job: str, text: str, folder: str = FOLDER) -> None:
+    with storing(work / folder):
+        (work / folder).mkdir(parents=True, exist_ok=True)
+    replace_whole(work / folder / f"{job}{SUFFIX[folder]}", text.encode())
+
+
+def submissions(work: Path, folder: str = FOLDER) -> list[str]:
+    """The jobs that were submitted, by Slurm's numbers or by name, oldest number first."""
+    jobs = [path.stem for path in (work / folder).glob(f"*{SUFFIX[folder]}")]
+    return sorted(jobs, key=lambda job: (len(job), job))
+
+
+def keep_end(work: Path, end: End, folder: str = FOLDER) -> None:
+    """One write: a lost node can make two supervisors of one element, and their lines must not mix."""
+    with storing(work / folder):
+        (work / folder).mkdir(parents=True, exist_ok=True)
+        line = json.dumps(asdict(end)) + "\n"
+        with (work / folder / f"{end.job}{ENDS}").open("ab", buffering=0) as file:
+            file.write(line.encode())
+
+
+def ends(work: Path, job: str = "*") -> list[End]:
+    """In the order they were written; a torn line is left out."""
+    found = []
+    for path in sorted(one for folder in SUFFIX for one in (work / folder).glob(f"{job}{ENDS}")):
+        with suppress(OSError):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError, TypeError):
+                    found.append(End(**json.loads(line)))
+    return found
+
+
+def fruitless(ends: list[End]) -> int:
+    """How many runs at the end of the list finished no record; those a scheduler stopped do not count."""
+    count = 0
+    for end in ends:
+        if end.stopped_by not in (BY_SLURM, BY_KUBERNETES):
+            count = 0 if end.finished > end.began else count + 1
+    return count

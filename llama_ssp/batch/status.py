@@ -1,0 +1,90 @@
+"""task=batch task.status=true: how far a job is, by its folder, and what of it waits or runs. No torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+from typing import Any
+
+from llama_ssp.batch.history import PODS, ends, submissions
+from llama_ssp.batch.job import folders_of
+from llama_ssp.batch.journal import NOTHING, Journal
+from llama_ssp.batch.pace import Pace, pace
+from llama_ssp.batch.slurm import client
+from llama_ssp.batch.workers import LOGS, counted, table
+from llama_ssp.config import Output, RunConf
+from llama_ssp.errors import OK, DistributedError
+from llama_ssp.report.console import Console
+from llama_ssp.report.tables import aligned, figure
+from llama_ssp.speculative.stats import ratio
+
+log = logging.getLogger(__name__)
+
+SILENT = "the controller does not answer"
+
+
+def execute(run: RunConf) -> int:
+    """Prints the job's state; the exit code."""
+    work, output = folders_of(run)
+    jobs, on_pods = submissions(work), submissions(work, PODS)
+    has_begun = Journal.held(work) is not None or not (jobs or on_pods)
+    journal = Journal.find(work) if has_begun else None
+    standing, at = journal.standing() if journal else NOTHING, Pace(0, None, None, None)
+    queued: list[client.Queued] | None = None  # what waits or runs; None: nobody says
+    try:
+        queued = client.queued(jobs)
+    except DistributedError as silent:  # the files tell what is done all the same
+        log.warning("%s", silent)
+    merged = standing.whole and journal is not None and output.is_file()
+    working = journal is not None and journal.claimed() > 0
+    status = "unfinished"
+    if merged:
+        status = "done"
+    elif queued or (working and (queued is None or not jobs)):
+        status = "running"
+    elif queued is None:
+        status = "unknown"
+    if journal:
+        at = pace(journal, standing, time.time())
+    ended, counts = ends(work), counted((work / LOGS).glob("*.out"))
+    summary: dict[str, Any] = {
+        "task": run.task.name,
+        "status": status,
+        **asdict(standing),
+        **asdict(at),
+        "eta_s": at.eta_s if status == "running" else None,
+        "failures": sum(end.failed for end in ended),
+        "jobs": [*jobs, *on_pods],
+        "queue": None if queued is None else [vars(one) for one in queued],
+        "acceptance_rate": ratio(counts["tokens_accepted"], counts["tokens_drafted"]),
+        "tokens_per_s_per_group": ratio(counts["tokens_committed"], counts["wall_s"]),
+        "output": str(output),
+        "work": str(work),
+    }
+    console = Console()
+    if run.output is not Output.json:
+        lines = table(summary, f"{figure(at.tokens_per_s, 1)} a second")
+        if summary["eta_s"] is not None:
+            lines.append(f"at this pace it ends in {_in_words(summary['eta_s'])}")
+        lines += _queue(queued)
+        if failed := [end for end in ended if end.failed][-5:]:  # their logs say why
+            rows = [[end.job[-20:], str(end.restart)[:8], end.host, str(end.code)] for end in failed]
+            lines += ["", *aligned([["failed", "restart", "host", "code"], *rows], words=4)]
+        console.write("\n".join([*lines, ""]))
+    console.document(summary, run.output is Output.json)
+    return OK
+
+
+def _queue(queued: list[client.Queued] | None) -> list[str]:
+    """The lines about the scheduler's queue."""
+    if not queued:
+        return [] if queued is not None else ["", f"queue: {SILENT}"]
+    rows = [[one.job, one.state, one.spent, one.nodes or one.reason] for one in queued]
+    return ["", *aligned([["job", "state", "time", "nodes or reason"], *rows], words=4)]
+
+
+def _in_words(seconds: float) -> str:
+    """A time as H:MM:SS."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
