@@ -1,6 +1,6 @@
 # make demo     installs what a run needs, then shows on one screen what it does
 # make test     everything a change must pass; make test-fast takes some three minutes
-.PHONY: demo test test-fast lint bench mutants soak fuzz coverage clean
+.PHONY: demo test test-fast lint figures mutants soak fuzz coverage clean
 
 PY := .venv/bin/python
 # A worker takes neighbouring tests: they share fixtures. Four workers on two cores: many tests wait.
@@ -34,12 +34,9 @@ lint: .venv/.installed-dev
 mutants: .venv/.installed-dev
 	$(PY) -m tests.mutants
 
-# Compares with transformers: the pair that ships, then a larger synthetic pair; then the kernel and the growth of costs.
-bench: .venv/.installed-dev
-	$(PY) bench/side_by_side.py
-	$(PY) bench/fast.py
-	$(PY) bench/linear.py
-	$(PY) bench/growth.py
+# Every figure and picture of README and docs anew, on a quiet machine; FIGURES="only=fast,demo" for some of them.
+figures: .venv/.installed-dev
+	$(PY) bench/all.py $(FIGURES)
 
 # Ten minutes of random runs with random failures: is the distribution right, is anything left over, does memory grow?
 soak: .venv/.installed-dev

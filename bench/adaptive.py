@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contenders import PROMPTS, by_us, opened  # noqa: E402
-from fast import Asked, Taken, faster, sizes  # noqa: E402
+from contenders import PROMPTS, by_us, opened, sizes  # noqa: E402
+from fast import Asked, Taken, faster  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402

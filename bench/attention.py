@@ -1,6 +1,7 @@
 """Attention of steps on a CPU against the memory's speed: ours, and torch's with repeated keys and a mask.
 
     python bench/attention.py [heads=16] [kv_heads=2] [size=128] [seconds=3] [contexts=1024,4096,16384,32768]
+                              [write=FILE.md]
 
 For one token and for five (K = 4), with one thread and with two, milliseconds of one layer: the bytes of its
 cache in bf16 at the bandwidth measured here (summing), our kernel's, torch's (as transformers calls it), and
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from surroundings import surroundings, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from words import Words  # noqa: E402
@@ -44,6 +46,7 @@ class Settings(Words):
     size: int = 128
     seconds: float = 3.0
     contexts: str = "1024,4096,16384,32768"
+    write: str = ""
 
 
 def layers_of(settings: Settings, context: int) -> list[list[Tensor]]:
@@ -110,7 +113,17 @@ def main() -> None:
             for threads, tokens in itertools.product((1, 2), (1, 5)):
                 torch.set_num_threads(threads)
                 table.append([str(threads), *line(settings, layers, summed, tokens)])
-    print(*aligned(table, 0), sep="\n")
+    text = "\n".join(
+        [
+            "# Attention of steps on a CPU against the memory's speed", "", *surroundings({}),
+            f"A layer of {settings.heads} heads, {settings.kv_heads} of keys and values, of {settings.size}; "
+            "milliseconds.",
+            "", "```", *aligned(table, 0), "```", "",
+        ]
+    )  # fmt: skip
+    print(text)
+    if settings.write:
+        write(settings.write, text)
 
 
 if __name__ == "__main__":

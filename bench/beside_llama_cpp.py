@@ -100,8 +100,7 @@ def main(arguments: list[str]) -> int:
         answer(*map(int, arguments[1:]))
         return 0
     import torch
-    from contenders import alone, opened
-    from fast import sizes
+    from contenders import alone, opened, sizes
     from surroundings import surroundings, write
     from words import Words
 

@@ -14,19 +14,30 @@ from typing import Any
 
 import torch
 
-from llama_ssp.config import Drafting, RunConf
+from llama_ssp.config import Drafting, ModelConf, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
-from llama_ssp.pair.session import PairSession
+from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts, RowStep
+from llama_ssp.tasks.microbench import shape
 
 PROMPTS = [tuple(range(100, 116)), tuple(range(4000, 4020))]
+VOCAB = 8192
+LENGTH = 64  # of the text before a step
+PREFILLED = (64, 512, 2048)  # lengths of texts
+
+
+def sizes(agreement: float, small: bool = False) -> tuple[ModelConf, ModelConf]:
+    """The pair: hidden 1024 x 16 layers, and hidden 256 x 4 layers; a small one has 2 layers, and 1."""
+    layers = (2, 1) if small else (16, 4)
+    target, draft = shape(layers[0], 1024, VOCAB), shape(layers[1], 256, VOCAB, agreement=agreement)
+    return replace(target, context=4608), replace(draft, context=4608)
 
 
 def wait() -> None:
@@ -102,15 +113,14 @@ def rounds(
     """
     pair = opened.models
     assert pair.target is not None and pair.draft is not None
-    length = 64
     lines = [["K", "draft step, ms", "target step, ms", "round, ms", "round over its parts"]]
     for k in ks:
         run_k = replace(opened.run, speculation=replace(opened.run.speculation, k=k))
         engine = opened.engine(0, run_k, frozenset())
         room = 2 * turns + 2 * k
-        state = engine.prefill([Prompt("round", tuple(range(100, 100 + length)))], room)
+        state = engine.prefill([Prompt("round", tuple(range(100, 100 + LENGTH)))], room)
         draft, target = (
-            behind(model, length + room, width) for model, width in ((pair.draft, 1), (pair.target, k + 1))
+            behind(model, LENGTH + room, width) for model, width in ((pair.draft, 1), (pair.target, k + 1))
         )
         works = {
             "draft": lambda step=draft, s=state: step(s.lengths[0]),
@@ -159,6 +169,31 @@ def behind(model: Any, longest: int, width: int) -> Callable[[int], object]:
         return model.logits(text[:, :width], feed, cache, False)
 
     return step
+
+
+def steps_ms(
+    pair: PairSession, widths: tuple[int, ...], clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Milliseconds of the target's steps of these numbers of tokens, alone, by the number."""
+    return in_turn({str(width): alone(pair.models.target, LENGTH, width) for width in widths}, 25, clock)
+
+
+def prefills_ms(pair: PairSession, module: Any, turns: int = 3) -> dict[int, dict[str, list[float]]]:
+    """Milliseconds of the target's prefill of one text and of transformers' pass over it, by its length."""
+    found = {}
+    for length in PREFILLED:
+        text = tuple(100 + i % 4000 for i in range(length + 1))  # the last token is not prefilled
+        ids = torch.tensor([text[:-1]], device=module.device)
+
+        def ours(text: tuple[int, ...] = text) -> object:
+            return pair.engine(0, regular(pair.run), frozenset()).prefill([Prompt("0", text)], 1)
+
+        @torch.inference_mode()
+        def theirs(ids: torch.Tensor = ids) -> object:
+            return module(ids, use_cache=True, logits_to_keep=1)
+
+        found[length] = in_turn({"ours": ours, "theirs": theirs}, turns)
+    return found
 
 
 def text_logits(model: Any, ids: tuple[int, ...]) -> torch.Tensor:

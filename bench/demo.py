@@ -84,8 +84,7 @@ def speeds(asked: Asked) -> list[dict[str, str | float]]:
     """Each contender's milliseconds a token, and how many times as fast as the first it is."""
     import torch
     import transformers
-    from contenders import PROMPTS, by_transformers, by_us, opened
-    from fast import CPU, sizes
+    from contenders import PROMPTS, by_transformers, by_us, opened, sizes
 
     from llama_ssp.config import Dtype, RunConf, Steps
     from llama_ssp.models.loader import DRAFT, load_module
@@ -96,7 +95,7 @@ def speeds(asked: Asked) -> list[dict[str, str | float]]:
     run = RunConf(model=models[0], draft=models[1], engine=Steps.compiled)
     pair = opened(replace(run, speculation=replace(run.speculation, k=K)), max(map(len, PROMPTS)) + asked.new)
     target, draft = (
-        load_module(model, None, Dtype.bf16, CPU, role)
+        load_module(model, None, Dtype.bf16, torch.device("cpu"), role)
         for model, role in zip(models, ("model", DRAFT), strict=True)
     )
     turns = {

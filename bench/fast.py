@@ -10,8 +10,8 @@ those after the prompt (contenders.py).
 
 The last lines compare a round with its parts: K steps of the draft and one of the target, alone. Each
 contender is compared with its bounds: the bytes that its own forward passes read over the bandwidth measured
-here, and, for ours, its steps alone. Then come what is required of starts, of prefill and of the pair that
-ships (required.py). With write= the same figures are written as JSON and a plot.
+here, and, for ours, its steps alone. Then comes what is required, of prefill too. With write= the same
+figures are written as JSON and a plot.
 """
 
 from __future__ import annotations
@@ -31,13 +31,21 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from bars import Bar, bars_table, most  # noqa: E402
-from contenders import PROMPTS, by_transformers, by_us, opened, rounds  # noqa: E402
+from contenders import (  # noqa: E402
+    PROMPTS,
+    by_transformers,
+    by_us,
+    opened,
+    prefills_ms,
+    rounds,
+    sizes,
+    steps_ms,
+)
 from pictures import plot_contenders, write_json  # noqa: E402
-from required import prefill_bars, shipped_bars, start_bars, steps_ms  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
-from llama_ssp.config import Dtype, ModelConf, RunConf, Steps  # noqa: E402
+from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402
 from llama_ssp.models.loader import DRAFT, load_module  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.speed import pass_cost  # noqa: E402
@@ -45,11 +53,9 @@ from llama_ssp.planner.workload import Role  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 from llama_ssp.report.tables import aligned, figure  # noqa: E402
 from llama_ssp.speculative.stats import Counts, ratio  # noqa: E402
-from llama_ssp.tasks.microbench import shape  # noqa: E402
 
 log = logging.getLogger("bench")
 CPU = torch.device("cpu")
-VOCAB = 8192
 OVER_BYTES, BEST_OVER_BYTES = 1.35, 2.2  # the most that is asked of regular sampling, and at the best K
 VERIFYING, OVER_REGULAR = 5, 1.25  # tokens of a step, and the most over a step of one
 
@@ -109,13 +115,6 @@ def passes_of(counts: Counts) -> Both:
     counted = counts.summary()
     tokens = counted["tokens_committed"]
     return Both(counted["row_rounds"] / tokens, counted["tokens_drafted"] / tokens)
-
-
-def sizes(agreement: float, small: bool = False) -> tuple[ModelConf, ModelConf]:
-    """The pair: hidden 1024 x 16 layers, and hidden 256 x 4 layers; a small one has 2 layers, and 1."""
-    layers = (2, 1) if small else (16, 4)
-    target, draft = shape(layers[0], 1024, VOCAB), shape(layers[1], 256, VOCAB, agreement=agreement)
-    return replace(target, context=4608), replace(draft, context=4608)
 
 
 def contenders(
@@ -247,6 +246,16 @@ def bars(found: dict[str, Taken], rows: list[dict[str, Any]], steps: dict[str, l
     ]
 
 
+def prefill_bars(pair: PairSession, module: Any) -> list[Bar]:
+    """The target's prefill of one text against transformers' pass over the same tokens, with a cache."""
+    found = []
+    for length, taken in prefills_ms(pair, module).items():
+        ratios = [their / our for our, their in zip(taken["ours"], taken["theirs"], strict=True)]
+        what = f"prefill of {length} tokens, over transformers'"
+        found.append(Bar(what, median(ratios), 1.0, note=f"{median(taken['ours']):.0f} ms"))
+    return found
+
+
 def faster_bar(name: str, least: float, one: Taken, others: list[Taken]) -> Bar:
     middle, low, high = faster(one, others)
     return Bar(name, middle, least, note=f"{low:.2f}..{high:.2f}")
@@ -277,7 +286,6 @@ def main() -> None:
     each = steps_ms(pair, (1, VERIFYING), clock)
     rows = figures(found, read, bandwidth, steps_alone(parts, median(each["1"]), found))
     required = bars(found, rows, each) + prefill_bars(pair, modules[0])
-    required += start_bars(asked.threads, asked.small) + shipped_bars(asked.repeats, asked.new)
     text = "\n".join(
         [
             "# A pair of 222M and 7M, bf16: ours beside transformers", "", *surroundings(pair.models.devices),

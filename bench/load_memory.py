@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Dtype, ModelConf, Weights  # noqa: E402
 from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
@@ -36,7 +37,6 @@ from llama_ssp.models.kv_cache import Feed  # noqa: E402
 from llama_ssp.models.loader import load  # noqa: E402
 from llama_ssp.models.synthetic import SyntheticSource, config_for  # noqa: E402
 from llama_ssp.planner.weights import parameters  # noqa: E402
-from llama_ssp.report.run_folder import versions  # noqa: E402
 
 MIB, GIB = 2**20, 2**30
 FACTOR, BESIDES = 1.15, 450 * MIB  # a rank's limit: times its share, plus Python, torch and buffers
@@ -57,7 +57,7 @@ def main() -> None:
     text = table(rows, size, world)
     print(text)
     if own["write"]:
-        Path(own["write"]).write_text(text, encoding="utf-8")
+        write(own["write"], text)
     sys.exit(any(row["peak"] > allowed(row) or row["after"] > allowed(row) for row in rows))
 
 
@@ -173,19 +173,10 @@ def allowed(row: dict[str, Any]) -> int:
 
 def table(rows: list[dict[str, Any]], size: int, world: int) -> str:
     """A complete results file."""
-    from llama_ssp.report.machine import processor
-
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    found, busy = versions(), os.getloadavg()[2]
     lines = [
         f"# Memory of a rank at load: {size / GIB:.2f} GiB in bf16 over {world} ranks",
         "",
-        f"Command: `python bench/load_memory.py {' '.join(sys.argv[1:])}`",
-        f"Hardware: {processor()}, {os.cpu_count()} cores; load average {busy:.0f} (15 minutes)",
-        f"Versions: python {found['python']}, torch {found['torch']}, safetensors {found['safetensors']}",
-        f"Commit {commit}, {time.strftime('%Y-%m-%d')}.",
+        *surroundings({}),
         "MiB of anonymous memory of the whole process; allowed: 1.15 x share + 450 MiB, at load and after.",
         "",
         "| from | rank | share | before | most at load | after | allowed | load, s |",

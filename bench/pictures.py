@@ -1,32 +1,12 @@
-"""Makes all pictures of docs anew: python bench/pictures.py, on a machine that does nothing else.
-
-Also, for the other benchmarks, the files next to a table: the same figures as JSON, and a plot.
-"""
+"""The files next to a benchmark's table: the same figures as JSON, and a plot."""
 
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from llama_ssp.report.machine import SOURCES, commit, host
 from llama_ssp.report.plots import save, styled
-
-RUN = "launch/run.py"
-OVERLAP = "bench/results/overlap_epyc-2-cores_202611.md"
-PICTURES = {  # each by its command
-    "docs/compare.svg": f"{RUN} task=compare 'task.prompts=[\"class Stack:\"]' speculation.k=2 seed=1 "
-    "sampling.temperature=0.5 task.max_new_tokens=96 plot=docs/compare.svg",
-    "docs/measure.svg": f"{RUN} task=measure seed=1 task.max_new_tokens=24 task.plot=docs/measure.svg",
-    "docs/agree.svg": f"{RUN} task=agree seed=1 task.plot=docs/agree.svg",
-    "docs/overlap.svg": f"bench/overlap.py repeats=3 new=64 picture=docs/overlap.svg write={OVERLAP}",
-}
-BUSY = 0.25  # of the cores, on average over a minute: then times are not this machine's
 
 OURS, THEIRS, BOUND = "#1f77b4", "#8a8f98", "#d62728"
 
@@ -86,22 +66,3 @@ def plot_growth(report: str, axes_of: dict[str, dict[str, list[tuple[int, float]
     figure.supylabel("ms/token")
     figure.suptitle(title, fontsize="small")
     save(figure, Path(report).with_suffix(".svg"))
-
-
-def main() -> int:
-    """Runs the commands one after the other; the exit code of the first that fails."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > BUSY * cores and "anyway" not in sys.argv[1:]:
-        print(f"error: the machine is busy; load {load:.2f} on {cores} cores; wait, or give the word anyway")
-        return 1
-    for picture, words in PICTURES.items():
-        print(f"{picture}: python {words}", flush=True)
-        command = [sys.executable, *shlex.split(words)]
-        if code := subprocess.run(command, cwd=SOURCES, stdout=subprocess.DEVNULL).returncode:
-            return code
-    print(f"made at commit {commit()} on {host()['processor']}, {host()['cores']} cores")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -34,8 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from bars import Bar, all_met, bars_table, most  # noqa: E402
-from contenders import alone, by_us, in_turn, opened  # noqa: E402
-from fast import sizes  # noqa: E402
+from contenders import LENGTH, alone, by_us, in_turn, opened, sizes  # noqa: E402
 from pictures import write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
@@ -48,7 +47,7 @@ from llama_ssp.report.machine import said_by_git  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
 
 log = logging.getLogger("bench")
-K, LENGTH, AGREEMENT = 4, 64, 0.89
+K, AGREEMENT = 4, 0.89
 OVER_BYTES, OVER_PARTS = 1.35, 1.10  # the most that is asked
 INNER = 9  # timed turns of each part between two texts
 SHAPE = ("family", "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context")

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from bars import Bar, bars_table  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
@@ -42,7 +43,8 @@ from llama_ssp.speculative.generate import Limits  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.speculative.stats import Counts  # noqa: E402
 
-REGULAR = "regular (K = 0)"
+REGULAR, THEIRS = "regular (K = 0)", "transformers generate"
+BEST_OVER_REGULAR, REGULAR_OVER_THEIRS = 1.5, 1.0  # the least that is asked of the pair that ships
 Turn = Callable[[int], tuple[float, Counts]]
 PROMPTS = [
     "def hello(name):",
@@ -85,7 +87,7 @@ def main() -> None:
 def contenders(pair: PairSession, module: Any, run: RunConf, new: int, ks: list[int]) -> dict[str, Turn]:
     """All contenders at a temperature; `module` is transformers' own of the target."""
     found: dict[str, Turn] = {
-        "transformers generate": lambda i: by_transformers(pair, module, run, new, i),
+        THEIRS: lambda i: by_transformers(pair, module, run, new, i),
         REGULAR: lambda i: by_us(pair, run, new, i, 0),
     }
     for k in ks:
@@ -176,7 +178,19 @@ def table(found: dict[float, list[dict]], run: RunConf, pair: RankModels, new: i
         ]
         lines += ["", "All of them:", ""]
     lines += [*HEAD, *(line(heat, row) for heat, rows in found.items() for row in rows)]
-    return "\n".join(lines) + "\n"
+    asked = [bar for heat, rows in found.items() for bar in required(heat, rows)]
+    return "\n".join([*lines, "", "```", *bars_table(asked), "```", ""])
+
+
+def required(heat: float, rows: list[dict]) -> list[Bar]:
+    """What is asked at a temperature."""
+    theirs = next(row for row in rows if row["name"] == THEIRS)
+    best = min(speculative(rows), key=lambda row: row["ms_per_token"])
+    slower, faster = 1 / theirs["faster_than_regular"], best["faster_than_regular"]
+    return [
+        Bar(f"T = {heat:g}: regular over transformers'", slower, REGULAR_OVER_THEIRS),
+        Bar(f"T = {heat:g}: {best['name']}, over regular", faster, BEST_OVER_REGULAR),
+    ]
 
 
 HEAD = (

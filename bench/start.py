@@ -4,8 +4,7 @@
 
 The pair is that of bench/fast.py. Each start is a process of its own, the first compiled one with empty
 caches. The table has the time until the pair is loaded and ready, and the time of the whole process.
-Required: the additional time of the second compiled start over an eager one is at most a third of that of the
-first. The exit code is 1 if it is more.
+The exit code is 1 if a start takes longer than is asked.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bars import all_met, bars_table, most  # noqa: E402
 from words import Words  # noqa: E402
 
 STARTS = ("eager", "eager", "compiled", "compiled")  # the first one fills the caches of the system
-ASKED = 1 / 3
+COLD_S, WARM_S, SHARE = 23.5, 3.0, 1 / 3  # the most that is asked
 
 
 @dataclass
@@ -41,8 +41,7 @@ class Asked(Words):
 def begin(asked: Asked) -> None:
     """A start: the pair, ready to generate."""
     import torch
-    from contenders import opened
-    from fast import sizes
+    from contenders import opened, sizes
 
     from llama_ssp.config import Dtype, RunConf, Steps
 
@@ -80,18 +79,22 @@ def main() -> None:
     rows = [["start", "pair ready, s", "whole process, s"]]
     rows += [[name, f"{ready:.1f}", f"{whole:.1f}"] for name, (ready, whole, _) in names.items()]
     share = (second[0] - eager[0]) / (first[0] - eager[0])
+    asked_of = [
+        most("compiled, first: pair ready, s", first[0], COLD_S),
+        most("compiled, second: pair ready, s", second[0], WARM_S),
+        most("compiling: second over first, both without an eager start", share, SHARE),
+    ]
     text = "\n".join(
         [
-            "# How long a start takes", "", *surroundings(eager[2]), f"{asked.threads} threads.",
-            "", "```", *aligned(rows, 0), "```", "",
-            f"Compiling: {first[0] - eager[0]:.1f} s, then {second[0] - eager[0]:.1f} s, a share of "
-            f"{share:.2f}; of whole processes {second[1] / first[1]:.2f}.", "",
+            "# How long a start takes", "", *surroundings(eager[2]),
+            f"The pair of bench/fast.py, 222M and 7M, bf16; {asked.threads} threads.",
+            "", "```", *aligned(rows, 0), "```", "", "```", *bars_table(asked_of), "```", "",
         ]
     )  # fmt: skip
     print(text)
     if asked.write:
         write(asked.write, text)
-    sys.exit(int(share > ASKED))
+    sys.exit(int(not all_met(asked_of)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The head of a results file: command, hardware, versions, commit, date."""
+"""The head of a results file: command, hardware, versions, commit, date, and how busy the machine was."""
 
 from __future__ import annotations
 
@@ -12,24 +12,70 @@ from llama_ssp.report.machine import processor, said_by_git
 from llama_ssp.report.run_folder import versions
 
 ROOT = Path(__file__).resolve().parents[1]
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def surroundings(devices: dict[str, str]) -> list[str]:
-    """Lines for the head of a results file. The commit gets `-dirty` if there are uncommitted changes.
+def by_all() -> float:
+    """Seconds of the processors that all processes took since the machine started, or its host took away."""
+    table = Path("/proc/stat")
+    if not table.exists():
+        return 0.0
+    user, nice, system, _, _, *interrupts = map(int, table.read_text("ascii").split("\n")[0].split()[1:9])
+    return (user + nice + system + sum(interrupts)) / TICKS_PER_S
 
-    Results files that another benchmark has just written do not count as changes.
-    """
-    commit = said_by_git(ROOT, "describe", "--always")
-    if said_by_git(ROOT, "status", "--porcelain", "--untracked-files=no", ".", ":!bench/results"):
-        commit += "-dirty"
+
+def by_us() -> float:
+    """The same of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+class Watch:
+    """How busy the machine is from now on."""
+
+    def __init__(self) -> None:
+        self._load, self._began = os.getloadavg()[0], time.monotonic()
+        self._others = by_all() - by_us()
+
+    def line(self) -> str:
+        """The load average before and now, and what other processes took meanwhile."""
+        spent = time.monotonic() - self._began
+        others = max(0.0, by_all() - by_us() - self._others) / spent
+        return (
+            f"Load average {self._load:.1f} before, {os.getloadavg()[0]:.1f} after {spent:.0f} s; "
+            f"others took {others:.2f} of {os.cpu_count()} cores."
+        )
+
+
+STARTED = Watch()  # a benchmark imports this module before it measures
+
+
+def surroundings(devices: dict[str, str], command: str = "", watch: Watch = STARTED) -> list[str]:
+    """Lines for the head of a results file; `command` where it is not this process's script and arguments."""
     found = versions()
-    command = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    on = f"; {devices}" if devices else ""
     return [
-        f"Command: `python {command} {shlex.join(map(without_folder, sys.argv[1:]))}`",
-        f"Hardware: {processor()}, {os.cpu_count()} cores; {devices}",
+        f"Command: `{command or this_command()}`",
+        f"Hardware: {processor()}, {os.cpu_count()} cores{on}",
         f"Versions: python {found['python']}, torch {found['torch']}, transformers {found['transformers']}",
-        f"Commit {commit}, {time.strftime('%Y-%m-%d')}.",
+        f"Commit {commit()}, {time.strftime('%Y-%m-%d')}. {watch.line()}",
     ]
+
+
+def commit() -> str:
+    """The checkout's commit, `-dirty` with changes. Files that benchmarks have written do not count."""
+    made = (":!bench/results", ":!docs/*.svg", ":!docs/architectures.md")
+    changed = said_by_git(ROOT, "status", "--porcelain", "--untracked-files=no", ".", *made)
+    return said_by_git(ROOT, "describe", "--always", "--exclude=*") + ("-dirty" if changed else "")
+
+
+def this_command() -> str:
+    """As it is written from the checkout's root."""
+    script = Path(sys.argv[0]).resolve()
+    script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
+    named = str(script)
+    if script.parts[0] == "tests":
+        named = "-m " + ".".join(script.with_suffix("").parts).removesuffix(".__main__")
+    return f"python {named} {shlex.join(map(without_folder, sys.argv[1:]))}".strip()
 
 
 def without_folder(word: str) -> str:

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contenders import PROMPTS, by_us, opened  # noqa: E402
-from fast import VOCAB, Asked, Taken, faster, sizes  # noqa: E402
+from contenders import PROMPTS, VOCAB, by_us, opened, sizes  # noqa: E402
+from fast import Asked, Taken, faster  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from side_by_side import PROMPTS as TEXTS  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402

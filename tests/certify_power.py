@@ -8,7 +8,6 @@ sizes are then put into what the checks look at, drawn anew each repeat, as much
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -135,10 +134,8 @@ def main() -> None:
     torch.set_num_threads(1)
     asked = dict(word.split("=", 1) for word in sys.argv[1:])
     repeats, random = int(asked.get("repeats", "100")), np.random.default_rng(1)
-    about = surroundings({"device": "cpu, one thread"})
-    about[0] = f"Command: `python -m tests.certify_power {shlex.join(sys.argv[1:])}`"
     head = ["| check | fault | seen in |", "|---|---|---|"]
-    print(*about, "", *head, sep="\n", flush=True)
+    print(*head, sep="\n", flush=True)
     rounds, transform = recorded("sampling=nucleus")
     plain, _ = recorded()
     alike = [seen for seen in plain if seen.count == max(one.count for one in plain)]
@@ -153,6 +150,7 @@ def main() -> None:
             lines.append(f"| {' | '.join(row)} |")
             print(lines[-1], flush=True)
     if "write" in asked:
+        about = surroundings({"device": "cpu, one thread"})
         write(
             asked["write"],
             "\n".join(["# certify: how small a fault it sees", "", *about, "", *head, *lines, ""]),

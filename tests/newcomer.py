@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.surroundings import surroundings, write
+
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 3600
 TYPED = "def hello\n"  # where a command asks for a prompt
@@ -91,14 +93,10 @@ def run(command: str, folder: Path) -> Told:
 
 
 def transcript(told: list[Told]) -> str:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     head = [
         "# A newcomer's first hour",
         "",
-        f"Command: `python -m tests.newcomer {shlex.join(sys.argv[1:])}`",
-        f"Commit {commit}, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores.",
+        *surroundings({}),
         "",
         f"{sum(one.code == 0 for one in told)} commands of the README ended well, "
         f"{sum(one.failed for one in told)} did not, {sum(one.code is None for one in told)} were not run.",
@@ -135,7 +133,7 @@ def main() -> int:
     text = transcript(told)
     print(text)
     if own["write"]:
-        Path(own["write"]).write_text(text, encoding="utf-8")
+        write(own["write"], text)
     return int(any(one.failed for one in told))
 
 

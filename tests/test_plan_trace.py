@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from bench.plan_bytes import ALLOWED_BYTES, ALLOWED_SHARE
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.config.presets import CONF
 from llama_ssp.planner.activations import GPU, Forward, Kernels
 from llama_ssp.planner.weights import Part, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role
 from tests.memory_trace import Pass, Traced, trace
+from tests.plan_bytes import ALLOWED_BYTES, ALLOWED_SHARE
 from tests.plans import model as preset_model
 
 TRACED = Kernels(cpu=True)  # a trace does not see what kernels take

@@ -117,5 +117,5 @@ def test_a_short_soak_passes(tmp_path: Path) -> None:
     """Its beginning alone: the long job, and as many scenarios as begin within ten seconds."""
     soak = Soak(seed=11)
     endure(soak, 1 / 6, tmp_path, records=60)
-    report = soak.report("the test")
+    report = soak.report()
     assert soak.held and soak.trials and not soak.found, report

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from bench.surroundings import surroundings, write
 from llama_ssp import cli
 from tests.warm import server
 
@@ -247,27 +247,18 @@ def main() -> None:
     text = table(rows, bad)
     print(text)
     if "write" in own:
-        Path(own["write"]).write_text(text, encoding="utf-8")
+        write(own["write"], text)
     sys.exit(1 if bad else 0)
 
 
 def table(rows: list[str], bad: int) -> str:
     """A results file that needs nothing beside it."""
-    from llama_ssp.report.machine import processor
-    from llama_ssp.report.run_folder import versions
-
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    found = versions()
     return "\n".join(
         [
             "# Faults: what ends, how soon, and what is said",
             "",
-            f"Command: `python -m tests.distributed.faults {' '.join(sys.argv[1:])}`",
-            f"Hardware: {processor()}, {os.cpu_count()} cores (shared); gloo ranks on one machine.",
-            f"Versions: python {found['python']}, torch {found['torch']}.",
-            f"Commit {commit}, {time.strftime('%Y-%m-%d')}. placement.timeout_s={TIMEOUT_S} for SIGSTOP.",
+            *surroundings({}),
+            f"gloo ranks on one machine. placement.timeout_s={TIMEOUT_S} for SIGSTOP.",
             "",
             f"{len(rows) - bad} of {len(rows)} cells passed. A cell passes when all processes are gone",
             f"within {KILL_S:g} s of the fault ({STOP_S:g} s for SIGSTOP: the timeout + 10 s), with the exit",

@@ -272,7 +272,7 @@ def test_a_damaged_row_ends_on_every_rank(name: str, models: Models):
 
 @pytest.mark.slow
 def test_many_noisy_rounds(models: Models):
-    """Noise on one rank's logits, round after round (bench/agreement.py has ten thousand)."""
+    """Noise on one rank's logits, round after round."""
     noisy = with_target(models, "2 split", 1, Noisy)
     rounds = seed = 0
     while rounds < 500:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -126,12 +125,10 @@ def report(asked: Fuzz, tally: Tally, minutes: float) -> str:
     rows = [["kind", "what became of it", "inputs"]]
     rows += [[kind, outcome, f"{count:,}"] for (kind, outcome), count in sorted(tally.outcomes.items())]
     faults = [f"* `{fault[:400]}`" for fault in tally.faults]
-    python = "python" if __debug__ else "python -O"
-    place = [line.removesuffix("; {}") for line in surroundings({})[1:]]
     return "\n".join(
         [
             "# Inputs made at random", "",
-            f"Command: `{python} -m tests.fuzz {shlex.join(sys.argv[1:])}`", *place, "",
+            *surroundings({}), "",
             f"{sum(tally.outcomes.values()):,} inputs of seed {asked.seed} in {minutes:.0f} minutes: "
             f"{len(tally.faults) or 'no'} faults.",
             "A fault is a traceback, more than 10 s, an exit code or an answer other than documented, "

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.report.machine import processor
-from llama_ssp.report.run_folder import versions
+from bench.surroundings import surroundings
 from llama_ssp.report.tables import aligned
 from tests.soak.processes import Held
 from tests.soak.scenarios import NOTHING, Scenario
@@ -101,24 +98,19 @@ class Soak:
     def found(self) -> list[str]:
         return self.wrong + self.probs.wrong
 
-    def report(self, command: str) -> str:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
-        probs, found = self.probs, versions()
+    def report(self) -> str:
+        """A complete results file."""
+        probs = self.probs
         runs, struck = sum(trial.runs for trial in self.trials), sum(trial.struck for trial in self.trials)
         return "\n".join(
             [
                 "# Endurance: random runs, struck at random",
                 "",
-                f"Command: `{command}`",
-                f"Hardware: {processor()}, {os.cpu_count()} cores (shared)",
-                f"Versions: python {found['python']}, torch {found['torch']}, "
-                f"transformers {found['transformers']}",
-                f"Commit {commit}, {time.strftime('%Y-%m-%d')}. Seed {self.seed}.",
+                *surroundings({}),
                 "",
-                f"{self.minutes:.0f} minutes: {len(self.trials)} scenarios, {runs} runs of the command, "
-                f"{struck} of them struck. {len(self.found) or 'Nothing'} found wrong.",
+                f"Seed {self.seed}. {self.minutes:.0f} minutes: {len(self.trials)} scenarios, "
+                f"{runs} runs of the command, {struck} of them struck. "
+                f"{len(self.found) or 'Nothing'} found wrong.",
                 "",
                 f"Law: {probs.accepted:,} of {probs.decided:,} drafts decided on stood, "
                 f"{probs.expected:,.0f} expected: {probs.z:+.2f} standard deviations.",

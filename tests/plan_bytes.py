@@ -1,6 +1,6 @@
 """The plan's bound against the memory that runs allocate: both roles, whole and over two gloo ranks.
 
-    python bench/plan_bytes.py [write=FILE.md] [json=FILE.json]
+    python -m tests.plan_bytes
 
 The measurement is the allocator's own events, as torch's profiler records them (with the memory of kernels),
 in addition to the weights, caches and tokens that exist before. Every case has processes of its own: several
@@ -14,28 +14,24 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights  # noqa: E402
-from llama_ssp.distributed.comm import ALONE, Ranks  # noqa: E402
-from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
-from llama_ssp.distributed.roles import Roles  # noqa: E402
-from llama_ssp.models.loader import load  # noqa: E402
-from llama_ssp.models.synthetic import build  # noqa: E402
-from llama_ssp.planner.activations import (  # noqa: E402
+from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights
+from llama_ssp.distributed.comm import ALONE, Ranks
+from llama_ssp.distributed.process_group import open_ranks
+from llama_ssp.distributed.roles import Roles
+from llama_ssp.models.loader import load
+from llama_ssp.models.synthetic import build
+from llama_ssp.planner.activations import (
     DRAFT_PREFILL,
     DRAFT_STEPS,
     PREFILL,
@@ -43,17 +39,16 @@ from llama_ssp.planner.activations import (  # noqa: E402
     Kernels,
     RankWork,
 )
-from llama_ssp.planner.weights import Part, RolePart, held  # noqa: E402
-from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload  # noqa: E402
-from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter  # noqa: E402
-from llama_ssp.speculative.engine import Engine, RankEngine  # noqa: E402
-from llama_ssp.speculative.follower import Follower  # noqa: E402
-from llama_ssp.speculative.model_runner import ModelRunner  # noqa: E402
-from llama_ssp.speculative.rng import CounterDraws  # noqa: E402
-from llama_ssp.speculative.sampling import SamplingTransform  # noqa: E402
-from llama_ssp.speculative.state import Prompt, Proposal, State  # noqa: E402
-from llama_ssp.speculative.verification import RULES  # noqa: E402
+from llama_ssp.planner.weights import Part, RolePart, held
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
+from llama_ssp.speculative.engine import Engine, RankEngine
+from llama_ssp.speculative.follower import Follower
+from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.state import Prompt, Proposal, State
+from llama_ssp.speculative.verification import RULES
 
 ROWS, PROMPT, NEW, K, CHUNK, VOCAB = 2, 90, 30, 4, 32, 4000
 ROOM = PROMPT + NEW
@@ -100,10 +95,6 @@ class Row:
     rank: int
     planned: int
     actual: int
-
-    @property
-    def over(self) -> int:
-        return self.planned - self.actual
 
     @property
     def allowed(self) -> int:
@@ -275,59 +266,11 @@ def prepare() -> None:
     build(CASES[0].conf.model, torch.float32)
 
 
-def table(rows: list[Row]) -> str:
-    lines = [
-        "| role | phase | dtype | ranks | rank | planned | allocated | over | allowed |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        case = row.case
-        lines.append(
-            f"| {case.role} | {case.phase} | {case.dtype.value} | {case.world} | {row.rank} "
-            f"| {row.planned:,} | {row.actual:,} | {row.over:,} | {row.allowed:,} |"
-        )
-    least, most = min(row.over for row in rows), max(row.over for row in rows)
-    within = sum(0 <= row.over <= row.allowed for row in rows)
-    lines += [
-        "",
-        f"Never below, and above by no more than allowed: {within} of {len(rows)}. "
-        f"Above by {least:,} to {most:,} bytes; allowed are {ALLOWED_SHARE:.0%} of the total or "
-        f"{ALLOWED_BYTES // 2**20} MiB, whichever is more.",
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
-    own = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    """Prints of each rank of each case: its name, bytes planned and allocated, and the most allowed above."""
     prepare()
-    started = time.monotonic()
-    rows = [row for case in CASES for row in measure(case)]
-    text = table(rows)
-    print(text)
-    print(f"{time.monotonic() - started:.0f} s")
-    if own.get("json"):
-        plain = [[f"{row.case}, rank {row.rank}", row.planned, row.actual, row.allowed] for row in rows]
-        Path(own["json"]).write_text(json.dumps(plain), encoding="utf-8")
-    if own.get("write"):
-        Path(own["write"]).write_text(heading(own["write"]) + text + "\n", encoding="utf-8")
-
-
-def heading(file: str) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return (
-        "# The plan's bound beside what runs allocate\n\n"
-        f"Command: `python bench/plan_bytes.py write={file}`\n"
-        f"Hardware: {_processor()}, one thread a rank\n"
-        f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())}\n"
-        f"Commit {commit.stdout.strip()}, {time.strftime('%Y-%m-%d')}. {ROWS} rows, prompts of {PROMPT}, "
-        f"chunks of {CHUNK}, {NEW} new tokens, K = {K}, vocabulary {VOCAB}.\n"
-        "Of the draft, decode drafts one token and verify drafts K. Over two ranks both roles are split.\n\n"
-    )
-
-
-def _processor() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as table:
-        return next((line.partition(":")[2].strip() for line in table if "model name" in line), "unknown")
+    found = [row for case in CASES for row in measure(case)]
+    print(json.dumps([[f"{r.case}, rank {r.rank}", r.planned, r.actual, r.allowed] for r in found]))
 
 
 if __name__ == "__main__":
