@@ -42,7 +42,7 @@ from llama_ssp.config.overrides import (
     translated,
 )
 from llama_ssp.config.presets import CONF
-from llama_ssp.config.validation.cluster import check_sharing
+from llama_ssp.config.validation.cluster import check_scheduler_keys, check_sharing
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
 from llama_ssp.errors import (
@@ -153,7 +153,7 @@ def _answer(arguments: list[str]) -> str | None:
     """What --help, --version and the completion of words print; None for a run."""
     words = [word for word in arguments if not word.startswith("-")]
     if {*HELP} & set(arguments):
-        return help_for(words)
+        return help_for(arguments)
     if {*VERSION} & set(arguments):
         own, *others = versions().items()
         return f"llama-ssp {own[1]} ({', '.join(' '.join(pair) for pair in others)})\n"
@@ -242,6 +242,7 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
         raise translated(error) from error
     check_sources(checked, sys.argv[1:])
     check_sharing(checked)
+    check_scheduler_keys(checked, sys.argv[1:])
     task, leads = checked.task, _environment().is_leader
     if isinstance(task, PlanConf):
         from llama_ssp.tasks import plan as planning

@@ -16,7 +16,7 @@ import pytest
 
 from llama_ssp import cli
 from llama_ssp.config import TASKS, GenerateConf, PromptedConf, RunConf
-from llama_ssp.config.completion import candidates, completion
+from llama_ssp.config.completion import COMPLETION, candidates, completion
 from llama_ssp.config.compose import composed
 from llama_ssp.config.describe import descriptions, keys_of_group, keys_of_task
 from llama_ssp.config.environment import RankEnvironment
@@ -26,6 +26,7 @@ from llama_ssp.config.presets import GROUPS
 from llama_ssp.config.run import known_keys
 from llama_ssp.config.schema import (
     ClusterConf,
+    KubernetesConf,
     ModelConf,
     PlacementConf,
     PlanningConf,
@@ -35,13 +36,14 @@ from llama_ssp.config.schema import (
     TimesConf,
 )
 from llama_ssp.errors import RunError
+from llama_ssp.report import commands
 from llama_ssp.text.prompts import read_prompts
 from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMAS = (
-    RunConf, ModelConf, PlacementConf, TimesConf, SlurmConf, ClusterConf, PlanningConf, SamplingConfig,
-    SpeculationConfig, *TASKS.values(),
+    RunConf, ModelConf, PlacementConf, TimesConf, SlurmConf, KubernetesConf, ClusterConf, PlanningConf,
+    SamplingConfig, SpeculationConfig, *TASKS.values(),
 )  # fmt: skip
 
 
@@ -107,6 +109,7 @@ def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("30B", "the first word is no task; found '30B'"),
         ("compar 30B", "did you mean compare"),
+        *((f"{name}x", f"did you mean {name}") for name in (*commands.USAGE, COMPLETION)),
         ("plan 7b", "did you mean model=7B"),
         ("plan 7B_4GPUs", "--nproc-per-node 4 launch/run.py ... model=7B"),
         ("plan 7B_8bit_4GPUs", "--nproc-per-node 4 launch/run.py ... model=7B_8bit"),
@@ -143,6 +146,9 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
         ("--shell-completion", "llama-ssp completion bash"),
         ("model=demo model.repo=a/b", "model.repo is given, and the files are in a folder"),
         ("model=tiny model.path=/x", "model.weights=synthetic reads no files"),
+        ("batch cluster.kubernetes.image=a", "write cluster=kubernetes, or leave it out"),
+        ("batch cluster.kubernetes.node_selector={a:b}", "write '+cluster.kubernetes.node_selector={gpu"),
+        ("plan cluster.gpu=A100_40", "did you mean A100-40?"),
     ],
 )
 def test_the_command_s_own_words(words: str, says: str, command: Command) -> None:
@@ -177,6 +183,9 @@ def test_help_fits_a_screen_and_a_task_s_help_is_about_the_task(monkeypatch: pyt
         assert max(map(len, said.splitlines())) <= 80
     assert "7B_8bit" in help_for(["model"]) and "_schema" not in help_for(["task"])
     assert "sampling.top_k" not in help_for(["plan"])
+    assert help_for([COMPLETION]) == help_for(["--help", "x"]) == help_for(["a=b", "x"]) == overview()
+    with pytest.raises(RunError, match="did you mean measure"):
+        help_for(["mesure", "--help"])
 
 
 def test_version_and_help_are_printed(command: Command) -> None:

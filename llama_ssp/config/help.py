@@ -9,10 +9,12 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
+from llama_ssp.config.completion import COMPLETION
 from llama_ssp.config.describe import Key, descriptions, intro, keys_of_group, keys_of_run, keys_of_task
-from llama_ssp.config.presets import GROUPS, options
+from llama_ssp.config.presets import GROUPS, nearest, options
 from llama_ssp.config.run import RunConf
 from llama_ssp.config.tasks import TASKS
+from llama_ssp.errors import UsageError
 
 USAGE = "llama-ssp {task} [TARGET [DRAFT]] [KEY=VALUE ...]"
 SHOWN = ("sampling", "speculation")  # groups whose keys a task's help shows, too
@@ -35,14 +37,23 @@ Flags: -q, -v, --version, -m (sweep a=1,2), --cfg job, --config-dir FOLDER
 """
 
 
-def help_for(words: Sequence[str]) -> str:
-    """The help for the first task or group among the words; the overview without one."""
-    for word in (word.removeprefix("task=") for word in words):
+def help_for(arguments: Sequence[str]) -> str:
+    """The help for the first task or group among the arguments; the overview without one.
+
+    Raises UsageError if the first argument is no task, no group, no setting and no flag.
+    """
+    for word in (word.removeprefix("task=") for word in arguments):
         if word in TASKS:
             return _lines(_of_task(word))
         if word in GROUPS:
             return _lines(_of_group(word))
-    return overview()
+    first = arguments[0] if arguments else "-"
+    if "=" in first or first.startswith("-") or first == COMPLETION:
+        return overview()
+    names = [*TASKS, *GROUPS]
+    near = nearest(first, names)
+    fix = f"did you mean {near}?" if near else "llama-ssp --help has the overview"
+    raise UsageError("there is no help for this word", "", repr(first), ", ".join(names), fix)
 
 
 def overview() -> str:

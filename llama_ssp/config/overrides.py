@@ -37,6 +37,7 @@ REFUSED_FLAGS = dict.fromkeys(
 ADDED_TO = {  # maps, to which Hydra adds with a plus sign
     "sampling.logit_bias": "{5: -2.0}', token: bias",
     "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
+    "cluster.kubernetes.node_selector": "{gpu: h100}', label: value",
 }
 RENAMED = {
     "task.record": "plot=FILE", "record": "plot=FILE", "task.image": "plot=FILE",

@@ -274,7 +274,7 @@ class KubernetesConf:
         gpu_resource: The resource that a GPU is requested by.
         cpus_per_rank: CPU cores of a rank.
         mem: Memory of a pod, such as 64Gi.
-        node_selector: 'Labels that nodes must have: +cluster.kubernetes.node_selector={gpu: h100}'.
+        node_selector: Labels that nodes must have: '+cluster.kubernetes.node_selector={gpu: h100}'.
         queue: The LocalQueue of Kueue; null is without Kueue.
         grace_s: Seconds from the signal to a pod until it is killed; null follows from the plan.
         python: The interpreter in the image.

@@ -28,6 +28,7 @@ LISTS = {  # of numbers, or of pairs
     for entry in fields(conf)
     if str(entry.type).startswith("list[") and ("range" in entry.metadata or entry.name == "pairs")
 }
+COMMANDS = ("report", "diff", "completion")  # first words that are no tasks (cli.py)
 SHIPPED = "demo"  # the default target, which has a default draft
 SOURCES = ("path", "repo", "name")  # of a model that is named by its folder or id
 
@@ -79,7 +80,7 @@ def _named(words: Sequence[str]) -> list[str]:
         fix = f"write {bare[0]}=NAME, or llama-ssp {bare[0]} --help for what there is"
         raise UsageError(f"{bare[0]} has no value", fix=fix)
     if bare[0] not in TASKS:
-        near = nearest(bare[0], list(TASKS))
+        near = nearest(bare[0], [*TASKS, *COMMANDS])
         fix = f"did you mean {near}?" if near else f"write {usage}; a text is prompt='...'"
         raise UsageError("the first word is no task", "", repr(bare[0]), ", ".join(TASKS), fix)
     if len(bare) > 1 + len(ROLES):

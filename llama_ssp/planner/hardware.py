@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from llama_ssp.config import ClusterConf, Dtype, Scheduler, TimesConf
-from llama_ssp.config.presets import CONF
+from llama_ssp.config.presets import CONF, nearest
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.activations import GPU, Kernels
@@ -129,7 +129,9 @@ def _completed(cluster: ClusterConf) -> ClusterConf:
     by_gpu = _by_gpu()
     if cluster.gpu not in by_gpu:
         where, allowed = f"cluster {cluster.name}", ", ".join(sorted(by_gpu))
-        fix = "measure them with task=calibrate, or give cluster.gib, gb_s, tflops, bf16 and *_mib"
+        near = nearest(str(cluster.gpu), list(by_gpu))
+        measured = "measure them with task=calibrate, or give cluster.gib, gb_s, tflops, bf16 and *_mib"
+        fix = f"did you mean {near}? else {measured}" if near else measured
         raise UsageError("the GPU's figures are not known", where, cluster.gpu, allowed, fix)
     preset, blank = by_gpu[str(cluster.gpu)], ClusterConf()
     own = [name for name in preset if name not in ("name", "times", "reserve", "gpus", "nodes")]

@@ -146,7 +146,7 @@ def figures(track: Track) -> list[str]:
     if not track.drafted:
         return [speed, *[""] * (FIGURE_LINES - 1)]
     rate = f"{track.acceptance_rate:.0%} accepted  {track.tokens_per_round:.2f} tokens a round"
-    return [speed, rate, "rounds by how many drafts stood:", bars(track.accepted_lengths)]
+    return [speed, rate, "rounds by accepted drafts:", bars(track.accepted_lengths)]
 
 
 def bars(lengths: list[int]) -> str:

@@ -157,7 +157,8 @@ class _Stream:
     def _heading(self, prompt: TextPrompt) -> str:
         """The prompt, dim: of a chat as a paragraph, else as the beginning of the text."""
         name = f"--- {prompt.id}\n" if len(self._prompts) > 1 else ""
-        return f"\x1b[2m{name}{prompt.text}{chr(10) * self._chat}\x1b[0m"
+        text = f"{name}{prompt.text}{chr(10) * self._chat}"
+        return f"\x1b[2m{text}\x1b[0m" if rich_console().color_system else text  # not on a dumb terminal
 
     def end(self) -> None:
         """Ends the line that is being written, if any."""
@@ -190,7 +191,7 @@ def in_words(figures: dict[str, Any]) -> str:
         words.append(f"{figures['ms_per_token']:.2f} ms/token without prefill")
     if figures["acceptance_rate"] is not None:
         words.append(f"{figures['tokens_per_target_forward']:.2f} tokens a round")
-        words.append(f"{figures['acceptance_rate']:.0%} of drafts accepted")
+        words.append(f"{figures['acceptance_rate']:.0%} accepted")
     return ", ".join(words)
 
 

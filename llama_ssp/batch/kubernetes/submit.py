@@ -78,7 +78,7 @@ def _kubectl(*words: str, text: str) -> str:
         raise DistributedError("this machine has no kubectl", fix=fix) from None
     except subprocess.TimeoutExpired:
         raise _silent(f"kubectl said nothing for {PATIENCE_S:.0f} s") from None
-    said = one_line(done.stderr)
+    said = one_line(done.stderr).partition("; if you choose to ignore")[0]  # no advice against checks
     if done.returncode == 0:
         return one_line(done.stdout)
     if "AlreadyExists" in said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from llama_ssp.config import BatchConf, ClusterConf, KubernetesConf, PlanConf, RunConf, Scheduler
 from llama_ssp.errors import UsageError
@@ -45,7 +46,8 @@ def check_sharing(run: RunConf) -> None:
     for key, value, usual in (("scheduler", cluster.scheduler.value, "none"), ("groups", cluster.groups, 1)):
         if value != usual and not isinstance(task, BatchConf | PlanConf):
             what, found = f"cluster.{key} is for task=batch", f"{value}, task={task.name}"
-            fix = f"it would run here and now: leave cluster.{key} out if that is what you want"
+            preset = f" and cluster={value}" * (key == "scheduler")
+            fix = f"it would run here and now: leave cluster.{key}{preset} out if that is what you want"
             raise UsageError(what, found=found, fix=fix)
     if isinstance(task, BatchConf) and task.submit and cluster.scheduler is Scheduler.none:
         what = "task.submit=true needs a scheduler"
@@ -56,6 +58,17 @@ def check_sharing(run: RunConf) -> None:
         raise UsageError(what, f"cluster.scheduler={cluster.scheduler}", fix=fix)
     if cluster.scheduler is Scheduler.kubernetes:
         _check_kubernetes(cluster.kubernetes)
+
+
+def check_scheduler_keys(run: RunConf, words: Sequence[str]) -> None:
+    """Refuses a setting of a scheduler that the run does not use, unless cluster.scheduler is given, too."""
+    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    for name in (scheduler.value for scheduler in Scheduler if scheduler is not run.cluster.scheduler):
+        unused = [key for key in keys if key.startswith(f"cluster.{name}.")]
+        if unused and "cluster.scheduler" not in keys:
+            what, found = f"{unused[0]} is given, and {name} starts nothing", run.cluster.scheduler
+            fix = f"write cluster={name}, or leave it out"
+            raise UsageError(what, "cluster.scheduler", found, name, fix)
 
 
 def check_cluster(cluster: ClusterConf) -> None:
