@@ -13,7 +13,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
-from llama_ssp.planner.efficiency import Efficiency, Points, efficiency_of, of_plain
+from llama_ssp.planner.efficiency import PLAIN, Efficiency, Points, efficiency_of, of_plain
 from llama_ssp.planner.storage import (
     AS_THEY_ARE,
     BUFFERS,
@@ -73,8 +73,9 @@ class CodedCost:
     def seconds(self, times: Times, tokens: int) -> float:
         """Of their products, in a pass of so many tokens."""
         moved = self.how.moved * self.numbers if tokens >= self.how.moves_from else 0.0
-        reading = (self.bytes * self.how.read + moved) / times.bytes_per_s
-        return max(reading, 2 * self.numbers * tokens / (times.flops_per_s * between(self.how.flops, tokens)))
+        reading = self.bytes * self.how.read / times.bytes_per_s
+        computing = 2 * self.numbers * tokens / (times.flops_per_s * self.how.share)
+        return moved / times.bytes_per_s + max(reading, computing)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class PassCost:
     chosen: float = 0.0
     attention: float = 0.0  # operations for each token and each slot that it attends to
     coded: tuple[CodedCost, ...] = ()  # of `weights`
-    share: Points = ((1, 1.0),)  # of the machine's operations a second, of plain weights
+    share: Points = PLAIN  # of the machine's operations a second, of plain weights
 
     def read(self, tokens: int) -> float:
         """Bytes of weights that a pass reads: tokens choose experts independently, some of them the same."""
