@@ -50,12 +50,21 @@ class Plan:
     advice: list[str]
 
     @property
+    def runs(self) -> bool:
+        """Whether there is a speed to speak of: the chosen placement may fit."""
+        return self.chosen.runs
+
+    @property
     def drafts(self) -> bool:
         return len(self.chosen.times.verify) > 1
 
     @property
-    def speedup(self) -> float:
-        return self.regular_ms / self.chosen.ms_per_token
+    def speedup(self) -> float | None:
+        """Over the best regular sampling; None where the chosen placement does not fit."""
+        return self.speedup_of(self.chosen)
+
+    def speedup_of(self, one: Option) -> float | None:
+        return self.regular_ms / one.ms_per_token if one.runs else None
 
     @property
     def eager(self) -> dict[str, str]:
@@ -76,22 +85,22 @@ class Plan:
 
     def sentence(self) -> str:
         """The answer in plain words."""
-        where, worst = self.chosen.placement.in_words(), self.chosen.worst
-        if self.chosen.verdict is FitVerdict.does_not_fit:
+        where, worst, speedup = self.chosen.placement.in_words(), self.chosen.worst, self.speedup
+        if speedup is None:
             changes = f"; {self.advice[0]} would make it fit" if self.advice else ""
             lacking = f"{worst.total / GIB:.1f} GiB needed where there are {worst.capacity / GIB:.1f}"
             return f"It does not fit: {lacking} ({where}){changes}."
         fit = "It fits" if self.chosen.verdict is FitVerdict.fits else "Whether it fits is uncertain"
         if not self.drafts:
             return f"{fit}, {where}: {self.regular_ms:.2f} ms/token without drafting."
-        gains = self.chosen.k > 0 and self.speedup > 1
-        gain = f": {self.speedup:.1f}x, K = {self.chosen.k}" if gains else " drafting does not pay"
+        gains = self.chosen.k > 0 and speedup > 1
+        gain = f": {speedup:.1f}x, K = {self.chosen.k}" if gains else " drafting does not pay"
         limit = ""
         if self.pays_from is None:
             limit = "; it pays at no acceptance"
         elif self.pays_from > 0.01:
             below = f"; below {self.pays_from:.2f} drafting does not pay"
-            limit = below if self.speedup > 1 else f"; it pays from {self.pays_from:.2f}"
+            limit = below if speedup > 1 else f"; it pays from {self.pays_from:.2f}"
         return f"{fit}, {where}; at acceptance {self.request.acceptance:.2f}{gain}{limit}."
 
     def document(self) -> dict[str, Any]:
@@ -110,12 +119,12 @@ class Plan:
         sizes = {name: getattr(work, name) for name in names}
         best = {
             **self._in_short(chosen),
-            "ms_per_token_regular": self.regular_ms,
-            "draft_step_ms": 1000 * times.proposal_s(1),
-            "verify_ms": 1000 * times.verify[k],
-            "prefill_ms": self.prefill_ms,
+            "ms_per_token_regular": self.regular_ms if self.runs else None,
+            "draft_step_ms": 1000 * times.proposal_s(1) if self.runs else None,
+            "verify_ms": 1000 * times.verify[k] if self.runs else None,
+            "prefill_ms": self.prefill_ms if self.runs else None,
             "band": self.request.band,
-            "overlap": self.overlap(),
+            "overlap": self.overlap() if self.runs else None,
             "eager_steps": self.eager,
             "slower_than_16_bit": self.slower,
         }
@@ -130,8 +139,8 @@ class Plan:
             "per_gpu": [_gpu(one) for one in chosen.ranks],
             "placements": [self._ranked(one) for one in self.options],
             "best": best,
-            "by_acceptance": [asdict(one) for one in self.acceptances],
-            "break_even_acceptance": self.pays_from,
+            "by_acceptance": [asdict(one) for one in self.acceptances if self.runs],
+            "break_even_acceptance": self.pays_from if self.runs else None,
             "largest": asdict(self.largest),
             "advice": self.advice,
         }
@@ -153,13 +162,14 @@ class Plan:
         return {**self._in_short(one), "verdict": one.verdict.value, **margin}
 
     def _in_short(self, one: Option) -> dict[str, Any]:
+        """A placement that does not fit has no speed."""
         return {
             "placement": one.placement.in_words(),
             "overrides": overrides(one.placement),
             "ranks": one.placement.world,
             "k": one.k,
-            "ms_per_token": one.ms_per_token,
-            "speedup": self.regular_ms / one.ms_per_token,
+            "ms_per_token": one.ms_per_token if one.runs else None,
+            "speedup": self.speedup_of(one),
         }
 
 

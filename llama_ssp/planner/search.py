@@ -87,6 +87,11 @@ class Option:
         return self.worst.verdict
 
     @property
+    def runs(self) -> bool:
+        """Whether it fits, or may fit."""
+        return self.verdict is not FitVerdict.does_not_fit
+
+    @property
     def regular_ms(self) -> float:
         """The same placement without drafting."""
         return self.times.ms_per_token(0.0, 0)
@@ -250,13 +255,13 @@ def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -
     alone = replace(request, draft=None, text_drafts=False)
     with suppress(DistributedError):
         best = search(alone, worlds)[0]
-        if best.verdict is not FitVerdict.does_not_fit:
+        if best.runs:
             return best.ms_per_token
     return min(one.regular_ms for one in options)
 
 
 def _order(one: Option) -> tuple[int, float, int, int]:
-    if one.verdict is FitVerdict.does_not_fit:  # its speed does not matter
+    if not one.runs:  # its speed does not matter
         return one.verdict.rank, float(-one.worst.margin), one.placement.world, 0
     # Times that print alike are equal: then fewer ranks and less memory are better.
     return one.verdict.rank, round(one.ms_per_token, 3), one.placement.world, one.worst.total

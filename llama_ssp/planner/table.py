@@ -25,7 +25,7 @@ MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.doe
 
 def drawing(plan: Plan, width: int = WIDTH) -> Iterator[Text | Table | str]:
     """The whole plan, piece by piece: tables, bars that fit the width, and words."""
-    fits = plan.chosen.verdict is not FitVerdict.does_not_fit
+    fits = plan.runs
     yield Text(heading(plan), style="bold")
     yield _placements(plan)
     yield from _bars(plan.chosen.ranks, "CPU" if plan.request.machine.is_cpu else "GPU", width)
@@ -62,15 +62,15 @@ def _placements(plan: Plan) -> Table:
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "placement")
     shown = notable(plan)
     for number, one in shown:
-        worst, runs = one.worst, one.verdict is not FitVerdict.does_not_fit  # what cannot run has no speed
+        worst, speedup = one.worst, plan.speedup_of(one)  # what cannot run has no speed
         table.add_row(
             str(number),
             one.placement.in_words(),
             f"{worst.total / GIB:.1f} of {worst.capacity / GIB:.1f} GiB",
             Text(one.verdict.value.replace("_", " "), style=MARK[one.verdict]),
-            str(one.k) if plan.drafts and runs else "",
-            f"{one.ms_per_token:.2f}" if runs else "",
-            f"{plan.regular_ms / one.ms_per_token:.2f}x" if runs else "",
+            str(one.k) if plan.drafts and speedup else "",
+            f"{one.ms_per_token:.2f}" if speedup else "",
+            f"{speedup:.2f}x" if speedup else "",
         )
     if len(plan.options) > len(shown):
         table.add_row("", f"and {len(plan.options) - len(shown)} more in the JSON", *[""] * 5)

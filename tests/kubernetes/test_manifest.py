@@ -70,7 +70,7 @@ def test_a_group_of_several_pods_has_names():
 @pytest.mark.parametrize("conf", [NAMED, ALL])
 def test_the_published_schema_takes_it(nodes: int, conf: KubernetesConf):
     """The control: it does not take a name that is spelled wrong."""
-    schema = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    schema = pytest.importorskip("kubernetes_validate", reason="./machine-install.sh --dev")
     found = documents(replace(JOB, cluster=replace(JOB.cluster, nodes=nodes, kubernetes=conf)))
     for one in found:
         schema.validate(one, "1.33", strict=True)
