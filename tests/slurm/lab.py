@@ -184,11 +184,14 @@ class Lab:
         for pid in {_parent(task) for task in tasks if _is_stepd(_parent(task))} | set(tasks):
             kill(pid)
 
-    def restart_controller(self) -> None:
-        """It goes without a word, and comes back."""
+    def stop_controller(self) -> None:
+        """It goes without a word."""
         time.sleep(SAVED_S)  # or else it would not know of the jobs that started last
         self._daemons["slurmctld"].kill()
         self._daemons["slurmctld"].wait()
+
+    def start_controller(self) -> None:
+        """It comes back."""
         self._daemon("slurmctld", "slurmctld", "-D")
         wait_for(lambda: " UP" in self.run("scontrol", "ping", check=False), self._logs)
 

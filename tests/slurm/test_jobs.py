@@ -75,8 +75,17 @@ def test_a_cancelled_job_goes_on_when_it_is_submitted_again(batches: Batches, la
     assert batches.whole() == expected
 
 
-def test_a_killed_rank_of_two_nodes(batches: Batches, expected: bytes):
-    job = batches.submit("cluster.nodes=2")
+def test_a_killed_rank_of_two_nodes(batches: Batches, lab: Lab, expected: bytes):
+    """And before: the controller is down while the first node's address is looked up."""
+    here, go = batches.home / "here", batches.home / "go"
+    job = batches.submit(
+        "cluster.nodes=2", f"cluster.slurm.setup=['touch {here}','until [ -e {go} ]; do sleep 0.1; done']"
+    )
+    wait_for(here.exists, batches.logs)
+    lab.stop_controller()
+    go.touch()
+    wait_for(lambda: "Slurm does not answer to scontrol; 29 more tries" in batches.logs(), batches.logs)
+    lab.start_controller()
     wait_for(lambda: len(batches.processes(job, "rank")) == 2, batches.logs)
     with batches.paused(job) as ranks:
         kill(ranks[0])
@@ -118,8 +127,9 @@ def test_slurm_itself_is_lost(batches: Batches, lab: Lab, expected: bytes):
     """
     job = batches.submit()
     with batches.paused(job) as ranks:
-        lab.restart_controller()
+        lab.stop_controller()
         kill(ranks[0])
+        lab.start_controller()
     with batches.paused(job):
         lab.lose_node(lab.run("squeue", "-h", "-j", job, "-o", "%N"), with_tasks=True)
     with batches.paused(job) as ranks:  # so that they live, however long Slurm takes to notice

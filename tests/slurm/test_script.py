@@ -130,6 +130,22 @@ def test_the_first_line_that_fails_ends_the_script(tmp_path: Path):
     assert not (tmp_path / "broken").exists() and "distributed" not in said
 
 
+@pytest.mark.parametrize(("silent", "tries"), [(2, 3), (9, 4)])
+def test_a_controller_that_is_being_restarted_is_asked_again(tmp_path: Path, silent: int, tries: int):
+    """At the look-up of the nodes: no element ends as if a setting were wrong."""
+    slurm = stand_ins(tmp_path)
+    srun, asked = tmp_path / "bin" / "srun", tmp_path / "asked"
+    fails = f"echo >> {asked}; [ $(wc -l < {asked}) -gt {silent} ] || exit 1"
+    srun.write_text(srun.read_text().replace("\n", f"\n{fails}\n", 1))
+    cluster = ClusterConf(nodes=2, gpus=2, slurm=slurm)
+    whole = order(cluster=cluster, folder=tmp_path, work=tmp_path / "work")
+    script = whole.rendered().replace("left = 30", "left = 4").replace("sleep 10", "sleep 0")
+    code = run_script(script, tmp_path).returncode
+    said = (tmp_path / "work" / "logs" / "llama-ssp-answers-76_0.out").read_text()
+    assert said.count("Slurm does not answer to srun") == min(silent, tries)
+    assert (code, "error: Slurm does not answer; " in said) == ((0, False) if silent < 4 else (5, True)), said
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -21,17 +21,33 @@ trap 'echo "error: a line of the script failed with $?; line $LINENO; found $BAS
     "correct cluster.slurm.setup, or the nodes; then submit again" >&2; exit 2' ERR
 """
 ADDRESS = '"$python" -m llama_ssp.batch.slurm.address'
+TRIES, PAUSE_S = 30, 10  # for a controller that is being restarted
 HEAD = f"""\
 # The ranks of all nodes meet at the first one: at an address that the others reach, and a free port.
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
-at() {{ srun --nodes=1 --ntasks=1 --nodelist="$1" {ADDRESS} "${{@:2}}"; }}
+# Slurm's own commands fail with 1 while its controller is being restarted.
+ask() {{
+    local answer code left
+    for ((left = {TRIES}; left; left--)); do
+        answer=$("$@") && echo "$answer" && return
+        code=$?
+        [ $code = 1 ] || return $code
+        echo "Slurm does not answer to $1; $((left - 1)) more tries" >&2
+        sleep {PAUSE_S}
+    done
+    echo "error: Slurm does not answer; $(hostname); found {TRIES} failures of $1, allowed an answer;" \\
+        "submit again when scontrol ping says UP" >&2
+    return 5
+}}
+at() {{ ask srun --nodes=1 --ntasks=1 --nodelist="$1" {ADDRESS} "${{@:2}}"; }}
 """
 BY_NAME = """\
-name=$(scontrol show node --oneliner "${nodes[0]}" | grep -o ' NodeAddr=[^ ]*')  # by which Slurm reaches it
-address=$(at "${nodes[1]}" resolve "${name#*=}")
+shown=$(ask scontrol show node --oneliner "${nodes[0]}") || exit
+name=$(grep -o ' NodeAddr=[^ ]*' <<<"$shown")  # by which Slurm reaches it
+address=$(at "${nodes[1]}" resolve "${name#*=}") || exit
 """
 PORT = """\
-port=$(at "${nodes[0]}" port)
+port=$(at "${nodes[0]}" port) || exit
 rendezvous=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$RANDOM  # no other attempt's, no other cluster's
 export address port rendezvous
 """
@@ -119,7 +135,7 @@ class Order:
             return []
         lines, first = [], []
         if nodes > 1:
-            by = f'address=$(at "${{nodes[0]}}" interface {name})\n' if name else BY_NAME
+            by = f'address=$(at "${{nodes[0]}}" interface {name}) || exit\n' if name else BY_NAME
             lines = (HEAD + by + PORT).splitlines()
             found = f'{ADDRESS} here "$address" {name or ""}'.rstrip()
             networks = "GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}"

@@ -26,6 +26,7 @@ from types import FrameType
 
 from llama_ssp.batch.history import BY_NOBODY, BY_SLURM, BY_TIME, FOLDER, End, ends, fruitless, keep_end
 from llama_ssp.batch.journal import count_finished
+from llama_ssp.batch.slurm.script import PAUSE_S, TRIES
 from llama_ssp.batch.workers import code_of, is_given_up
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import INPUT_OUTPUT, OK, RunError
@@ -33,7 +34,6 @@ from llama_ssp.errors import INPUT_OUTPUT, OK, RunError
 log = logging.getLogger("supervisor")
 
 LOOK_S = 0.1
-TRIES, PAUSE_S = 30, 10.0  # for a controller that is being restarted
 KILLED_WITHIN_S = 180.0  # by Slurm, after a requeue
 SUPERSEDED = OK  # this code is not read: the job number is a successor's now
 
