@@ -1,4 +1,4 @@
-"""The same seed and prompt id give the same text, whatever batch the prompt runs in (fp32)."""
+"""The same seed and prompt id give the same text, whatever batch the prompt runs in (fp32; up to ties)."""
 
 from __future__ import annotations
 

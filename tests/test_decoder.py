@@ -142,6 +142,29 @@ def test_the_kernel_gives_the_same(name, tmp_path):
     require_same(module, *walked(saved(module, tmp_path), attend=kernel.attend))
 
 
+@torch.inference_mode()
+def test_neighbours_do_not_change_a_row_by_a_bit(tmp_path):
+    """In fp32, where the pass has as many tokens: whatever the other rows hold, wherever the row stands.
+
+    Another number of tokens may be another kernel, which adds in another order. The control: another text.
+    """
+    found, text = saved(build("llama-gqa"), tmp_path), torch.arange(13) % VOCAB
+
+    def logits(place: int, neighbours: int, own: Tensor) -> Tensor:
+        caches, generator = caches_of(found, 3), torch.Generator().manual_seed(neighbours)
+        for start, count in (((0, 0, 0), (9, 5, 2)), ((9, 5, 2), (4, 1, 3))):
+            parts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in count]
+            parts[0] = own[start[0] : start[0] + count[0]]
+            order = sorted(range(3), key=lambda row: (row - place) % 3)
+            rows = [(i * CAPACITY, start[row], count[row]) for i, row in enumerate(order)]
+            logit_TV, _ = found(torch.cat([parts[row] for row in order]), Feed.of(rows, CPU), caches)
+        return logit_TV.split([count[row] for row in order])[order.index(0)]
+
+    expected = logits(0, 0, text)
+    assert all(torch.equal(logits(place, n, text), expected) for place in range(3) for n in range(3))
+    assert not torch.equal(logits(0, 0, text.flip(0)), expected)
+
+
 def prompts(count: int) -> list[Prompt]:
     return [
         Prompt(f"p{n}", tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(length)))

@@ -1,8 +1,8 @@
 """task=batch: every record of a file answered exactly once, whatever is killed when.
 
 The leader reads the input, keeps the journal and writes; it broadcasts each shard's texts to the other ranks.
-In fp32 a record's answer depends on the job's seed and the record alone; in 16 bit and less also on how its
-batch rounds.
+The distribution of a record's answer depends on the job's settings and the record alone. Its bytes depend on
+rounding, too: equal batches give equal bytes; others, in fp32, equal bytes up to ties (docs/batch.md).
 """
 
 from __future__ import annotations
