@@ -40,65 +40,55 @@ class Figure:
 
     name: str
     minutes: float
-    commands: tuple[str, ...]  # of the program; one of a benchmark gets `write=`
-    title: str = ""  # of what the program prints
+    command: str  # it gets `write=`, if there is no title
+    title: str = ""  # of what the command prints
     is_time: bool = True
 
 
-def program(name: str, minutes: float, title: str, *commands: str, is_time: bool = True) -> Figure:
-    return Figure(name, minutes, tuple(f"{RUN} {words}" for words in commands), title, is_time)
-
-
 FIGURES = [
-    Figure("fast", 5, ("bench/fast.py repeats=3 new=96 ks=4,8,12",)),
-    Figure("demo", 2, ("bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4",)),
-    Figure("start", 1.5, ("bench/start.py",)),
-    Figure("llama_cpp", 1.5, ("bench/beside_llama_cpp.py python={llama_cpp}",)),
-    Figure("adaptive", 4, ("bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8",)),
-    Figure("trees", 4, ("bench/trees.py drafts=shipped,4x512 agreements=0.6,0.9 new=64 repeats=3",)),
-    Figure("batch_rows", 3, ("bench/batch_rows.py prompts=128",)),
-    Figure("overlap", 2.5, ("bench/overlap.py repeats=3 new=64",)),
-    Figure("bridges", 2, ("bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5",)),
-    Figure("coupling", 1, ("bench/coupling.py repeats=5 new=64",)),
-    Figure("coded", 1.5, ("bench/coded.py repeats=30",)),
-    Figure("linear", 1, ("bench/linear.py",)),
-    Figure("attention", 1.5, ("bench/attention.py",)),
-    Figure("overhead", 1, ("bench/overhead.py",)),
-    Figure("growth", 1.5, ("bench/growth.py repeats=5",)),
-    Figure("ngram", 1.5, ("bench/ngram.py",)),
-    Figure("ranks", 2, ("bench/ranks.py turns=3 repeats=3",)),
-    Figure("plan_speed", 2, ("bench/plan_speed.py clock=cpu",)),
-    program(
-        "measure", 2, "Where the time of the pair that ships goes",
-        "measure seed=1 max_new_tokens=24 plot=docs/measure.svg",
+    Figure("fast", 5, "bench/fast.py repeats=3 new=96 ks=4,8,12"),
+    Figure("demo", 2, "bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4"),
+    Figure("start", 1.5, "bench/start.py"),
+    Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
+    Figure("adaptive", 4, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
+    Figure("trees", 4, "bench/trees.py drafts=shipped,4x512 agreements=0.6,0.9 new=64 repeats=3"),
+    Figure("batch_rows", 3, "bench/batch_rows.py"),
+    Figure("overlap", 2.5, "bench/overlap.py repeats=3 new=64"),
+    Figure("bridges", 2, "bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5"),
+    Figure("coupling", 1, "bench/coupling.py repeats=5 new=64"),
+    Figure("coded", 1.5, "bench/coded.py repeats=30"),
+    Figure("linear", 1, "bench/linear.py"),
+    Figure("attention", 1.5, "bench/attention.py"),
+    Figure("overhead", 1, "bench/overhead.py"),
+    Figure("growth", 1.5, "bench/growth.py repeats=5"),
+    Figure("ngram", 1.5, "bench/ngram.py"),
+    Figure("ranks", 2, "bench/ranks.py turns=3 repeats=3"),
+    Figure("plan_speed", 2, "bench/plan_speed.py"),
+    Figure(
+        "measure", 2, f"{RUN} measure seed=1 max_new_tokens=24 plot=docs/measure.svg",
+        "Where the time of the pair that ships goes",
     ),
-    program(
-        "compare", 0.5, "One prompt, side by side",
-        "compare prompt='class Stack:' speculation.k=2 sampling.temperature=0.5 seed=1 max_new_tokens=96 "
-        "plot=docs/compare.svg",
+    Figure(
+        "compare", 0.5,
+        f"{RUN} compare prompt='class Stack:' speculation.k=2 sampling.temperature=0.5 seed=1 "
+        "max_new_tokens=96 plot=docs/compare.svg",
+        "One prompt, side by side",
     ),
-    program("plan", 0.2, "A plan", "plan 65B 7B cluster=p4d prompt_tokens=1536 engine=compiled"),
-    program("agree", 0.2, "How far both models agree", "agree seed=1 plot=docs/agree.svg", is_time=False),
-    program(
-        "certify_runs", 5, "certify on the pairs that ship",
-        *(f"certify seed=1 {words}".strip() for words in (
-            "", "sampling=nucleus", "speculation=token", "speculation=coupled",
-            "speculation=ngram draft=none", "draft=demo_bytes speculation.bridge=text",
-            "draft=demo_bytes speculation.bridge=intersection",
-        )),
+    Figure("plan", 0.2, f"{RUN} plan 65B 7B cluster=p4d prompt_tokens=1536 engine=compiled", "A plan"),
+    # These are no times: other work on the machine does not change them.
+    Figure("agree", 0.2, f"{RUN} agree seed=1 plot=docs/agree.svg", "How far both models agree", False),
+    Figure("eval", 3, f"{RUN} eval sampling.temperature=0.5 seed=0", "The score, both ways", False),
+    Figure(
+        "shipped", 2, "launch/measure_demo.py --threads 2", "The models that ship, on held-out text", False
+    ),
+    Figure(
+        "load", 3, "bench/load_memory.py gib=2.1 ranks=4 ways=files:bf16,seed:bf16,files:int8,files:nf4",
         is_time=False,
     ),
-    program("eval", 3, "The score, both ways", "eval sampling.temperature=0.5 seed=0", is_time=False),
-    Figure(
-        "shipped", 2, ("launch/measure_demo.py --threads 2",), "The models that ship, on held-out text", False
-    ),
-    Figure("load", 3, (
-        "bench/load_memory.py gib=2.1 ranks=4 ways=files:bf16,seed:bf16,files:int8,files:nf4",
-    ), is_time=False),
-    Figure("certify_power", 3, ("-m tests.certify_power repeats=40",), is_time=False),
-    Figure("certify", 10, ("-m tests.certify_faults jobs=2 seeds=20",), is_time=False),
-    Figure("faults", 8, ("-m tests.distributed.faults",), is_time=False),
-    Figure("architectures", 6, ("-m tests.architectures",), is_time=False),  # docs/architectures.md
+    Figure("certify_power", 3, "-m tests.certify_power repeats=40", is_time=False),
+    Figure("certify", 10, "-m tests.certify_faults jobs=2 seeds=20", is_time=False),
+    Figure("faults", 8, "-m tests.distributed.faults", is_time=False),
+    Figure("architectures", 6, "-m tests.architectures", is_time=False),  # docs/architectures.md
 ]  # fmt: skip
 
 
@@ -162,45 +152,39 @@ def unfit() -> str:
 
 
 def made(figure: Figure, asked: Asked) -> str:
-    """Runs the figure's commands; how it went."""
-    if "{llama_cpp}" in figure.commands[0] and not asked.llama_cpp:
+    """Runs the figure's command; how it went."""
+    if "{llama_cpp}" in figure.command and not asked.llama_cpp:
         return "give llama_cpp=PYTHON"
+    words = [sys.executable, *shlex.split(figure.command.format(llama_cpp=asked.llama_cpp))]
     if figure.title:
-        return printed(figure, asked)
-    (command,) = figure.commands
-    place = asked.place(figure).relative_to(ROOT)
-    words = shlex.split(command.format(llama_cpp=asked.llama_cpp))
-    words += [f"write={place}"] * (figure.name != "architectures")
-    # Standard error is left as it is: progress.
-    code = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL).returncode
-    return {0: "done", 1: "done; exit code 1: misses what is asked, see the file"}.get(
-        code, f"exit code {code}"
-    )
+        code = printed(figure, words, asked)
+    else:
+        place = asked.place(figure).relative_to(ROOT)
+        words += [f"write={place}"] * (figure.name != "architectures")
+        code = subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+    return {0: "done", 1: "done; it misses what is asked, see the file"}.get(code, f"exit code {code}")
 
 
-def printed(figure: Figure, asked: Asked) -> str:
-    """Writes what the commands print, without the program's last line, a document in JSON."""
-    watch, lines, codes = Watch(), [], []
-    for command in figure.commands:
-        words = shlex.split(command)
-        words += ["out=null"] * (words[0] == RUN)
-        began = time.monotonic()
-        with subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
-            assert run.stdout is not None
-            out = run.stdout.read()
-            _, status, used = os.wait4(run.pid, 0)
-            run.returncode = os.waitstatus_to_exitcode(status)
-        codes.append(run.returncode)
-        shown = [line.rstrip() for line in out.splitlines() if not line.startswith('{"')]
-        lines += [
-            f"## `{command.replace(RUN, 'llama-ssp')}`", "",
-            f"Exit code {run.returncode}. {time.monotonic() - began:.1f} s, "
-            f"{used.ru_utime + used.ru_stime:.1f} s of processors, at most {used.ru_maxrss / 1024:.0f} MiB.",
-            "", "```", *shown, "```", "",
-        ]  # fmt: skip
-    head = surroundings({}, f"python bench/all.py only={figure.name}", watch)
-    write(str(asked.place(figure)), "\n".join([f"# {figure.title}", "", *head, "", *lines]))
-    return f"exit codes {', '.join(map(str, codes))}" if any(codes) else "done"
+def printed(figure: Figure, words: list[str], asked: Asked) -> int:
+    """Writes what the command prints, without the program's last line, a document in JSON; its exit code."""
+    watch, began = Watch(), time.monotonic()
+    words += ["out=null"] * (RUN in words)
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        said = run.stdout.read()
+        _, status, used = os.wait4(run.pid, 0)
+        run.returncode = os.waitstatus_to_exitcode(status)
+    spent, busy = time.monotonic() - began, used.ru_utime + used.ru_stime
+    shown = [line.rstrip() for line in said.splitlines() if not line.startswith('{"')]
+    lines = [
+        f"# {figure.title}", "",
+        *surroundings({}, f"python bench/all.py only={figure.name}", watch), "",
+        f"`{figure.command.replace(RUN, 'llama-ssp')}`: {spent:.1f} s, {busy:.1f} s of processors, at most "
+        f"{used.ru_maxrss / 1024:.0f} MiB.", "", "```", *shown, "```", "",
+    ]  # fmt: skip
+    if not run.returncode:
+        write(str(asked.place(figure)), "\n".join(lines))
+    return run.returncode
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from contenders import (  # noqa: E402
     sizes,
     steps_ms,
 )
-from pictures import plot_contenders, write_json  # noqa: E402
+from pictures import caption, plot_contenders, write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
@@ -309,7 +309,8 @@ def main() -> None:
     if asked.write:
         write(asked.write, text)
         write_json(asked.write, summary)
-        plot_contenders(asked.write, rows, "222M with 7M, bf16: least, middle and most of its turns")
+        title = caption("222M with 7M, bf16: least, middle and most of its turns", asked.repeats)
+        plot_contenders(asked.write, rows, title)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from contenders import opened, wait  # noqa: E402
-from pictures import plot_growth, write_json  # noqa: E402
+from pictures import caption, plot_growth, write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
 from llama_ssp.config import Drafting, Dtype, RunConf, Steps  # noqa: E402
@@ -200,7 +200,8 @@ def main() -> None:
     if own["write"]:
         write(own["write"], "\n".join(text))
         write_json(own["write"], summary)
-        plot_growth(own["write"], per_token, "256 x 4 with 128 x 2, bf16: ms a token")
+        title = caption("256 x 4 with 128 x 2, bf16: ms a token", int(own["repeats"]))
+        plot_growth(own["write"], per_token, title)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+from surroundings import commit
+
+from llama_ssp.report.machine import host
 from llama_ssp.report.plots import save, styled
 
 OURS, THEIRS, BOUND = "#1f77b4", "#8a8f98", "#d62728"
@@ -16,6 +20,12 @@ def write_json(report: str, found: dict[str, Any]) -> None:
     place = Path(report).with_suffix(".json")
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def caption(what: str, turns: int) -> str:
+    """The title of a plot: what, where, when, of which commit, and the number of turns."""
+    place = f"{host()['processor']}, {host()['cores']} cores"
+    return f"{what}; {place}; {time.strftime('%Y-%m-%d')}; {commit()}; n = {turns} turns"
 
 
 @styled()
@@ -40,6 +50,8 @@ def plot_contenders(report: str, rows: list[dict[str, Any]], title: str) -> None
         )
     axes.set_yticks(places, [row["contender"] for row in rows])
     axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
     axes.set_xlabel("ms/token")
     figure.legend(loc="outside lower center", ncols=2)
     figure.suptitle(title, fontsize="small")

@@ -52,7 +52,7 @@ STARTED = Watch()  # a benchmark imports this module before it measures
 def surroundings(devices: dict[str, str], command: str = "", watch: Watch = STARTED) -> list[str]:
     """Lines for the head of a results file; `command` where it is not this process's script and arguments."""
     found = versions()
-    on = f"; {devices}" if devices else ""
+    on = "".join(f"; {name}: {device}" for name, device in devices.items())
     return [
         f"Command: `{command or this_command()}`",
         f"Hardware: {processor()}, {os.cpu_count()} cores{on}",
