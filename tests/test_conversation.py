@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from llama_ssp.tasks.interactive import block_of
 from tests import checkpoints
 from tests.conftest import Command
 from tests.test_chat import BEGIN, END, PLAIN
-from tests.warm import ROOT
+from tests.warm import ROOT, ranks
 
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
 SMALL = ("task=chat", "seed=1", "out=null", "task.max_new_tokens=8", *FP32)
@@ -135,16 +132,13 @@ def test_blocks(text: str, found: str | None) -> None:
 
 
 @pytest.mark.slow
-def test_over_ranks_the_leader_reads(tmp_path: Path) -> None:
+def test_over_ranks_the_leader_reads(command: Command, tmp_path: Path) -> None:
     """In fp32 the replies are those of one process, after commands, too."""
-    words = [ROOT / "launch" / "run.py", *SMALL, "model=tiny", "draft=tiny_draft", "output=json"]
-    typed = b"hello\n/system be brief\nagain\n/reset\nonce more\n"
-    found = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
-        run = subprocess.run(
-            [sys.executable, *launcher, *words], cwd=tmp_path, input=typed, capture_output=True, timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr.decode()
-        found.append(json.loads(run.stdout.splitlines()[-1]))
-    assert found[0]["messages"] == found[1]["messages"] and found[0]["replies"] == found[1]["replies"]
+    words = [*SMALL, "model=tiny", "draft=tiny_draft", "output=json"]
+    typed = "hello\n/system be brief\nagain\n/reset\nonce more\n"
+    alone = json.loads(command(*words, stdin=typed.encode()).out.splitlines()[-1])
+    leader, other = ranks(2, [ROOT / "launch" / "run.py", *words], tmp_path, typed)
+    assert (leader[0], other[0]) == (0, 0), leader[2] + other[2]
+    found = json.loads(leader[1].splitlines()[-1])
+    assert found["messages"] == alone["messages"] and found["replies"] == alone["replies"]
+    assert len(found["messages"]) == 2 and not other[1]

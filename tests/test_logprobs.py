@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from tests.test_bridged import PROMPTS as BRIDGED
 from tests.test_bridged import made
 from tests.tongues import PAIRS
 from tests.toy import toy
+from tests.warm import python, ranks
 
 NEAR = 1e-5
 TOP = 3
@@ -347,19 +346,11 @@ def test_over_ranks(tmp_path: Path) -> None:
         encoding="utf-8",
     )
 
-    def ran(*words: str) -> Any:
-        run = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
-        assert run.returncode == 0, run.stderr
-        return json.loads(run.stdout)
-
-    alone = ran("script.py")
+    alone = json.loads(python(["script.py"], tmp_path).stdout)
     for placement in ("leader", "own"):
-        ranks = ran(
-            "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py", placement
-        )
-        for mine, other in zip(ranks, alone, strict=True):
+        said = ranks(2, ["script.py", placement], tmp_path)
+        assert [code for code, _, _ in said] == [0, 0], said
+        for mine, other in zip(json.loads(said[0][1]), alone, strict=True):
             assert [token for token, _ in mine] == [token for token, _ in other]
             assert [v for _, v in mine if v is not None] == pytest.approx(
                 [v for _, v in other if v is not None], abs=NEAR

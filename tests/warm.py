@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,30 @@ def python(
             raise subprocess.TimeoutExpired(list(map(str, words)), PATIENCE_S)
         out, err = (stream.read_text(encoding="utf-8", errors="replace") for stream in streams[1:])
         return subprocess.CompletedProcess(list(map(str, words)), process.exitcode, out, err)
+
+
+def ranks(world: int, words: Sequence[object], folder: Path, stdin: str = "") -> list[tuple[int, str, str]]:
+    """Starts `words` on so many ranks, by hand; the exit code, output and errors of each.
+
+    torchrun itself, and the imports of its ranks, take fifteen seconds of a core.
+    """
+    (folder / "stdin").write_text(stdin, encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    every = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = []
+    for rank in range(world):
+        own = {name: str(value) for name, value in (every | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        streams = [folder / "stdin", folder / f"{rank}.out", folder / f"{rank}.err"]
+        for stream in streams[1:]:
+            stream.unlink(missing_ok=True)
+        started.append((start(words, folder, streams, os.environ | own), streams))
+    found = []
+    for process, (_, *said) in started:
+        process.join(PATIENCE_S)
+        process.kill()
+        found.append((process.exitcode, *(stream.read_text(encoding="utf-8") for stream in said)))
+    return found
 
 
 def _run(words: list[str], folder: Path, streams: list[str], env: dict[str, str]) -> None:
