@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Chooses the quick cases, then deals the tests out to the workers."""
     import torch
 
+    from llama_ssp.models import programs
+
     torch.set_num_threads(1)
+    programs.HEADERS_FIRST = bool(shutil.which("openssl"))  # torch's way to tell headers apart
     gc.freeze()
     gc.enable()
     choose_quick(items)

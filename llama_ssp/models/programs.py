@@ -29,6 +29,9 @@ OPTIONS: dict[str, Any] = {
     "cpp.threads": 1,  # what is between two linear layers is too little to be divided
     "realize_reads_threshold": 1,  # a sum that two kernels read is kept: fewer kinds of kernels to compile
 }  # fmt: skip
+# Whether torch's headers are compiled before the first program: ten seconds once, which a pair's programs do
+# not save, and one second of each process. Tests compile hundreds of programs, and set it.
+HEADERS_FIRST = False
 FOLDER = Path(__file__).parent
 TRACED = [  # the code that programs are made from
     *(
@@ -80,11 +83,11 @@ def quick_builds() -> AbstractContextManager[None]:
     """Torch builds no programs but kernels.
 
     Else it would try out in each process which vectors the processor has, as /proc/cpuinfo says anyway, and
-    compile headers beforehand, which takes longer than they save.
+    compile headers first.
     """
     import torch._inductor.config as inductor  # a second; eager runs do without
 
-    own = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    own = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": HEADERS_FIRST}
     made: AbstractContextManager[None] = inductor.patch(own)
     return made
 
