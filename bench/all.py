@@ -51,8 +51,8 @@ FIGURES = [
     Figure("start", 1.5, "bench/start.py"),
     Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
     Figure("adaptive", 4, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
-    Figure("trees", 4, "bench/trees.py drafts=shipped,4x512 agreements=0.6,0.9 new=64 repeats=3"),
-    Figure("batch_rows", 3, "bench/batch_rows.py"),
+    Figure("trees", 5, "bench/trees.py drafts=shipped,4x512 agreements=0.6,0.9 new=64 repeats=3"),
+    Figure("batch_rows", 4, "bench/batch_rows.py"),
     Figure("overlap", 2.5, "bench/overlap.py repeats=3 new=64"),
     Figure("bridges", 2, "bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5"),
     Figure("coupling", 1, "bench/coupling.py repeats=5 new=64"),
@@ -77,7 +77,7 @@ FIGURES = [
     Figure("plan", 0.2, f"{RUN} plan 65B 7B cluster=p4d prompt_tokens=1536 engine=compiled", "A plan"),
     # These are no times: other work on the machine does not change them.
     Figure("agree", 0.2, f"{RUN} agree seed=1 plot=docs/agree.svg", "How far both models agree", False),
-    Figure("eval", 3, f"{RUN} eval sampling.temperature=0.5 seed=0", "The score, both ways", False),
+    Figure("eval", 2, f"{RUN} eval sampling.temperature=0.5 seed=0", "The score, both ways", False),
     Figure(
         "shipped", 2, "launch/measure_demo.py --threads 2", "The models that ship, on held-out text", False
     ),
