@@ -95,7 +95,7 @@ x"""
     assert found["replies"][1]["prompt_tokens"] == len(whole.encode())
     said = "\n".join(lines)
     for part in (
-        "1 replies, 8 tokens",
+        "replies: 1; 8 tokens",
         "command /nothing",
         "/system TEXT",
         "message is set",

@@ -113,7 +113,7 @@ def test_without_colours_the_marks_remain() -> None:
     assert "\x1b[4mdrafted\x1b[0m" in said and "\x1b[4mdrafted and accepted" in said
     assert "\x1b[4m'yes'\x1b[0m" in said and "\x1b[9m~'no'~\x1b[0m" in said
     assert not re.search(r"\x1b\[3\dm", said)
-    plain = "0 at 9, round 2: drafted 'yes' ~'no'~; accepted 1 of 2; corrected 'so'"
+    plain = "0 at 9: 'yes' ~'no'~ (1 of 2), corrected 'so'"
     assert trace_line(record).plain == plain
 
 

@@ -18,6 +18,7 @@ from llama_ssp.planner.workload import GIB
 
 WIDTH, CELLS, MIN_CELLS = 104, 50, 20
 BESIDE = 42  # columns of a bar's line that are words
+LEGEND_MARGIN = " " * 9
 COLOURS = "blue", "cyan", "green", "bright_green", "yellow", "bright_black"
 FILL, COLOUR = dict(zip(PARTS, "█▓▒░+:", strict=True)), dict(zip(PARTS, COLOURS, strict=True))
 MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.does_not_fit: "red"}
@@ -56,7 +57,7 @@ def _empty_table() -> Table:
 
 def _placements(plan: Plan) -> Table:
     table = _empty_table()
-    fullest = "memory" if plan.request.machine.is_cpu else "fullest GPU"
+    fullest = "memory, GiB" if plan.request.machine.is_cpu else "fullest, GiB"
     for name in ("", "placement", fullest, "verdict", "K", "ms/token", "speed-up"):
         is_text = name in ("", "placement", "verdict")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "placement")
@@ -66,7 +67,7 @@ def _placements(plan: Plan) -> Table:
         table.add_row(
             str(number),
             one.placement.in_words(),
-            f"{worst.total / GIB:.1f} of {worst.capacity / GIB:.1f} GiB",
+            f"{worst.total / GIB:.1f} of {worst.capacity / GIB:.1f}",
             Text(one.verdict.value.replace("_", " "), style=MARK[one.verdict]),
             str(one.k) if plan.drafts and speedup else "",
             f"{one.ms_per_token:.2f}" if speedup else "",
@@ -97,11 +98,19 @@ def _bars(ranks: tuple[RankMemory, ...], device: str, width: int) -> Iterator[Te
         kinds.setdefault((tuple(_cells(one, count).items()), one.verdict), []).append(one)
     for alike in kinds.values():
         yield _bar(alike, device, count)
-    legend = Text(" " * 9)
-    for name in FILL:
-        if any(parts(one.lines)[name] for one in ranks):
-            legend.append(f"{FILL[name]} {name}  ", style=COLOUR[name])
-    yield legend
+    yield from _legend([name for name in FILL if any(parts(one.lines)[name] for one in ranks)], width)
+
+
+def _legend(names: list[str], width: int) -> Iterator[Text]:
+    """What the bars' characters mean; an entry is not broken."""
+    line = Text(LEGEND_MARGIN)
+    for name in names:
+        entry = f"{FILL[name]} {name}"
+        if len(line) + len(entry) > width:
+            yield line
+            line = Text(LEGEND_MARGIN)
+        line.append(f"{entry}  ", style=COLOUR[name])
+    yield line
 
 
 def _cells(memory: RankMemory, count: int) -> dict[str, int]:
@@ -162,7 +171,9 @@ def _words(plan: Plan) -> Iterator[str]:
         guess = f"the draft runs ahead, and its guess holds in {overlap['guess_holds_share']:.0%} of rounds"
         yield f"{guess}; waiting instead takes {overlap['ms_per_token_waiting']:.2f} ms/token"
     if plan.eager:
-        yield f"steps run eagerly: {'; '.join(f'{role}, {reason}' for role, reason in plan.eager.items())}"
+        reasons = dict.fromkeys(plan.eager.values())  # often one for both roles
+        roles = {why: " and ".join(role for role in plan.eager if plan.eager[role] == why) for why in reasons}
+        yield f"steps run eagerly: {'; '.join(f'{who}, {why}' for why, who in roles.items())}"
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
     yield f"times within {plan.request.band:.0%}, constants of {machine.times.source}"

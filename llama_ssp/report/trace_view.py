@@ -10,23 +10,22 @@ from llama_ssp.report.live_view import style_of
 
 REJECTED = "red strike"
 EXPLAINED = (
-    "'...' accepted draft, ~'...'~ rejected, sibling: it stands in its draft's place; then the token of the "
-    "target: corrected where a draft was rejected, bonus after all that stands, sampled without drafts; `at` "
-    "is the place of the round's first token"
+    "prompt at the place of the round's first token: 'accepted' and ~'rejected'~ drafts (how many were "
+    "accepted), sibling taken in a draft's place, and the target's token: corrected after a rejected draft, "
+    "bonus after the last draft, sampled without drafts"
 )
 
 
 def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
     """A round of rounds.jsonl; `is_plain` marks without colours."""
-    line = Text(f"{record['id']} at {record['position']}, round {record['round']}: drafted ")
+    line = Text(f"{record['id']} at {record['position']}: ")
     accepted, origin = record["accepted"], record["last_origin"]
     for number, text in enumerate(record["drafted_text"]):
         is_kept = number < accepted
         word, style = (f"{text!r}", style_of("drafted", is_plain)) if is_kept else (f"~{text!r}~", REJECTED)
-        line.append(" " * (number > 0)).append(word, style)
-    line.append("nothing" * (not record["drafted_text"]))
-    line.append(f"; accepted {accepted} of {len(record['drafted'])}; ")
+        line.append(word, style).append(" ")
+    line.append(f"({accepted} of {len(record['drafted'])}), " if record["drafted"] else "")
     if record["sibling_text"] is not None:
         line.append("sibling ").append(repr(record["sibling_text"]), style_of("sibling", is_plain))
-        line.append("; ")
+        line.append(", ")
     return line.append(f"{origin} ").append(repr(record["last_text"]), style_of(origin or "", is_plain))

@@ -11,6 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from llama_ssp.config import ChatConf, Output
+from llama_ssp.config.presets import nearest
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import nothing_run
@@ -30,6 +31,7 @@ HELP = f"""/reset        forget what was said
 /exit         end; so does Ctrl-D
 A message of several lines begins with {FENCE} and ends with {FENCE}.
 Ctrl-C stops a reply; twice, or while you type, it ends the program."""
+COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
 NO_TEMPLATE = (
     "the model has no chat template: the conversation is written as lines that begin with User: and "
     "Assistant:, which a model that is not trained for them may not follow"
@@ -94,7 +96,9 @@ class ChatTask(Task[ChatConf]):
         elif name == "/help":
             self._print(HELP.splitlines())
         elif name != "/exit":
-            self._print([f"There is no command {visible(name)}; /help lists them."])
+            near = nearest(name, COMMANDS)
+            fix = f"did you mean {near}?" if near else "/help lists them."
+            self._print([f"There is no command {visible(name)}; {fix}"])
         return name != "/exit"
 
     def _answer(self, talk: Conversation, text: str) -> None:
@@ -148,10 +152,10 @@ def in_words(reply: Reply, limit: int) -> str:
 def stats_in_words(talk: Conversation) -> list[str]:
     """What all replies took."""
     counted = talk.figures()
+    rate = "-" if counted["acceptance_rate"] is None else f"{counted['acceptance_rate']:.0%}"
     return [
-        f"{len(talk.replies)} replies, {counted['tokens_committed']} tokens, "
+        f"replies: {len(talk.replies)}; {counted['tokens_committed']} tokens, "
         f"{figure(counted['tokens_per_s'], 1)} tokens/s",
-        f"{figure(counted['tokens_per_target_forward'])} tokens a round, "
-        f"{figure(counted['acceptance_rate'])} of drafts accepted",
+        f"{figure(counted['tokens_per_target_forward'])} tokens a round, {rate} of drafts accepted",
         f"{counted['prompt_tokens_kept']} of {counted['prompt_tokens']} prompt tokens were in the KV cache",
     ]
