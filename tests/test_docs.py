@@ -55,3 +55,53 @@ def test_a_command_is_taken_as_it_stands(
 def test_there_are_commands_in_each_guide() -> None:
     files = [file for file, _ in commands()]
     assert len(files) > 45 and {"README.md", "ranks.md", "plan.md", "compare.md", "batch.md"} <= set(files)
+
+
+RESULTS = re.compile(r"bench/results/([\w-]+_\d{6}\.md)")
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+
+
+def quotations() -> list[tuple[str, str]]:
+    """Each paragraph that names results files, with the list or table that it introduces, and its page."""
+    found = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+        blocks = [""]
+        for block in re.split(r"\n\s*\n", page.read_text(encoding="utf-8")):
+            if blocks[-1].endswith(":") and not block.startswith("#"):
+                blocks[-1] += f"\n\n{block}"
+            else:
+                blocks.append(block)
+        found += [(page.name, block) for block in blocks if RESULTS.search(block)]
+    return found
+
+
+def not_measured(text: str, results: str) -> list[str]:
+    """The figures of a text that are no figure of the results, rounded. Code is what was run, no figure."""
+    words = re.sub(r"`[^`]+`|\]\([^)]*\)|[\w.-]+/[\w./-]+", " ", re.sub(r"```.*?```", "", text, flags=re.S))
+    measured = [float(figure.replace(",", "")) for figure in re.findall(NUMBER, results)]
+    measured += [100 * one for one in measured if one <= 1]  # a share, in percent
+    wrong = []
+    for figure in re.findall(rf"(?<![\w.-]){NUMBER}", words):
+        value = float(figure.replace(",", ""))
+        half = 0.5001 * 10.0 ** -len(figure.partition(".")[2])
+        if not any(abs(value - one) <= half for one in measured):
+            wrong.append(figure)
+    return wrong
+
+
+@pytest.mark.parametrize(("page", "text"), quotations())
+def test_a_figure_is_in_the_results_file_beside_it(page: str, text: str) -> None:
+    """`python bench/all.py` makes the files; a figure that is no longer theirs has to be written anew."""
+    files = [ROOT / "bench" / "results" / name for name in RESULTS.findall(text)]
+    assert not not_measured(text, "\n".join(file.read_text(encoding="utf-8") for file in files)), text
+
+
+def test_every_results_file_is_named_and_a_wrong_figure_is_seen() -> None:
+    named = {name for _, text in quotations() for name in RESULTS.findall(text)}
+    unnamed = {file.name for file in (ROOT / "bench" / "results").glob("*.md")} - named
+    assert not unnamed, "nothing quotes them"
+    rows = (ROOT / "bench" / "all.py").read_text(encoding="utf-8")
+    made = set(re.findall(r'Figure\(\s*"(\w+)"', rows))
+    assert len(made) > 25 and made - {name.rpartition("_epyc")[0] for name in named} <= {"architectures", "shipped"}
+    assert not_measured("4.5 times, 96 % of `3` 1,280 tokens ", "4.482 1280 96.04") == []
+    assert not_measured("4.6 times, 97 % of 1,281 tokens", "4.482 1280 96.04") == ["4.6", "97", "1,281"]
