@@ -146,6 +146,10 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
         ("--shell-completion", "llama-ssp completion bash"),
         ("model=demo model.repo=a/b", "model.repo is given, and the files are in a folder"),
         ("model=tiny model.path=/x", "model.weights=synthetic reads no files"),
+        (
+            "model=a/b model.weights=synthetic",
+            "reads no files; found a/b; name a preset",
+        ),
         ("batch cluster.kubernetes.image=a", "write cluster=kubernetes, or leave it out"),
         ("batch cluster.kubernetes.node_selector={a:b}", "write '+cluster.kubernetes.node_selector={gpu"),
         ("plan cluster.gpu=A100_40", "did you mean A100-40?"),

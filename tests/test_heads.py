@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llama_ssp import plan
 from llama_ssp.config import DraftSeat, Dtype, ModelConf, PlacementConf, SamplingConfig, Splitting
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError, UsageError
@@ -332,6 +333,8 @@ def test_where_a_head_may_sit(tmp_path: Path) -> None:
     require_head(head, target, PlacementConf(), 2)
     with pytest.raises(ModelError, match="not one of this target"):
         require_head(head, replace(target, dim=DIM + 4), PlacementConf(), 1)
+    with pytest.raises(ModelError, match="not one of this target"):
+        plan("demo", draft=folder)
     for placement in (PlacementConf(draft=DraftSeat.own), PlacementConf(splitting=Splitting.layers)):
         with pytest.raises(UsageError, match="a head"):
             require_head(head, target, placement, 2)

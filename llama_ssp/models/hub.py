@@ -73,7 +73,8 @@ def _explained(error: Exception, model: ModelConf, role: str, download: bool, fi
         return StorageError(f"a download cannot be kept: {full.strerror}", _cache(), fix=fix)
     if not download:
         what = f"{role} {model.name}{f': {file}' if file else ''} is not at hand"
-        instead += f"; {role}.weights=synthetic tries the machine without weights"
+        if model.n_layers:  # of a preset
+            instead += f"; {role}.weights=synthetic tries the machine without weights"
         return ModelError(what, where, f"no whole copy in {_cache()}", fix=f"add download=true, or {instead}")
     what, found, fix = _reason(causes, str(model.repo), model.revision, role, get_token() is not None)
     return ModelError(f"{role} {model.name} cannot be fetched: {what}", where, found, fix=fix)

@@ -98,6 +98,8 @@ def _decoder(
     over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
     claim = None if path is None else quantised_config(read_config(path), path)
     stored = f", from {claim.in_words}" if claim else ""
+    if path is None and not drafts:
+        stored = ", synthetic weights: a token without a text is shown as <id>"
     log.info("%s %s: %s on %s%s%s", role, model.name, dtype.value, device, over, stored)
     steps = GraphedModel if device.type == "cuda" else SteppedModel
     return (steps if fast else DecoderModel)(made, config, model.name, ranks)

@@ -89,16 +89,21 @@ def require_own_ranks(run: RunConf, placement: Placement) -> None:
 
 def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, world: int) -> None:
     """Refuses a head of another target, and a place where it has no hidden states."""
-    if draft.head_inputs % target.dim:
-        found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
-        allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
-        raise ModelError("the head is not one of this target", f"draft {draft.name}", found, allowed, fix)
+    require_head_of(target, draft)
     if placement.splitting is not Splitting.tensor:
         what, found = "a head drafts beside a target that is split by tensors", placement.splitting.value
         raise UsageError(what, "placement.splitting", found, "tensor", "use placement=auto")
     if world > 1 and placement.draft not in (DraftSeat.auto, DraftSeat.leader):
         what, found = "a head reads the target's hidden states: it sits on the leader", placement.draft.value
         raise UsageError(what, "placement.draft", found, "leader", "use placement=leader or placement=auto")
+
+
+def require_head_of(target: ModelConf, draft: ModelConf) -> None:
+    """Refuses a head of another target."""
+    if draft.is_head and draft.head_inputs % target.dim:
+        found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
+        allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
+        raise ModelError("the head is not one of this target", f"draft {draft.name}", found, allowed, fix)
 
 
 def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:

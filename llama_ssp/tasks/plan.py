@@ -17,7 +17,7 @@ from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
-from llama_ssp.planner.resolve import is_free
+from llama_ssp.planner.resolve import is_free, require_head_of
 from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.table import drawing
 from llama_ssp.planner.workload import DRAFT, TARGET
@@ -54,6 +54,8 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     for role, model in ((TARGET, run.model), (DRAFT, run.draft)):
         if model is not None:
             require_planned(model, role)
+    if run.draft is not None:
+        require_head_of(run.model, run.draft)
     request = request_of(run)
     require_world(request.machine, ranks)
     if is_free(run.placement):

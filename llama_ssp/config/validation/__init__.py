@@ -86,6 +86,10 @@ def _check_placement(placement: PlacementConf) -> None:
 
 def _check_model(role: str, model: ModelConf) -> None:
     if model.weights is Weights.synthetic:
+        if not model.n_layers and (files := model.path or model.repo):
+            what = f"{role}.weights=synthetic reads no files"
+            fix = f"name a preset, which has sizes: {role}=NAME"
+            raise UsageError(what, "", files, fix=fix)
         for name in SIZES:
             between(f"{role}.{name}", getattr(model, name), 1, MAX_INT)
     if model.experts:
