@@ -164,7 +164,7 @@ def _claim(path: Path) -> AbstractContextManager[None] | None:
     A claim only saves double work. What is published stays right without: the first to publish wins.
     """
     own = json.dumps(_this_process()).encode()
-    if not write_once(path, own):
+    if path.exists() or not write_once(path, own):  # of many groups most look at claims of others: no write
         if not _is_abandoned(path):
             return None
         replace_whole(path, own)  # two may do so at once: then both work

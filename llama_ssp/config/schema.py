@@ -318,6 +318,7 @@ class ClusterConf:
         cublas_mib: Memory that cuBLAS takes on a GPU, in MiB.
         nccl_mib: Memory that NCCL takes on a GPU, in MiB.
         graph_mib: Memory that CUDA graphs take on a GPU, in MiB.
+        price_per_gpu_hour: Price of a GPU for an hour, in any currency; null is not known.
         slurm: Slurm's options.
         kubernetes: Kubernetes' settings.
         times: The constants of predicted times.
@@ -342,6 +343,7 @@ class ClusterConf:
     cublas_mib: float | None = number(None, 0.0, 2.0**20)
     nccl_mib: float | None = number(None, 0.0, 2.0**20)
     graph_mib: float | None = number(None, 0.0, 2.0**20)
+    price_per_gpu_hour: float | None = number(None, 0.0, 1e6)
     times: TimesConf = field(default_factory=TimesConf)
 
 

@@ -363,6 +363,10 @@ class PlanConf(TaskConf):
         prefill_chunk: Tokens of a prompt that one forward pass reads.
         acceptance: The probability that a drafted token is accepted if those before it are.
         require_fit: End with exit code 1 unless the verdict is `fits`.
+        nodes: Also plan a batch job on each of these numbers of nodes, such as [1,2,4,8,16,32,64].
+        records: Records of that job.
+        shard_size: Records of a shard of that job.
+        plot: The picture of that job, as .png, .svg or .pdf; null is plot.svg in the run folder.
     """
 
     groups = "model draft speculation placement cluster"
@@ -373,6 +377,10 @@ class PlanConf(TaskConf):
     prefill_chunk: int = number(512, 1, 2**20)
     acceptance: float = share(0.8)
     require_fit: bool = False
+    nodes: list[int] = number(list, 1, 1024)
+    records: int = number(100_000, 1, MAX_INT)
+    shard_size: int = number(256, 1, 10**6)
+    plot: str | None = picture(*PLOTS)
 
 
 @dataclass

@@ -181,14 +181,18 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     by_layers = chosen.placement.splitting is Splitting.layers  # then regular sampling is by layers, too
     regular = chosen.regular_ms if by_layers else regular_ms(request, options, worlds)
     drafts = len(chosen.times.verify) > 1
-    cost = cost_of(request, request.target, chosen.placement)
-    least_s = 0.0 if request.machine.is_cpu else launching_s(cost)  # passes over prompts are never graphs
-    rows, prompt, chunk = work.rows, work.prompt_tokens, work.prefill_chunk
-    prefill = prefill_s(cost, request.machine.times, rows, prompt, chunk, least_s)
+    prefill = target_prefill_s(request, chosen.placement, work.rows)
     points = [at_acceptance(chosen.times, a, regular) for a in ACCEPTANCES] if drafts else []
     pays_from = break_even(chosen.times, regular) if drafts else None
     most, changes = largest(request, chosen), advice(request, chosen, worlds)
     return Plan(request, chosen, options, regular, 1000 * prefill, points, pays_from, most, changes)
+
+
+def target_prefill_s(request: PlanRequest, placement: Placement, rows: int) -> float:
+    """Seconds in which the target reads the prompts of so many rows."""
+    cost, work = cost_of(request, request.target, placement), request.work
+    least_s = 0.0 if request.machine.is_cpu else launching_s(cost)  # passes over prompts are never graphs
+    return prefill_s(cost, request.machine.times, rows, work.prompt_tokens, work.prefill_chunk, least_s)
 
 
 def worlds_of(most: int) -> list[int]:

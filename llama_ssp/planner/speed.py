@@ -39,6 +39,10 @@ FLOPS_SHARE = 0.5  # of peak: what the GEMMs of a long prompt attain
 # How far off a prediction may be: with constants of this machine, or of one like the published one; with
 # constants of another machine, and for int8 and nf4, which the published runs do not use.
 BAND, WIDE_BAND = 0.2, 0.5
+# What the time of a pass goes to. LAYERS is the constant of each, LAUNCHING where the host takes longer to
+# launch a pass than the GPU to run it.
+READING, COMPUTING, CACHES = "reading weights", "arithmetic", "reading caches"
+LAYERS, SUMS, LAUNCHING = "layers", "sums over ranks", "launches"
 PASS_SUMS = 2  # collectives of a pass outside of layers: the embedding's sum, the head's logits
 
 
@@ -70,12 +74,12 @@ class CodedCost:
     numbers: float
     how: Efficiency
 
-    def seconds(self, times: Times, tokens: int) -> float:
-        """Of their products, in a pass of so many tokens."""
+    def seconds(self, times: Times, tokens: int) -> tuple[float, bool]:
+        """Of their products, in a pass of so many tokens; and whether reading takes them, or arithmetic."""
         moved = self.how.moved * self.numbers if tokens >= self.how.moves_from else 0.0
         reading = self.bytes * self.how.read / times.bytes_per_s
         computing = 2 * self.numbers * tokens / (times.flops_per_s * self.how.share)
-        return moved / times.bytes_per_s + max(reading, computing)
+        return moved / times.bytes_per_s + max(reading, computing), reading >= computing
 
 
 @dataclass(frozen=True)
@@ -177,17 +181,28 @@ def _layer_sums(part: Part) -> int:
 
 def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) -> float:
     """Seconds of one pass over `each` tokens of each row, which attends to `slots` cached ones."""
+    return sum(forward_parts(cost, times, rows, each, slots).values())
+
+
+def forward_parts(cost: PassCost, times: Times, rows: int, each: int, slots: float) -> dict[str, float]:
+    """The same by what the seconds go to."""
     tokens, ranks = rows * each, cost.ranks
     plain = cost.read(tokens) - sum(each.bytes for each in cost.coded)
     numbers = cost.flops - 2 * sum(each.numbers for each in cost.coded)
     reading = plain / times.bytes_per_s * between(times.rows_cost, tokens)
     computing = numbers * tokens / (times.flops_per_s * between(cost.share, tokens))
-    products = max(reading, computing) + sum(each.seconds(times, tokens) for each in cost.coded)
+    spent = dict.fromkeys((READING, COMPUTING, CACHES, LAYERS, SUMS), 0.0)
+    spent[READING if reading >= computing else COMPUTING] += max(reading, computing)
+    for coded in cost.coded:
+        seconds, is_reading = coded.seconds(times, tokens)
+        spent[READING if is_reading else COMPUTING] += seconds
     scoring = cost.attention * tokens * (slots + each / 2) / times.flops_per_s  # causal among the new ones
-    attending = max(cost.slot * rows * slots / times.bytes_per_s, scoring)
+    loading = cost.slot * rows * slots / times.bytes_per_s
+    spent[CACHES if loading >= scoring else COMPUTING] += max(loading, scoring)
+    spent[LAYERS] = cost.layers * times.layer + times.step
     traffic = 2 * cost.width * tokens * (ranks - 1) / ranks / times.link_per_s
-    reducing = cost.sums * (between(times.reduce, ranks) + traffic) if ranks > 1 else 0.0
-    return products + attending + cost.layers * times.layer + times.step + reducing
+    spent[SUMS] = cost.sums * (between(times.reduce, ranks) + traffic) if ranks > 1 else 0.0
+    return spent
 
 
 def prefill_s(

@@ -10,6 +10,7 @@ from rich.text import Text
 from llama_ssp.distributed.placement import spans
 from llama_ssp.planner.advice import MOST_K, MOST_ROWS
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
+from llama_ssp.planner.groups import JobPlan
 from llama_ssp.planner.plan import PARTS, Plan, parts
 from llama_ssp.planner.search import Option, warnings_of_codes
 from llama_ssp.planner.speed import BAND
@@ -21,6 +22,9 @@ BESIDE = 42  # columns of a bar's line that are words
 LEGEND_MARGIN = " " * 9
 COLOURS = "blue", "cyan", "green", "bright_green", "yellow", "bright_black"
 FILL, COLOUR = dict(zip(PARTS, "█▓▒░+:", strict=True)), dict(zip(PARTS, COLOURS, strict=True))
+BETWEEN_NODES = (
+    "sums over ranks are timed as within a node: between nodes they are slower, and so will this be"
+)
 MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.does_not_fit: "red"}
 
 
@@ -36,6 +40,48 @@ def drawing(plan: Plan, width: int = WIDTH) -> Iterator[Text | Table | str]:
         yield ""
     yield from _words(plan) if fits else _changes(plan)
     yield Text(plan.sentence(), style=f"bold {MARK[plan.chosen.verdict]}")
+
+
+def job_drawing(job: JobPlan) -> Iterator[Table | str]:
+    """A job over several nodes: a table of groups, one of nodes, and words."""
+    size, work, price = job.size, job.request.work, job.price_per_gpu_hour
+    yield ""
+    rows = f"groups of {work.rows} row{'s' * (work.rows > 1)}"
+    yield f"a job of {size.records} records in {size.shards} shards, shared by {rows}, loading left out"
+    groups = _right_table("GPUs a group", "verdict", "ms/token", "tokens/s a GPU", "time goes to")
+    for one in job.groups:
+        cells = [str(one.gpus), one.option.verdict.value.replace("_", " ")]
+        if one.option.runs:
+            cells += [f"{one.option.ms_per_token:.2f}", f"{work.new_tokens / one.record_s / one.gpus:.1f}"]
+            cells.append(", ".join(f"{name} {share:.0%}" for name, share in one.shares()[:3]))
+        groups.add_row(*cells)
+    yield groups
+    yield ""
+    if not job.nodes:
+        yield "it fits on none of these numbers of nodes"
+        return
+    prices = ("price", "a million tokens") if price is not None else ()
+    nodes = _right_table("nodes", "GPUs", "groups", "tokens/s", "time", *prices, "limited by")
+    for row in (one.document() for one in job.nodes):
+        costs = [f"{row[name]:.2f}" for name in ("job_price", "price_per_million_tokens")] if prices else []
+        groups_ = f"{row['groups']} x {row['gpus_per_group']}"
+        spent = row["job_s"] / 3600
+        time = f"{spent:.1f} h" if spent >= 2 else f"{60 * spent:.1f} min"
+        first = str(row["nodes"]), str(row["gpus"]), groups_, f"{row['tokens_per_s']:.0f}", time
+        nodes.add_row(*first, *costs, row["limited_by"])
+    yield nodes
+    yield from job.sentences()
+    machine = job.request.machine
+    if not machine.is_cpu and job.nodes[-1].group.gpus > machine.gpus:
+        yield BETWEEN_NODES
+
+
+def _right_table(*names: str) -> Table:
+    """A table of numbers, but for its last column."""
+    table = _empty_table()
+    for name in names:
+        table.add_column(name, justify="left" if name == names[-1] else "right", no_wrap=True)
+    return table
 
 
 def heading(plan: Plan) -> str:
@@ -178,7 +224,7 @@ def _words(plan: Plan) -> Iterator[str]:
     machine = plan.request.machine
     yield f"times within {plan.request.band:.0%}, constants of {machine.times.source}"
     if machine.nodes > 1 and not machine.is_cpu and plan.chosen.placement.world > machine.gpus:
-        yield "sums over ranks are timed as within a node: between nodes they are slower, and so will this be"
+        yield BETWEEN_NODES
     if machine.is_cpu and machine.times.band > BAND:
         yield "task=calibrate measures this machine's own"
 

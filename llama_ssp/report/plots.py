@@ -87,6 +87,8 @@ def picture(summary: dict[str, Any]) -> Figure | None:
 def caption(summary: dict[str, Any]) -> str:
     """Pair, hardware, date, commit and number of prompts of a run, as far as its summary has them."""
     host, drafter = summary.get("host") or {}, summary.get("drafter")
+    if summary["task"] == "plan":  # of other machines
+        host = {}
     pair = summary.get("target") if summary["task"] != "eval" else None
     words = [f"{pair} with {drafter}" if pair and drafter else pair]
     words += [f"{host['processor']}, {host['cores']} cores" if host else None, *summary.get("gpus", [])[:1]]
@@ -100,6 +102,8 @@ def _number(summary: dict[str, Any]) -> str:
         return f"n = {repeats} repeats of {summary.get('prompts')} prompts"
     if summary["task"] == "eval":
         return f"n = {max((row['prompts'] for row in summary['rows']), default=0)} prompts"
+    if summary["task"] == "plan":
+        return f"planned for {summary['cluster']['name']}, {summary['job']['records']} records"
     return f"n = {len(summary['prompts'])} prompts"
 
 
@@ -211,7 +215,33 @@ def _time(axes: Axes, found: dict[str, Any]) -> None:
     _legend_below(axes)
 
 
-PICTURES = {"measure": _speeds, "eval": _scores, "agree": _agreements}
+def _nodes(summary: dict[str, Any]) -> Figure | None:
+    """A planned job over nodes: tokens a second, time, price; a colour for each width of groups."""
+    rows = (summary.get("job") or {}).get("nodes")
+    if not rows:
+        return None
+    figure = _figure(10, 3.6)
+    units = {"tokens_per_s": ("tokens/s", 1), "job_s": ("hours", 3600)}
+    if rows[0]["price_per_million_tokens"] is not None:
+        units["price_per_million_tokens"] = "price of a million tokens", 1
+    for axes, (key, (title, unit)) in zip(figure.subplots(1, len(units)), units.items(), strict=True):
+        axes.set_xscale("log", base=2)
+        axes.plot(
+            [row["nodes"] for row in rows], [row[key] / unit for row in rows], color=GREY, linewidth=0.8
+        )
+        for gpus in sorted({row["gpus_per_group"] for row in rows}):
+            own = [(row["nodes"], row[key] / unit) for row in rows if row["gpus_per_group"] == gpus]
+            axes.plot(*zip(*own, strict=True), "o", label=f"{gpus} GPU{'s' * (gpus > 1)} a group")
+        axes.set_title(title)
+        axes.set_xlabel("nodes")
+        axes.set_xticks([row["nodes"] for row in rows], [str(row["nodes"]) for row in rows])
+        axes.set_ylim(bottom=0)
+        axes.minorticks_off()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+PICTURES = {"measure": _speeds, "eval": _scores, "agree": _agreements, "plan": _nodes}
 
 
 def _drafts(row: dict[str, Any]) -> str:

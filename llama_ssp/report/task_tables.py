@@ -54,6 +54,16 @@ PLACEMENTS = (
     Column("ms_per_token", "ms/token"),
     Column("speedup", "times as fast"),
 )
+NODES = (
+    Column("nodes"),
+    Column("groups"),
+    Column("gpus_per_group", "GPUs a group"),
+    Column("tokens_per_s", "tokens/s"),
+    Column("job_s", "s"),
+    Column("job_price", "price"),
+    Column("price_per_million_tokens", "price of a million tokens"),
+    Column("limited_by", is_text=True),
+)
 ACCEPTANCES = (
     Column("acceptance"),
     Column("k", "K"),
@@ -163,6 +173,9 @@ def plans(found: Row) -> Items:
     tables: Items = [Table("placements", PLACEMENTS, rows, "Placements, the fastest first")]
     if found["by_acceptance"]:
         tables.append(Table("by_acceptance", ACCEPTANCES, found["by_acceptance"], "By acceptance"))
+    if found.get("job"):
+        title = f"A job of {found['job']['records']} records"
+        tables.append(Table("nodes", NODES, found["job"]["nodes"], title))
     return [*tables, *found["advice"], found["sentence"]]
 
 

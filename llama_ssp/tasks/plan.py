@@ -15,13 +15,15 @@ from llama_ssp.errors import FAILED_CHECK, OK, ModelError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
+from llama_ssp.planner.groups import JobSize, plan_job
 from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
 from llama_ssp.planner.resolve import is_free, require_head_of
 from llama_ssp.planner.run_plan import request_of
-from llama_ssp.planner.table import drawing
+from llama_ssp.planner.table import drawing, job_drawing
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Console, rich_console
+from llama_ssp.report.plots import plot, plot_place
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.pairing import Pairing, pair
@@ -71,15 +73,23 @@ def execute(run: RunConf, ranks: int, is_leader: bool, place: Path | None = None
     run, plan = planned(run, ranks)
     vocabulary, words = vocabularies(run)
     folder = RunFolder(run if is_leader else replace(run, out=None), run.seed, place)
-    summary = folder.summary("done", {**plan.document(), "vocabulary": vocabulary})
+    size, price = JobSize(task.records, task.shard_size), run.cluster.price_per_gpu_hour
+    job = plan_job(plan.request, size, task.nodes, price) if task.nodes else None
+    own = {"vocabulary": vocabulary, "job": job and job.document()}
+    summary = folder.summary("done", {**plan.document(), **own})
     console, is_json = Console(silent=not is_leader), run.output is Output.json
+    picture = plot_place(task.plot, folder.path) if job else None
     try:
         folder.close(summary)
+        if picture is not None and is_leader:
+            plot(summary, picture)
     finally:  # a full disk must not cost the plan
         if not is_json:
             if words:
                 console.line(words)
             console.show(drawing(plan, rich_console().width) if console.is_terminal else drawing(plan))
+            if job is not None:
+                console.show(job_drawing(job))
         console.document(summary, is_json)
     failed = task.require_fit and plan.chosen.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
