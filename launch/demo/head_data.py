@@ -15,7 +15,7 @@ from demo.data import library_documents, training_multiplications
 from llama_ssp import SamplingConfig, load_pair
 from llama_ssp.errors import DataError
 
-SAMPLED_AT = 0.7  # the temperature of the target's texts
+SAMPLED_AT = 1.0  # the temperature of the target's texts: its own distribution
 ROWS = 32  # texts that the target writes together
 MATH_ONE_IN = 4  # of the shipped pair's texts
 KEYS = "text", "prompt", "messages"
