@@ -34,9 +34,9 @@ PREFILLED = (64, 512, 2048)  # lengths of texts
 
 
 def sizes(agreement: float, small: bool = False) -> tuple[ModelConf, ModelConf]:
-    """The pair: hidden 1024 x 16 layers, and hidden 256 x 4 layers; a small one has 2 layers, and 1."""
-    layers = (2, 1) if small else (16, 4)
-    target, draft = shape(layers[0], 1024, VOCAB), shape(layers[1], 256, VOCAB, agreement=agreement)
+    """The pair: hidden 1024 x 16 layers, and hidden 256 x 4 layers; a small one 256 x 2, and 128 x 1."""
+    one, other = ((2, 256), (1, 128)) if small else ((16, 1024), (4, 256))
+    target, draft = shape(*one, VOCAB), shape(*other, VOCAB, agreement=agreement)
     return replace(target, context=4608), replace(draft, context=4608)
 
 

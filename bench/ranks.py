@@ -163,12 +163,13 @@ def torchrun(words: list[str], folder: Path) -> dict[str, Any]:
 
 
 def compared(asked: Asked, old: Path) -> list[Bar]:
-    """Both checkouts in turn. The first turn, which compiles, does not count."""
+    """Both checkouts in turn. A first turn that compiles does not count."""
     taken: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    for turn in range(asked.turns + 1):
+    compiles = asked.engine == Steps.compiled
+    for turn in range(asked.turns + compiles):
         both = measured(asked, ROOT), measured(asked, old)
         log.info("turn %d: (regular, K = %d) here %s, there %s ms/token", turn, K, *both)
-        taken += [both] * bool(turn)
+        taken += [both] * (turn >= compiles)
     found = []
     for index, name in enumerate(("regular", f"K = {K}")):
         new_ms, old_ms = ([one[side][index] for one in taken] for side in (0, 1))
