@@ -189,15 +189,8 @@ def _chosen(step: Step, taps: tuple[int, ...], *arguments: Any) -> list[Tensor]:
 # The functions that torch traces: everything that differs from call to call is an argument, weights too.
 
 
-def whole(
-    decoder: Decoder,
-    token_T: Tensor,
-    position_T: Tensor,
-    first_T: Tensor,
-    slot_T: Tensor,
-    caches: list[KeysValues],
-) -> list[Tensor]:
-    return whole_with_states(decoder, token_T, position_T, first_T, slot_T, caches)[:1]
+def whole(decoder: Decoder, *given: Any) -> list[Tensor]:
+    return whole_with_states(decoder, *given)[:1]
 
 
 def whole_with_states(
@@ -222,11 +215,8 @@ def opening(
     return decoder.opening(token_T, attention.Feed(position_T, first_T, slot_T, attention_kernel.attend))
 
 
-def through(
-    blocks: Any, x_TH: Tensor, turns: Turns, position_T: Tensor, first_T: Tensor, slot_T: Tensor,
-    caches: list[KeysValues],
-) -> list[Tensor]:  # fmt: skip
-    return through_with_states(blocks, x_TH, turns, position_T, first_T, slot_T, caches)[-1:]
+def through(blocks: Any, *given: Any) -> list[Tensor]:
+    return through_with_states(blocks, *given)[-1:]
 
 
 def through_with_states(
