@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,51 +183,50 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("family", "layers"), [("llama-gqa", 5), ("gemma2", 5)])
-def test_groups_of_blocks_share_a_program(family, layers, monkeypatch, tmp_path):
-    """Each with its own weights: two blocks, two blocks, one block; gemma2's have windows in turn."""
+def test_groups_of_blocks_share_a_program(monkeypatch, tmp_path):
+    """Each with its own weights: two blocks, two blocks, one block, with windows in turn."""
     monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(steps, "GROUP", 2)
-    made: list[str] = []
-    compiled = steps.compiled
-    monkeypatch.setattr(
-        steps, "compiled", lambda part: (made.append(part.function.__name__), compiled(part))[1]
-    )
-    fast, plain = ours(family, layers, fast=True), ours(family, layers)
+    made = noted(monkeypatch)
+    fast, plain = ours("gemma2", 5, fast=True), ours("gemma2", 5)
     texts = speculate(fast, prompts(1), "ngram", k=3, max_new=40).texts
     assert texts == speculate(plain, prompts(1), None, k=0, max_new=40).texts
     assert fast._step is not None
     assert made == ["opening", "through", "through", "closing"]
 
 
-@needs_compiler
-@pytest.mark.parametrize("group", [2, 8])
-def test_states_of_named_layers_are_those_of_eager_steps(group, monkeypatch, tmp_path):
-    """In groups of two blocks, inside of one and between two, and as one program."""
-    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(steps, "GROUP", group)
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that are compiled from now on."""
     made: list[str] = []
     compiled = steps.compiled
     monkeypatch.setattr(
         steps, "compiled", lambda part: (made.append(part.function.__name__), compiled(part))[1]
     )
-    found = []
+    return made
+
+
+@needs_compiler
+@pytest.mark.parametrize(("layers", "group", "taps"), [(5, 2, (0, 3, 4, 5)), (2, 8, (0, 1, 2))])
+def test_states_of_named_layers_are_those_of_eager_steps(layers, group, taps, monkeypatch, tmp_path):
+    """In groups of two blocks, inside of one and between two, and as one program. Logits are, too."""
+    monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(steps, "GROUP", group)
+    made, found = noted(monkeypatch), []
     for fast in (False, True):
-        model = ours("llama-gqa", 5, fast=fast)
-        model.tap((0, 3, 4, 5))
+        model = ours("llama-gqa", layers, fast=fast)
+        model.tap(taps)
         runner = ModelRunner(model)
         runner.start(2, 20)
         token_BS = torch.arange(2 * 20).view(2, 20) % VOCAB
         runner.prefill(token_BS, [6, 3])
         assert len(model.tapped_TX) == 9
         logits = runner.logits(token_BS, [10, 6], [4, 3])
-        found.append((logits[:, :3], model.tapped_TX))
+        states = model.tapped_TX
         model.tap(())
-        runner.logits(token_BS, [11, 7], [1, 1])
+        found.append((logits[:, :3], states, runner.logits(token_BS, [11, 7], [1, 1])))
         assert model.tapped_TX is None
-    (plain, states), (fast_logits, fast_states) = found
-    assert states.shape[0] == 7 and not torch.equal(states, fast_states)
-    for one, other in ((states, fast_states), (plain, fast_logits)):
+    assert found[0][1].shape[0] == 7 and not torch.equal(found[0][1], found[1][1])
+    for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= 1e-5 * one.abs().max()
     groups = ["opening", *2 * ["through_with_states"], "closing", *2 * ["through"]]
     assert made == (groups if group == 2 else ["whole_with_states", "whole"])
@@ -253,6 +256,24 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
     place.parent.chmod(0o700)
     place.chmod(0o602)
     assert not is_ours(place)
+
+
+def test_processes_that_start_together_compile_once(monkeypatch, tmp_path):
+    """Here threads, which hold a file of their own each, as processes do."""
+    made: list[Path] = []
+
+    def compiling(command: list[str], place: Path) -> None:
+        made.append(place)
+        time.sleep(0.1)
+        place.touch(0o700)
+
+    monkeypatch.setattr(building, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(building, "compiler", lambda: sys.executable)
+    monkeypatch.setattr(building, "_compile", compiling)
+    (source := tmp_path / "some.cpp").touch()
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(building.library, [source] * 3))
+    assert len(made) == 1 and found == made * 3
 
 
 def test_why_steps_are_eager():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import getpass
 import hashlib
 import logging
@@ -67,7 +68,11 @@ def library(source: Path, *flags: str) -> Path:
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     place = cache_folder() / name
     if not place.exists():
-        _compile([command, *FLAGS, str(source), *flags], place)
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with place.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of a machine start together: one of them compiles
+            if not place.exists():
+                _compile([command, *FLAGS, str(source), *flags], place)
     if not is_ours(place):
         raise PermissionError(f"others may write {place}; TORCHINDUCTOR_CACHE_DIR names another folder")
     return place
@@ -86,8 +91,7 @@ def is_ours(file: Path) -> bool:
 
 
 def _compile(command: list[str], place: Path) -> None:
-    """Another process may do the same: each writes a file of its own, and the last one is kept."""
-    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Compiles into a file of this process, which takes the place when it is whole."""
     log.info("engine: compiling %s for this processor", place.stem.partition("-")[0])
     began = time.perf_counter()
     part = place.with_suffix(f".{platform.node()}-{os.getpid()}.part")
