@@ -112,6 +112,7 @@ def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, f
     require_same(reference(name, folder, torch.float32), *walked(loaded(folder)))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", PLAIN)
 @torch.inference_mode()
@@ -129,6 +130,7 @@ def test_parts_give_the_logits_of_the_whole(name: str, world: int, folders: Path
 KEPT = [name for name in NAMES if name != "gptq-act-order"]
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", KEPT)
 @torch.inference_mode()

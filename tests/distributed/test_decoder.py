@@ -58,6 +58,7 @@ def whole_norms(found: Decoder) -> bool:
     return isinstance(found.blocks[0].attention.norms, WholeNorms)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
