@@ -51,7 +51,7 @@ from llama_ssp.tasks.certify import checks as examine
 from llama_ssp.tasks.certify import rule_distribution as calculus
 from llama_ssp.tasks.certify import target_probs as reference
 from llama_ssp.tasks.certify import task as certify
-from llama_ssp.tasks.certify.recorder import Round, Witness
+from llama_ssp.tasks.certify.recorder import Round, Tally, Witness
 from llama_ssp.tasks.certify.target_probs import Departure, Noise
 from llama_ssp.tasks.certify.verdict import Outcome
 from tests import mutants
@@ -211,9 +211,9 @@ def _by_typical() -> str | None:
 
 def _by_monitor(position: int) -> str | None:
     """Of 10,000 drafts at a position, 420 more stand than 5,000: 8.4 standard deviations."""
-    witness = Witness(verify.RULES["token"], 0, tried=[10_000] * 4, stood=[5000] * 4, expected=[5000.0] * 4,
-                      spread=[2500.0] * 4)  # fmt: skip
-    witness.stood[position] += 420
+    tally = Tally([10_000] * 4, [5000] * 4, [5000.0] * 4, [2500.0] * 4)
+    tally.stood[position] += 420
+    witness = Witness(verify.RULES["token"], 0, drafts=tally)
     found = tallies.check_acceptance(witness, LEVEL)
     return None if found.outcome is Outcome.failed else f"420 of 10,000 too many pass at position {position}"
 
@@ -228,8 +228,8 @@ def _by_places() -> str | None:
 
 
 def _first_alone(witness: Witness, level: float) -> Any:
-    kept = ("tried", "stood", "expected", "spread")
-    return acceptance(replace(witness, **{name: getattr(witness, name)[:1] for name in kept}), level)
+    first = Tally(*(numbers[:1] for numbers in vars(witness.drafts).values()))
+    return acceptance(replace(witness, drafts=first), level)
 
 
 def _within_the_cut(self: Departure, noise: Noise) -> bool:

@@ -104,10 +104,9 @@ def numbers(rounds: list[Round], random: np.random.Generator, repeats: int) -> I
                 uniform_BK = torch.from_numpy(random.random(shape))
                 drafted = [inverse_cdf(like.draft_BKV[:, i], uniform_BK[:, i, None]) for i in range(shape[1])]
                 coin_BK = np.where(random.random(shape) < share, uniform_BK.numpy(), random.random(shape))
+                exponentials = random.exponential(size=(len(rounds), clocks))
                 block = block_of(rounds, torch.stack(drafted, 1))
-                seen._collect(
-                    list(range(len(rounds))), block, coin_BK, random.exponential(size=(len(rounds), clocks))
-                )
+                seen._collect(list(range(len(rounds))), block, coin_BK[..., None], exponentials)
             failed += check_numbers(seen, LEVEL).outcome is Outcome.failed
         yield "numbers", f"{share:.0%} of coins are their drafts' uniforms", f"{failed} of {repeats} runs"
 

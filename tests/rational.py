@@ -169,7 +169,7 @@ def as_tree_block(case: Case, found: list[Tree], most: int) -> Block:
         tokens.append([[*own, *[0] * (most - len(own))] for own in rows])
         laws = [[case.target((*tree.path[:i], token)) for token in own] for i, own in enumerate(rows)]
         behind.append([[*own, *[nobody] * (most - len(own))] for own in laws])
-        count.append(max(map(len, rows)))
+        count.append([len(own) for own in rows])
     branches = Branches(np.array(tokens), np.array(count), np.array(behind, dtype=object))
     return replace(block, branches=branches)
 

@@ -16,7 +16,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.stats import Counts
+from llama_ssp.speculative.stats import Counts, TreeResult
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.text.detokenizer import Writing
 from tests.toy import toy
@@ -56,6 +56,8 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
         "committed_by_position": [4, 3, 1, 1, 1],
         "acceptance_by_position": [1, 2 / 3, 1 / 2, 1 / 2],
         "acceptance_by_position_decided": [1, 2 / 3, 1, 1],
+        "siblings_drafted_by_position": [],
+        "siblings_accepted_by_position": [],
         "acceptance_rate": 7 / 10,
         "tokens_decided": 8,
         "acceptance_rate_decided": 7 / 8,
@@ -64,6 +66,24 @@ def test_every_counter_of_a_trace_with_eos_inside_a_block() -> None:
         "tokens_per_target_forward": 10 / 4,
         "finish_reasons": {"eos": 1},
     }
+
+
+def test_siblings_are_counted_by_position_and_number() -> None:
+    state, counts = State([Prompt("a", (1, 1))], 50, torch.device("cpu")), Counts()
+    trees = [
+        TreeResult(1, 8, [[5, 6], [7, 8]]),
+        TreeResult(2, None, [[5, 6], [7, 8]]),
+        TreeResult(0, 5, [[5]]),
+    ]
+    for number, tree in enumerate(trees):
+        drafted = [1, 2][: len(tree.siblings)]
+        result = RoundResult([drafted], [tree.accepted], [3], [[0.5] * len(drafted)], [False], [[]], [tree])
+        counts.add(commit(state, result, Limits(40, frozenset({EOS})), 50, number, [0]).rows[0])
+    assert state.generated(0) == [1, 8, 3, 1, 2, 3, 5, 3]
+    found = counts.summary()
+    assert found["siblings_drafted_by_position"] == [[3, 2], [2, 2]]
+    assert found["siblings_accepted_by_position"] == [[1, 0], [0, 1]]
+    assert found["tokens_committed_by_origin"] == {"bonus": 3, "drafted": 3, "sibling": 2}
 
 
 def test_an_end_that_cuts_nothing_cuts_no_block() -> None:

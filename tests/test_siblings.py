@@ -82,7 +82,7 @@ def test_torch_runs_the_same_functions():
         behind = exact.branches
         assert behind is not None
         branches = Branches(
-            torch.tensor(behind.token_BKS), torch.tensor(behind.count_B), real(behind.target_BKSV)
+            torch.tensor(behind.token_BKS), torch.tensor(behind.count_BK), real(behind.target_BKSV)
         )
         drafts = torch.tensor(exact.drafted_BK), torch.tensor(exact.count_B)
         block = Block(real(exact.target_BWV), real(exact.draft_BKV), *drafts, branches)

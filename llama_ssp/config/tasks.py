@@ -320,10 +320,6 @@ class CertifyConf(PromptedConf):
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        if spec.siblings:
-            what, found = "task=certify looks at chains of drafts", f"speculation.siblings={spec.siblings}"
-            fix = "certify with speculation.siblings=0; docs/trees.md says how trees are proved"
-            raise UsageError(what, "", found, "0", fix)
         key, most = ("k_max", spec.k_max) if spec.adaptive else ("k", spec.k)
         if most > MOST_CERTIFIED:
             what, found = "task=certify looks at every way to decide a round", f"up to {most} drafts a round"

@@ -25,11 +25,20 @@ SIDE_BY_SIDE = 60  # columns from which two panes stand side by side; below, one
 FRAME = 4  # columns that a pane's border and padding take
 PROMPT_LINES = 3
 FIGURE_LINES = 4
-STYLES = {"drafted": "green", "corrected": "yellow", "bonus": "cyan", "sampled": "", "sibling": "green"}
+STYLES = {
+    "drafted": "green",
+    "corrected": "yellow",
+    "bonus": "cyan",
+    "sampled": "",
+    "sibling": "bright_green",
+}
 PLAIN_STYLES = {  # NO_COLOR
     "drafted": "underline", "corrected": "reverse", "bonus": "bold", "sampled": "", "sibling": "underline"
 }  # fmt: skip
-LEGEND = {"drafted": "drafted and accepted", "corrected": "corrected", "bonus": "bonus", "sampled": "sampled"}
+LEGEND = {
+    "drafted": "drafted and accepted", "sibling": "sibling of a draft", "corrected": "corrected",
+    "bonus": "bonus", "sampled": "sampled",
+}  # fmt: skip
 ONE_PROMPT = "one prompt, one seed: task=measure gives an interval"
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -67,7 +76,7 @@ class Scene:
             _pane(track, Text("\n").join(body[-room:]), room, own)
             for track, body, room, own in zip(tracks, bodies, rows, widths, strict=True)
         ]
-        yield Group(_legend(console.no_color), *prompt)
+        yield Group(_legend(tracks, console.no_color), *prompt)
         grid = Table.grid(*(Column(width=own) for own in widths), padding=0)
         grid.add_row(*panes)
         yield grid if side_by_side else Group(*panes)
@@ -177,11 +186,14 @@ def _pane(track: Track, body: Text, rows: int, width: int) -> Panel:
     return Panel(content, title=title, title_align="left", subtitle=ended, subtitle_align="left", width=width)
 
 
-def _legend(is_plain: bool) -> Text:
+def _legend(tracks: tuple[Track, ...], is_plain: bool) -> Text:
+    """What the marks mean; siblings only where there are some."""
+    with_siblings = any(origin == "sibling" for track in tracks for _, origin in track.pieces())
     marks = [
         Text(meaning, style_of(origin, True))
         if is_plain
         else Text("■ ", STYLES[origin]).append(meaning, "dim")
         for origin, meaning in LEGEND.items()
+        if origin != "sibling" or with_siblings
     ]
     return Text("  ", no_wrap=True, overflow="ellipsis").join(marks)

@@ -49,7 +49,7 @@ def speeds(found: Row) -> Items:
         items += _categories([("", found)])
     else:
         items.append(_split(rows))
-    items.append(_positions(rows))
+    items += [_positions(rows), *_siblings(rows)]
     for name, row in rows:
         if (apart := row["overlap"]) is not None:
             items += ["", f"{name}: {_apart(apart, row['tokens_committed'])}"]
@@ -130,6 +130,25 @@ def _positions(rows: list[tuple[str, Row]]) -> Table:
     ]
     title = "accepted of the drafts at each position"
     return Table("acceptance_by_position", [FIRST, *columns], body, title, "(nothing was drafted)")
+
+
+def _siblings(rows: list[tuple[str, Row]]) -> Iterator[Table]:
+    """How often each sibling stood, of those that were drawn; nothing without siblings."""
+    body, most = list[Row](), 0
+    for name, row in rows:
+        drawn, stood = row["siblings_drafted_by_position"], row["siblings_accepted_by_position"]
+        most = max(most, len(drawn))
+        for j in range(max(map(len, drawn), default=0)):
+            shares = {
+                str(at): kept[j] / made[j]
+                for at, (kept, made) in enumerate(zip(stood, drawn, strict=True), start=1)
+                if j < len(made)
+            }
+            body.append({"contender": name, "sibling": j + 1, **shares})
+    if body:
+        columns = [Column(str(n), optional=n - 1) for n in range(1, most + 1)]
+        title = "siblings that stood, of those drawn beside the draft at each position"
+        yield Table("siblings_by_position", [FIRST, Column("sibling"), *columns], body, title)
 
 
 def _apart(apart: Row, tokens: int) -> str:

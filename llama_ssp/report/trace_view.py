@@ -10,9 +10,9 @@ from llama_ssp.report.live_view import style_of
 
 REJECTED = "red strike"
 EXPLAINED = (
-    "prompt at the place of the round's first token: 'accepted' and ~'rejected'~ drafts (how many were "
-    "accepted), sibling taken in a draft's place, and the target's token: corrected after a rejected draft, "
-    "bonus after the last draft, sampled without drafts"
+    "prompt at the place of the round's first token: 'accepted' and ~'rejected'~ drafts, each with its "
+    "siblings in brackets (how many drafts were accepted), sibling taken in a draft's place, and the "
+    "target's token: corrected after a rejected draft, bonus after the last draft, sampled without drafts"
 )
 
 
@@ -24,6 +24,8 @@ def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
         is_kept = number < accepted
         word, style = (f"{text!r}", style_of("drafted", is_plain)) if is_kept else (f"~{text!r}~", REJECTED)
         line.append(word, style).append(" ")
+        if number < len(record["siblings_text"]) and (beside := record["siblings_text"][number]):
+            line.append(f"[{' '.join(map(repr, beside))}] ", "dim")
     line.append(f"({accepted} of {len(record['drafted'])}), " if record["drafted"] else "")
     if record["sibling_text"] is not None:
         line.append("sibling ").append(repr(record["sibling_text"]), style_of("sibling", is_plain))

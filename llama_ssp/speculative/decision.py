@@ -87,22 +87,17 @@ def decide_tree(rule: Rule, draws: Draws, state: State, proposal: Proposal, prob
     weight of each node after its draft and after each sibling has failed, and the chance of the last draft.
     """
     assert isinstance(rule, TreeRule) and proposal.siblings is not None and proposal.draft_BKV is not None
-    siblings, device, vocab = proposal.siblings, probs_BWV.device, probs_BWV.shape[-1]
-    main_BW, aside_BN = siblings.columns()
-    target_BWV = probs_BWV.gather(1, main_BW[..., None].expand(-1, -1, vocab))
-    behind_BNV = probs_BWV.gather(1, aside_BN[..., None].expand(-1, -1, vocab))
-    count_B, each_B = sent([proposal.count, siblings.each], device)
-    token_BKS = siblings.token_BKS
-    branches = Branches(token_BKS, each_B, _normalised(behind_BNV).view(*token_BKS.shape, vocab))
-    block = Block(
-        _normalised(target_BWV), _normalised(proposal.draft_BKV), proposal.drafted_BK, count_B, branches
-    )
+    block = block_of(proposal, probs_BWV)
+    branches = block.branches
+    assert branches is not None
     outcome_B, token_B = rule.decide_tree(block, StateDraws(draws, state))
-    closed = rule.closed(block)
-    damaged_BW, real_BW = has_nan(target_BWV), order(main_BW) <= count_B[:, None]
-    damaged_BW[:, 1:] |= has_nan(proposal.draft_BKV)
-    real_BKS = (real_BW[:, 1:, None]) & (order(token_BKS) < each_B[:, None, None])
-    damaged_B = (damaged_BW & real_BW).any(1) | (has_nan(behind_BNV) & real_BKS.flatten(1)).any(1)
+    closed, count_B, token_BKS = rule.closed(block), block.count_B, branches.token_BKS
+    damaged_BW = has_nan(block.target_BWV)
+    damaged_BW[:, 1:] |= has_nan(block.draft_BKV)
+    real_BW = order(damaged_BW) <= count_B[:, None]
+    real_BKS = real_BW[:, 1:, None] & (order(token_BKS) < branches.count_BK[..., None])
+    damaged_BKS = has_nan(branches.target_BKSV) & real_BKS
+    damaged_B = (damaged_BW & real_BW).any(1) | damaged_BKS.flatten(1).any(1)
     prob_BK = acceptance_prob(block)
     chance_BKS = torch.stack(closed.chances[1:], 2)
     weight_BKS = torch.stack(closed.weights, 2)
@@ -115,8 +110,17 @@ def decide_tree(rule: Rule, draws: Draws, state: State, proposal: Proposal, prob
 def block_of(proposal: Proposal, probs_BWV: Tensor) -> Block:
     """What a rule decides on, in fp64, normalised."""
     assert proposal.draft_BKV is not None
+    siblings, branches = proposal.siblings, None
+    if siblings:
+        main_BW, aside_BN = siblings.columns()
+        token_BKS, vocab = siblings.token_BKS, probs_BWV.shape[-1]
+        behind_BNV = probs_BWV.gather(1, aside_BN[..., None].expand(-1, -1, vocab))
+        count_BK = sent(siblings.each, probs_BWV.device)[:, None].expand(token_BKS.shape[:2])
+        branches = Branches(token_BKS, count_BK, _normalised(behind_BNV).view(*token_BKS.shape, vocab))
+        probs_BWV = probs_BWV.gather(1, main_BW[..., None].expand(-1, -1, vocab))
     target_BWV, draft_BKV = _normalised(probs_BWV), _normalised(proposal.draft_BKV)
-    return Block(target_BWV, draft_BKV, proposal.drafted_BK, sent(proposal.count, probs_BWV.device))
+    count_B = sent(proposal.count, probs_BWV.device)
+    return Block(target_BWV, draft_BKV, proposal.drafted_BK, count_B, branches)
 
 
 def _normalised(probs: Tensor) -> Tensor:

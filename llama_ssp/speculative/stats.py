@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+Place = tuple[int, int]  # of a sibling: its draft's position, and its own number
+
 
 @dataclass(frozen=True)
 class TreeResult:
@@ -72,6 +74,8 @@ class Counts:
     committed: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     reached: Counter[int] = field(default_factory=Counter)
+    beside: Counter[Place] = field(default_factory=Counter)  # siblings, and below those that stood
+    beside_accepted: Counter[Place] = field(default_factory=Counter)
     origins: Counter[str] = field(default_factory=Counter)
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     cut_by: Counter[str] = field(default_factory=Counter)
@@ -99,6 +103,8 @@ class Counts:
         self.shortened += step.withheld > 0
         if step.drafted:
             self.accepted_lengths[step.accepted] += 1
+        if step.tree and step.tree.siblings:
+            self._add_siblings(step, step.tree)
         # Under the token rule, positions up to the first rejection were each decided by their own draw.
         reached = min(step.accepted + 1, len(step.drafted))
         self.reached.update(range(reached))
@@ -106,6 +112,12 @@ class Counts:
         if step.finish:
             self.finished[step.finish] += 1
             self.cut_by[step.finish] += step.discarded > 0 or step.cut > 0
+
+    def _add_siblings(self, step: RowStep, tree: TreeResult) -> None:
+        for i, own in enumerate(tree.siblings[: len(step.drafted)]):
+            self.beside.update((i, j) for j in range(len(own)))
+        if step.aside and tree.aside is not None:
+            self.beside_accepted[step.accepted, tree.siblings[step.accepted].index(tree.aside)] += 1
 
     def merge(self, other: Counts) -> None:
         """Adds what another run has counted."""
@@ -132,6 +144,8 @@ class Counts:
             "committed_by_position": by_position(self.committed),
             "acceptance_by_position": _rates(self.accepted, self.drafted),
             "acceptance_by_position_decided": _rates(self.accepted, self.reached),
+            "siblings_drafted_by_position": by_place(self.beside, self.beside),
+            "siblings_accepted_by_position": by_place(self.beside_accepted, self.beside),
             "acceptance_rate": ratio(accepted, drafted),
             "tokens_decided": self.decided,
             "acceptance_rate_decided": ratio(accepted, self.decided),
@@ -169,6 +183,15 @@ def expected_tokens(chances: list[list[float]], weights: list[list[float]], last
 
 def by_position(counter: Counter[int]) -> list[int]:
     return [counter[i] for i in range(max(counter, default=-1) + 1)]
+
+
+def by_place(counter: Counter[Place], drawn: Counter[Place]) -> list[list[int]]:
+    """A list for each draft's position, with an entry for each sibling that was drawn there."""
+    positions = range(max((i for i, _ in drawn), default=-1) + 1)
+    return [
+        [counter[i, j] for j in range(1 + max((j for at, j in drawn if at == i), default=-1))]
+        for i in positions
+    ]
 
 
 def _rates(part: Counter[int], whole: Counter[int]) -> list[float]:

@@ -52,12 +52,12 @@ from llama_ssp.speculative.traversal import Closed, closed
 class Branches:
     """Tokens drawn after each draft, at its position, from its distribution without those drawn before them.
 
-    A row has the first `count_B` of the S at each of its drafts; fewer where the distribution has no more
-    tokens. `target_BKSV` is the target's distribution behind each: after the drafts before it, and itself.
+    A draft has the first `count_BK` of the S; fewer where the distribution has no more tokens. `target_BKSV`
+    is the target's distribution behind each: after the drafts before it, and itself.
     """
 
     token_BKS: Array
-    count_B: Array
+    count_BK: Array
     target_BKSV: Array
 
 
@@ -258,7 +258,7 @@ class TreeRule(BlockRule):
         branches = block.branches
         assert branches is not None
         child_BKC = joined(block.drafted_BK[:, :, None], branches.token_BKS)
-        here_BK = where(block.count_B[:, None] > order(block.drafted_BK), branches.count_B[:, None] + 1, 0)
+        here_BK = where(block.count_B[:, None] > order(block.drafted_BK), branches.count_BK + 1, 0)
         target_BKV = block.target_BWV[:, : block.k]
         return closed(block.carried_BW[:, :-1], target_BKV, block.draft_BKV, child_BKC, here_BK)
 

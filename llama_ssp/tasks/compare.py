@@ -56,6 +56,7 @@ class CompareTask(Task[CompareConf]):
         pair.load(1, longest + task.max_new_tokens, caches=(2, 1))
         spec, seed = self._run.speculation, self._inputs.seed
         title = f"speculative, {pair.spec.drafter}, K {'adaptive' if spec.adaptive else f'= {spec.k}'}"
+        title += f", {'up to ' * spec.adaptive}{spec.siblings} siblings" * bool(spec.siblings)
         self._sides = (
             Contestant("regular", pair, regular(self._run), seed),
             Contestant(title, pair, self._run, seed),

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
 from llama_ssp.speculative.stats import ratio
-from llama_ssp.tasks.certify.recorder import Witness
+from llama_ssp.tasks.certify.recorder import Tally, Witness
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 
@@ -42,26 +42,52 @@ def check_drafts(witness: Witness, level: float) -> Check:
 
 def check_acceptance(witness: Witness, level: float) -> Check:
     """Accepted drafts over what the distributions let expect, position by position."""
-    positions = range(len(witness.tried))
-    expected, stood = witness.expected, witness.stood
-    bands = [sum_band(witness.spread[at], level / len(positions)) for at in positions]
-    off = [at for at in positions if abs(stood[at] - expected[at]) > bands[at]]
-    intervals = [ratio(bands[at], expected[at]) for at in positions]
-    whole = ratio(sum(stood), sum(expected))
+    drafts, siblings, most = witness.drafts, witness.siblings, max(witness.most, 1)
+    level /= max(len(drafts.tried) + len(siblings.tried), 1)
+    off = [f"{at + 1} ({says})" for at, says in _off(drafts, level)]
+    off += [f"{at // most + 1}, sibling {at % most + 1} ({says})" for at, says in _off(siblings, level)]
+    intervals = _bands_over_expected(drafts, level)
+    whole = ratio(sum(drafts.stood), sum(drafts.expected))
     figures: dict[str, Any] = {
         "expectation": witness.rule.expectation,
         "accepted_over_expected": whole,
-        "decided_by_position": list(witness.tried),
-        "accepted_by_position": list(stood),
-        "expected_by_position": list(expected),
-        "accepted_over_expected_by_position": [ratio(stood[at], expected[at]) for at in positions],
+        "decided_by_position": list(drafts.tried),
+        "accepted_by_position": list(drafts.stood),
+        "expected_by_position": list(drafts.expected),
+        "accepted_over_expected_by_position": _over_expected(drafts),
         "half_interval_by_position": intervals,
     }
-    if not sum(witness.tried):
+    if witness.most:
+        figures |= {
+            "siblings_of_a_draft": witness.most,
+            "siblings_decided": list(siblings.tried),
+            "siblings_accepted": list(siblings.stood),
+            "siblings_expected": list(siblings.expected),
+            "siblings_accepted_over_expected": _over_expected(siblings),
+            "siblings_half_interval": _bands_over_expected(siblings, level),
+        }
+    if not sum(drafts.tried):
         return Check("monitor", Outcome.blind, "nothing was drafted", figures)
     says = "accepted over expected is " + ("-" if whole is None else f"{whole:.3f}")
-    places = ", ".join(f"{at + 1} ({stood[at]} for {expected[at]:.1f})" for at in off)
+    if (beside := ratio(sum(siblings.stood), sum(siblings.expected))) is not None:
+        says += f", of siblings {beside:.3f}"
     right = says
     if (first := intervals[0]) is not None:
         right += f"; {1 - first:.2f} .. {1 + first:.2f} is by chance at the first position"
-    return judged("monitor", [(off, f"{says}: not by chance at position {places}")], right, figures)
+    return judged("monitor", [(off, f"{says}: not by chance at position {', '.join(off)}")], right, figures)
+
+
+def _off(tally: Tally, level: float) -> list[tuple[int, str]]:
+    """The positions where chance does not explain how many stood."""
+    bands = [sum_band(spread, level) for spread in tally.spread]
+    rows = enumerate(zip(tally.stood, tally.expected, bands, strict=True))
+    return [(at, f"{stood} for {due:.1f}") for at, (stood, due, band) in rows if abs(stood - due) > band]
+
+
+def _over_expected(tally: Tally) -> list[float | None]:
+    return [ratio(stood, due) for stood, due in zip(tally.stood, tally.expected, strict=True)]
+
+
+def _bands_over_expected(tally: Tally, level: float) -> list[float | None]:
+    bands = [sum_band(spread, level) for spread in tally.spread]
+    return [ratio(band, due) for band, due in zip(bands, tally.expected, strict=True)]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from random import Random
+from typing import TypeVar
 
 from llama_ssp.config import CertifyConf
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.verification import TreeRule
 from llama_ssp.tasks.certify.near_ties import Finding, check_greedy
 from llama_ssp.tasks.certify.permutation_test import POWER, Samples
-from llama_ssp.tasks.certify.recorder import Witness
+from llama_ssp.tasks.certify.recorder import Round, Witness
 from llama_ssp.tasks.certify.rule_distribution import race_error, rule_error
 from llama_ssp.tasks.certify.samplers import Sampler
 from llama_ssp.tasks.certify.target_probs import (
@@ -24,8 +25,10 @@ from llama_ssp.tasks.certify.target_probs import (
     tolerance,
     typical_excess,
 )
+from llama_ssp.tasks.certify.tree_distribution import tree_error
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
+Place = TypeVar("Place")
 RULE_TOLERANCE = 1e-10  # of arithmetic in fp64
 MOST_NOISE = 0.2  # total variation between regular passes beyond which a distribution says too little
 RANDOM_CHECKS = 5  # drafts, monitor, numbers, first token and two samples share the false-alarm rate
@@ -47,24 +50,38 @@ def check_probs(
     """
     witness.room = task.law_rounds
     sampler.texts([replace(prompt, id=f"{prompt.id} law") for prompt in prompts], task.law_tokens)
-    witness.room, rounds, rule = 0, witness.rounds, witness.rule
+    witness.room, rounds = 0, witness.rounds
     if not rounds:
         return Check("law", Outcome.blind, "nothing was drafted, so verification had nothing to decide")
     if model is None:
         return None
     width = max(seen.count for seen in rounds) + 1
-    reference = Reference(model, rounds, width, task.batch_size, task.prefill_chunk)
+    looked_at = [*rounds, *spread(witness.behind, task.law_rounds)]
+    reference = Reference(model, looked_at, width, task.batch_size, task.prefill_chunk)
     if not leads:
         return None
     noise = reference.noise(transform)
-    places = [(index, at) for index, seen in enumerate(rounds) for at in range(seen.count + 1)]
-    departures = [reference.departure(transform, noise, index, at) for index, at in places]
-    error_of = partial(race_error, rule, witness.seed) if rule.shared_noise else partial(rule_error, rule)
-    errors = [error_of(rounds[index], at) for index, at in spread(places, 2 * task.law_rounds)]
+    departures = [
+        reference.departure(transform, noise, index, at)
+        for index, seen in enumerate(looked_at)
+        for at in range(seen.count + 1)
+    ]
+    places = [(seen, at) for seen in rounds for at in range(seen.count + 1)]
+    errors = [_rule_error(witness, *place) for place in spread(places, 2 * task.law_rounds)]
     return _probs_finding(noise, departures, [error for error in errors if error is not None])
 
 
-def spread(places: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+def _rule_error(witness: Witness, seen: Round, at: int) -> float | None:
+    rule = witness.rule
+    if rule.shared_noise:
+        return race_error(rule, witness.seed, seen, at)
+    if seen.siblings:
+        assert isinstance(rule, TreeRule)
+        return tree_error(rule, seen, at)
+    return rule_error(rule, seen, at)
+
+
+def spread(places: list[Place], most: int) -> list[Place]:
     """A random subset: a fixed stride would hit the same positions of rounds of equal length."""
     chosen = Random(len(places)).sample(range(len(places)), min(len(places), most))
     return [places[number] for number in sorted(chosen)]

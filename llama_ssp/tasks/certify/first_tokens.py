@@ -8,6 +8,7 @@ at the first position.
 
 from __future__ import annotations
 
+from itertools import chain
 from random import Random
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
+from llama_ssp.speculative.drafters.siblings import with_siblings
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.rng import Purpose
+from llama_ssp.speculative.siblings import CHAIN
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.tasks.certify.recorder import Round, Witness
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
@@ -86,7 +89,14 @@ def _drawn(engine: Engine, seen: Round, names: list[str]) -> list[int]:
         drafted.append(engine.draws.categorical(draft_BKV[:, offset], state.slot(Purpose.DRAFT, offset)))
         state.write_draft(drafted[-1], offset, counts)
     proposal = Proposal(torch.stack(drafted, 1), draft_BKV, counts)
-    result = engine.judge(state, proposal, seen.logit_WV.to(device).expand(len(names), -1, -1))
+    logit_WV = seen.logit_WV
+    if seen.siblings:
+        proposal = with_siblings(proposal, state, engine.draws, [len(seen.siblings[0])] * len(names))
+        assert proposal.siblings is not None
+        main, beside = iter(logit_WV), (one.logit_WV[0] for one in chain(*seen.behind))
+        numbers = proposal.siblings.numbers[0]
+        logit_WV = torch.stack([next(main if number == CHAIN else beside) for number in numbers])
+    result = engine.judge(state, proposal, logit_WV.to(device).expand(len(names), -1, -1))
     return [result.tokens(row)[0] for row in range(len(names))]
 
 

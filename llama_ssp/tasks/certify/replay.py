@@ -18,16 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
 from llama_ssp.speculative.rng import CounterDraws, Purpose, heat
 from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import State
-from llama_ssp.speculative.verification import Block, Rule
+from llama_ssp.speculative.verification import Block, Rule, TreeRule
+from llama_ssp.tasks.certify.children import children, siblings_that_stand
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 TIE = 1e-9  # a number this close to its chance may pass or not
 ROUNDING = 1e-12  # of a probability; a chance that is a quotient of small differences may move by more
-MOST_DRAFTS = 32  # positions of a round that are looked at
+MOST = 32  # drafts and siblings of a round that are looked at
 
 Numbers = NDArray[np.float64]
 
@@ -38,6 +40,7 @@ class Decisions:
 
     rule: Rule
     seed: int
+    most: int = 0  # siblings of a draft
     taken: int = 0
     lengths_wrong: int = 0
     tokens_wrong: int = 0
@@ -54,65 +57,114 @@ class Decisions:
             return
         source, device = CounterDraws(self.seed), block.drafted_BK.device
         rows = [row for row, ended in enumerate(state.ended) if not (ended or result.damaged[row])]
-        coin_BK = source._uniforms(state.slot(Purpose.ACCEPT), block.k, device)
-        length, token = refuted(self.rule, source, state, block, result, coin_BK)
+        coin_BKC = _coins(source, state, block)
+        length, token = refuted(self.rule, source, state, block, result, coin_BKC)
         self.taken += len(rows)
         self.lengths_wrong += sum(length[row] for row in rows)
         self.tokens_wrong += sum(token[row] for row in rows)
         clock_BN = source._clocks(state.slot(Purpose.CORRECT), 2 * heat(block.target_BWV.shape[-1]), device)
-        self._collect(rows, block, coin_BK.cpu().numpy(), clock_BN.cpu().numpy())
+        self._collect(rows, block, coin_BKC.cpu().numpy(), clock_BN.cpu().numpy())
 
-    def _collect(self, rows: list[int], block: Block, coin_BK: Numbers, clock_BN: Numbers) -> None:
+    def _collect(self, rows: list[int], block: Block, coin_BKC: Numbers, clock_BN: Numbers) -> None:
         """Sums of products of two numbers of a round, each less its mean, and how often both were there."""
-        count_B, k = block.count_B.cpu().numpy(), min(block.k, MOST_DRAFTS)
-        real_BK = (np.arange(k) < count_B[:, None]) & np.isin(np.arange(len(count_B)), rows)[:, None]
-        self.coins += coin_BK[:, :k][real_BK].tolist()
-        place_BK = places(block, self._uniforms.random(block.drafted_BK.shape))[:, :k]
-        own = np.zeros((len(count_B), 2 * MOST_DRAFTS))
+        shape = (*block.drafted_BK.shape, self.most + 1)
+        real, place, coin = np.zeros(shape, dtype=bool), np.zeros(shape), np.zeros(shape)
+        coin[..., : coin_BKC.shape[-1]] = coin_BKC
+        taken_B11 = np.isin(np.arange(shape[0]), rows)[:, None, None]
+        for c, (law_BKV, token_BK, drawn_BK) in enumerate(children(block)):
+            real[..., c] = drawn_BK.cpu().numpy()
+            place[..., c] = places(law_BKV, token_BK, self._uniforms.random(shape[:2]))
+        real &= taken_B11
+        self.coins += coin[real].tolist()
+        real_BN, *number_2BN = (array.reshape(shape[0], -1)[:, :MOST] for array in (real, place, coin))
+        own = np.zeros((shape[0], 2 * MOST))
         there = np.zeros_like(own)
-        for first, number_BK in ((0, place_BK), (MOST_DRAFTS, coin_BK[:, :k])):
-            own[:, first : first + k] = np.where(real_BK, number_BK - 0.5, 0)
-            there[:, first : first + k] = real_BK
-        race = np.where(real_BK[:, :1], np.exp(-clock_BN) - 0.5, 0)
+        for first, number_BN in zip((0, MOST), number_2BN, strict=True):
+            own[:, first : first + real_BN.shape[1]] = np.where(real_BN, number_BN - 0.5, 0)
+            there[:, first : first + real_BN.shape[1]] = real_BN
+        race = np.where(real_BN[:, :1], np.exp(-clock_BN) - 0.5, 0)
         products = own.T @ np.concatenate([own, race], 1)
-        counts = there.T @ np.concatenate([there, np.repeat(real_BK[:, :1], race.shape[1], 1)], 1)
+        counts = there.T @ np.concatenate([there, np.repeat(real_BN[:, :1], race.shape[1], 1)], 1)
         self.products = products if self.products is None else self.products + products
         self.counts = counts if self.counts is None else self.counts + counts
 
 
+def _coins(source: CounterDraws, state: State, block: Block) -> Tensor:
+    """The numbers that decide each draft and its siblings, (B, K, C)."""
+    device, k = block.drafted_BK.device, block.k
+    coin_BKC = source._uniforms(state.slot(Purpose.ACCEPT), k, device)[..., None]
+    if block.branches is None:
+        return coin_BKC
+    side_BN = source._uniforms(state.slot(Purpose.ACCEPT_SIBLING), k * MAX_SIBLINGS, device)
+    side_BKS = side_BN.reshape(len(side_BN), k, MAX_SIBLINGS)[..., : block.branches.token_BKS.shape[-1]]
+    return torch.cat([coin_BKC, side_BKS], -1)
+
+
 def refuted(
-    rule: Rule, source: CounterDraws, state: State, block: Block, result: RoundResult, coin_BK: Tensor
+    rule: Rule, source: CounterDraws, state: State, block: Block, result: RoundResult, coin_BKC: Tensor
 ) -> tuple[list[bool], list[bool]]:
-    """For each row, whether another number of drafts stands, and whether another token follows them."""
+    """For each row, whether other drafts and siblings stand, and whether another token follows them."""
     device = block.drafted_BK.device
-    taken_B = torch.tensor(result.accepted, device=device)
-    wrong_B = _beyond(rule, coin_BK, taken_B, rule.accept_chances(block))
+    taken_B = torch.tensor(_outcomes(block, result), device=device)
+    wrong_B = _beyond(rule, coin_BKC, taken_B, _chances(rule, block))
     if bool(wrong_B.any()):
         near = [replace(block, target_BWV=block.target_BWV * (1 + sign * ROUNDING)) for sign in (-1, 1)]
-        chance_3BK = torch.stack([rule.accept_chances(one) for one in (block, *near)])
-        wrong_B &= _beyond(rule, coin_BK, taken_B, chance_3BK.amin(0), chance_3BK.amax(0))
-    probs_BV = rule.correction_probs(block, torch.minimum(taken_B, block.count_B))
+        chance_3BKC = torch.stack([_chances(rule, one) for one in (block, *near)])
+        wrong_B &= _beyond(rule, coin_BKC, taken_B, chance_3BKC.amin(0), chance_3BKC.amax(0))
+    probs_BV = _probs_after(rule, block, taken_B)
     token_B = source.categorical(probs_BV, state.slot(Purpose.CORRECT))
     other_B = token_B != torch.tensor(result.token, device=device)
     return wrong_B.tolist(), other_B.tolist()
 
 
 def _beyond(
-    rule: Rule, coin_BK: Tensor, taken_B: Tensor, least_BK: Tensor, most_BK: Tensor | None = None
+    rule: Rule, coin_BKC: Tensor, taken_B: Tensor, least_BKC: Tensor, most_BKC: Tensor | None = None
 ) -> Tensor:
-    """Whether fewer or more drafts stand than with any chances in between."""
-    fewest_B = rule.accepted(coin_BK < least_BK - TIE)
-    most_B = rule.accepted(coin_BK < (least_BK if most_BK is None else most_BK) + TIE)
+    """Whether less or more stands than with any chances in between."""
+    fewest_B = _outcome(rule, coin_BKC < least_BKC - TIE)
+    most_B = _outcome(rule, coin_BKC < (least_BKC if most_BKC is None else most_BKC) + TIE)
     return torch.as_tensor((taken_B < fewest_B) | (taken_B > most_B))
 
 
-def places(block: Block, uniform_BK: Numbers) -> Numbers:
-    """Where each draft lies in its distribution, in the order of token ids: the uniform number it was drawn
+def _outcomes(block: Block, result: RoundResult) -> list[int]:
+    """What stands in each row, as `accepted` of the rule counts it, or `outcome` where there are siblings."""
+    if block.branches is None:
+        return result.accepted
+    size, rows = (
+        block.branches.token_BKS.shape[-1] + 1,
+        zip(result.accepted, siblings_that_stand(block, result), strict=True),
+    )
+    return [accepted * size + (size - 1 - sibling[1] if sibling else 0) for accepted, sibling in rows]
+
+
+def _chances(rule: Rule, block: Block) -> Tensor:
+    """Of the draws of each draft and its siblings, (B, K, C)."""
+    if block.branches is None:
+        return torch.as_tensor(rule.accept_chances(block)[..., None])
+    assert isinstance(rule, TreeRule)
+    return torch.as_tensor(rule.tree_chances(block))
+
+
+def _outcome(rule: Rule, passed_BKC: Tensor) -> Tensor:
+    if passed_BKC.shape[-1] == 1:
+        return torch.as_tensor(rule.accepted(passed_BKC[..., 0]))
+    assert isinstance(rule, TreeRule)
+    return torch.as_tensor(rule.outcome(passed_BKC[..., 0], passed_BKC[..., 1:]))
+
+
+def _probs_after(rule: Rule, block: Block, taken_B: Tensor) -> Tensor:
+    if block.branches is None:
+        return torch.as_tensor(rule.correction_probs(block, torch.minimum(taken_B, block.count_B)))
+    assert isinstance(rule, TreeRule)
+    return torch.as_tensor(rule.probs_after(block, taken_B))
+
+
+def places(law_BKV: Tensor, token_BK: Tensor, uniform_BK: Numbers) -> Numbers:
+    """Where each token lies in its distribution, in the order of token ids: the uniform number it was drawn
     with, up to the token's own width, within which `uniform_BK` places it."""
-    own_BK1 = block.drafted_BK[..., None]
-    rising_BKV = block.draft_BKV.cumsum(-1)
-    end_BK = rising_BKV.gather(2, own_BK1)[..., 0].cpu().numpy()
-    share_BK = block.draft_BKV.gather(2, own_BK1)[..., 0].cpu().numpy()
+    own_BK1 = token_BK[..., None]
+    end_BK = law_BKV.cumsum(-1).gather(2, own_BK1)[..., 0].cpu().numpy()
+    share_BK = law_BKV.gather(2, own_BK1)[..., 0].cpu().numpy()
     return np.asarray(np.clip(end_BK - share_BK * uniform_BK, 0, 1))
 
 
@@ -127,7 +179,7 @@ def check_decisions(seen: Decisions) -> Check:
         return Check("decisions", Outcome.skipped, "the law check replays rounds with shared noise", figures)
     if not seen.taken:
         return Check("decisions", Outcome.blind, "no decision could be replayed", figures)
-    fault = f"of {seen.taken} decisions {seen.lengths_wrong} keep another number of drafts than the rule, "
+    fault = f"of {seen.taken} decisions {seen.lengths_wrong} keep other drafts than the rule, "
     fault += f"{seen.tokens_wrong} another token after them"
     right = f"{seen.taken} decisions, replayed from their random numbers, are the rule's"
     return judged("decisions", [(seen.lengths_wrong or seen.tokens_wrong, fault)], right, figures)
@@ -142,7 +194,7 @@ def check_numbers(seen: Decisions, level: float) -> Check:
         return Check("numbers", Outcome.blind, "no number was drawn", figures)
     repeated = len(seen.coins) - len(set(seen.coins))
     off, band = uniform_distance(seen.coins), uniform_band(len(seen.coins), level / 2)
-    worst, where, pairs = _dependence(seen.products, seen.counts, level / 2)
+    worst, where, pairs = _dependence(seen.products, seen.counts, level / 2, seen.most + 1)
     figures |= {
         "coins_repeated": repeated,
         "largest_distance": off,
@@ -162,7 +214,7 @@ def check_numbers(seen: Decisions, level: float) -> Check:
     return judged("numbers", faults, right, figures)
 
 
-def _dependence(products: Numbers, counts: Numbers, level: float) -> tuple[float, str, int]:
+def _dependence(products: Numbers, counts: Numbers, level: float, size: int) -> tuple[float, str, int]:
     """The largest sum of products over its band, of which pair, and the number of pairs.
 
     Four times a product of two independent uniforms, each less a half, is in -1..1, with variance 1/9.
@@ -173,10 +225,15 @@ def _dependence(products: Numbers, counts: Numbers, level: float) -> tuple[float
     share = level / len(pairs)
     over = [abs(4 * products[i, j]) / sum_band(counts[i, j] / 9, share) for i, j in pairs]
     worst = int(np.argmax(over))
-    one, other = map(_named, pairs[worst])
+    one, other = (_named(column, size) for column in pairs[worst])
     return float(over[worst]), f"{one} and {other}", len(pairs)
 
 
-def _named(column: int) -> str:
-    kind, number = divmod(column, MOST_DRAFTS)
-    return f"{('draft', 'coin')[kind]} {number + 1}" if kind < 2 else f"clock {column - 2 * MOST_DRAFTS + 1}"
+def _named(column: int, size: int) -> str:
+    """A column of the products; of each draft there are `size`, with its siblings."""
+    kind, number = divmod(column, MOST)
+    if kind > 1:
+        return f"clock {column - 2 * MOST + 1}"
+    draft, sibling = divmod(number, size)
+    name = f"{('draft', 'coin')[kind]} {draft + 1}"
+    return f"{name}, sibling {sibling}" if sibling else name

@@ -51,7 +51,7 @@ def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
         probs_V = rule.correction_probs(block, torch.tensor([at]))[0]
         return float((probs_V - target_V).abs().sum()) / 2
     draft_V = seen.draft_KV[at]
-    tried = _likeliest(draft_V)
+    tried = likeliest(draft_V)
     kept_V, corrected_V = torch.zeros_like(target_V), torch.zeros_like(target_V)
     some_V = target_V
     for part in torch.split(tried, max(1, CELLS // len(target_V))):
@@ -63,25 +63,24 @@ def rule_error(rule: Rule, seen: Round, at: int) -> float | None:
         corrected_V += (draft_V[part] * chance_EN[:, at]) @ correction_EV
         some_V = correction_EV[0]
     rest_V = draft_V.index_fill(0, tried, 0)
-    reached, rest = float((kept_V + corrected_V).sum()), float(rest_V.sum())
-    missed = _missed(kept_V, corrected_V, some_V, reach * target_V, rest_V)
-    return max(missed, reached - reach, reach - reached - rest)
+    return missed(kept_V, corrected_V, some_V, reach * target_V, rest_V)
 
 
-def _missed(kept_V: Tensor, corrected_V: Tensor, some_V: Tensor, due_V: Tensor, rest_V: Tensor) -> float:
-    """The equation, with the best addition of the tokens that were not tried.
+def missed(kept_V: Tensor, corrected_V: Tensor, some_V: Tensor, due_V: Tensor, rest_V: Tensor) -> float:
+    """By how much the equation is missed, with the best addition of the tokens that were not tried.
 
     Of `rest_V` each may add to its own token, and all of it together to the correction.
     """
     correction_V = corrected_V / corrected_V.sum() if float(corrected_V.sum()) > 0 else some_V
     lacking_V = due_V - kept_V - corrected_V
 
-    def missed(added: float) -> float:
+    def lacking(added: float) -> float:
         left_V = lacking_V - added * correction_V
         return float((left_V - torch.minimum(left_V.clamp(min=0), rest_V)).abs().sum()) / 2
 
-    rest = float(rest_V.sum())
-    return min(missed(0.0), _least(missed, rest)) if rest > 0 else missed(0.0)
+    rest, less = float(rest_V.sum()), float(lacking_V.sum())
+    least = min(lacking(0.0), _least(lacking, rest)) if rest > 0 else lacking(0.0)
+    return max(least, -less, less - rest)
 
 
 def _least(convex: Callable[[float], float], high: float) -> float:
@@ -135,7 +134,7 @@ def _block(seen: Round, drafted_EK: Tensor, count: int) -> Block:
     )
 
 
-def _likeliest(draft_V: Tensor) -> Tensor:
+def likeliest(draft_V: Tensor) -> Tensor:
     """The fewest tokens that leave out no more than REST of the distribution, MOST_TRIED at most."""
     down = draft_V.sort(descending=True)
     needed = int((down.values.cumsum(0) < 1 - REST).sum()) + 1

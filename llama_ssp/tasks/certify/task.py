@@ -75,7 +75,8 @@ class CertifyTask(Task[CertifyConf]):
         greedy_only, target = run.sampling.temperature == 0, pair.models.target
         seed, level = self._inputs.seed, level_of(task)
         total = count * (3 + (0 if greedy_only else 3 * task.samples) + greedy_only)
-        witness, drawn = Witness(rule_of(run), seed), list[Check]()
+        spec = run.speculation
+        witness, drawn = Witness(rule_of(run), seed, spec.siblings), list[Check]()
         with Progress("certify", total, "texts") as progress:
             make = partial(self._sampler, pair, progress.advance)
             subject = make("speculative", run, witness=witness)
@@ -83,7 +84,7 @@ class CertifyTask(Task[CertifyConf]):
             transform = SamplingTransform(run.sampling, ends, vocab)
             self._add(check_probs(subject, witness, target, transform, self._texts, task, leads))
             if leads:
-                self._add(check_filters(witness.rounds, transform))
+                self._add(check_filters([*witness.rounds, *witness.behind], transform))
             if not greedy_only:
                 others = make("regular", regular(run)), make(WRONG.name, run, rule=WRONG)
                 drawn = check_samples(subject, *others, self._texts, task, seed, leads)
@@ -101,8 +102,8 @@ class CertifyTask(Task[CertifyConf]):
             greedy = replace(run, sampling=SamplingConfig(temperature=0.0))
             wrong = make(WRONG.name, greedy, rule=WRONG) if greedy_only else None
             ours, plain = make("speculative, greedy", greedy), make("regular, greedy", regular(greedy))
-            k = run.speculation.k_max if run.speculation.adaptive else run.speculation.k
-            self._add(*check_greedy_texts(target, ours, plain, wrong, k, self._texts, task))
+            widest = spec.longest * (1 + spec.siblings)
+            self._add(*check_greedy_texts(target, ours, plain, wrong, widest, self._texts, task))
             self._measure(pair, ours, greedy)
             self._measure(pair, plain, regular(greedy))
 
@@ -133,6 +134,8 @@ class CertifyTask(Task[CertifyConf]):
         """What is judged, in words."""
         entry, spec = self._inputs.pairs[0], self._run.speculation
         how = f"{spec.verification.value} verification, {'adaptive K' if spec.adaptive else f'K = {spec.k}'}"
+        if spec.siblings:
+            how += f", {'up to ' * spec.adaptive}{spec.siblings} siblings of each draft"
         return f"{entry.target} with {entry.drafter} ({how})"
 
     def _report(self) -> None:
