@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMAND = re.compile(
     r"\s*(?:cat \S+ \| |\[?torchrun [^]]*?|python )?(?:launch/run\.py|llama-ssp)(?= \S)(?P<words>.*)"
 )
-OTHERS = re.compile(r"\.\.\.|--config-dir|^ (?:report|diff) ")  # to be filled in, folders of the reader's
+OTHERS = re.compile(r"\.\.\.|--config-dir|^ (?:runs|report|diff)\b")  # what the reader has
 
 
 def commands() -> list[tuple[str, str]]:

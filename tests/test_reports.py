@@ -166,12 +166,23 @@ def test_what_differs_between_two_runs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "second / first 1.00" in same and same.endswith("no difference seen")
 
 
+def test_runs_are_listed_by_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "2026-01-02" / "run", measured())
+    saved(tmp_path / "2026-01-01" / "sweep" / "k=1", measured() | {"status": "interrupted"})
+    saved(tmp_path / "other", {"name": "of another program"})
+    assert commands.execute("runs", [str(tmp_path)]) == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert "k=1" in first and first.rstrip().endswith("interrupted")
+    assert "measure, big with small: K = " in second and "times as fast" in second
+
+
 @pytest.mark.parametrize(
     ("command", "words", "error"),
     [
         ("report", [], UsageError), ("report", ["missing"], DataError), ("diff", ["a"], UsageError),
         ("diff", ["a", "c"], UsageError), ("report", ["--x"], UsageError), ("report", ["broken"], DataError),
-        ("report", ["a", "out=no/a.html"], StorageError),
+        ("report", ["a", "out=no/a.html"], StorageError), ("runs", ["a", "b"], UsageError),
+        ("runs", ["no"], DataError), ("runs", ["out=a"], UsageError),
     ],
 )  # fmt: skip
 def test_wrong_words(

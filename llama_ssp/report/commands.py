@@ -1,31 +1,51 @@
-"""`llama-ssp report RUN ...` and `llama-ssp diff RUN RUN`: what reads run folders. No torch, no Hydra."""
+"""`llama-ssp runs`, `report RUN ...` and `diff RUN RUN`: what reads run folders. No torch, no Hydra."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from llama_ssp.config import home_expanded
-from llama_ssp.errors import OK, StorageError, UsageError
+from llama_ssp.config import RunConf, home_expanded
+from llama_ssp.errors import OK, DataError, StorageError, UsageError
 from llama_ssp.report.console import Console
 from llama_ssp.report.differences import differences
+from llama_ssp.report.headline import headline
 from llama_ssp.report.page import page
 from llama_ssp.report.saved_run import open_run
+from llama_ssp.report.tables import Column, Row, Table
 
-REPORT, DIFF = "report", "diff"
-USAGE = {REPORT: "llama-ssp report RUN... [out=FILE.html]", DIFF: "llama-ssp diff RUN RUN"}
-MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the report goes into the first, or to out="
+RUNS, REPORT, DIFF = "runs", "report", "diff"
+USAGE = {
+    RUNS: "llama-ssp runs [FOLDER]",
+    REPORT: "llama-ssp report RUN... [out=FILE.html]",
+    DIFF: "llama-ssp diff RUN RUN",
+}
+MEANING = {
+    RUNS: "lists the runs below FOLDER (outputs), the newest last, each with its first figures",
+    REPORT: "RUN: the folder of a run, outputs/DATE/TIME-TASK; the report goes into the first, or to out=",
+    DIFF: "RUN: the folder of a run, outputs/DATE/TIME-TASK",
+}
+COLUMNS = Column("run", is_text=True), Column("of", is_text=True)
+FIRST = 2  # figures of a run in the list
 
 
 def execute(command: str, words: Sequence[str]) -> int:
     """Runs the command on the folders that are named; the exit code. Raises UsageError and DataError."""
     console = Console()
     if {"--help", "-h"} & set(words):
-        console.show([USAGE[command], MEANING])
+        console.show([USAGE[command], MEANING[command]])
         return OK
     places = [word for word in words if not word.startswith(("-", "out="))]
-    wrong = [word for word in words if word.startswith("-") or (word.startswith("out=") and command == DIFF)]
+    refused = ("-",) if command == REPORT else ("-", "out=")
+    wrong = [word for word in words if word.startswith(refused)]
     if wrong:
         raise UsageError(f"unknown argument {wrong[0]}", allowed=USAGE[command])
+    if command == RUNS:
+        if len(places) > 1:
+            raise UsageError("name one folder", found=f"{len(places)} named", fix=USAGE[RUNS])
+        console.show([listed(home_expanded([*places, str(RunConf().out)][0]))])
+        return OK
     if not places or (command == DIFF and len(places) != 2):
         what = "name two runs" if command == DIFF else "name one run or several"
         raise UsageError(what, found=f"{len(places)} named", fix=USAGE[command])
@@ -41,3 +61,18 @@ def execute(command: str, words: Sequence[str]) -> int:
         raise StorageError(f"cannot write the report: {error.strerror}", file, fix="out=FILE.html") from None
     console.line(str(file))
     return OK
+
+
+def listed(folder: Path) -> Table:
+    """The runs below a folder, by date. Raises DataError where there is none."""
+    rows = list[Row]()
+    for file in sorted(folder.rglob("summary.json")):
+        with suppress(DataError):  # another program's
+            run = open_run(str(file))
+            status = str(run.summary.get("status", ""))
+            figures = headline(run.summary)[:FIRST] if status == "done" else []
+            words = [f"{one.name} {one.value:.3g}" for one in figures] or [status]
+            rows.append({"run": str(file.parent), "of": f"{run.subject}: {'; '.join(words)}"})
+    if not rows:
+        raise DataError("there is no run", folder, fix="name the folder that out= was given")
+    return Table("runs", COLUMNS, rows)

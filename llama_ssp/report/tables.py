@@ -17,6 +17,7 @@ from rich.text import Text
 Row = dict[str, Any]
 ANY_WIDTH = 100_000
 MOST_HTML = 40  # rows of a table on a page
+NONE = "-"  # a cell without a value
 GAP = 2  # columns between two columns of a table
 
 
@@ -47,7 +48,7 @@ class Column:
     def cell(self, row: Row) -> str:
         values = [row.get(key) for key in self.fields()]
         if None in values:
-            return "-"
+            return NONE
         return "..".join(map(self._word, values)) + " %" * self.is_percent
 
     def _word(self, value: Any) -> str:
@@ -84,18 +85,26 @@ class Table:
             return
         shown = self.fitting(options.max_width)
         yield self._rich(shown)
-        if missing := [column.head for column in self.columns if column not in shown]:
+        if missing := [column.head for column in self._filled() if column not in shown]:
             yield Text(f"too narrow for: {', '.join(missing)} ({self.name}.csv has them)", style="dim")
 
     def fitting(self, width: int) -> list[Column]:
         """The columns that fit this width: the optional ones go, from the right, the highest first."""
-        shown = list(self.columns)
+        shown = self._filled()
         while sum(map(self._width, shown)) + GAP * (len(shown) - 1) > width:
             most = max(column.optional for column in shown)
             if not most:
                 break
             shown.remove([column for column in shown if column.optional == most][-1])
         return shown
+
+    def _filled(self) -> list[Column]:
+        """The columns without the optional ones that have no value: intervals of one repeat."""
+        return [
+            column
+            for column in self.columns
+            if not column.optional or any(column.cell(row) != NONE for row in self.rows)
+        ]
 
     def csv(self) -> str:
         """The values as they are, not rounded, under the columns' keys."""
@@ -133,7 +142,9 @@ class Table:
     def _rich(self, columns: Sequence[Column]) -> RichTable:
         table = _plain_table()
         for column in columns:
-            table.add_column(Text(column.head), justify=_side(column.is_text), no_wrap=not column.is_text)
+            table.add_column(
+                Text(column.head), justify=_side(column.is_text), no_wrap=not column.is_text, overflow="fold"
+            )
         for row in self.rows:
             table.add_row(*(Text(column.cell(row)) for column in columns))
         return table
@@ -176,7 +187,7 @@ def rendered(item: Any) -> list[str]:
 
 def figure(value: float | None, digits: int = 2) -> str:
     """A number, or a dash where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    return NONE if value is None else f"{value:.{digits}f}"
 
 
 def _plain_table() -> RichTable:
