@@ -10,6 +10,7 @@ from llama_ssp.report.statistics import Estimate
 from llama_ssp.report.tables import Row
 
 PACE = {"ms_per_token": "ms/token", "tokens_per_s": "tokens/s"}
+QUESTIONS = {"speedup": "times as fast", "tokens_per_round": "tokens a round"}
 RATES = {"acceptance_rate": "drafts accepted", "tokens_per_target_forward": "tokens a round"}
 
 
@@ -52,6 +53,8 @@ def _measured(found: Row) -> Iterator[Figure]:
         for row in one.get("pair", ()):
             k = "adaptive" if row["k"] is None else row["k"]
             yield from _figures(row, {"speedup": "times as fast", **PACE, **RATES}, f"{of}K = {k}")
+            for part in row.get("by_category") or ():  # of a suite
+                yield from _figures(part, QUESTIONS, f"{of}K = {k}, {part['category']}")
         for alone in ("target alone", "draft alone"):
             yield from _figures(one.get(alone.replace(" ", "_")) or {}, PACE, of + alone)
 

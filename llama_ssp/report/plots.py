@@ -99,7 +99,7 @@ def caption(summary: dict[str, Any]) -> str:
 def _number(summary: dict[str, Any]) -> str:
     if summary["task"] == "measure":
         repeats = (summary.get("target_alone") or {}).get("repeats", 0)
-        return f"n = {repeats} repeats of {summary.get('prompts')} prompts"
+        return f"n = {repeats} repeat{'s' * (repeats != 1)} of {summary.get('prompts')} prompts"
     if summary["task"] == "eval":
         return f"n = {max((row['prompts'] for row in summary['rows']), default=0)} prompts"
     if summary["task"] == "plan":
@@ -159,14 +159,17 @@ def _score_label(pair: str, size: int, difference: dict[str, Any] | None) -> str
 
 
 def _speeds(summary: dict[str, Any]) -> Figure | None:
-    """Three panels of what task=measure has measured: speed-up over K, acceptance by position, time."""
+    """Panels of what task=measure has measured: speed-up over K, acceptance by position, time by parts."""
     if not summary.get("target_alone"):
         return None
-    figure = _figure(13, 4.6)
-    speed, acceptance, time = figure.subplots(1, 3, width_ratios=[1.2, 1, 1.2])
+    split = _splits(summary)
+    widths = [1.2, 1.0, 1.2] if split else [1.2, 1.0]
+    figure = _figure(3.8 * sum(widths), 4.6)
+    speed, acceptance, *time = figure.subplots(1, len(widths), width_ratios=widths)
     _speedups(speed, summary)
     _acceptance(acceptance, summary)
-    _time(time, summary)
+    for axes in time:
+        _time(axes, split)
     return figure
 
 
@@ -200,10 +203,14 @@ def _acceptance(axes: Axes, found: dict[str, Any]) -> None:
     _legend_below(axes)
 
 
-def _time(axes: Axes, found: dict[str, Any]) -> None:
+def _splits(found: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """Each contender's time by parts; none of a suite."""
     rows = [("target", found["target_alone"]), ("draft", found["draft_alone"] or {})]
     rows += [(_drafts(row), row) for row in found["pair"]]
-    split = [(name, part) for name, row in rows if (part := row.get("time_split_ms_per_token"))]
+    return [(name, part) for name, row in rows if (part := row.get("time_split_ms_per_token"))]
+
+
+def _time(axes: Axes, split: list[tuple[str, dict[str, float]]]) -> None:
     axes.set_title("where the time goes, ms/token")
     bottom = [0.0] * len(split)
     for part, (colour, label) in PARTS.items():

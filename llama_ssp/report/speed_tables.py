@@ -171,7 +171,7 @@ def _notes(found: Row) -> Iterator[str]:
         held = Column("cost_ratio", is_interval=True).cell(found)
         yield (
             f"draft step over target step {found['cost_ratio']:.2f}{f' ({held})' * (held != '-')}, "
-            f"acceptance of a decided draft {found['alpha']:.2f}: what `predicted` rests on"
+            f"acceptance of a decided draft {found['alpha']:.2f}; `predicted` is made of both"
         )
     covered = f" (coverage {coverage:.3f})" if coverage else ""
     yield f"{found['interval']}{covered}; ms and tokens/s without prefill, first token with it"
