@@ -126,14 +126,17 @@ def summed_up(name: str, taken: list[float], regular: list[float], counts: Count
     }
 
 
-def by_us(pair: PairSession, run: RunConf, new: int, seed: int, k: int) -> tuple[float, Counts]:
-    """Milliseconds a token of our loop, one prompt after the other, no early end."""
-    spec = replace(run.speculation, k=k, drafter=run.speculation.drafter if k else Drafting.none)
+def by_us(
+    pair: PairSession, run: RunConf, new: int, seed: int, k: int, siblings: int = 0
+) -> tuple[float, Counts]:
+    """Milliseconds a token of our loop, one prompt after the other, no early end; siblings of each draft."""
+    drafter = run.speculation.drafter if k else Drafting.none
+    spec = replace(run.speculation, k=k, drafter=drafter, siblings=siblings)
     counts, spent = Counts(), 0.0
     for number, text in enumerate(PROMPTS):
         engine = pair.engine(seed, replace(run, speculation=spec), frozenset())
         timed = TimedRun(engine, [Prompt(str(number), tuple(pair.tokens.encode(text)))], new)
-        for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1)):
+        for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1, siblings)):
             pass
         counts.merge(timed.counts)
         spent += timed.counts.decode_s

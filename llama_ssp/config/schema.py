@@ -34,7 +34,7 @@ def share(default: float | None, fix: str = "") -> Any:
 # `packed` keeps the codes of a quantised checkpoint, and computes with them in bf16; `int4` has groups of 32.
 Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
 # Where weights come from: a checkpoint, or a seed (the real shape, no files needed).
-Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
+Weights = StrEnum("Weights", ["checkpoint", "synthetic", "mtp"])
 # What proposes tokens.
 Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
 # The exact rule that accepts tokens; `block` accepts at least as many as `token`, the reference. With
@@ -79,7 +79,8 @@ class ModelConf:
         repo: A repository on the Hugging Face hub with files of this shape; model=ORG/NAME needs no preset.
         revision: A commit, tag or branch of the repository; null is its main branch.
         path: A folder or GGUF file with a model of this shape; model=FOLDER needs no preset.
-        weights: checkpoint reads files; synthetic builds the same shape from a seed, without files.
+        weights: checkpoint reads files; synthetic builds the same shape from a seed, without files; mtp, of a
+            draft, reads the layer for multi-token prediction in the target's files.
         dtype: How weights are held. auto is what the device computes fastest without loss of range; int8,
             int4 and nf4 quantise while reading; packed keeps the codes of a quantised checkpoint.
         seed: The seed of synthetic weights.

@@ -83,6 +83,7 @@ class CausalModel:
 
     def tap(self, blocks: tuple[int, ...]) -> None:
         """As of a `DecoderModel`; what the last block gives is not among them: transformers norms it first.
+        That is block -1.
 
         Raises ModelError for a block that the model does not have.
         """
@@ -98,28 +99,36 @@ class CausalModel:
     @torch.inference_mode()
     def logits(self, token_BW: Tensor, feed: Feed, cache: RaggedCache, last_only: bool) -> Tensor:
         """Logits, (B, W, V); of the last column only, (B, 1, V), for a pass that is fed for its keys."""
-        masks = {kind: self._mask(feed.visible(window)) for kind, window in self.windows.items()}
-        cache.expect(feed, masks)
-        beyond_BW = feed.beyond(self.scale.limit) if self.scale else None
+        inputs = self._inputs(feed, cache)
         # As an index: a slice of several rows' last columns is no plain matrix, and the head's product would
         # be batched, with a copy of its weights for every row (bf16 on a CPU).
         last = sent([feed.width - 1], self.device) if last_only else 0
-        logits = self._forward(token_BW, feed.positions(), cache, beyond_BW, logits_to_keep=last)
+        logits = self._forward(feed, input_ids=token_BW, logits_to_keep=last, **inputs)
         if self.tapped_TX is not None:
             self.tapped_TX = self.tapped_TX[feed.real()]
         return logits
 
-    def _forward(
-        self, token_BW: Tensor, position_BW: Tensor, cache: RaggedCache, beyond_BW: Tensor | None, **how: Any
-    ) -> Tensor:
-        """One pass of the module; `beyond_BW` says which columns have the second scale of positions."""
+    @torch.inference_mode()
+    def states(self, x_BWH: Tensor, feed: Feed, cache: RaggedCache) -> Tensor:
+        """What the last norm gives, (B, W, H), where the embedding would give `x_BWH`."""
+        found = self.module.get_decoder()(inputs_embeds=x_BWH, use_cache=True, **self._inputs(feed, cache))
+        state_BWH: Tensor = found.last_hidden_state
+        return state_BWH
+
+    def _inputs(self, feed: Feed, cache: RaggedCache) -> dict[str, Any]:
+        """What a pass is given beside its tokens."""
+        masks = {kind: self._mask(feed.visible(window)) for kind, window in self.windows.items()}
+        cache.expect(feed, masks)
+        mask = masks if self.mask_by_kind else next(iter(masks.values()))
+        return {"position_ids": feed.positions(), "attention_mask": mask, "past_key_values": cache}
+
+    def _forward(self, feed: Feed, **inputs: Any) -> Tensor:
+        """One pass of the module; the scale says which columns have the second scale of positions."""
         if self.scale:
-            self.scale.beyond_BW = beyond_BW
-        mask = cache.masks if self.mask_by_kind else next(iter(cache.masks.values()))
-        inputs = {"position_ids": position_BW, "attention_mask": mask, "past_key_values": cache, **how}
+            self.scale.beyond_BW = feed.beyond(self.scale.limit)
         if self.taps:
             inputs["output_hidden_states"] = True
-        found = self.module(input_ids=token_BW, use_cache=True, **inputs)
+        found = self.module(use_cache=True, **inputs)
         if self.scale:
             self.scale.beyond_BW = None
         if self.taps:

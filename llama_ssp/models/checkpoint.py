@@ -18,6 +18,7 @@ from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
 from llama_ssp.models.families import (
     EXPERTS,
+    MTP_LAYERS,
     SCALED_BY_PASS,
     TESTED,
     TESTED_FAMILIES,
@@ -40,7 +41,7 @@ from llama_ssp.models.formats import gguf_model, kept
 from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_model import config_of, name_of
 from llama_ssp.models.formats.quantised_config import quantised_config, require_readable
-from llama_ssp.models.heads.settings import head_settings, kind_of
+from llama_ssp.models.heads.settings import HeadSettings, head_settings, kind_of, mtp_settings
 from llama_ssp.models.hub import cached_tokenizer, commit_of, hub_copy
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
         _require_experts(model, role)
         return _with_codes(model, role), None
     path = find(model, role, download)
-    if kind_of(path):
+    if model.weights is Weights.mtp or kind_of(path):
         return _with_head(model, path, role), path
     return _with_codes(with_shape(model, inspect(path), role), role), path
 
@@ -87,7 +88,7 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
         return _with_codes(model, role)
     local = model.path is not None or model.repo is None
     path = find(model, role) if local else hub_copy(model, role, download, "config.json").parent
-    if kind_of(path):
+    if model.weights is Weights.mtp or kind_of(path):
         return _with_head(model, path if local else find(model, role, download), role)
     config = read_config(path)
     quantised = config.get("quantization_config") and any(path.glob("*.safetensors"))
@@ -98,10 +99,11 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
 
 def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
     """The model with the shape of the folder's head; it is tied if it embeds by the target's table."""
+    mtp = model.weights is Weights.mtp
     if role != "draft":
         what, fix = "a trained head is no model of its own", "give it as the draft of its target: draft.path"
-        raise ModelError(what, path, kind_of(path), fix=fix)
-    head = head_settings(path)
+        raise ModelError(what, path, "mtp" if mtp else kind_of(path), fix=fix)
+    head: HeadSettings = mtp_settings(path) if mtp else head_settings(path)
     found = with_shape(model, Checkpoint(path, head.block, {}), role)
     found = replace(found, head_inputs=head.inputs, head_vocab=head.vocab, head_drafts=head.drafts)
     return replace(found, tied=not head.embeds)
@@ -358,6 +360,8 @@ def _compare_tensors(checkpoint: Checkpoint, vocab: int, dim: int, layers: int) 
             what, where = f"a tensor's shape contradicts {said}", f"{checkpoint.path}: {name}"
             raise ModelError(what, where, shape, (vocab, dim), REFETCH)
     numbers = [int(match[1]) for name in checkpoint.shapes if (match := LAYER.search(name))]
-    if numbers and 1 + max(numbers) != layers:
+    behind = checkpoint.config.get(MTP_LAYERS)  # which may be left out
+    allowed = {layers, layers + behind if type(behind) is int else layers}
+    if numbers and 1 + max(numbers) not in allowed:
         what, found = f"the number of layers contradicts {said}", f"{1 + max(numbers)} in the weights"
         raise ModelError(what, checkpoint.path, f"{found}, {layers} in {said}", fix=REFETCH)

@@ -23,7 +23,7 @@ from llama_ssp.models.checkpoint import config_file, read_config
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.families import TESTED, TESTED_FAMILIES, family_of
+from llama_ssp.models.families import MTP_LAYERS, TESTED, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf, read_json
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.gguf_header import read_header
@@ -89,7 +89,7 @@ def _decoder(
             made = decoder(config, WatchedSource(source, total, report), *how)
     else:
         with _refusing(path), closing(opened(path, config, names := wanted(config))) as files:
-            _require_complete(path, differences(names, files.shapes, config))
+            require_complete(path, differences(names, files.shapes, config))
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
                 read = WatchedSource(ScannedSource(files, model.name) if model.scan else files, total, report)
@@ -266,17 +266,26 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
             output_loading_info=True,
             **settings(dtype),
         )
-    _require_complete(path, report)
+    behind = _behind(config)
+    unexpected = [name for name in report["unexpected_keys"] if not name.startswith(behind)]
+    require_complete(path, {**report, "unexpected_keys": unexpected})
     if dtype in QUANTISED or getattr(module, "is_quantized", False):
         choose_kernels(module)
     return module
+
+
+def _behind(config: Any) -> tuple[str, ...]:
+    """How names of the layers begin that are behind the model's last one, and no part of it."""
+    first, names = int(config.num_hidden_layers), family_of(config.model_type).names
+    count = getattr(config, MTP_LAYERS, None) or 0
+    return tuple(f"{names.blocks}.{number}." for number in range(first, first + int(count)))
 
 
 def _require_sound_codes(path: Path, config: Any) -> None:
     """A ModelError if tensors of a quantised folder contradict each other: transformers may read on."""
     if reason_against(config) is None and quantised_config(read_config(path), path) is not None:
         with closing(opened(path, config, names := wanted(config))) as files:
-            _require_complete(path, differences(names, files.shapes, config))
+            require_complete(path, differences(names, files.shapes, config))
 
 
 def differences(
@@ -293,7 +302,7 @@ def differences(
     }
 
 
-def _require_complete(path: Path, report: dict[str, Any]) -> None:
+def require_complete(path: Path, report: dict[str, Any]) -> None:
     """Refuses a tensor that is missing or misshapen: transformers would fill it at random."""
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(str(name) for name in report.get(kind) or ())

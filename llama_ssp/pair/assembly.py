@@ -20,17 +20,20 @@ from llama_ssp.config import (
     RunConf,
     SpeculationConfig,
     Splitting,
+    Weights,
     home_expanded,
 )
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.roles import Roles, roles_of
+from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.heads.load import load_head, table_of, table_on_disk
 from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.heads.mtp import load_mtp
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.steps import SteppedModel
@@ -129,8 +132,14 @@ class ModelCache:
 
     def _head_of(self, found: list[ModelPlacement], target: Model) -> HeadModel:
         """The pair's head, with the target's tables if it has none of its own."""
+        above, placed = found
+        if self._head is None and placed.model.weights is Weights.mtp:
+            assert isinstance(target, CausalModel)  # no family with a row in families.py has such a layer
+            self._head = (
+                found,
+                load_mtp(placed.path or Path(), placed.dtype, placed.device, target, placed.model.name),
+            )
         if self._head is None:
-            above, placed = found
 
             def tables(output: bool) -> tuple[Tensor, bool]:
                 table = table_of(target, output)

@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import DraftSeat, Overlap, PlacementConf, SamplingConfig
+from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, SamplingConfig
 from llama_ssp.distributed.comm import ALONE
+from llama_ssp.distributed.placement import resolve
+from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.pair import assembly as pairs
 from llama_ssp.pair.placements import model_placements
+from llama_ssp.planner.memory import rank_work
+from llama_ssp.planner.weights import held as weights_held
+from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
+from llama_ssp.speculative.state import Prompt
 from tests.distributed.pairs import Case, entry_of, opened, refilled, written
 from tests.distributed.threads import ranks_of, together
 from tests.families import VOCAB, build
-from tests.heads import save_head
+from tests.heads import save_dflash, save_head
 
 LEADER = PlacementConf(draft=DraftSeat.leader)
 SAMPLED = Case(3, 4, SamplingConfig(temperature=4.0, top_p=0.95, repetition_penalty=1.1), overlap=Overlap.off)
@@ -63,6 +69,46 @@ def test_a_head_on_the_leader_writes_what_one_process_writes(
     assert refilled(*alone, ended) == expected
     for found in together([lambda pair=pair: refilled(*pair, ended) for pair in held], ranks):
         assert found == expected
+
+
+RAGGED = [
+    Prompt(str(n), tuple((7 * n + 3 * i) % (VOCAB - 3) + 3 for i in range(1 + 5 * n % 11))) for n in range(16)
+]
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash"])
+def test_batches_of_ragged_rows(kind: str, tmp_path: Path, one_at_a_time: None) -> None:
+    """1, 4 and 16 rows, on one rank and on two: each text is that of its prompt alone, in one process.
+
+    The head's weights, its cache and the states that wait take what was planned, to the byte.
+    """
+    build("llama-mha").save_pretrained(target := tmp_path / "target")
+    ids = [token for token in range(VOCAB) if token % 4]
+    if kind == "DFlash":
+        head = save_dflash(tmp_path / "head", vocab=VOCAB, dim=32, taps=(1, 2), ids=ids)
+    else:
+        head = save_head(tmp_path / "head", vocab=VOCAB, target_dim=32, taps=(0, 1, 3), ids=ids)
+    ranks = ranks_of(2)
+    alone = opened(target, head, LEADER, ALONE)
+    held = together([lambda rank=rank: opened(target, head, LEADER, rank) for rank in ranks], ranks)
+    texts = [written(*alone, replace(SAMPLED, rows=1), [prompt]).texts[0] for prompt in RAGGED]
+    assert len({tuple(text[-SAMPLED.max_new :]) for text in texts}) > 8
+    for rows in (1, 4, 16):
+        case = replace(SAMPLED, rows=rows)
+        assert written(*alone, case, RAGGED).texts == texts[:rows]
+        for run in together(
+            [lambda pair=pair, case=case: written(*pair, case, RAGGED) for pair in held], ranks
+        ):
+            assert run.texts == texts[:rows]
+    longest, new = max(len(prompt.token_ids) for prompt in RAGGED), SAMPLED.max_new
+    for world, (pair, run) in ((1, alone), (2, held[0])):
+        assert isinstance(pair.draft, HeadModel) and run.draft is not None
+        roles = Role(TARGET, run.model, Dtype.fp32), Role(DRAFT, run.draft, Dtype.fp32)
+        work = Workload(16, longest, new, SAMPLED.k, 512)
+        planned = rank_work(*roles, resolve(LEADER, world, True), work, 0).draft
+        assert planned is not None
+        assert pair.draft.weights_bytes == sum(weights_held(planned.part, Dtype.fp32).values())
+        assert pair.draft.caches.most == planned.caches_bytes(16)
 
 
 def test_a_target_without_a_head_keeps_no_states(tmp_path: Path) -> None:

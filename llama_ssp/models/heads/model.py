@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
@@ -32,23 +32,19 @@ class HeadModel:
     fast = False
 
     def __init__(
-        self, head: Eagle3 | DFlash, attentions: list[Attention], config: Any, settings: HeadSettings,
-        taps: tuple[int, ...], name: str, ids_E: Tensor | None = None, shared: tuple[Tensor, ...] = (),
+        self, layers: nn.Module, config: Any, taps: tuple[int, ...], name: str, ids_E: Tensor | None = None,
+        shared: tuple[Tensor, ...] = (),
     ) -> None:  # fmt: skip
         """`ids_E`: the target's ids of the head's tokens; None if they are the same.
 
         `shared`: tensors of the target's, which count there.
         """
-        self.config, self.settings, self.name, self.taps = config, settings, name, taps
+        self.config, self.name, self.taps = config, name, taps
         self.vocab, self.context = int(config.vocab_size), int(config.max_position_embeddings)
-        self.dim, self.device, self.dtype = (
-            int(config.hidden_size),
-            head.embedding.device,
-            head.embedding.dtype,
-        )
+        weight = next(layers.parameters())
+        self.dim, self.device, self.dtype = int(config.hidden_size), weight.device, weight.dtype
         self.ids_E = None if ids_E is None else ids_E.to(self.device)
-        self.caches, self._layers, self._shared = Tally(), head, {tensor.data_ptr() for tensor in shared}
-        self._cache_shapes = [(own.sizes[1] // own.head_dim, own.head_dim) for own in attentions]
+        self.caches, self._layers, self._shared = Tally(), layers, {tensor.data_ptr() for tensor in shared}
 
     @property
     def weights_bytes(self) -> int:
@@ -61,8 +57,9 @@ class HeadModel:
     def held_bytes(self) -> int:
         return self.weights_bytes + self.caches.most
 
-    def new_cache(self, rows: int, capacity: int) -> SlotCache:
-        return SlotCache.of(rows, capacity, self._cache_shapes, self.dtype, self.device, self.caches)
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        """A cache of the head's own kind."""
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Loads or compiles the steps before they are needed."""
@@ -71,13 +68,43 @@ class HeadModel:
 Spans = list[tuple[int, int, int]]  # of rows a number, the first position and how many there are
 
 
+def _slots_of(head: HeadModel, attentions: list[Attention], rows: int, capacity: int) -> SlotCache:
+    shapes = [(own.sizes[1] // own.head_dim, own.head_dim) for own in attentions]
+    return SlotCache.of(rows, capacity, shapes, head.dtype, head.device, head.caches)
+
+
+class ChainedHead(HeadModel):
+    """A head that drafts one token after the other; z is what it makes of g and a token, and the next g."""
+
+    def new_states(self, rows: int, window: int) -> Tensor:
+        """Room for g of `window` positions of each row, (rows * window, H)."""
+        state_NH = torch.empty(rows * window, self.dim, dtype=self.dtype, device=self.device)
+        self.caches.add(state_NH)
+        return state_NH
+
+    def fused(self, state_TX: Tensor) -> Tensor:
+        """g, (T, H), of the target's hidden states."""
+        raise NotImplementedError
+
+    def states(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: Any) -> Tensor:
+        """z, (T, H), of tokens and their g; `rows` has a row's number, its start and how many there are."""
+        raise NotImplementedError
+
+    def logits(self, z_RH: Tensor) -> Tensor:
+        """Of the head's own tokens, (R, E)."""
+        raise NotImplementedError
+
+
 class DFlashModel(HeadModel):
     """A head that gives all drafts in one pass. It runs eagerly: there is one pass a round."""
 
     def __init__(self, head: DFlash, config: Any, settings: DFlashSettings, *how: Any) -> None:
-        super().__init__(head, head.attentions, config, settings, *how)
+        super().__init__(head, config, *how)
         self.head, self.width, self.drafts = head, settings.width, settings.drafts
         self.mask_token = settings.mask_token
+
+    def new_cache(self, rows: int, capacity: int) -> SlotCache:
+        return _slots_of(self, self.head.attentions, rows, capacity)
 
     @torch.inference_mode()
     def remember(self, state_TX: Tensor, rows: Spans, cache: SlotCache) -> None:
@@ -99,33 +126,28 @@ class DFlashModel(HeadModel):
         return attention.Feed.of(places, self.device, attention.attend_blocks)
 
 
-class Eagle3Model(HeadModel):
-    """A head that drafts one token after the other."""
+class Eagle3Model(ChainedHead):
+    """An EAGLE-3 head."""
 
     def __init__(
         self, head: Eagle3, config: Any, settings: HeadSettings, *how: Any, fast: bool = False
     ) -> None:
-        super().__init__(head, [head.attention], config, settings, *how)
-        self.head, self.fast = head, fast
+        super().__init__(head, config, *how)
+        self.head, self.settings, self.fast = head, settings, fast
         self.attend: attention.Attend = attention.attend_rows
         if fast and self.device.type == "cpu":
             self.attend = attention_kernel.attend
         self._programs: list[Program] = []
 
-    def new_states(self, rows: int, window: int) -> Tensor:
-        """Room for g of `window` positions of each row, (rows * window, H)."""
-        state_NH = torch.empty(rows * window, self.dim, dtype=self.dtype, device=self.device)
-        self.caches.add(state_NH)
-        return state_NH
+    def new_cache(self, rows: int, capacity: int) -> SlotCache:
+        return _slots_of(self, [self.head.attention], rows, capacity)
 
     @torch.inference_mode()
     def fused(self, state_TX: Tensor) -> Tensor:
-        """g, (T, H), of the target's hidden states."""
         return self.head.fused(state_TX.to(self.device, self.dtype))
 
     @torch.inference_mode()
     def states(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> Tensor:
-        """z, (T, H), of tokens and their g; `rows` has a row's number, its start and how many there are."""
         feed = attention.Feed.of(
             [(row * cache.capacity, start, count) for row, start, count in rows], self.device, self.attend
         )
@@ -141,7 +163,6 @@ class Eagle3Model(HeadModel):
 
     @torch.inference_mode()
     def logits(self, z_RH: Tensor) -> Tensor:
-        """Of the head's own tokens, (R, E)."""
         if self._programs:
             logit_RE: Tensor = self._programs[1](self.head, z_RH)
             return logit_RE

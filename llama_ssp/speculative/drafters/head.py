@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llama_ssp.models.heads.model import Eagle3Model, HeadModel
-from llama_ssp.models.slot_cache import SlotCache
+from llama_ssp.models.heads.model import ChainedHead, HeadModel
 from llama_ssp.models.steps import WIDEST
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.cross_vocab import probs_of_some
@@ -69,7 +68,7 @@ class HeadDrafter(SamplesFromHead):
     """
 
     def __init__(
-        self, head: Eagle3Model, target: ModelRunner, transform: SamplingTransform, draws: Draws
+        self, head: ChainedHead, target: ModelRunner, transform: SamplingTransform, draws: Draws
     ) -> None:
         """`target` is the runner whose passes the head reads; its model has the head's taps."""
         super().__init__(head, transform, draws)
@@ -80,14 +79,16 @@ class HeadDrafter(SamplesFromHead):
     def start(self, rows: int, capacity: int) -> None:
         self._slots = min(capacity, self._head.context)
         self._cached = [0] * rows
-        self._cache: SlotCache = self._head.new_cache(rows, self._slots)
+        self._cache = self._head.new_cache(rows, self._slots)
         self._state_NH = self._head.new_states(rows, self._window)
 
     def prefill(self, state: State) -> None:
         """Reads what the target's prefill has brought, but for the last position, which the draft needs."""
         self._read(state.token_BS, [length - 2 for length in state.lengths])
 
+    @torch.inference_mode()
     def refill(self, state: State, row: int) -> None:
+        self._cache.clear(row)  # no NaN of a damaged text may stay
         ends = list(self._cached)
         ends[row] = state.lengths[row] - 2
         self._read(state.token_BS, ends)
