@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel as TheirMtp
 
-from llama_ssp.config import Dtype, ModelConf, SamplingConfig, Weights
+from llama_ssp.config import Dtype, ModelConf, PlacementConf, SamplingConfig, Weights
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.checkpoint import complete
@@ -23,6 +24,7 @@ from llama_ssp.models.families import MTP
 from llama_ssp.models.heads.mtp import MtpModel, load_mtp
 from llama_ssp.models.heads.settings import NORMED
 from llama_ssp.models.loader import load
+from llama_ssp.planner.resolve import require_head
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.block_head import head_drafter
@@ -171,6 +173,8 @@ def test_a_damaged_layer_is_refused(tmp_path: Path) -> None:
         complete(layer_of(folder), "model")
     head, _ = complete(layer_of(folder), "draft")
     assert (head.head_inputs, head.head_vocab, head.n_layers) == (DIM, VOCAB, 1)
+    with pytest.raises(ModelError, match=r"not one of this target; .*found glm4_moe, allowed llama"):
+        require_head(head, replace(head, family="llama"), PlacementConf(), 1)
     without(folder, f"layers.{LAYERS}.self_attn.k_proj.weight")
     with pytest.raises(ModelError, match="missing keys"):
         opened(folder)

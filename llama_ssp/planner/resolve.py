@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llama_ssp import config
-from llama_ssp.config import Drafting, DraftSeat, ModelConf, Overlap, PlacementConf, RunConf, Splitting
+from llama_ssp.config import (
+    Drafting,
+    DraftSeat,
+    ModelConf,
+    Overlap,
+    PlacementConf,
+    RunConf,
+    Splitting,
+    Weights,
+)
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed.placement import Placement, resolve
@@ -100,10 +109,13 @@ def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, 
 
 def require_head_of(target: ModelConf, draft: ModelConf) -> None:
     """Refuses a head of another target."""
+    what, where = "the head is not one of this target", f"draft {draft.name}"
     if draft.is_head and draft.head_inputs % target.dim:
         found = f"it reads {draft.head_inputs} numbers a token, of layers of {target.dim}"
         allowed, fix = f"a multiple of {target.dim}", "use a head that was trained for this target"
-        raise ModelError("the head is not one of this target", f"draft {draft.name}", found, allowed, fix)
+        raise ModelError(what, where, found, allowed, fix)
+    if draft.weights is Weights.mtp and draft.family != target.family:
+        raise ModelError(what, where, draft.family, target.family, "write draft=mtp alone")
 
 
 def is_bridged(run: RunConf, target: Path | None, draft: Path | None) -> bool:
