@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel as TheirMtp
 
-from llama_ssp.config import Dtype, ModelConf, PlacementConf, SamplingConfig, Weights
+from llama_ssp.config import Dtype, ModelConf, PlacementConf, RunConf, SamplingConfig, Weights
+from llama_ssp.distributed.comm import ALONE
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.checkpoint import complete
@@ -24,7 +26,9 @@ from llama_ssp.models.families import MTP
 from llama_ssp.models.heads.mtp import MtpModel, load_mtp
 from llama_ssp.models.heads.settings import NORMED
 from llama_ssp.models.loader import load
-from llama_ssp.planner.resolve import require_head
+from llama_ssp.pair.assembly import ModelCache
+from llama_ssp.pair.placements import model_placements
+from llama_ssp.planner.resolve import PairSpec, require_head
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters.block_head import head_drafter
@@ -34,9 +38,9 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES
+from tests.distributed.pairs import Case, refilled, written
 from tests.families import VOCAB, tiny
 from tests.heads import CPU
-from tests.rig import drive_refilled
 from tests.test_heads import HEAT, PROMPTS, Compared
 
 DIM, LAYERS = 32, 2
@@ -122,12 +126,17 @@ def test_declared_distributions_are_those_of_transformers(family: str) -> None:
 
 def test_a_pair_drafts_with_its_target_s_own_layer(tmp_path: Path) -> None:
     """Ragged rows, greedy, in batches of 1 and 4, with rows that are refilled: the text of the target."""
-    folder = checkpoint(tmp_path, MTP[0])
-
-    def texts(rows: int, k: int) -> dict[str, list[int]]:
-        return drive_refilled(engine_with(folder, 0.0), PROMPTS, rows, longest=40, k=k, max_new=12)
-
-    assert texts(1, 3) == texts(2, 3) == texts(4, 3) == texts(4, 0)
+    folder, local = checkpoint(tmp_path, MTP[0]), PlacementConf()
+    model = complete(ModelConf(name="local", path=str(folder), dtype=Dtype.fp32), "model")[0]
+    draft = complete(replace(layer_of(folder), dtype=Dtype.fp32), "draft")[0]
+    run = RunConf(model=model, draft=draft, placement=local)
+    spec = PairSpec(run, folder, folder, resolve(local, 1, True))
+    pair = ModelCache(ALONE, local).open(model_placements(spec))
+    expected = written(pair, run, Case(0, 4)).texts
+    for rows in (1, 4):
+        found = written(pair, run, Case(3, rows))
+        assert found.texts == expected[:rows] and found.drafted > 0
+    assert refilled(pair, run, Case(3)) == dict(zip("0123", expected, strict=True))
 
 
 def layer_of(folder: Path) -> ModelConf:
