@@ -207,8 +207,8 @@ def test_full_matrix(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EVERY if name != "llama-gqa"])
 def test_pairwise_matrix(family: str) -> None:
-    """Every pair of choices in every family."""
-    for case in pairwise():
+    """Every pair of choices, of which each family has a third."""
+    for case in pairwise()[EVERY.index(family) % 3 :: 3]:
         try:
             check(family, case)
         except AssertionError as error:
@@ -251,8 +251,15 @@ def test_the_context_ends(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", EVERY)
-@pytest.mark.parametrize("draft", ["always", "never", "ngram"])
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [
+        (family, draft)
+        for number, family in enumerate(EVERY)
+        for place, draft in enumerate(("always", "never", "ngram"))
+        if number % 3 == place or family in ("llama-gqa", "opt")  # opt has a table of positions
+    ],
+)
 def test_the_context_ends_in_every_family(family: str, draft: str) -> None:
     check_context(family, 8, draft, 3)
 

@@ -68,9 +68,10 @@ def test_a_bf16_run_is_explained() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mild", [True, False], ids=["mild", "sharp"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "falcon"])  # repeats one token
-def test_every_family_is_explained(family: str, dtype: torch.dtype, mild: bool) -> None:
+def test_every_family_is_explained(family: str, mild: bool) -> None:
+    """In both formats, mild in one and sharp in the other, which change places from family to family."""
+    dtype = (torch.bfloat16, torch.float16)[(list(FAMILIES).index(family) + mild) % 2]
     report = judge(family, mild, dtype)
     assert report.count(Finding.unexplained) == 0, report.texts
     for text in report.texts:

@@ -86,6 +86,7 @@ def like(weight: Tensor, part: Tensor) -> Tensor:
     return part.view(len(weight), -1, part.shape[-1]).transpose(1, 2) if weight.ndim == 3 else part
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
     """Whole, and parts that begin and end inside groups and words."""
@@ -105,6 +106,7 @@ def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
                 assert cut is None or weight.unique().numel() > 8
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [name for name in PLAIN if name not in IN_BF16])
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_with_the_librarys_weights(name: str, folders: Path) -> None:
@@ -221,6 +223,7 @@ BY_TRANSFORMERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", BY_TRANSFORMERS)
 def test_transformers_reads_the_same_weights(name: str, folders: Path) -> None:
     """All parameters in bf16, of a model that it dequantises while loading (LLM.int8: after it)."""

@@ -59,7 +59,6 @@ def by_layer(x: Tensor, rounding: Rounding, world: int) -> Tensor:
     return torch.cat(together(jobs, ranks), 1)
 
 
-@pytest.mark.few(13)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAWS)
