@@ -79,7 +79,8 @@ FIGURES = [
     Figure("agree", 0.2, f"{RUN} agree seed=1 plot=docs/agree.svg", "How far both models agree", False),
     Figure("eval", 2, f"{RUN} eval sampling.temperature=0.5 seed=0", "The score, both ways", False),
     Figure(
-        "shipped", 3, "launch/measure_demo.py --threads 2 --multiplications 250", "The models that ship, on held-out text", False
+        "shipped", 3, "launch/measure_demo.py --threads 2 --multiplications 250",
+        "The models that ship, on held-out text", False,
     ),
     Figure(
         "load", 3, "bench/load_memory.py gib=2.1 ranks=4 ways=files:bf16,seed:bf16,files:int8,files:nf4",
