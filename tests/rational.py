@@ -133,12 +133,15 @@ def _distance(case: Case, probs: dict[Prefix, Fraction]) -> Fraction:
     return distance / 2
 
 
-def trees(case: Case, each: int | Callable[[Prefix], int]) -> list[Tree]:
-    """Every draft with every choice of siblings, drawn one after the other without replacement."""
+def trees(case: Case, each: int | Callable[[Prefix, int], int]) -> list[Tree]:
+    """Every draft with every choice of siblings, drawn one after the other without replacement.
+
+    `each` says how many, also by the path and the draft's place in it.
+    """
     found = []
     for path, weight in drafts(case):
-        wanted = each if isinstance(each, int) else each(path)
-        options = [_aside(case.draft(path[:i]), (token,), wanted) for i, token in enumerate(path)]
+        wanted = [each if isinstance(each, int) else each(path, i) for i in range(len(path))]
+        options = [_aside(case.draft(path[:i]), (token,), wanted[i]) for i, token in enumerate(path)]
         for chosen in itertools.product(*options):
             share = weight
             for _, own in chosen:

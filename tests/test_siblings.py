@@ -46,10 +46,10 @@ def test_random_trees_give_the_targets_distribution(most, kind):
     assert not any(tree_variation(case, most) for case in cases(10, 20 + most, **how))
 
 
-def test_a_path_may_decide_how_many_siblings_it_has():
-    """The shape may depend on what was drawn, as long as all that was drawn is there."""
-    shaped = [(case, trees(case, lambda path: sum(path) % 3)) for case in cases(10, 30, early=True)]
-    assert any(len({len(own) for tree in found for own in tree.siblings}) > 1 for _, found in shaped)
+def test_a_path_may_decide_how_many_siblings_each_draft_has():
+    """Uneven trees. The shape may depend on what was drawn, as long as all that was drawn is there."""
+    shaped = [(case, trees(case, lambda path, i: (sum(path) + i) % 3)) for case in cases(10, 30, early=True)]
+    assert any(len(set(map(len, tree.siblings))) > 1 for _, found in shaped for tree in found)
     assert not any(tree_variation(case, 2, found) for case, found in shaped)
 
 

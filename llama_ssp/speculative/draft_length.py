@@ -67,8 +67,11 @@ class Costs:
     def best_k(self, first: float, later: float) -> int:
         return self.best(first, later)[0]
 
-    def best(self, first: float, later: float, gain: Sequence[float] = ()) -> tuple[int, int]:
-        """The K, and the siblings of each draft, with the most expected tokens per cost.
+    def best(
+        self, first: float, later: float, gain: Sequence[float] = (), only: int | None = None
+    ) -> tuple[int, int]:
+        """The K, if it is not to be `only` that, and the siblings of each draft, with the most expected
+        tokens per cost.
 
         The first draft stands with chance `first`, each later one, if all before it do, with `later`. If not
         all K stand, s siblings bring `gain[s - 1]` tokens.
@@ -78,7 +81,7 @@ class Costs:
         for k in range(self.k_max + 1):
             for siblings, more in enumerate((0.0, *gain[: self.most if k else 0])):
                 expected, cost = tokens + (1 - stand) * more, self.round(k, siblings)
-                if expected > most * cost:
+                if expected > most * cost and only in (None, k):
                     best, most = (k, siblings), expected / cost
             tokens, stand, standing = tokens + standing, standing, standing * later
         return best
@@ -128,6 +131,8 @@ class Costs:
 
 
 GAIN = (0.25, 0.38, 0.44)  # tokens that 1, 2, 3 siblings are assumed to bring where a draft fails
+HOPE = 2.0  # siblings are tried where they would pay if they brought so many times what is assumed,
+TRIALS = 0.01  # as long as all that is tried takes this share of the time
 PRIOR = 0.7  # the assumed overlap of a row's distributions before anything was seen
 MEMORY = 0.97  # the weight of earlier rounds shrinks by this factor with each round of drafts
 PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they double
@@ -171,14 +176,15 @@ class AcceptanceStats:
     def later(self) -> float:
         return self.behind.with_guess(math.sqrt(self.first))
 
-    def gain(self, most: int) -> list[float]:
+    def gain(self, most: int, hope: float = 1.0) -> list[float]:
         """The tokens that 1, 2, ... siblings of each draft bring where a draft fails.
 
-        More siblings than were ever drawn are assumed to bring as many more as they would without a past.
+        More siblings than were ever drawn are assumed to bring `hope` times as many more as they would
+        without a past.
         """
         found, known = [], 0.0
         for s in range(most):
-            guess = known + usual_gain(s + 1) - usual_gain(s)
+            guess = known + hope * (usual_gain(s + 1) - usual_gain(s))
             known = self.beside[s].with_guess(guess)
             found.append(known)
         return found
@@ -199,7 +205,9 @@ class AcceptanceStats:
 class AdaptiveDraftLength:
     """The K with the most tokens per unit of time, at the row's recent acceptance.
 
-    A row whose best K is 0 tries one token from time to time, to notice when drafting pays again.
+    A row whose best K is 0 tries one token from time to time, to notice when drafting pays again. One whose
+    best is a chain tries siblings where they may pay. These bring tokens or nothing: what they add to the
+    time is the most that is lost, and it stays a small share of it.
     """
 
     def __init__(self, costs: Costs, rows: int) -> None:
@@ -207,14 +215,15 @@ class AdaptiveDraftLength:
         self.acceptance = [AcceptanceStats() for _ in range(rows)]
         self._idle, self._pause = [0] * rows, [PROBE_FIRST] * rows
         self._siblings = [0] * rows
+        self._spent, self._tried = [0.0] * rows, [0.0] * rows  # the time of all rounds, and what trials added
 
     def restart(self, row: int) -> None:
         self.acceptance[row] = AcceptanceStats()
         self._idle[row], self._pause[row] = 0, PROBE_FIRST
+        self._spent[row], self._tried[row] = 0.0, 0.0
 
     def choose(self) -> list[int]:
-        most = self.costs.most
-        shapes = [self.costs.best(one.first, one.later, one.gain(most)) for one in self.acceptance]
+        shapes = [self._shape(row) for row in range(len(self.acceptance))]
         wanted, self._siblings = (list(column) for column in zip(*shapes, strict=True))
         for row, k in enumerate(wanted):
             if k:
@@ -225,6 +234,19 @@ class AdaptiveDraftLength:
                 wanted[row], self._idle[row] = 1, 0
                 self._pause[row] = min(2 * self._pause[row], PROBE_LAST)
         return wanted
+
+    def _shape(self, row: int) -> tuple[int, int]:
+        """The best K and siblings, or siblings beside this K that are worth a trial."""
+        costs, one = self.costs, self.acceptance[row]
+        chances = one.first, one.later
+        k, siblings = costs.best(*chances, one.gain(costs.most))
+        if k and costs.most and not siblings:
+            hoped = costs.best(*chances, one.gain(costs.most, HOPE), k)
+            more = costs.round(*hoped) - costs.round(k)
+            if self._tried[row] + more <= TRIALS * self._spent[row]:
+                siblings, self._tried[row] = hoped[1], self._tried[row] + more
+        self._spent[row] += costs.round(k, siblings)
+        return k, siblings
 
     def siblings(self) -> list[int]:
         return self._siblings

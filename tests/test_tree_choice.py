@@ -1,0 +1,68 @@
+"""Adaptive speculation with siblings, on a clock that is computed."""
+
+from __future__ import annotations
+
+from itertools import islice
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.without_forwards import Table, brings, rounds, shape_of
+from llama_ssp.speculative.draft_length import AcceptanceStats, AdaptiveDraftLength, Costs
+
+VOCAB, K_MAX, MOST, ROUNDS = 16, 8, 2, 300
+COLUMN = 0.02  # of a target step, of each column that it verifies
+ALLOWED = 0.02
+CELLS = [(agreement, ratio) for agreement in (0.6, 0.8, 0.9) for ratio in (0.05, 0.15, 0.3)]
+SOME = torch.tensor([1.5**-n for n in range(VOCAB // 2)] + [0.0] * (VOCAB // 2), dtype=torch.float64)
+SOME /= SOME.sum()
+OTHERS = SOME.flip(0)
+Pair = tuple[Tensor, Tensor]  # the distributions of target and draft
+
+
+def noisy(agreement: float) -> Pair:
+    """The draft has all tokens, some too rarely: siblings stand often."""
+    target = 0.95 * SOME + 0.05 * OTHERS
+    apart = 1 - torch.minimum(target, target.flip(0)).sum()
+    return target, target + (1 - agreement) / apart * (target.flip(0) - target)
+
+
+def blind(agreement: float) -> Pair:
+    """The draft lacks the tokens that the target has more of: siblings never stand."""
+    return agreement * SOME + (1 - agreement) * OTHERS, SOME
+
+
+def costs(ratio: float) -> Costs:
+    """A target step is 1."""
+    steps = range(K_MAX * (1 + MOST) + 1)
+    return Costs(ratio, tuple(1 + COLUMN * n for n in steps), MOST)
+
+
+def regret(pair: Pair, ratio: float) -> tuple[float, float]:
+    """What a run of 300 rounds loses to the best chain, and how many of its rounds have siblings."""
+    tables = [Table(law.log().expand(VOCAB, -1)) for law in pair]  # all contexts are alike
+    clock, brought = costs(ratio), {shape: mean for shape, (mean, _) in brings(*tables, K_MAX, MOST).items()}
+    best = max(brought[k, 0] / clock.round(k) for k in range(K_MAX + 1))
+    lookahead = AdaptiveDraftLength(clock, 1)
+    steps = islice(rounds(*tables, lookahead, [(0,)], ROUNDS * (K_MAX + 1), 0), ROUNDS)
+    shapes = [shape_of(step) for step in steps]
+    rate = sum(brought[shape] for shape in shapes) / sum(clock.round(*shape) for shape in shapes)
+    return 1 - rate / best, sum(s > 0 for _, s in shapes) / ROUNDS
+
+
+@pytest.mark.parametrize(("agreement", "ratio"), CELLS)
+def test_finding_out_costs_less_than_two_hundredths(agreement: float, ratio: float) -> None:
+    """Beside the best chain, with a draft whose siblings stand often, and one whose siblings never do."""
+    lost, _ = regret(noisy(agreement), ratio)
+    assert lost < ALLOWED
+    lost, shares = regret(blind(agreement), ratio)
+    assert lost < ALLOWED and shares < 0.1
+
+
+def test_without_finding_out_it_costs_more() -> None:
+    """Control: siblings that never stand are believed to bring what they usually do."""
+    with patch.object(AcceptanceStats, "observe_siblings", lambda *_: None):
+        lost, shares = regret(blind(0.6), 0.3)
+    assert lost > ALLOWED and shares > 0.9
