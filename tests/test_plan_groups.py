@@ -65,7 +65,7 @@ def test_more_groups_beat_wider_ones_until_there_are_too_few_shards():
     ]  # fmt: skip
     assert many.nodes[-1].job_s == pytest.approx(many.nodes[0].job_s / 16, rel=0.02)
     alone = plan_job(on, JobSize(256, 256), [64], None).nodes[0]
-    assert alone.group.gpus == 8 and alone.limit == "only 1 shards" and alone.price is None
+    assert alone.group.gpus == 8 and alone.limit == "only 1 shard" and alone.price is None
 
 
 def test_prices_are_of_all_gpus_for_the_whole_time():

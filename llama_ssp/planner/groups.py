@@ -142,7 +142,7 @@ class JobPlan:
 def plan_job(
     request: PlanRequest, size: JobSize, nodes: list[int], price_per_gpu_hour: float | None
 ) -> JobPlan:
-    """The job on each of these numbers of nodes, with the groups that end it first.
+    """The job on each of these numbers of nodes, with the groups that end it first, placed as is fastest.
 
     Where nothing fits, `nodes` is empty.
     """
@@ -180,7 +180,7 @@ def _on_nodes(
 def _limit(size: JobSize, groups: int, group: GroupPlan) -> str:
     """What to change first, if the job is to end sooner."""
     if groups > size.shards:
-        return f"only {size.shards} shards"
+        return f"only {size.shards} shard{'s' * (size.shards > 1)}"
     rounds = size.shards / groups
     if 1 - rounds / -(-size.shards // groups) > NOTABLE:
         return f"{rounds:.1f} shards a group"

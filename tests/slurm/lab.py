@@ -162,7 +162,7 @@ class Lab:
         for name, daemon in list(self._daemons.items()):
             if daemon.poll() is not None:
                 self.start_node(name)
-        self.wait_empty()
+        wait_for(lambda: not self.queued(), self._logs)  # what is cancelled does not come back
         self.wait_idle()
 
     def processes(self, job: str) -> dict[int, str]:
