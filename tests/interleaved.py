@@ -201,9 +201,15 @@ def overlapped(
     return outcome
 
 
-def schedules(k: int, rounds: int) -> Iterator[Schedule]:
-    """Every one for so many rounds; a round has a pass for the guess, then k behind it."""
-    for number, looks in enumerate(product(range(k + 2), repeat=rounds)):
+def schedules(k: int, rounds: int, whole: bool = True) -> Iterator[Schedule]:
+    """Every one for so many rounds; a round has a pass for the guess, then k behind it.
+
+    Not `whole` are those of two rounds in which the draft is as patient in the second, or once more.
+    """
+    most = k + 2
+    every = product(range(most), repeat=rounds)
+    some = ((looks, (looks + more) % most) for looks in range(most) for more in (0, 1))
+    for number, looks in enumerate(every if whole else some):
         yield Schedule(looks, deaf=bool(number % 2), twice=bool(number // 2 % 2))
 
 
