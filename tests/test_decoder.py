@@ -124,6 +124,7 @@ def require_same(module: Any, logits: list[Tensor], prefixes: list[list[int]]) -
         assert worst <= TOLERANCE * scale, (worst, scale, len(text), len(logit_WV))
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(name, tmp_path):

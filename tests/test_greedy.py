@@ -215,6 +215,7 @@ def test_pairwise_matrix(family: str) -> None:
             raise AssertionError(f"{family} {case}") from error
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", EVERY)
 def test_the_references_vary_and_pass_their_windows(family: str) -> None:
     texts = [reference(family, prompt.token_ids) for prompt in prompts(family, 3)]

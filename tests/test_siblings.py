@@ -38,6 +38,7 @@ from tests.trees import TREES, walk
 CPU = torch.device("cpu")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "early", "one hot", "filtered"])
 def test_random_trees_give_the_targets_distribution(most, kind):
@@ -129,7 +130,7 @@ def mean_tokens(case: Case, tree: Tree, most: int) -> float:
     return float(mean)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", TREES)
 def test_joint_distribution_of_whole_texts(name):
     error, branches = walk(TREES[name])
