@@ -1,20 +1,23 @@
-"""Adaptive speculation with siblings, on a clock that is computed."""
+"""What rounds with siblings bring, and what adaptive speculation makes of them on a computed clock."""
 
 from __future__ import annotations
 
+import math
 from itertools import islice
+from statistics import fmean, stdev
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.without_forwards import Table, brings, rounds, shape_of
-from llama_ssp.speculative.draft_length import AcceptanceStats, AdaptiveDraftLength, Costs
+from bench.without_forwards import APART, Table, brings, rounds, shape_of
+from llama_ssp.speculative.draft_length import AcceptanceStats, AdaptiveDraftLength, Costs, FixedDraftLength
 
 VOCAB, K_MAX, MOST, ROUNDS = 16, 8, 2, 300
 COLUMN = 0.02  # of a target step, of each column that it verifies
 ALLOWED = 0.02
+ROWS = 2000
 CELLS = [(agreement, ratio) for agreement in (0.6, 0.8, 0.9) for ratio in (0.05, 0.15, 0.3)]
 SOME = torch.tensor([1.5**-n for n in range(VOCAB // 2)] + [0.0] * (VOCAB // 2), dtype=torch.float64)
 SOME /= SOME.sum()
@@ -66,3 +69,23 @@ def test_without_finding_out_it_costs_more() -> None:
     with patch.object(AcceptanceStats, "observe_siblings", lambda *_: None):
         lost, shares = regret(blind(0.6), 0.3)
     assert lost > ALLOWED and shares > 0.9
+
+
+@pytest.mark.parametrize("noise", [0.7, 1.5, 3.0])
+def test_rounds_bring_what_is_predicted(noise: float) -> None:
+    """First rounds of many texts by the loop, against what `brings` computes of the two tables alone."""
+    generator = torch.Generator().manual_seed(1)
+    logit_VV, other_VV = (torch.randn(2, 32, 32, generator=generator, dtype=torch.float64) * 2).unbind(0)
+    target, draft = Table(logit_VV), Table(logit_VV + noise / 2 * other_VV)
+    token_B1, prob_VV = torch.randint(32, (ROWS, 1), generator=generator), torch.softmax(logit_VV, -1)
+    for _ in range(APART):
+        token_B1 = prob_VV[token_B1[:, 0]].multinomial(1, generator=generator)
+    predicted = brings(target, draft, 4, MOST)
+    for k, s in ((2, 0), (4, 1), (3, 2)):
+        lookahead = FixedDraftLength(k, ROWS, s)
+        steps = rounds(target, draft, lookahead, [tuple(row) for row in token_B1.tolist()], k + 1, 2)
+        tokens = [len(step.tokens) for step in islice(steps, ROWS)]
+        error = stdev(tokens) / ROWS**0.5
+        for shape, same in (((k, s), True), ((k, 0), not s)):  # control: without siblings
+            mean, uncertain = predicted[shape]
+            assert (abs(fmean(tokens) - mean) < 3 * math.hypot(error, uncertain)) is same
