@@ -32,9 +32,10 @@ def tree_error(rule: TreeRule, seen: Round, at: int) -> float | None:
         return 1.0
     if at == seen.count:
         return _after_all(rule, seen)
-    reach, size = (_chances(rule, _tree(seen, at))[0, -1] if at else torch.tensor(1.0)), _size(seen)
-    due_V, left_V = reach.double() * seen.target_WV[at], seen.draft_KV[at]
-    errors = []
+    size, errors = _size(seen), []
+    reach = float(_chances(rule, _tree(seen, at))[0, -1]) if at else 1.0
+    due_V = reach * seen.target_WV[at]  # what the node gives without the children that are still to come
+    left_V = seen.draft_KV[at]  # the draft's distribution without the children before
     for c, own in enumerate((seen.drafted[at], *seen.siblings[at])):
         reached, mass = float(due_V.sum()), float(left_V.sum())
         if reached <= 0 or mass <= 0:
