@@ -27,6 +27,7 @@ import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
+from bench.words import divided  # noqa: E402
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest  # noqa: E402
 from llama_ssp.config import RunConf, register  # noqa: E402
 from llama_ssp.config.presets import CONF  # noqa: E402
@@ -51,11 +52,10 @@ ROWS_BAR, REFILL_BAR = 2.5, 1.3
 
 
 def main() -> None:
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    own = {key: given.pop(key, default) for key, default in OWN.items()}
+    own, overrides = divided(OWN, sys.argv[1:])
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        run = to_run(compose("run", [f"{key}={value}" for key, value in given.items()]))
+        run = to_run(compose("run", overrides))
     entry = pair_specs(run, [], 1)[0]
     sizes = sorted({1, *map(int, own["rows"].split(","))})
     pair, run, main_rows = PairSession(entry), entry.run, max(n for n in sizes if n <= MAIN)

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from surroundings import surroundings, write  # noqa: E402
 
+from bench.words import divided  # noqa: E402
 from llama_ssp.batch.journal import Journal  # noqa: E402
 from llama_ssp.batch.manifest import Manifest, shards_of  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
@@ -108,10 +109,9 @@ class Fleet:
 
 
 def main() -> None:
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    own = {key: given.pop(key, default) for key, default in OWN.items()}
+    own, overrides = divided(OWN, sys.argv[1:])
     groups, shards, shard_s = int(own["groups"]), int(own["shards"]), float(own["shard_s"])
-    job = planned_job([*PAIR, *(f"{key}={value}" for key, value in given.items())], groups, shards)
+    job = planned_job([*PAIR, *overrides], groups, shards)
     group = job.nodes[0].group
     few = max(groups // 10, 1)
     cases = [

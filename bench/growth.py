@@ -33,6 +33,7 @@ from contenders import opened, wait  # noqa: E402
 from pictures import caption, plot_growth, write_json  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
+from bench.words import changed  # noqa: E402
 from llama_ssp.config import Drafting, Dtype, RunConf, Steps  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.report.run_folder import versions  # noqa: E402
@@ -155,11 +156,7 @@ def lines_of(quantity: str, values: tuple[int, ...], rounds: dict[str, list[floa
 def main() -> None:
     own = {"engines": "eager,compiled", "repeats": "7", "threads": "2", "write": ""}
     own.update({quantity: ",".join(map(str, values)) for quantity, values in POINTS.items()})
-    for argument in sys.argv[1:]:
-        key, _, value = argument.partition("=")
-        if key not in own:
-            sys.exit(f"unknown: {argument}; known: {', '.join(own)}")
-        own[key] = value
+    own = changed(own, sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.set_num_threads(int(own["threads"]))
     points = {quantity: tuple(int(value) for value in own[quantity].split(",")) for quantity in POINTS}

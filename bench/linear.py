@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from bench.words import changed  # noqa: E402
 from llama_ssp.config import Dtype  # noqa: E402
 from llama_ssp.models.kernels import coded, linear  # noqa: E402
 from llama_ssp.models.quantization import coded_of, quantised, scales_of  # noqa: E402
@@ -105,8 +106,7 @@ def errors() -> list[list[str]]:
 
 
 def main() -> None:
-    own = {"threads": "2", "repeats": "9", "write": ""}
-    own.update(argument.split("=", 1) for argument in sys.argv[1:])
+    own = changed({"threads": "2", "repeats": "9", "write": ""}, sys.argv[1:])
     torch.set_num_threads(int(own["threads"]))
     linear.operators()
     coded.operators("cpu")

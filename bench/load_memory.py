@@ -31,6 +31,7 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
+from bench.words import changed  # noqa: E402
 from llama_ssp.config import Dtype, ModelConf, Weights  # noqa: E402
 from llama_ssp.distributed.process_group import open_ranks  # noqa: E402
 from llama_ssp.models.kv_cache import Feed  # noqa: E402
@@ -45,8 +46,7 @@ CPU = torch.device("cpu")
 
 
 def main() -> None:
-    own = {"gib": "2.1", "ranks": "4", "ways": "files:bf16,seed:bf16", "write": ""}
-    own.update(argument.split("=", 1) for argument in sys.argv[1:])
+    own = changed({"gib": "2.1", "ranks": "4", "ways": "files:bf16,seed:bf16", "write": ""}, sys.argv[1:])
     world, model = int(own["ranks"]), shape(float(own["gib"]))
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, size = Path(folder) / "model", 2 * parameters(model)

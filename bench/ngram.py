@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
+from bench.words import changed  # noqa: E402
 from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
@@ -45,7 +46,7 @@ TEXTS = {"random": 10**9, "repeats": PERIOD}
 
 def main() -> None:
     own = {"lengths": "512,1024,4096,32768", "turns": "50", "new": "200", "temperatures": "0,0.5,1"}
-    own.update({"threads": "1", "write": ""}, **dict(argument.split("=", 1) for argument in sys.argv[1:]))
+    own = changed(own | {"threads": "1", "write": ""}, sys.argv[1:])
     torch.set_num_threads(int(own["threads"]))
     times = [
         look_up(name, int(length), int(own["turns"]))

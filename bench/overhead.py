@@ -35,6 +35,7 @@ from contenders import one_round  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from bench.words import changed  # noqa: E402
 from llama_ssp.config import SamplingConfig  # noqa: E402
 from llama_ssp.models.kv_cache import Feed, RaggedCache  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
@@ -196,7 +197,7 @@ def sorting_all(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def main() -> None:
     own = {"ks": "", "vocabs": "8192,32000,128256", "turns": "60", "threads": "1", "write": "", "rows": "1,8"}
-    own.update({"compiled": "false"}, **dict(argument.split("=", 1) for argument in sys.argv[1:]))
+    own = changed(own | {"compiled": "false"}, sys.argv[1:])
     torch.set_num_threads(int(own["threads"]))
     turns, against = int(own["turns"]), own["compiled"] == "true"
     own["ks"] = own["ks"] or ("4" if against else "1,4,8,12")

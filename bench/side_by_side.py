@@ -28,6 +28,7 @@ from bars import Bar, bars_table  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 
+from bench.words import divided  # noqa: E402
 from llama_ssp.config import Drafting, RunConf, register  # noqa: E402
 from llama_ssp.config.presets import CONF  # noqa: E402
 from llama_ssp.config.short_forms import in_full  # noqa: E402
@@ -56,13 +57,7 @@ PROMPTS = [
 
 def main() -> None:
     own = {"repeats": "5", "ks": "2,4,8", "write": "", "new": "96", "temperatures": ""}
-    overrides = []
-    for argument in sys.argv[1:]:
-        key, _, value = argument.partition("=")
-        if key in own:
-            own[key] = value
-        else:
-            overrides.append(argument)
+    own, overrides = divided(own, sys.argv[1:])
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = to_run(compose("run", in_full(overrides)))

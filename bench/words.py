@@ -19,3 +19,25 @@ class Words:
             kind = type(getattr(asked, key))
             setattr(asked, key, value == "true" if kind is bool else kind(value))
         return asked
+
+
+def divided(own: dict[str, str], arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The benchmark's own settings, changed by the arguments, and the others: overrides."""
+    found, overrides = dict(own), list[str]()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            sys.exit(f"unknown: {argument}; known: {', '.join(own)}")
+        if key in own:
+            found[key] = value
+        else:
+            overrides.append(argument)
+    return found, overrides
+
+
+def changed(own: dict[str, str], arguments: list[str]) -> dict[str, str]:
+    """The benchmark's own settings, changed by the arguments. Leaves with the known ones for another."""
+    found, others = divided(own, arguments)
+    if others:
+        sys.exit(f"unknown: {others[0]}; known: {', '.join(own)}")
+    return found

@@ -188,7 +188,8 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
     bare, _, package = key.lstrip("+~").partition("@")
     leaf, draft_none = bare.rpartition(".")[2], "write draft=none"
     if is_unsafe(bare) or package:
-        what, fix = "Hydra's own settings are not for overriding", "use out=FOLDER for where results go"
+        what = "Hydra's own settings are not for overriding"
+        fix = "use out=FOLDER for where results go, -v for a longer log"
         raise UsageError(what, found=key, fix=fix)
     if key.startswith("~"):
         fix = draft_none if bare == "draft" else f"give {bare} another value"
