@@ -377,6 +377,13 @@ TREES: dict[str, Scenario] = {
     "adaptive": Scenario(siblings=(1,), adaptive=True, vocab=2, k=3, new=4),
     "a head's": Scenario(siblings=(1,), head=(0, 1, 2), new=3),
     "a head's, with few tokens": Scenario(siblings=(1,), head=(0, 2), k=2, new=3),
+    "a DFlash head's": Scenario(siblings=(1,), head=(0, 1, 2), width=4, new=3),
+    "a DFlash head's, two ragged rows of other shapes, EOS": Scenario(
+        siblings=(2, 1), head=(0, 1, 2), width=3, k=1, new=2, prompts=((1,), (0, 1, 1)), ends=frozenset({2})
+    ),
+    "two ragged rows of other shapes, EOS": Scenario(
+        siblings=(2, 1), k=1, new=2, prompts=((1,), (0, 1, 1)), ends=frozenset({2})
+    ),
 }  # fmt: skip
 
 

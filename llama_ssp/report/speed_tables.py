@@ -136,7 +136,8 @@ def _siblings(rows: list[tuple[str, Row]]) -> Iterator[Table]:
     """How often each sibling stood, of those that were drawn; nothing without siblings."""
     body, most = list[Row](), 0
     for name, row in rows:
-        drawn, stood = row["siblings_drafted_by_position"], row["siblings_accepted_by_position"]
+        drawn = row.get("siblings_drafted_by_position", [])  # earlier summaries lack it
+        stood = row.get("siblings_accepted_by_position", [])
         most = max(most, len(drawn))
         for j in range(max(map(len, drawn), default=0)):
             shares = {
