@@ -59,9 +59,9 @@ def sentence(subject: str, checks: Sequence[Check], false_alarm: float) -> str:
     )
     unseen, count = ", ".join(blind) or "every check", len(passed)
     says = {
-        DIFFERENT: f"{subject} does not give the target's law ({', '.join(failed)} failed).",
+        DIFFERENT: f"{subject} does not give the target's distribution ({', '.join(failed)} failed).",
         INCONCLUSIVE: f"nothing wrong was seen of {subject}, but {unseen} could not have seen it.",
-        SAME: f"{subject} gives the target's law, as far as {count} checks see; "
+        SAME: f"{subject} gives the target's distribution, as far as {count} checks see; "
         f"a right sampler fails one of them in at most {false_alarm:g} of runs.",
     }
     return f"{found}: {says[found]}"
