@@ -6,11 +6,14 @@ import errno
 import json
 import os
 import random
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_ssp.batch import journal
 from llama_ssp.batch.attempt_log import Attempt, read_part, sealed
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
@@ -271,3 +274,23 @@ def test_shards_are_even():
     assert [shard.count for shard in shards_of(14, 5)] == [5, 5, 4]
     assert [shard.indices for shard in shards_of(3, 1)] == [range(n, n + 1) for n in range(3)]
     assert shards_of(0, 5) == ()
+
+
+def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both have looked before either writes: the second one looks again before it replaces the claim."""
+    path, looked, first = tmp_path / "claim", [], ExitStack()
+    path.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "job": None, "restart": 0}))
+    is_abandoned = journal._is_abandoned
+
+    def look(at: Path) -> bool:
+        found = is_abandoned(at)
+        looked.append(found)
+        if len(looked) == 1:  # meanwhile
+            assert (claim := journal._claim(at)) is not None
+            first.enter_context(claim)
+        return found
+
+    monkeypatch.setattr(journal, "_is_abandoned", look)
+    with first:
+        assert journal._claim(path) is None
+    assert looked == [True, True, True, False]

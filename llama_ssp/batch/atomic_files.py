@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,10 +36,13 @@ def write_once(path: Path, data: bytes) -> bool:
     return True
 
 
-def replace_whole(path: Path, data: bytes) -> None:
-    """Puts a file in the place of an older one, in one step."""
+def replace_whole(path: Path, data: bytes, still: Callable[[], bool] = lambda: True) -> bool:
+    """Puts a file in the place of an older one, in one step; False where that is not `still` wanted then."""
     with _draft(path, data) as draft:
+        if not still():
+            return False
         draft.replace(path)
+    return True
 
 
 @contextmanager

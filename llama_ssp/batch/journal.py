@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from llama_ssp.batch.atomic_files import (
@@ -164,11 +165,12 @@ def _claim(path: Path) -> AbstractContextManager[None] | None:
     A claim only saves double work. What is published stays right without: the first to publish wins.
     """
     own = json.dumps(_this_process()).encode()
-    if path.exists() or not write_once(path, own):  # of many groups most look at claims of others: no write
-        if not _is_abandoned(path):
-            return None
-        replace_whole(path, own)  # two may do so at once: then both work
-    return _held(path)
+    if not path.exists() and write_once(path, own):  # most look at others' claims: nothing is written then
+        return _held(path)
+    # Of many groups that find it abandoned at once, one takes it; two may, if they look again at one moment.
+    if _is_abandoned(path) and replace_whole(path, own, partial(_is_abandoned, path)):
+        return _held(path)
+    return None
 
 
 @contextmanager
