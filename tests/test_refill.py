@@ -16,7 +16,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.verification import RULES
+from llama_ssp.speculative.verification import RULES, rule_for
 from tests.families import VOCAB, build
 from tests.rig import GREEDY, Queue, drive_refilled, perturbed, speculate
 
@@ -42,13 +42,14 @@ def prompts() -> list[Prompt]:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("drafting", "k", "adaptive"),
-    [("none", 0, False), ("model", 4, False), ("model", 6, True), ("ngram", 4, False)],
+    [("none", 0, False), ("model", 4, False), ("model", 6, True), ("ngram", 4, False), ("trees", 3, True)],
 )
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sampling, models):
     target, draft = models
-    chosen = {"none": None, "model": draft, "ngram": "ngram"}[drafting]
-    how = {"k": k, "adaptive": adaptive, "max_new": 20}
+    chosen = {"none": None, "model": draft, "ngram": "ngram", "trees": draft}[drafting]
+    siblings = 2 if drafting == "trees" else 0
+    how = {"k": k, "adaptive": adaptive, "max_new": 20, "siblings": siblings}
     free = speculate(target, prompts()[:2], chosen, sampling=sampling, **how)
     ends = frozenset({free.texts[0][5], free.texts[1][9]})
     alone = {
@@ -59,9 +60,11 @@ def test_a_text_does_not_know_whose_row_it_took(rows, drafting, k, adaptive, sam
     drafter: Drafter = {
         "none": lambda: Drafter(),
         "model": lambda: ModelDrafter(ModelRunner(draft, 512), transform, draws),
+        "trees": lambda: ModelDrafter(ModelRunner(draft, 512), transform, draws),
         "ngram": lambda: NgramDrafter(1, 4, target.vocab, target.dtype),
     }[drafting]()
-    engine = Engine(ModelRunner(target, 512), drafter, transform, RULES["block"], draws)
+    rule = rule_for("block", siblings)
+    engine = Engine(ModelRunner(target, 512), drafter, transform, rule, draws, siblings=k * siblings)
     found = drive_refilled(engine, prompts(), rows, longest=max(LENGTHS) + 20, ends=ends, **how)
     assert found == alone
     assert len({len(text) for text in found.values()}) > 1  # rows ended at different times
