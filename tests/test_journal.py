@@ -286,7 +286,8 @@ def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeyp
         found = is_abandoned(at)
         looked.append(found)
         if len(looked) == 1:  # meanwhile
-            assert (claim := journal._claim(at)) is not None
+            claim = journal._claim(at)
+            assert claim is not None
             first.enter_context(claim)
         return found
 
