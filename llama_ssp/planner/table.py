@@ -77,10 +77,11 @@ def job_drawing(job: JobPlan) -> Iterator[Table | str]:
 
 
 def _right_table(*names: str) -> Table:
-    """A table of numbers, but for its last column."""
+    """A table of numbers, with words in its last column."""
     table = _empty_table()
     for name in names:
-        table.add_column(name, justify="left" if name == names[-1] else "right", no_wrap=True)
+        is_last = name == names[-1]  # words, which may be broken
+        table.add_column(name, justify="left" if is_last else "right", no_wrap=not is_last)
     return table
 
 
