@@ -378,6 +378,12 @@ class PlanConf(TaskConf):
     shard_size: int = number(256, 1, 10**6)
     plot: str | None = picture(*PLOTS)
 
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        if self.plot is not None and not self.nodes:
+            fix = "write task.nodes=[1,2,4], or leave out task.plot"
+            raise UsageError("task.plot is of a job over nodes", found="task.nodes=[]", fix=fix)
+
 
 @dataclass
 class CalibrateConf(TaskConf):
