@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -258,28 +257,20 @@ def test_a_compiled_model_is_nearer_to_the_wide_one_than_llm_int8(tmp_path: Path
     assert isinstance(fast, SteppedModel) and fast._step is not None
 
 
-@pytest.mark.slow  # a process of its own: triton must know before it is imported that it is to interpret
-def test_the_kernel_for_gpus():
-    code = "from tests.test_coded_linear import require_kernel_for_gpus; require_kernel_for_gpus()"
-    interpreting = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=interpreting)
-
-
 def require_kernel_for_gpus() -> None:
-    """All tables, groups and offsets; blocks of outputs and rows, whole and not, and no rows at all.
+    """Each table, group, offset and shape with each of the others, and no rows at all.
 
-    The interpreter multiplies in 32 bits, and cuts 16 bits off where a GPU rounds.
+    tests/test_triton.py runs it by the interpreter, which multiplies in 32 bits, and cuts 16 bits off where
+    a GPU rounds.
     """
     from llama_ssp.models.kernels import coded_triton
 
     operators("cuda")
     assert torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, "CUDA")
     coded_triton.FACTORS = coded_triton.tl.float32
-    for number, (table, group, offset) in enumerate(itertools.product(TABLES, GROUPS, OFFSETS)):
-        shape, dtype = SHAPES[number % 3], (torch.float32, torch.bfloat16)[number % 2]
-        weight = held(
-            *shape, table, group, offset, (torch.float32, torch.bfloat16, torch.float16)[number % 3]
-        )
+    for number, ((place, table), own) in enumerate(itertools.product(enumerate(TABLES), range(3))):
+        shape, dtype = SHAPES[(place + 2 * own) % 3], (torch.float32, torch.bfloat16)[number % 2]
+        weight = held(*shape, table, GROUPS[own], OFFSETS[(place + own) % 3], SCALES[place % 3])
         bias = torch.randn(shape[0], dtype=dtype) if number % 4 else None
         for count in (5, 17) if number % 9 == 0 else (5,):
             x = rows_of(count, shape[1], dtype)

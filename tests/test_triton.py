@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -164,9 +164,16 @@ def by_kernel(
     )
 
 
-def interpreted(function: Callable[[], None]) -> None:
-    """Runs a function of this module where kernels are interpreted, which triton decides at its import."""
-    code = f"from tests import test_triton; test_triton.{function.__name__}()"
+@pytest.mark.slow  # a minute in the interpreter
+def test_kernels_are_those_of_the_reference():
+    """In one process, as torch is imported for each: triton decides at its import whether to interpret."""
+    code = "\n".join(
+        [
+            "from tests import test_coded_linear, test_triton",
+            *(f"test_triton.{function.__name__}()" for function in REQUIRED),
+            "test_coded_linear.require_kernel_for_gpus()",
+        ]
+    )
     where = Path(__file__).resolve().parents[1]
     subprocess.run(
         [sys.executable, "-c", code], cwd=where, check=True, env={**os.environ, "TRITON_INTERPRET": "1"}
@@ -177,11 +184,6 @@ def small() -> None:
     """Parts and tiles of a few slots, so that short texts have several."""
     attention_triton.UNIT, attention_triton.TILE_BYTES = 32, 4096
     attention_triton.PROGRAMS = attention_triton.LEAST_PARTS = 4
-
-
-@pytest.mark.slow  # half a minute in the interpreter
-def test_attention_is_that_of_the_reference():
-    interpreted(require_attention)
 
 
 def require_attention() -> None:
@@ -202,13 +204,8 @@ def require_attention() -> None:
     assert torch.equal(damaged_T, feed.first_T == 100)
 
 
-@pytest.mark.slow  # a process of its own
-def test_attention_reads_the_cache_once():
-    interpreted(require_one_reading)
-
-
 def require_one_reading() -> None:
-    """Of all tokens of a row and all heads of a KV head together; a window alone, in whole tiles."""
+    """Attention's, of all tokens of a row and all heads of a KV head together; a window alone, in tiles."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     small()
@@ -222,24 +219,19 @@ def require_one_reading() -> None:
         loads.append(int(inside.sum()))
         return plain(self, pointers, mask, *rest)
 
-    InterpreterBuilder.create_masked_load = counted
-    by_kernel(feed, *tensors, Scores(0.1), sinks)
-    texts = [start + count for _, start, count in RAGGED]
-    assert sum(loads) == sum(texts) * keys_GND.shape[2]
-    loads.clear()
-    by_kernel(feed, *tensors, Scores(0.1, 1), sinks)
+    with patch.object(InterpreterBuilder, "create_masked_load", counted):
+        by_kernel(feed, *tensors, Scores(0.1), sinks)
+        texts = [start + count for _, start, count in RAGGED]
+        assert sum(loads) == sum(texts) * keys_GND.shape[2]
+        loads.clear()
+        by_kernel(feed, *tensors, Scores(0.1, 1), sinks)
     tile = attention_triton.constants(1, 1, keys_GND.shape[2], 4)["TILE"]
     assert sum(loads) <= len(RAGGED) * (tile + 5) * keys_GND.shape[2]
 
 
-@pytest.mark.slow  # half a minute in the interpreter
-def test_attention_in_a_whole_model():
-    interpreted(require_model)
-
-
 @torch.inference_mode()
 def require_model() -> None:
-    """Windows and sinks of real layers; ragged rows, rollbacks, slots that are garbage."""
+    """Attention with windows and sinks of real layers; ragged rows, rollbacks, slots that are garbage."""
     from tempfile import TemporaryDirectory
 
     from tests.test_decoder import module_of, require_same, saved, walked
@@ -251,13 +243,8 @@ def require_model() -> None:
         require_same(module, *walked(saved(module, Path(folder)), attend=by_kernel))
 
 
-@pytest.mark.slow  # a process of its own
-def test_experts_are_those_of_the_reference():
-    interpreted(require_experts)
-
-
 def require_experts() -> None:
-    """Tokens that choose the same experts, more than a product has rows; weights that do not fill blocks."""
+    """Experts, of more tokens that choose the same than a product has rows; weights that fill no block."""
     for seed, (tokens, count, top_k, dim, wide) in enumerate(
         [(1, 4, 2, 72, 40), (5, 8, 4, 64, 32), (20, 3, 2, 40, 50), (9, 32, 4, 24, 16)]
     ):
@@ -272,6 +259,9 @@ def require_experts() -> None:
         torch.testing.assert_close(experts.apply_on_gpu(*arguments, *gate), expected, rtol=1e-4, atol=1e-3)
         choice_TK[-1] = choice_TK[-1].roll(1)
         assert not torch.allclose(experts.apply_on_gpu(*arguments, *gate), expected, rtol=1e-2, atol=1e-1)
+
+
+REQUIRED = require_attention, require_one_reading, require_model, require_experts
 
 
 def test_the_number_of_parts():
