@@ -1,7 +1,7 @@
 """The shipped head beside the shipped draft model, n-grams and regular decoding, in one interleaved run.
 
-    python bench/heads.py [overrides of launch/run.py] [head=demo_head] [temperatures=0,0.5,1] [ks=2,4,6]
-                          [trees=4x1] [new=96] [repeats=5] [threads=2] [write=FILE.md]
+    python bench/heads.py [head=demo_head] [temperatures=0,0.5,1] [ks=2,4,6] [trees=4x1] [new=96] [repeats=5]
+                          [threads=2] [write=FILE.md]
 
 Every repeat runs each contender once, in turn, on the same prompts; the first repeat does not count. `trees`
 are drafts x siblings of the head. Times are decoding only, as of bench/side_by_side.py.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from side_by_side import HEAD, PROMPTS, REGULAR, Turn, by_us, line, measured  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
+from words import Words  # noqa: E402
 
 from llama_ssp.config import register  # noqa: E402
 from llama_ssp.config.presets import CONF  # noqa: E402
@@ -33,29 +34,37 @@ from llama_ssp.report.run_folder import versions  # noqa: E402
 USUAL = ["model=demo", "engine=compiled", "placement=cpu", "speculation.adaptive=true"]  # measures the costs
 
 
+@dataclass
+class Asked(Words):
+    """The command line."""
+
+    head: str = "demo_head"
+    temperatures: str = "0,0.5,1"
+    ks: str = "2,4,6"
+    trees: str = "4x1"
+    new: int = 96
+    repeats: int = 5
+    threads: int = 2
+    write: str = ""
+
+
 def main() -> None:
-    own = {
-        "head": "demo_head", "temperatures": "0,0.5,1", "ks": "2,4,6", "trees": "4x1", "new": "96",
-        "repeats": "5", "threads": "2", "write": "",
-    }  # fmt: skip
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
-    overrides = [*USUAL, *(f"{key}={value}" for key, value in given.items() if key not in own)]
-    own |= {key: value for key, value in given.items() if key in own}
-    torch.set_num_threads(int(own["threads"]))
+    asked = Asked.of(sys.argv[1:])
+    torch.set_num_threads(asked.threads)
     register()
-    new, ks = int(own["new"]), [int(k) for k in own["ks"].split(",")]
-    trees = [tuple(map(int, tree.split("x"))) for tree in own["trees"].split(",") if tree]
+    new, ks = asked.new, [int(k) for k in asked.ks.split(",")]
+    trees = [tuple(map(int, tree.split("x"))) for tree in asked.trees.split(",") if tree]
     room = max([0, *(siblings for _, siblings in trees)])
     with initialize_config_dir(str(CONF), version_base="1.3"):
         pairs = {
-            "head": opened([f"draft={own['head']}", f"speculation.siblings={room}"], overrides, new),
-            "draft model": opened(["draft=demo_draft"], overrides, new),
-            "n-grams": opened(["draft=none", "speculation=ngram"], overrides, new),
+            "head": opened([f"draft={asked.head}", f"speculation.siblings={room}"], new),
+            "draft model": opened(["draft=demo_draft"], new),
+            "n-grams": opened(["draft=none", "speculation=ngram"], new),
         }
     works = {
-        float(heat): contenders(pairs, float(heat), new, ks, trees) for heat in own["temperatures"].split(",")
+        float(heat): contenders(pairs, float(heat), new, ks, trees) for heat in asked.temperatures.split(",")
     }
-    found = measured(works, int(own["repeats"]))
+    found = measured(works, asked.repeats)
     shares = [
         f"{name} {pair.costs.draft / pair.costs.verify[0]:.3f}" for name, pair in pairs.items() if pair.costs
     ]
@@ -63,20 +72,20 @@ def main() -> None:
     text = "\n".join([
         "# The shipped head beside the shipped draft model and n-grams", "",
         *surroundings(pairs["head"].models.devices),
-        f"Batch 1, {len(PROMPTS)} prompts, {new} new tokens, {own['threads']} threads, {own['repeats']} "
+        f"Batch 1, {len(PROMPTS)} prompts, {new} new tokens, {asked.threads} threads, {asked.repeats} "
         "interleaved repeats. Ratios are medians, with the least and the most; tokens/forward: a round's.",
         f"A draft step over a target step: {', '.join(shares)}. s: siblings of each draft.",
         "", *HEAD, *(line(heat, row) for heat, row in rows), "",
     ])  # fmt: skip
     print(text)
     print(json.dumps({"rows": [{"temperature": heat, **row} for heat, row in rows], "versions": versions()}))
-    if own["write"]:
-        write(own["write"], text)
+    if asked.write:
+        write(asked.write, text)
 
 
-def opened(words: list[str], overrides: list[str], new: int) -> PairSession:
+def opened(words: list[str], new: int) -> PairSession:
     """The demo model with these drafts, ready."""
-    run = to_run(compose("run", in_full([*words, *overrides])))
+    run = to_run(compose("run", in_full([*USUAL, *words])))
     return PairSession(pair_specs(run, [], 1)[0]).load(1, 256 + new)
 
 

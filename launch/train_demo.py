@@ -1,7 +1,8 @@
 """Make the small models that ship with llama-ssp: `python launch/train_demo.py --out DIR`.
 
 `python launch/train_demo.py head out=FOLDER [target=FOLDER data=FILE.jsonl]` trains a head for a target.
-Run the same command again after an interruption: it goes on from the last checkpoint.
+Run the same command again after an interruption: it goes on from the last checkpoint. With torchrun in front
+several processes train one head together.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from demo import checkpoint, head, head_data, record, vocab
+from demo import checkpoint, head, head_data, ranks, record, vocab
 from demo.batches import Batches
 from demo.data import Documents, library_documents
 from demo.recipes import RECIPES, Recipe, build, smaller
@@ -101,7 +102,7 @@ def make(recipe: Recipe, args: argparse.Namespace, device: torch.device) -> None
 
 def make_head(recipe: head.HeadRecipe) -> None:
     """A head: the target's texts, training, files."""
-    folder, device = Path(recipe.out), device_of(recipe.device)
+    folder, device = Path(recipe.out), ranks.join(device_of(recipe.device))
     if (folder / "training.json").exists():
         print(f"{recipe.out}: already made", file=sys.stderr)
         return
@@ -111,7 +112,8 @@ def make_head(recipe: head.HeadRecipe) -> None:
         recipe.seed, recipe.prompts
     )  # fmt: skip
     store, context = folder.with_name(f"{folder.name}.jsonl"), config.max_position_embeddings
-    stream = head_data.stream_of(lines, recipe.target, store, recipe.new_tokens, context, recipe.seed)
+    with ranks.first_alone():
+        stream = head_data.stream_of(lines, recipe.target, store, recipe.new_tokens, context, recipe.seed)
     teacher = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=torch.bfloat16).to(device).eval()
     counts = torch.from_numpy(np.bincount(stream.ids, minlength=config.vocab_size))
     ids_E, taps = head.frequent(counts, recipe.vocab), head.taps_of(config.num_hidden_layers)
@@ -127,6 +129,8 @@ def make_head(recipe: head.HeadRecipe) -> None:
     batches = head_data.StreamBatches(stream, recipe.row, recipe.batch_tokens, recipe.seed)
     losses = head.head_losses(made, teacher, taps, slice(None) if ids_E is None else ids_E.to(device), recipe)
     progress = train(made, recipe, batches, folder, device, losses)
+    if ranks.rank():
+        return
     head.save(folder, made, ids_E, taps, config, recipe)
     digest = hashlib.sha256(stream.ids.tobytes()).hexdigest()
     data = Path(recipe.data).name if recipe.data else None
@@ -148,6 +152,7 @@ def head_main(words: list[str]) -> None:
         assert isinstance(recipe, head.HeadRecipe)
         torch.set_num_threads(recipe.threads)
         make_head(recipe)
+        ranks.leave()
     except (OmegaConfBaseException, RunError) as error:
         raise SystemExit(f"error: {str(error).splitlines()[0]}") from None
 

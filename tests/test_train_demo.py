@@ -1,16 +1,17 @@
 """The making of the shipped models: vocabularies, data, resuming, learning."""
 
 import json
+import os
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import train_demo
-from demo import checkpoint, data, head, head_data, vocab
-from demo.batches import ANSWER_WEIGHT, Batches, token_weights
+from demo import checkpoint, data, head, head_data, ranks, vocab
+from demo.batches import ANSWER_WEIGHT, Batch, Batches, token_weights
 from demo.recipes import RECIPES, build, smaller
 from demo.train import language_losses, train
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp import SamplingConfig, load_pair
+from tests.distributed.processes import on_ranks
 from tests.heads import loaded
 
 TEXTS = [
@@ -192,6 +194,66 @@ def test_a_head_is_trained_goes_on_after_kills_and_drafts(
             texts.append(made.token_ids)
             assert bool(made.drafted) == (draft is not None)
     assert texts[0] == texts[1]
+
+
+class Toy(torch.nn.Module):
+    """A matrix and a table; a table's row moves by how often it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix, self.embed = torch.nn.Linear(6, 5, bias=False), torch.nn.Embedding(40, 3)
+        self.slope = torch.randn(5, 6)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        steep = (self.matrix.weight * self.slope).sum() * batch.ids.float().mean()
+        return (self.embed(batch.ids) - 1).square().mean() + 0.01 * steep, {}
+
+
+@dataclass
+class Rows:
+    """Batches; with a share of two each is what two processes read in a step."""
+
+    share: int = 1
+
+    def batch(self, step: int) -> Batch:
+        steps = range(self.share * step, self.share * (step + 1))
+        ids = [torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(step)) for step in steps]
+        rows = torch.cat(ids)
+        return Batch(rows, torch.ones(rows.shape), torch.zeros(len(rows), dtype=torch.bool))
+
+
+def toy_trained(folder: Path, share: int = 1) -> tuple[list[float], int]:
+    """The weights and the tokens after six steps; the training was stopped after three."""
+    recipe, cpu = head.HeadRecipe(out="", steps=6), torch.device("cpu")
+    for stop in (3, 6):
+        toy = Toy()
+        progress = train(toy, recipe, Rows(share), folder, cpu, toy.losses, stop)
+        if ranks.world() > 1:
+            torch.distributed.barrier()
+    return torch.cat([weight.detach().flatten() for weight in toy.parameters()]).tolist(), progress.tokens
+
+
+def toy_on_a_rank(_: Any, folder: Path) -> Any:
+    with ranks.first_alone():
+        seen = (folder / "first").exists(), "WORLD_SIZE" in os.environ
+        (folder / "first").touch()
+    return seen, "WORLD_SIZE" in os.environ, toy_trained(folder)
+
+
+@pytest.mark.slow  # processes start
+def test_two_processes_train_as_one_that_has_both_batches(tmp_path: Path) -> None:
+    """Stopped once and gone on; the first process alone sees no file, as it writes it for the other."""
+    for name in ("two", "both", "one"):
+        (tmp_path / name).mkdir()
+    found = on_ranks(2, toy_on_a_rank, tmp_path / "two")
+    assert [found[rank][:2] for rank in range(2)] == [((False, False), True), ((True, False), True)]
+    (weights, tokens), (others, _) = (found[rank][2] for rank in range(2))
+    expected, both = toy_trained(tmp_path / "both", share=2)
+    own, _ = toy_trained(tmp_path / "one")
+    assert tokens == both and weights == others
+    assert weights == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert own != pytest.approx(expected, rel=1e-2, abs=1e-3)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from demo import checkpoint
+from demo import checkpoint, ranks
 from demo.batches import Batch
 from demo.recipes import Recipe, Training
 
@@ -149,7 +149,8 @@ def train(
 ) -> Progress:
     """Train until the budget is spent, from the last checkpoint if there is one.
 
-    `stop_at` ends the run early at that step, as a kill right after a checkpoint would.
+    Of several processes (ranks.py) the first one writes the checkpoints, which all read. `stop_at` ends the
+    run early at that step, as a kill right after a checkpoint would.
     """
     model.to(device).train()
     optimizers = make_optimizers(model, recipe)
@@ -159,17 +160,20 @@ def train(
     while (share := spent(recipe, progress)) < 1.0:
         if stop_at is not None and progress.step >= stop_at:
             break
-        batch = move(batches.batch(progress.step), device)
+        batch = move(batches.batch(progress.step * ranks.world() + ranks.rank()), device)
         seen = one_step(model, optimizers, batch, losses, rate_at(share))
         progress.step += 1
-        progress.tokens += batch.ids[:, 1:].numel()
-        progress.seconds = before + time.monotonic() - begun
+        progress.tokens += batch.ids[:, 1:].numel() * ranks.world()
+        progress.seconds = ranks.of_the_first(before + time.monotonic() - begun, device)
+        if ranks.rank():
+            continue
         if progress.step % LOG_EVERY == 0:
             note(progress, seen, recipe)
         if time.monotonic() - saved > SAVE_EVERY:
             checkpoint.save(folder, model, optimizers, vars(progress))
             saved = time.monotonic()
-    checkpoint.save(folder, model, optimizers, vars(progress))
+    if ranks.rank() == 0:
+        checkpoint.save(folder, model, optimizers, vars(progress))
     return progress
 
 
@@ -196,6 +200,7 @@ def one_step(
     with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
         loss, seen = losses(batch)
     loss.backward()
+    ranks.average_gradients(model)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
