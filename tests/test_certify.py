@@ -172,6 +172,7 @@ SIBLING_FAULTS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SIBLING_FAULTS)
 def test_planted_faults_of_siblings_show(name: str) -> None:
     """In how they are drawn, and in what they see."""
@@ -319,8 +320,14 @@ def law_check(rule: str = "block", plan: CertifyConf = PLAN, **settings: Any) ->
     return found
 
 
-@pytest.mark.parametrize("rule", WATCHED)
-@pytest.mark.parametrize("controls", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("rule", "controls"),
+    [
+        pytest.param(rule, name, marks=[pytest.mark.slow] * (rule == TREE.name and name != "penalties"))
+        for rule in WATCHED
+        for name in SAMPLINGS
+    ],
+)
 def test_the_laws_are_the_targets_own(rule: str, controls: str) -> None:
     found = law_check(rule, sampling=SAMPLINGS[controls])
     assert found.outcome is Outcome.passed, found.says
