@@ -174,6 +174,7 @@ class BlankSource:
         shape = list(self.shapes[name])
         if cut is not None:
             shape[cut.dim] = sum(last - first for first, last in cut.spans)
+            shape = shape[cut.number is not None :]
         return torch.empty(shape)
 
 

@@ -18,8 +18,10 @@ from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
 from llama_ssp.models.loader import load
-from llama_ssp.planner.storage import CPU, LAYERS, SCALES, Store
-from llama_ssp.planner.weights import Part, held
+from llama_ssp.planner.memory import loading_bytes
+from llama_ssp.planner.storage import CPU, IN_LAYERS, Store
+from llama_ssp.planner.weights import Part, RolePart, held
+from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints
 from tests.distributed.threads import ranks_of
 from tests.hostile import quantised as hostile
@@ -30,9 +32,8 @@ from tests.test_gguf import made
 
 pytestmark = needs_compiler
 KEPT = [name for name in FORMATS if name != "gptq-act-order"]
-PLAIN = {"attention_bias": False}  # a plan knows of biases by a model's family alone
 # Outputs and words of codes that do not fill the kernel's blocks; the MLP in unequal units of 32.
-ODD = {"hidden_size": 200, "head_dim": 20, "intermediate_size": 80, "num_hidden_layers": 1, **PLAIN}
+ODD = {"hidden_size": 200, "head_dim": 20, "intermediate_size": 80, "num_hidden_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,7 @@ def same(path: Path, fast: bool = False, most: int = 3) -> None:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_folders(name: str, folders: Path) -> None:
-    own = {} if name == "mxfp4" else PLAIN  # that family has them always
-    same(quantised(name, folders / name, **own))
+    same(quantised(name, folders / name))
 
 
 @pytest.mark.parametrize("name", ["int4-channel", "fp8-tensor", "llm-int8"])
@@ -75,6 +75,16 @@ def test_codes_by_input(write: Any, claim: dict[str, Any], tmp_path: Path) -> No
     path = checkpoints.save(tmp_path / "model")
     hostile.quantised(write, claim)(path)
     same(path, most=2)
+
+
+@pytest.mark.parametrize("said", [{}, {"attention_bias": True}, {"mlp_bias": True}])
+def test_biases_by_config(said: dict[str, bool], tmp_path: Path) -> None:
+    path = checkpoints.save(tmp_path / "model", **said)
+    model, folder = complete(ModelConf(name="x", path=str(path)), "model")
+    for world in (1, 2, 3):
+        assert off(model, folder, Dtype.bf16, world, fast=False) == [0] * world
+    made = replace(model, path=None, weights=Weights.synthetic)
+    assert off(made, None, Dtype.bf16, 1, fast=False) == [0]
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
@@ -107,15 +117,15 @@ def some_plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("fast", [False, True])
 def test_plain_matrices_among_coded_ones(fast: bool, folders: Path, tmp_path: Path) -> None:
     same(
-        edited(quantised("int4-groups", folders / "int4-groups", **PLAIN), tmp_path / "mixed", some_plain),
+        edited(quantised("int4-groups", folders / "int4-groups"), tmp_path / "mixed", some_plain),
         fast,
     )
 
 
 def test_several_kinds_of_codes(folders: Path, tmp_path: Path) -> None:
     """Keys of a layer in 8 bit, where queries and values have 4."""
-    wide = load_file(quantised("int8-groups", folders / "int8-groups", **PLAIN) / "model.safetensors")
-    narrow = quantised("int4-groups", folders / "int4-groups", **PLAIN)
+    wide = load_file(quantised("int8-groups", folders / "int8-groups") / "model.safetensors")
+    narrow = quantised("int4-groups", folders / "int4-groups")
     keys = {name: tensor for name, tensor in wide.items() if "0.self_attn.k_proj" in name}
     path = edited(narrow, tmp_path / "two", lambda tensors: tensors | keys)
     config, groups = (
@@ -161,20 +171,35 @@ class OwnBytes(LiveBytes):
         super()._meet(tensor, counted and own)
 
 
+LARGE = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4}
+EXPERTS = {"hidden_size": 256, "intermediate_size": 896, "moe_intermediate_size": 896, "num_hidden_layers": 3}
+STACKED = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 3}
+SIZES = {
+    **dict.fromkeys(["fp8-tensor", "fine-grained", "int4-zeros", "nf4", "llm-int8", "awq", "gptq"], LARGE),
+    **dict.fromkeys(["mixtral-int4", "mixtral-awq", "qwen3_moe-blocks"], EXPERTS), "mxfp4": STACKED,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [Dtype.packed, Dtype.bf16])
-@pytest.mark.parametrize("name", ["fp8-tensor", "fine-grained", "int4-zeros", "nf4", "llm-int8"])
+@pytest.mark.parametrize("name", SIZES)
 def test_loading_takes_at_most_a_layer_more(
     name: str, dtype: Dtype, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Than the share. Intermediate results are as small next to a layer as those of large models."""
+    """Than the share, on each of 1 to 3 ranks.
+
+    Intermediate results are as small next to a layer as those of large models.
+    """
     monkeypatch.setattr("llama_ssp.models.formats.coded.DECODED_AT_ONCE", 1 << 14)
     coded.operators("cpu")
-    sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4, **PLAIN}
-    path = quantised(name, folders / f"{name}-large", **sizes)
+    path = quantised(name, folders / f"{name}-large", **SIZES[name])
     model, folder = complete(ModelConf(name="x", path=str(path), dtype=dtype), "model")
-    live = OwnBytes()
-    with live.phase():
-        share = load(model, folder, dtype, torch.device("cpu"), "model").weights_bytes
-    groups = held(Part.of(model), dtype, Store(1, CPU))
-    layer = (groups[LAYERS] + groups.get(SCALES, 0)) / model.n_layers
-    assert share < live.peak <= share + layer
+    for ranks in (ranks_of(world) if world > 1 else [ALONE] for world in (1, 2, 3)):
+        for rank in ranks:
+            live, part = OwnBytes(), Part.of(model, rank.world, rank.rank)
+            with live.phase():
+                share = load(model, folder, dtype, torch.device("cpu"), "model", rank).weights_bytes
+            groups = held(part, dtype)
+            layer = sum(groups.get(group, 0) for group in IN_LAYERS) // model.n_layers
+            assert share < live.peak <= share + layer, (rank.world, rank.rank)
+            if dtype is Dtype.packed:
+                assert loading_bytes(RolePart.of(Role(TARGET, model, dtype), part, 0)) == layer

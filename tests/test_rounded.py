@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,23 @@ from transformers import AutoModelForCausalLM
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models import assemble, rounded
+from llama_ssp.models.attention import Feed
 from llama_ssp.models.formats.activation_schemes import Rounding, rounding_of, schemes_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.rounded import RoundedInputs
 from llama_ssp.models.sharding import share
 from tests.distributed.threads import ranks_of, together
-from tests.quantised_folders import FP8_GROUPS, FP8_TOKEN, ROUNDED, STATIC, TOKEN, quantised
-from tests.test_decoder import walked
+from tests.quantised_folders import (
+    FORMATS,
+    FP8_GROUPS,
+    FP8_TOKEN,
+    ROUNDED,
+    STATIC,
+    TOKEN,
+    compressed,
+    quantised,
+)
+from tests.test_decoder import VOCAB, caches_of, walked
 from tests.test_quantised_folders import loaded, walked_by
 
 # On a CPU bitsandbytes (0.50) takes 6.200124e-05 for 1/127^2, which is 1.8e-5 too much; on a GPU it does not.
@@ -162,6 +174,67 @@ def test_logits_are_those_of_transformers(name: str, folders: Path, monkeypatch:
     assert off(both[0], expected) < 1e-2
     monkeypatch.setattr(assemble, "RoundedInputs", lambda product, *_: product)
     assert off(walked(loaded(folder))[0], expected) > 3e-2
+
+
+IN_BF16 = {
+    "w8a8": compressed(8, "int", "channel", inputs=TOKEN),
+    "w4a8": compressed(4, "int", "group", group_size=128, inputs=TOKEN),
+    "fp8-fp8": compressed(8, "float", "channel", inputs=FP8_TOKEN),
+}  # with scales in bf16, as usual: transformers computes with scales in the type of the model
+LAST_BITS = 1e-3
+
+
+@dataclass
+class Watched:
+    """What each linear layer of a module was given, and what it gave."""
+
+    found: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def on(self, module: nn.Module) -> Watched:
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(partial(self._keep, name))
+        return self
+
+    def _keep(self, name: str, _layer: nn.Module, given: tuple[Tensor, ...], gave: Tensor) -> None:
+        self.found[name] = given[0][0], gave[0]
+
+    def of(self, block: int, *names: str) -> tuple[Tensor, Tensor]:
+        pairs = [self.found[f"model.layers.{block}.{name}_proj"] for name in names]
+        return pairs[0][0], torch.cat([gave for _, gave in pairs], -1)
+
+
+@pytest.mark.parametrize("name", IN_BF16)
+@torch.inference_mode()
+def test_in_bf16_each_layer_is_that_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the very inputs of transformers' layer. Rounding makes last bits large: logits of the whole model
+    differ, as much as those of two ways of attention in transformers do."""
+    monkeypatch.setitem(FORMATS, name, IN_BF16[name])
+    folder = quantised(name, tmp_path / "model")
+    ours = loaded(folder, dtype=torch.bfloat16)
+    module, other = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=way)
+        for way in ("sdpa", "eager")
+    )
+    text = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
+    module(text)  # decodes the weights
+    watched = Watched().on(module)
+    logits = module(text).logits[0]
+    for number, block in enumerate(ours.blocks):
+        layers = {
+            ("self_attn.q", "self_attn.k", "self_attn.v"): block.attention.qkv,
+            ("self_attn.o",): block.attention.output,
+            ("mlp.gate", "mlp.up"): block.mlp.up, ("mlp.down",): block.mlp.down,
+        }  # fmt: skip
+        for names, layer in layers.items():
+            given, gave = watched.of(number, *names)
+            assert off([layer(given)], [gave]) < LAST_BITS, (number, names)
+            assert off([layer.product(given)], [gave]) > LAST_BITS  # of inputs that are not rounded
+    feed = Feed.of([(0, 0, text.shape[1])], torch.device("cpu"))
+    own, theirs = ours(text[0], feed, caches_of(ours, 1))[0], other(text).logits[0]
+    assert LAST_BITS < off([own], [logits]) < 1.5 * off([theirs], [logits])
 
 
 def test_layers_are_told_apart_as_compressed_tensors_does() -> None:

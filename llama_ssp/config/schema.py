@@ -108,6 +108,8 @@ class ModelConf:
         context: The longest text, in tokens.
         tied: The head is the embedding.
         sliding_window: Tokens that a layer with a window looks back at; null is none.
+        attention_bias: Attention's linear layers have biases; null is as usual in the family.
+        mlp_bias: The MLP's linear layers have biases; null is as usual in the family.
     """
 
     name: str = MISSING
@@ -141,6 +143,8 @@ class ModelConf:
     context: int = number(0, 0, MAX_INT)
     tied: bool = False
     sliding_window: int | None = number(None, 1, MAX_INT, "null is none")
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
 
     @property
     def is_head(self) -> bool:

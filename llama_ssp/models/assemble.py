@@ -6,7 +6,7 @@ MLP, rows of the vocabulary, in shares that may differ (sharding.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from llama_ssp.models.experts import Experts, Gate, Routing
 from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
+from llama_ssp.models.kernels.expert_stacks import Stack
 from llama_ssp.models.linear import Beside, Embedding, Head, Product, Products, Summed, dense, plain
 from llama_ssp.models.rounded import RoundedInputs
 from llama_ssp.models.safetensors_io import Source
@@ -27,8 +28,10 @@ from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameter
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
 
 Sizes = tuple[int, ...]  # of a tensor
-Weights = Tensor | list[Coded]  # of experts
-Stacks = tuple[Weights, Weights, Tensor | None, Tensor | None]  # up and down, and their biases
+Pair = tuple[
+    Tensor | Coded, Tensor | Coded
+]  # of an expert: gate and up as one matrix (2F, H), and down (H, F)
+ReadExperts = Callable[[str, Span, bool], Iterator[Pair]]
 ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
 
 
@@ -192,67 +195,57 @@ class Assembly:
         router = dense(self.read(f"{name}.weight", (shape.experts, shape.dim)), bias)
         routing = Routing(shape.top_k, shape.normed_top, after=clamped)
         gate = Gate(shape.activation, shape.gate_alpha, shape.gate_limit)
-        stacks = self._stacked if clamped else self._one_by_one
         share = mlp_share(shape.expert_ffn, self.ranks.world, self.ranks.rank)
-        up, down, up_bias, down_bias = stacks(prefix, share)
+        up_bias, down_bias = self._expert_biases(prefix, share) if clamped else (None, None)
+        stacks = self._stacks(self._stacked if clamped else self._one_by_one, prefix, share)
+        return Experts(router, *stacks, up_bias, down_bias, gate, routing, self.reduce)
+
+    def _stacks(self, read: ReadExperts, prefix: str, share: Span) -> tuple[Stack, Stack]:
+        """Of numbers, if not all weights are in the same codes."""
         products = self.head if isinstance(self.head, Products) else Products(self.device, fast=False)
-        stacked = products.stacked(up), products.stacked(down)
-        return Experts(router, *stacked, up_bias, down_bias, gate, routing, self.reduce)
+        for keeps in (self.keeps_codes, False):
+            up, down = (products.stacking(self.shape.experts) for _ in range(2))
+            each = enumerate(read(prefix, share, keeps))
+            alike = all(up.put(number, own[0]) and down.put(number, own[1]) for number, own in each)
+            if alike and bool(up.how) == bool(down.how):
+                break
+        return up.made(), down.made()
 
-    def _one_by_one(self, prefix: str, share: Span) -> Stacks:
+    def _one_by_one(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
         """Of experts with tensors of their own."""
-        if self.keeps_codes and (kept := self._in_codes(prefix, share)):
-            return kept
-        shape, width, rows, columns = self.shape, length(share), Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
-        how: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        up_EFH = torch.empty(shape.experts, 2 * width, shape.dim, **how)
-        down_EHF = torch.empty(shape.experts, shape.dim, width, **how)
-        whole = shape.expert_ffn, shape.dim
-        for number in range(shape.experts):
-            for half_FH, name in zip(up_EFH[number].chunk(2), self.names.expert_up, strict=True):
-                half_FH.copy_(self.read(f"{prefix}{name.format(number)}.weight", whole, rows))
-            down = f"{prefix}{self.names.expert_down.format(number)}.weight"
-            down_EHF[number].copy_(self.read(down, whole[::-1], columns))
-        return up_EFH, down_EHF, None, None
-
-    def _in_codes(self, prefix: str, share: Span) -> Stacks | None:
-        """None if they are not all in codes, and in the same ones."""
-        rows, columns = Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
-        whole = self.shape.expert_ffn, self.shape.dim
-        ups: list[Coded] = []
-        downs: list[Coded] = []
+        rows, columns, whole = (
+            Cut(ROWS, (share,)),
+            Cut(COLUMNS, (share,)),
+            (self.shape.expert_ffn, self.shape.dim),
+        )
         for number in range(self.shape.experts):
             names = [f"{prefix}{name.format(number)}.weight" for name in self.names.expert_up]
             halves = [self._part(name, whole, rows) for name in names]
             down = f"{prefix}{self.names.expert_down.format(number)}.weight"
-            parts = [*halves, self._part(down, whole[::-1], columns)]
-            coded = [part for part in parts if isinstance(part, Coded)]
-            if len(coded) < 3 or coded[0].kind != coded[1].kind:
-                return None
-            ups.append(joined(coded[:2]))
-            downs.append(coded[2])
-        alike = all(len({part.kind for part in parts}) == 1 for parts in (ups, downs))
-        return (ups, downs, None, None) if alike else None
+            coded = [half for half in halves if isinstance(half, Coded) and keeps]
+            alike = len(coded) == len(halves) and len({half.kind for half in coded}) == 1
+            up = joined(coded) if alike else torch.cat([self._numbers(half) for half in halves])
+            yield up, self._kept(self._part(down, whole[::-1], columns), keeps)
 
-    def _stacked(self, prefix: str, share: Span) -> Stacks:
+    def _stacked(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
         """Of all experts in one tensor: inputs first, and of each output a gate, then what it multiplies."""
         up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
         experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
-        both = (_times(share, 2),)
-        up_bias = _apart(self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, both)), 1)
-        down_bias = self.read(f"{down_name}_bias", (experts, dim)) if self.ranks.rank == 0 else None
-        up = self._part(up_name, (experts, dim, 2 * width), Cut(2, both))
-        down = self._part(down_name, (experts, width, dim), Cut(1, (share,)))
-        if isinstance(up, Coded) and isinstance(down, Coded):
-            ups = [each.changed(lambda part: _apart(part, 0)) for each in up.split(experts)]
-            downs = down.split(experts)
-            if self.keeps_codes:
-                return ups, downs, up_bias, down_bias
-            stacks = [torch.stack([self._numbers(each) for each in part]) for part in (ups, downs)]
-        else:
-            numbers = _apart(self._numbers(up), 2), self._numbers(down)
-            stacks = [weight.transpose(1, 2).contiguous() for weight in numbers]
-        return stacks[0].to(self.device), stacks[1].to(self.device), up_bias, down_bias
+        for number in range(experts):
+            up = self._part(up_name, (experts, dim, 2 * width), Cut(2, (_times(share, 2),), number))
+            down = self._part(down_name, (experts, width, dim), Cut(1, (share,), number))
+            if isinstance(up, Coded):  # which has outputs first
+                up = self._kept(up.changed(lambda part: _apart(part, 0)), keeps)
+            else:
+                up = _apart(self._numbers(up), 1).T
+            yield up, self._kept(down, keeps) if isinstance(down, Coded) else self._numbers(down).T
+
+    def _expert_biases(self, prefix: str, share: Span) -> tuple[Tensor, Tensor | None]:
+        up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
+        experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
+        up = self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, (_times(share, 2),)))
+        down = self.read(f"{down_name}_bias", (experts, dim)) if self.ranks.rank == 0 else None
+        return _apart(up, 1), down
 
     def columns(self, parts: list[tuple[str, int, list[Span]]], part: int, inputs: int) -> nn.Module:
         """One layer that is split by its outputs, of the given rows of one or several on disk.
@@ -336,6 +329,9 @@ class Assembly:
         if self.device.type == "meta":
             return taken(torch.empty(shape, dtype=self.dtype, device=self.device), cut)
         return self.source.read(name, cut)
+
+    def _kept(self, part: Tensor | Coded, keeps: bool) -> Tensor | Coded:
+        return part if keeps and isinstance(part, Coded) else self._numbers(part)
 
     def _numbers(self, part: Tensor | Coded) -> Tensor:
         return part.decoded(self.dtype) if isinstance(part, Coded) else part.to(self.dtype)

@@ -260,6 +260,7 @@ def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "tied": not any(name.startswith(HEADS) for name in checkpoint.shapes),
         "sliding_window": size(window.key, default=window.default) if window else None,
     }
+    shape["attention_bias"], shape["mlp_bias"] = family.biases(config)
     shape |= _codes(checkpoint, shape)
     if heads % kv_heads:
         what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"

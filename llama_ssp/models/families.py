@@ -7,7 +7,7 @@ runs too, but in one process, without a plan, and after a trial (self_check.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,6 +165,16 @@ class Family:
         """Whether a layer has a bias, by its name; `part` is 0 for attention's layers, 1 for the MLP's."""
         usual = layer.rpartition(".")[2] in self.biased
         return bool(getattr(config, self.bias_keys[part], usual)) if self.bias_keys[part] else usual
+
+    def biases(self, config: Mapping[str, Any]) -> tuple[bool | None, bool | None]:
+        """What config.json says of attention's and the MLP's biases, where that is not as usual."""
+        names = (*self.names.qkv, self.names.output), (*self.names.up, self.names.down)
+        return self._said(config, 0, names[0]), self._said(config, 1, names[1])
+
+    def _said(self, config: Mapping[str, Any], part: int, names: Iterable[str]) -> bool | None:
+        said = config.get(self.bias_keys[part]) if self.bias_keys[part] else None
+        usual = {name.rpartition(".")[2] in self.biased for name in names if name}
+        return None if said is None or usual == {bool(said)} else bool(said)
 
     @property
     def eager(self) -> bool:

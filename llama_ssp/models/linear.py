@@ -25,9 +25,9 @@ from torch.nn import functional
 from llama_ssp.config import Dtype
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.kernels import coded
-from llama_ssp.models.kernels.expert_stacks import Stack, of_codes
+from llama_ssp.models.kernels.expert_stacks import Stacking
 from llama_ssp.models.kernels.large_pages import LargePages
-from llama_ssp.models.kernels.linear import PackedLinear, packable, packed_stack
+from llama_ssp.models.kernels.linear import PackedLinear, packable
 from llama_ssp.models.quantization import QUANTISED, coded_of, in_groups, quantised
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over ranks
@@ -150,8 +150,6 @@ class Products:
             return PackedLinear(layer, self._memory)
         return layer
 
-    def stacked(self, weights: Tensor | list[Coded]) -> Stack:
-        """The weights of experts, packed where they can be."""
-        if isinstance(weights, list):
-            return of_codes(weights, self.device, self.coded_fast, self._memory)
-        return Stack([packed_stack(weights, self._memory) if self._memory else weights])
+    def stacking(self, count: int) -> Stacking:
+        """For the weights of so many experts, packed where they can be."""
+        return Stacking(count, self.device, self.coded_fast, self._memory)

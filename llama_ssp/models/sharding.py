@@ -97,10 +97,14 @@ def _in_words(counts: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank holds of a weight, along one dimension: one span, or one for each fused part."""
+    """What a rank holds of a weight, along one dimension: one span, or one for each fused part.
+
+    `number`: of a stack of matrices, the one to cut.
+    """
 
     dim: int
     spans: tuple[Span, ...]
+    number: int | None = None
 
 
 def is_planned(model: ModelConf) -> bool:

@@ -63,6 +63,9 @@ def config_for(model: ModelConf) -> Any:
         shape[family.window.key] = model.sliding_window
         if family.window.switched:
             shape |= {"use_sliding_window": True, "max_window_layers": model.n_layers // 2}
+    for key, said in zip(family.bias_keys, (model.attention_bias, model.mlp_bias), strict=True):
+        if key and said is not None:
+            shape[key] = said
     if family.multi_query:
         shape |= {"new_decoder_architecture": model.n_kv_heads > 1, "num_kv_heads": model.n_kv_heads}
     if model.experts:
@@ -144,7 +147,10 @@ class SyntheticSource:
             return taken(self._vector(name).to(self._device, self._dtype), cut)
         if cut is None:
             return self._part(name, rows, None).view(shape)
-        if len(shape) > 2:  # stacked experts, of which a part is made by way of the whole
+        if cut.number is not None:  # of stacked experts a part is made by way of the whole one
+            own = cut.number * shape[1], (cut.number + 1) * shape[1]
+            return taken(self._part(name, own, None), Cut(cut.dim - 1, cut.spans))
+        if len(shape) > 2:
             return taken(self._part(name, rows, None).view(shape), cut)
         if cut.dim == COLUMNS:
             return torch.cat([self._part(name, rows, columns) for columns in cut.spans], COLUMNS)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.planner.activations import GPU, Kernels, Parts, RankWork, total
-from llama_ssp.planner.storage import BYTES, UNIT
+from llama_ssp.planner.storage import BYTES, IN_LAYERS, UNIT
 from llama_ssp.planner.weights import CACHE, Part, RolePart, held, tensors
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
@@ -81,10 +81,17 @@ def peak_lines(found: dict[str, Parts]) -> list[MemoryLine]:
 @lru_cache(maxsize=4096)
 def peaks(own: RankWork) -> dict[str, Parts]:
     """The largest moment of each phase on this rank; last that of loading, before there are caches."""
-    quantised = [role.part for role in own.roles if BYTES[role.dtype] < BYTES[Dtype.bf16]]
-    largest = 2 * max((part.largest_matrix for part in quantised), default=0)
+    largest = max(map(loading_bytes, own.roles), default=0)
     caches = sum(role.caches_bytes(own.work.rows) for role in own.roles)
-    return {**own.peaks(), LOADING: {"a layer in 16 bit": max(0, largest - caches)}}
+    return {**own.peaks(), LOADING: {"a layer more": max(0, largest - caches)}}
+
+
+def loading_bytes(role: RolePart) -> int:
+    """Bytes beside the weights while they are loaded: a layer, or the matrix that is to be quantised."""
+    if role.dtype is Dtype.packed:
+        groups = held(role.part, role.dtype)
+        return sum(groups.get(group, 0) for group in IN_LAYERS) // role.part.layers
+    return 2 * role.part.largest_matrix if BYTES[role.dtype] < BYTES[Dtype.bf16] else 0
 
 
 def segments(own: RankWork) -> MemoryLine:

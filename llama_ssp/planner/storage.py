@@ -22,6 +22,7 @@ NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix
 # The groups of tensors.
 WEIGHTS = "embedding", "head", "layers", "experts", "norms", "quantisation scales", "positions", "buffers"
 EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS = WEIGHTS
+IN_LAYERS = LAYERS, EXPERTS, SCALES
 
 UNIT = 512  # bytes to which torch rounds requests on a GPU
 CPU, CUDA, OLD = "cpu", "cuda", "a GPU without bf16"  # which has no kernel for codes

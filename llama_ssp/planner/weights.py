@@ -65,6 +65,7 @@ class Part:
     first_expert_column: int  # of each expert's
     codes: Kept  # of a quantised checkpoint
     code_mix: str = ""  # as of ModelConf
+    biases: tuple[bool | None, bool | None] = (None, None)  # of attention and the MLP, if not as usual
     head_inputs: int = 0  # of a trained head: numbers of the target's states that it reads
     head_drafts: int = 0  # and how many drafts a pass gives; 0 is one after the other
     lent_head: bool = False  # its last matrix is the target's
@@ -91,7 +92,7 @@ class Part:
             norms += not model.head_drafts  # EAGLE-3 has that of the states in its block
         return Part(
             *whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix,
-            model.head_inputs, model.head_drafts,
+            (model.attention_bias, model.mlp_bias), model.head_inputs, model.head_drafts,
         )  # fmt: skip
 
     @property
@@ -156,18 +157,19 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
     Queries, keys and values are one matrix, and so are gate and up.
     """
     dim, queries, names = part.dim, part.query_width, part.family.names
+    attention, mlp = part.biases
 
-    def biased(name: str) -> bool:
-        return name.rpartition(".")[2] in part.family.biased
+    def biased(name: str, said: bool | None) -> bool:
+        return name.rpartition(".")[2] in part.family.biased if said is None else said
 
     # An EAGLE-3 head reads the states and a token's embedding.
     inputs = 2 * dim if part.head_inputs and not part.head_drafts else dim
-    yield queries + 2 * part.key_width, inputs, part.layers, biased(names.qkv[0]), 0
+    yield queries + 2 * part.key_width, inputs, part.layers, biased(names.qkv[0], attention), 0
     before = part.first_query * part.head_dim
-    yield dim, queries, part.layers, part.first and biased(names.output), before
+    yield dim, queries, part.layers, part.first and biased(names.output, attention), before
     if dense := part.layers - part.expert_layers:
-        yield part.ffn * (1 + part.family.gated), dim, dense, biased(names.up[0]), 0
-        yield dim, part.ffn, dense, part.first and biased(names.down), part.first_column
+        yield part.ffn * (1 + part.family.gated), dim, dense, biased(names.up[0], mlp), 0
+        yield dim, part.ffn, dense, part.first and biased(names.down, mlp), part.first_column
 
 
 def _mixed(part: Part) -> Iterator[Weight]:

@@ -107,7 +107,7 @@ class Mxfp4Experts(Matrix):
         self.shape = experts, groups * MXFP4_BLOCK, outputs
 
     def read(self, cut: Cut | None) -> Coded:
-        """The outputs of all experts, one expert after the other; a cut is of the numbers' dimensions.
+        """The outputs of an expert, or of all, one after the other; a cut is of the numbers' dimensions.
 
         Scales are powers of two, which bf16 has.
         """
@@ -119,7 +119,7 @@ class Mxfp4Experts(Matrix):
         ((first, last),), runs = spans[1], spans[2]
         groups, inside = (first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK)), first % MXFP4_BLOCK
         found = []
-        for expert in range(experts):
+        for expert in range(experts) if cut is None or cut.number is None else [cut.number]:
             one = expert, expert + 1
             codes = torch.cat([blocks.read(one, run, groups)[0] for run in runs]).flatten(1)
             exponent = torch.cat([scales.read(one, run, groups)[0] for run in runs])

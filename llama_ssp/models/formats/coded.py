@@ -12,7 +12,7 @@ that several rows share in a file (fine-grained FP8) are repeated for each row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -174,17 +174,45 @@ def joined(parts: list[Coded]) -> Coded:
     return replace(first, **together)
 
 
+def gathered(parts: Iterator[Coded | Tensor], rows: int) -> Coded | Tensor:
+    """One matrix of so many rows, of parts of them, without all parts in memory at once."""
+    whole: Coded | Tensor | None = None
+    first = 0
+    for part in parts:
+        if len(tensors_of(part)[0]) == rows:
+            return part
+        if whole is None:
+            whole = part.changed(_empty(rows)) if isinstance(part, Coded) else _empty(rows)(part)
+        for own, each in zip(tensors_of(whole), tensors_of(part), strict=True):
+            own[first : first + len(each)] = each
+        first += len(tensors_of(part)[0])
+    if whole is None:
+        raise ValueError("a matrix without rows")
+    return whole
+
+
+def tensors_of(part: Coded | Tensor) -> list[Tensor]:
+    """Codes first."""
+    return list(part._tensors().values()) if isinstance(part, Coded) else [part]
+
+
+def _empty(rows: int) -> Callable[[Tensor], Tensor]:
+    return lambda part: part.new_empty(rows, *part.shape[1:])
+
+
 def taken(weight: Any, cut: Cut | None) -> Tensor:
     """A copy of the cut part of a tensor or of a slice of a file, or of all of it."""
     if cut is None:
         parts = [weight]
     else:
-        whole = (slice(None),) * cut.dim
-        parts = [weight[(*whole, slice(first, last))] for first, last in cut.spans]
+        outer = (slice(None),) * (cut.dim - (cut.number is not None))
+        one = () if cut.number is None else (slice(cut.number, cut.number + 1),)
+        parts = [weight[(*one, *outer, slice(first, last))] for first, last in cut.spans]
     if cut is not None and len(parts) > 1:
-        return torch.cat(parts, cut.dim)
-    copy: Tensor = parts[0].clone(memory_format=torch.contiguous_format)  # a slice may be a view of the file
-    return copy
+        copy = torch.cat(parts, cut.dim)
+    else:
+        copy = parts[0].clone(memory_format=torch.contiguous_format)  # a slice may be a view of the file
+    return copy if cut is None or cut.number is None else copy[0]
 
 
 def packed(code_NK: Tensor) -> Tensor:

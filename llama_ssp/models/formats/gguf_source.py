@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, taken
+from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, gathered, taken
 from llama_ssp.models.formats.gguf_blocks import PLAIN, coded
 from llama_ssp.models.formats.gguf_header import FORMATS, Header, StoredTensor
 from llama_ssp.models.formats.gguf_model import ROTARY, name_of
@@ -56,7 +55,9 @@ class GgufSource:
             before = first // numbers * numbers
             own = Cut(COLUMNS, ((first - before, last - before),))
             parts = (part.cut(own) for part in parts)
-        return _joined(parts, len(byte_NB))
+        whole = gathered(parts, len(byte_NB))
+        assert isinstance(whole, Coded), "parts are codes"
+        return whole
 
     def _bytes(self, name: str, cut: Cut | None) -> Tensor:
         """The bytes of each row, or number of a vector; of cut columns, those of all touched blocks."""
@@ -73,15 +74,3 @@ class GgufSource:
             return byte_NB
         pairs = byte_NB.view(-1, self._shape.head_dim // 2, 2, byte_NB.shape[1])
         return pairs.transpose(1, 2).reshape(byte_NB.shape)
-
-
-def _joined(parts: Iterator[Coded], rows: int) -> Coded:
-    """One matrix of these rows, without all parts in memory at once."""
-    whole, first = None, 0
-    for part in parts:
-        whole = whole or part.changed(lambda each: each.new_empty(rows, each.shape[1]))
-        for name, each in part._tensors().items():
-            getattr(whole, name)[first : first + len(each)] = each
-        first += len(part.codes_NC)
-    assert whole is not None, "a tensor has rows"
-    return whole

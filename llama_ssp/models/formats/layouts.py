@@ -7,8 +7,9 @@ begin anywhere: what is read begins where the layout can be cut (a word of codes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.formats.coded import Coded, Codes, joined, packed, taken, unpacked
-from llama_ssp.models.sharding import ROWS, Cut, Span
+from llama_ssp.models.formats import coded
+from llama_ssp.models.formats.coded import Coded, Codes, gathered, packed, taken, unpacked
+from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, length
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the codes of eight outputs are in their word
 BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
@@ -70,23 +72,27 @@ class Matrix:
         raise NotImplementedError
 
     def read(self, cut: Cut | None) -> Coded | Tensor:
-        whole = (0, self.shape[0]), (0, self.shape[1])
-        if cut is None:
-            return self.block(*whole)
-        parts = [self._span(cut.dim, span, whole) for span in cut.spans]
-        coded = [part for part in parts if isinstance(part, Coded)]
-        if len(coded) == len(parts):
-            return joined(coded)
-        return torch.cat([part for part in parts if isinstance(part, Tensor)], cut.dim)
+        """Some outputs after the other, because intermediate results take more memory than the codes."""
+        dim, spans = (ROWS, ((0, self.shape[0]),)) if cut is None else (cut.dim, cut.spans)
+        parts = chain.from_iterable(self._pieces(dim, span) for span in spans)
+        return gathered(parts, sum(map(length, spans)) if dim == ROWS else self.shape[0])
 
-    def _span(self, dim: int, span: Span, whole: tuple[Span, Span]) -> Coded | Tensor:
-        border, (first, last) = self.borders[dim], span
-        wide = first // border * border, min(-(-last // border) * border, self.shape[dim])
-        found = self.block(wide, whole[1]) if dim == ROWS else self.block(whole[0], wide)
-        if wide == span:
-            return found
-        own = Cut(dim, ((first - wide[0], last - wide[0]),))
-        return found.cut(own) if isinstance(found, Coded) else taken(found, own)
+    def _pieces(self, dim: int, span: Span) -> Iterator[Coded | Tensor]:
+        """The span's outputs, or the span of inputs of some outputs after the other."""
+        unit, border = self.borders[ROWS], self.borders[dim]
+        wide = span[0] // border * border, min(-(-span[1] // border) * border, self.shape[dim])
+        rows, columns = (wide, (0, self.shape[COLUMNS])) if dim == ROWS else ((0, self.shape[ROWS]), wide)
+        step = max(coded.DECODED_AT_ONCE // max(1, length(columns)) // unit, 1) * unit
+        for first in range(*rows, step):
+            last = min(first + step, rows[1])
+            found, before = self.block((first, last), columns), first if dim == ROWS else wide[0]
+            end = min(last, span[1]) if dim == ROWS else span[1]
+            own = max(before, span[0]) - before, end - before
+            if own == (0, (last - first) if dim == ROWS else length(wide)):
+                yield found
+            else:
+                cut = Cut(dim, (own,))
+                yield found.cut(cut) if isinstance(found, Coded) else taken(found, cut)
 
 
 class Scaled(Matrix):

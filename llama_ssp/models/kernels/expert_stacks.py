@@ -15,7 +15,7 @@ from torch.nn import functional
 from llama_ssp.models.formats.coded import TABLES, Coded, Codes, values
 from llama_ssp.models.kernels.coded import CodedLinear, usable
 from llama_ssp.models.kernels.large_pages import LargePages
-from llama_ssp.models.kernels.linear import product_of_expert
+from llama_ssp.models.kernels.linear import WORD, packed, product_of_expert
 
 DECODED_PAIRS = 16  # matrices that are decoded at once, where the choice of experts is not waited for
 NUMBERS = ""
@@ -33,24 +33,45 @@ class Stack:
     how: str = NUMBERS
 
 
-def of_codes(weights: list[Coded], device: torch.device, fast: bool, memory: LargePages | None) -> Stack:
-    """Of matrices of one shape and kind; `fast`: as the kernel reads them, if it does."""
-    kind, (outputs, _) = weights[0].kind, weights[0].shape
-    by_kernel = fast and usable(weights[0], device)
-    parts: list[Tensor] = []
-    for number, weight in enumerate(weights):
-        own = _parts(weight, device, by_kernel)
-        if not parts:
-            shapes = [((len(weights), *part.shape), part.dtype) for part in own]
-            parts = [
-                memory.empty(*shape) if memory else torch.empty(shape[0], dtype=shape[1], device=device)
-                for shape in shapes
-            ]
-        for part, each in zip(parts, own, strict=True):
-            part[number] = each
-    unit = 1.0 if by_kernel else kind.unit  # the kernel's scales have it
-    words = kind.table, kind.group, unit, outputs, weights[0].zero_NG is not None, by_kernel
-    return Stack(parts, " ".join(map(str, words)))
+class Stacking:
+    """Makes a stack of `count` weights, one after the other, so that none but the last is held twice.
+
+    `fast`: codes as the kernel reads them, if it does. In `memory`, if given, where numbers are packed, too.
+    """
+
+    def __init__(self, count: int, device: torch.device, fast: bool, memory: LargePages | None) -> None:
+        self._count, self._device, self._fast, self._memory = count, device, fast, memory
+        self._parts: list[Tensor] = []
+        self.how: str | None = None  # of the first weight
+
+    def put(self, number: int, weight: Tensor | Coded) -> bool:
+        """False, and nothing is kept, if the weight is of another kind than the first."""
+        how, parts = self._made_of(weight)
+        if self.how is None:
+            self.how, self._parts = how, [self._empty(part) for part in parts]
+        if how == self.how:
+            for stack, part in zip(self._parts, parts, strict=True):
+                stack[number] = part
+        return how == self.how
+
+    def made(self) -> Stack:
+        return Stack(self._parts, self.how or NUMBERS)
+
+    def _empty(self, part: Tensor) -> Tensor:
+        shape = (self._count, *part.shape)
+        in_memory = self._memory and (self.how or part.ndim > 2)  # codes, and packed numbers
+        if self._memory and in_memory:
+            return self._memory.empty(shape, part.dtype)
+        return torch.empty(shape, dtype=part.dtype, device=self._device)
+
+    def _made_of(self, weight: Tensor | Coded) -> tuple[str, list[Tensor]]:
+        if isinstance(weight, Tensor):
+            packs = self._memory is not None and weight.shape[-1] % WORD.get(weight.dtype, 1 << 30) == 0
+            return NUMBERS, [packed(weight) if packs else weight]
+        kind, by_kernel = weight.kind, self._fast and usable(weight, self._device)
+        unit = 1.0 if by_kernel else kind.unit  # the kernel's scales have it
+        words = kind.table, kind.group, unit, weight.shape[0], weight.zero_NG is not None, by_kernel
+        return " ".join(map(str, words)), _parts(weight, self._device, by_kernel)
 
 
 def _parts(weight: Coded, device: torch.device, by_kernel: bool) -> list[Tensor]:

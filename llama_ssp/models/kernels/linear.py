@@ -43,21 +43,10 @@ def packed(weight_NK: Tensor, memory: LargePages | None = None) -> Tensor:
     return found
 
 
-def packed_stack(weight_ENK: Tensor, memory: LargePages) -> Tensor:
-    """Each expert's weight, packed; the stack as it is if it cannot be."""
-    if weight_ENK.shape[-1] % WORD.get(weight_ENK.dtype, 1 << 30):
-        return weight_ENK
-    first = packed(weight_ENK[0])
-    found = memory.empty((len(weight_ENK), *first.shape), first.dtype)
-    for own, weight_NK in zip(found, weight_ENK, strict=True):
-        own.copy_(packed(weight_NK))
-    return found
-
-
 def product_of_expert(
     x: Tensor, weight_ENK: Tensor, bias_EN: Tensor | None, expert: int, outputs: int
 ) -> Tensor:
-    """y = x W^T + b with an expert's weight, of a stack that `packed_stack` has packed or left as it is."""
+    """y = x W^T + b with an expert's weight, of a stack of packed weights, or of weights as they are."""
     bias = None if bias_EN is None else bias_EN[expert]
     if weight_ENK.ndim == 3:
         return nn.functional.linear(x, weight_ENK[expert], bias)
