@@ -1,7 +1,10 @@
-"""python -m tests.hostile [engine=NAME] [ROW ...]: each folder of the corpus by each loading engine, a table.
+"""Each folder of the corpus by each loading engine, a table.
+
+    python -m tests.hostile [engine=NAME ...] [group=NAME ...] [write=FILE.md] [ROW ...]
 
 Without names all rows by all engines; the exit code is 1 if one is not met. An engine that is not installed
-is said to be so.
+is said to be so. `write` makes a results file; a trial that took long is late there, as on the screen: the
+machine should do nothing else.
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from bench.surroundings import surroundings, write
 from tests import checkpoints
 from tests.hostile.corpus import GROUPS, Hostile
 from tests.hostile.trial import LIMIT_S, Result, access_times_tell, run
@@ -63,45 +69,86 @@ def wrong(row: Hostile, found: Result) -> list[str]:
     return problems
 
 
+@dataclass
+class Table:
+    """The lines, printed as they come, and what they add up to."""
+
+    engines: list[str]
+    lines: list[str] = field(default_factory=list)
+    total: int = 0
+    met: int = 0
+    late: int = 0
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self.lines.append(line)
+
+    def row(self, group: str, row: Hostile, try_: Callable[[str, int], Result]) -> Result | None:
+        """One folder by all engines. Returns the last result that is wrong."""
+        cells, problems, said, bad = [], [], "", None
+        for engine in self.engines:
+            if PACKED in row.extra and engine not in DECODER:
+                cells.append("   -")
+                continue
+            found = try_(engine, self.total)
+            own, late = wrong(row, found), found.seconds > LIMIT_S
+            self.total, self.late, bad = self.total + 1, self.late + late, found if own else bad
+            self.met += not own and not late
+            cells.append(f"{found.seconds:4.1f}s{' LATE' if late else ''}{' WRONG' if own else ''}")
+            problems += [f"    {engine}: {problem}" for problem in own]
+            said = (found.errors or ["runs, and leaves it alone"])[0]
+        self.say(f"{group:22} {row!s:26} {row.code}  {'  '.join(cells)}  {said[:110]}")
+        for problem in problems:
+            self.say(problem)
+        return bad
+
+    def sum(self) -> str:
+        return (
+            f"{self.met} of {self.total} trials met ({', '.join(self.engines)}); "
+            f"{self.late} took longer than {LIMIT_S:g} s"
+        )
+
+    def page(self) -> str:
+        return "\n".join([
+            "# Hostile folders by each loading engine", "", *surroundings({}), f"{self.sum()}.", "",
+            "Of each row its group, its name, the exit code that it must have, the time of each engine, and "
+            "what the last one said.", "", "```", *self.lines, "```", "",
+        ])  # fmt: skip
+
+
 def main() -> int:
     import torch
     import transformers  # noqa: F401  forked processes have what is imported here
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     torch.set_num_threads(1)
-    names, met, slow, total = [a for a in sys.argv[1:] if "=" not in a], 0, 0, 0
-    asked = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("engine=")] or list(ENGINES)
-    engines = [name for name in asked if name != "deepspeed" or importlib.util.find_spec("deepspeed")]
-    for name in set(asked) - set(engines):
-        print(f"{name}: not installed, not tried")
+    names = [word for word in sys.argv[1:] if "=" not in word]
+    asked, groups, files = (
+        [word.partition("=")[2] for word in sys.argv[1:] if word.startswith(f"{key}=")]
+        for key in ("engine", "group", "write")
+    )
+    asked = asked or list(ENGINES)
+    table = Table([name for name in asked if name != "deepspeed" or importlib.util.find_spec("deepspeed")])
+    for name in set(asked) - set(table.engines):
+        table.say(f"{name}: not installed, not tried")
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
         if not access_times_tell(base):
-            print("the file system keeps no access times: only Python's own opening of files is seen")
+            table.say("the file system keeps no access times: only Python's own opening of files is seen")
         whole, sharded = sources(base)
         for group, rows in GROUPS.items():
             for row in rows:
-                if names and row.name not in names:
+                if (groups and group not in groups) or (names and row.name not in names):
                     continue
-                cells, problems, said = [], [], ""
-                for engine in engines:
-                    if PACKED in row.extra and engine not in DECODER:
-                        cells.append("   -")
-                        continue
-                    found = tried(row, engine, whole, sharded, base / f"{total}")
-                    own = wrong(row, found)
-                    late = found.seconds > LIMIT_S
-                    total, met, slow = total + 1, met + (not own and not late), slow + late
-                    cells.append(f"{found.seconds:4.1f}s{' LATE' if late else ''}{' WRONG' if own else ''}")
-                    problems += [f"{engine}: {problem}" for problem in own]
-                    said = (found.errors or ["runs, and leaves it alone"])[0]
-                print(f"{group:22} {row!s:26} {row.code}  {'  '.join(cells)}  {said[:110]}", flush=True)
-                for problem in problems:
-                    print(f"    {problem}", flush=True)
-                if problems and names:
-                    print(found.err[-3000:])
-    print(f"{met} of {total} trials met ({', '.join(engines)}); {slow} took longer than {LIMIT_S:g} s")
-    return 0 if met == total else 1
+                bad = table.row(
+                    group, row, lambda engine, n, row=row: tried(row, engine, whole, sharded, base / f"{n}")
+                )
+                if bad and names:
+                    print(bad.err[-3000:])
+    print(table.sum())
+    for file in files:
+        write(file, table.page())
+    return 0 if table.met == table.total > 0 else 1
 
 
 if __name__ == "__main__":
