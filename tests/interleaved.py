@@ -204,7 +204,7 @@ def overlapped(
 def schedules(k: int, rounds: int, whole: bool = True) -> Iterator[Schedule]:
     """Every one for so many rounds; a round has a pass for the guess, then k behind it.
 
-    Not `whole` are those of two rounds in which the draft is as patient in the second, or once more.
+    If not `whole`, two rounds: in the second the draft looks as often as in the first, or once more.
     """
     most = k + 2
     every = product(range(most), repeat=rounds)

@@ -166,7 +166,7 @@ def by_kernel(
 
 @pytest.mark.slow  # a minute in the interpreter
 def test_kernels_are_those_of_the_reference():
-    """In one process, as torch is imported for each: triton decides at its import whether to interpret."""
+    """In one process of its own: triton decides at its import whether to interpret."""
     code = "\n".join(
         [
             "from tests import test_coded_linear, test_triton",

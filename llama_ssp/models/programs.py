@@ -29,8 +29,8 @@ OPTIONS: dict[str, Any] = {
     "cpp.threads": 1,  # what is between two linear layers is too little to be divided
     "realize_reads_threshold": 1,  # a sum that two kernels read is kept: fewer kinds of kernels to compile
 }  # fmt: skip
-# Whether torch's headers are compiled before the first program: ten seconds once, which a pair's programs do
-# not save, and one second of each process. Tests compile hundreds of programs, and set it.
+# Whether torch's headers are compiled before the first program. It takes 8 s of a core once and 1 s in each
+# process; then a kernel takes 0.8 s instead of 2.9. A start compiles few kernels; tests compile hundreds.
 HEADERS_FIRST = False
 FOLDER = Path(__file__).parent
 TRACED = [  # the code that programs are made from
