@@ -53,6 +53,7 @@ FIGURES = [
     Figure("adaptive", 4, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
     Figure("trees", 10, "bench/trees.py"),
     Figure("batch_rows", 6, "bench/batch_rows.py"),
+    Figure("groups", 3, "bench/groups.py"),
     Figure("overlap", 3.5, "bench/overlap.py"),
     Figure("bridges", 2, "bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5"),
     Figure("coupling", 1, "bench/coupling.py repeats=5 new=64"),
