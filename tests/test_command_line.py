@@ -138,7 +138,8 @@ def test_refused_with_a_hint(words: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("plan plot=a.svg", "task=plan has no key plot; found task.plot, allowed prompt_tokens"),
+        ("plan repeats=2", "task=plan has no key repeats; found task.repeats, allowed prompt_tokens"),
+        ("plan records=5", "task.records is of a job over nodes"),
         ("plan prompt=hi", "task=plan has no key prompt;"),
         ("task=agree_schema", "there is no task=agree_schema; allowed agree"),
         ("task.prompts=hello", "write prompt='your text'"),

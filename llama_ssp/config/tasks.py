@@ -380,9 +380,12 @@ class PlanConf(TaskConf):
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
-        if self.plot is not None and not self.nodes:
-            fix = "write task.nodes=[1,2,4], or leave out task.plot"
-            raise UsageError("task.plot is of a job over nodes", found="task.nodes=[]", fix=fix)
+        own, usual = vars(self), vars(PlanConf(self.name))
+        of_a_job = [key for key in ("plot", "records", "shard_size") if own[key] != usual[key]]
+        if of_a_job and not self.nodes:
+            key = f"task.{of_a_job[0]}"
+            fix = f"write task.nodes=[1,2,4], or leave out {key}"
+            raise UsageError(f"{key} is of a job over nodes", found="task.nodes=[]", fix=fix)
 
 
 @dataclass
