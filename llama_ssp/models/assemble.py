@@ -213,11 +213,8 @@ class Assembly:
 
     def _one_by_one(self, prefix: str, share: Span, keeps: bool) -> Iterator[Pair]:
         """Of experts with tensors of their own."""
-        rows, columns, whole = (
-            Cut(ROWS, (share,)),
-            Cut(COLUMNS, (share,)),
-            (self.shape.expert_ffn, self.shape.dim),
-        )
+        rows, columns = Cut(ROWS, (share,)), Cut(COLUMNS, (share,))
+        whole = self.shape.expert_ffn, self.shape.dim
         for number in range(self.shape.experts):
             names = [f"{prefix}{name.format(number)}.weight" for name in self.names.expert_up]
             halves = [self._part(name, whole, rows) for name in names]
