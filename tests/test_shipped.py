@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from math import prod
 
 import pytest
 
 from llama_ssp.config import ModelConf
-from llama_ssp.models.checkpoint import SHIPPED_FOLDER, inspect, with_shape
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER, complete, inspect, with_shape
+from llama_ssp.models.folder import header
+from llama_ssp.models.heads.settings import MAPS
 from llama_ssp.planner.weights import parameters
 from tests.conftest import Command
 
@@ -29,6 +32,24 @@ def test_the_weights_are_those_that_were_recorded(name: str) -> None:
 def test_all_three_fit_into_24_mib() -> None:
     files = [file for name in NAMES for file in (SHIPPED_FOLDER / name).rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 24 * 2**20
+
+
+def test_the_head_is_that_of_its_record_and_fits_into_6_mib() -> None:
+    folder = SHIPPED_FOLDER / "demo_head"
+    record, file = json.loads((folder / "training.json").read_text()), folder / "model.safetensors"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == record["weights_sha256"]
+    tensors, _ = header(file)
+    assert sum(prod(shape) for name, shape in tensors.items() if name not in MAPS) == record["parameters"]
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 6 * 2**20
+    head, path = complete(ModelConf(name="demo_head", path="shipped:demo_head"), "draft")
+    assert head.is_head and path == folder
+
+
+@pytest.mark.slow
+def test_certify_proves_the_head(command: Command) -> None:
+    words = "certify", "demo", "demo_head", "samples=64", "law_rounds=16", "out=null", "output=json", "seed=1"
+    answer = command(*words, timeout=300)
+    assert answer.code == 0 and json.loads(answer.out)["verdict"] == "same"
 
 
 @pytest.mark.slow

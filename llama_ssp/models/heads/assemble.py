@@ -12,12 +12,11 @@ from llama_ssp.models.assemble import Assembly, Outline, Sizes
 from llama_ssp.models.decoder import Norm
 from llama_ssp.models.heads.dflash import DFlash
 from llama_ssp.models.heads.eagle3 import Eagle3
-from llama_ssp.models.heads.settings import DFlashSettings, Eagle3Settings, HeadSettings
+from llama_ssp.models.heads.settings import MAPS, DFlashSettings, Eagle3Settings, HeadSettings
 from llama_ssp.models.linear import Product, plain
 from llama_ssp.models.safetensors_io import Source
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-MAPS = "d2t", "t2d"  # a drafted token's id is its place plus d2t; t2d says which ids there are
 
 
 class HeadAssembly(Assembly):

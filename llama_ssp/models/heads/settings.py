@@ -28,6 +28,7 @@ from llama_ssp.models.folder import (
 
 EAGLE3, DFLASH = "eagle3", "dflash"
 FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
+MAPS = "d2t", "t2d"  # a drafted token's id is its place plus d2t; t2d says which ids there are
 TAPS, BLOCK_TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 BLOCKS = "llama", "qwen3"  # kinds of a head's block, by transformers' model_type
 MOST_WIDTH = 64  # tokens of a block
