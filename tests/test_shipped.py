@@ -47,8 +47,17 @@ def test_the_head_is_that_of_its_record_and_fits_into_6_mib() -> None:
 
 @pytest.mark.slow
 def test_certify_proves_the_head(command: Command) -> None:
-    words = "certify", "demo", "demo_head", "samples=64", "law_rounds=16", "out=null", "output=json", "seed=1"
-    answer = command(*words, timeout=300)
+    words = (
+        "task=certify",
+        "model=demo",
+        "draft=demo_head",
+        "task.samples=64",
+        "task.law_rounds=16",
+        "out=null",
+        "output=json",
+        "seed=1",
+    )
+    answer = command(*words)
     assert answer.code == 0 and json.loads(answer.out)["verdict"] == "same"
 
 
