@@ -86,6 +86,8 @@ def this_command() -> str:
     named = str(script)
     if script.parts[0] == "tests":
         named = "-m " + ".".join(script.with_suffix("").parts).removesuffix(".__main__")
+    if sys.flags.optimize:
+        named = f"-O {named}"
     return f"python {named} {shlex.join(map(without_folder, sys.argv[1:]))}".strip()
 
 
