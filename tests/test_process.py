@@ -75,7 +75,7 @@ def test_a_signal_ends_the_run_with_its_code(number: int, code: int, tmp_path: P
     """Row 48: what was finished is in the run folder."""
     out, err = tmp_path / "out", tmp_path / "err"
     process = start([*RUN[1:], *LONG], tmp_path, [os.devnull, out, err], environment())
-    wait_for(lambda: out.exists() and "round 0" in out.read_text())
+    wait_for(lambda: out.exists() and " at 0: " in out.read_text())
     os.kill(process.pid, number)
     process.join(60)
     said = err.read_text()

@@ -243,7 +243,7 @@ def test_ranks_that_never_come(tmp_path: Path):
     assert "nobody is where the ranks meet; rank 2 of 3" in refusal(*other)
 
 
-ROUND = ", round "  # in a line of a trace
+ROUND = " at 0: "  # in the line of a first round in a trace
 
 
 def test_started_by_hand_the_leader_keeps_the_store(tmp_path: Path):
