@@ -176,6 +176,13 @@ def test_runs_are_listed_by_date(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "measure, big with small: K = " in second and "times as fast" in second
 
 
+def test_before_the_first_run_the_list_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert commands.execute("runs", []) == 0 and capsys.readouterr().out == "no runs yet in outputs\n"
+
+
 @pytest.mark.parametrize(
     ("command", "words", "error"),
     [

@@ -44,7 +44,13 @@ def execute(command: str, words: Sequence[str]) -> int:
     if command == RUNS:
         if len(places) > 1:
             raise UsageError("name one folder", found=f"{len(places)} named", fix=USAGE[RUNS])
-        console.show([listed(home_expanded([*places, str(RunConf().out)][0]))])
+        folder = home_expanded([*places, str(RunConf().out)][0])
+        try:
+            console.show([listed(folder)])
+        except DataError:
+            if places:
+                raise
+            console.line(f"no runs yet in {folder}")
         return OK
     if not places or (command == DIFF and len(places) != 2):
         what = "name two runs" if command == DIFF else "name one run or several"

@@ -26,6 +26,8 @@ dist.init_process_group("gloo")
 sum_ = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(sum_)
 print(f"node {os.uname().nodename}: {dist.get_world_size()} ranks, sum {sum_.item():.0f}")
+# A rank that ends with an open group may abort, and its agent then waits 300 s for the other.
+dist.destroy_process_group()
 """
 # Slurm's commands: a step runs in the namespaces, with a host name of its own.
 SRUN = """\
