@@ -13,7 +13,7 @@ from llama_ssp.planner.storage import CPU, CUDA, Store, Weight
 
 Points = tuple[tuple[int, float], ...]  # (tokens of a pass, a figure), as speed.between takes them
 
-FOUR, EIGHT, CURVE, DECODED = "4 bit", "8 bit", "nf4", "decoded"
+FOUR, SHIFTED, EIGHT, CURVE, DECODED = "4 bit", "4 bit with zero points", "8 bit", "nf4", "decoded"
 LLM_INT8, BITSANDBYTES_NF4 = "LLM.int8", "nf4 of bitsandbytes"
 
 
@@ -34,17 +34,18 @@ class Efficiency:
 
 EFFICIENCY: dict[tuple[str, str], Efficiency] = {
     # Measured, AVX-512 with bf16: bench/results/coded_*.md, with memory of two speeds.
-    # A few tokens take the time of the bytes, and more that of the cores. nf4 is multiplied in fp32.
+    # A few tokens take the time of the bytes, and more that of the cores. Zero points are subtracted, and
+    # nf4 is multiplied in fp32.
     (CPU, FOUR): Efficiency(1.12, 0.86),
+    (CPU, SHIFTED): Efficiency(1.12, 0.74),
     (CPU, CURVE): Efficiency(1.2, 0.49),
     (CPU, EIGHT): Efficiency(1.07, 0.7),
     # Measured in the same way: torch decodes in many small steps.
-    (CPU, DECODED): Efficiency(1.0, 1.0, moved=125.0),
-    # Measured: bench/results/linear_epyc-2-cores_202611.md, over torch's own product in 16 bit, which is what
-    # steps without our kernels have.
-    (CPU, LLM_INT8): Efficiency(1.65, 0.5, moved=0.9, moves_from=2),
-    # An estimate: its kernel has not been measured in this way.
-    (CPU, BITSANDBYTES_NF4): Efficiency(1.0, 0.7),
+    (CPU, DECODED): Efficiency(1.0, 1.0, moved=105.0),
+    # Measured, bench/results/linear_*.md too, over torch's own product in 16 bit, which is what steps without
+    # our kernels have. One token of LLM.int8 took 0.53 of that in one file, and 1.0 in the other.
+    (CPU, LLM_INT8): Efficiency(1.46, 0.8, moved=1.64, moves_from=2),
+    (CPU, BITSANDBYTES_NF4): Efficiency(1.0, 0.6),
     # Estimates: these kernels have not been measured on a GPU.
     (CUDA, FOUR): Efficiency(1.3, 0.5),
     (CUDA, EIGHT): Efficiency(1.2, 0.5),
@@ -83,4 +84,6 @@ def _kind(weight: Weight, dtype: Dtype, store: Store) -> str:
         return DECODED
     if store.kernel == CPU and codes.table in ("nf4", "fp4"):
         return CURVE
+    if store.kernel == CPU and codes.table == "uint4":
+        return SHIFTED
     return FOUR if codes.bits == 4 else EIGHT
