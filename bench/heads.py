@@ -1,25 +1,31 @@
 """The shipped head beside the shipped draft model, n-grams and regular decoding, in one interleaved run.
 
-    python bench/heads.py [head=demo_head] [temperatures=0,0.5,1] [ks=2,4,6] [trees=4x1] [new=96] [repeats=5]
-                          [threads=2] [write=FILE.md]
+    python bench/heads.py [head=demo_head] [temperatures=0,0.5,1] [ks=2,4] [trees=4x1] [new=64] [prompts=24]
+                          [repeats=3] [threads=2] [write=FILE.md]
 
-Every repeat runs each contender once, in turn, on the same prompts; the first repeat does not count. `trees`
-are drafts x siblings of the head. Times are decoding only, as of bench/side_by_side.py.
+Every repeat runs each contender once, in turn, on the same prompts; the first repeat does not count. Prompts
+are openings of held-out documents: no shipped model has learned from these files. `trees` are drafts x
+siblings of the head. Times are decoding only, as of bench/side_by_side.py.
+
+Tokens a round are all tokens over all rounds, with the standard error over prompts. The head and the draft
+model are also compared prompt by prompt, at the same K: what the head brings more, and how much longer it
+takes.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
 import torch  # noqa: E402
+from demo.data import library_documents  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
-from side_by_side import HEAD, PROMPTS, REGULAR, Turn, by_us, line, measured  # noqa: E402
+from side_by_side import REGULAR, by_us  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
@@ -29,9 +35,13 @@ from llama_ssp.config.short_forms import in_full  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
-from llama_ssp.report.run_folder import versions  # noqa: E402
+from llama_ssp.report.tables import aligned  # noqa: E402
+from llama_ssp.speculative.stats import Counts  # noqa: E402
 
 USUAL = ["model=demo", "engine=compiled", "placement=cpu", "speculation.adaptive=true"]  # measures the costs
+HEAD, DRAFT = "head", "draft model"
+OPENING = 32  # tokens of a prompt
+DATA_SEED = 0  # of the shipped models' data
 
 
 @dataclass
@@ -40,47 +50,77 @@ class Asked(Words):
 
     head: str = "demo_head"
     temperatures: str = "0,0.5,1"
-    ks: str = "2,4,6"
+    ks: str = "2,4"
     trees: str = "4x1"
-    new: int = 96
-    repeats: int = 5
+    new: int = 64
+    prompts: int = 24
+    repeats: int = 3
     threads: int = 2
     write: str = ""
 
 
-def main() -> None:
-    asked = Asked.of(sys.argv[1:])
-    torch.set_num_threads(asked.threads)
-    register()
-    new, ks = asked.new, [int(k) for k in asked.ks.split(",")]
-    trees = [tuple(map(int, tree.split("x"))) for tree in asked.trees.split(",") if tree]
-    room = max([0, *(siblings for _, siblings in trees)])
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        pairs = {
-            "head": opened([f"draft={asked.head}", f"speculation.siblings={room}"], new),
-            "draft model": opened(["draft=demo_draft"], new),
-            "n-grams": opened(["draft=none", "speculation=ngram"], new),
-        }
-    works = {
-        float(heat): contenders(pairs, float(heat), new, ks, trees) for heat in asked.temperatures.split(",")
-    }
-    found = measured(works, asked.repeats)
-    shares = [
-        f"{name} {pair.costs.draft / pair.costs.verify[0]:.3f}" for name, pair in pairs.items() if pair.costs
-    ]
-    rows = [(heat, row) for heat, each in found.items() for row in each]
-    text = "\n".join([
-        "# The shipped head beside the shipped draft model and n-grams", "",
-        *surroundings(pairs["head"].models.devices),
-        f"Batch 1, {len(PROMPTS)} prompts, {new} new tokens, {asked.threads} threads, {asked.repeats} "
-        "interleaved repeats. Ratios are medians, with the least and the most; tokens/forward: a round's.",
-        f"A draft step over a target step: {', '.join(shares)}. s: siblings of each draft.",
-        "", *HEAD, *(line(heat, row) for heat, row in rows), "",
-    ])  # fmt: skip
-    print(text)
-    print(json.dumps({"rows": [{"temperature": heat, **row} for heat, row in rows], "versions": versions()}))
-    if asked.write:
-        write(asked.write, text)
+@dataclass
+class Contender:
+    """A pair at a temperature, with K drafts of so many siblings; what it took and brought."""
+
+    name: str
+    heat: float
+    pair: PairSession
+    k: int
+    siblings: int
+    ms: list[float] = field(default_factory=list)  # a token, of each repeat
+    counts: dict[str, Counts] = field(default_factory=dict)  # by prompt
+
+    def play(self, texts: list[str], new: int, repeat: int) -> None:
+        run = self.pair.run
+        sampling = replace(run.sampling, temperature=self.heat)
+        run = replace(run, sampling=sampling, speculation=replace(run.speculation, adaptive=False))
+        spent = 0.0
+        for number, text in enumerate(texts):
+            seed = repeat * len(texts) + number
+            ms, seen = by_us(self.pair, run, new, seed, self.k, self.siblings, [text])
+            spent += ms
+            if repeat:
+                self.counts.setdefault(text, Counts()).merge(seen)
+        if repeat:
+            self.ms.append(spent / len(texts))
+
+    def per_round(self) -> tuple[float, dict[str, float]]:
+        """Tokens a round, and by how much each prompt moves that."""
+        tokens = {text: each.committed.total() for text, each in self.counts.items()}
+        rounds = sum(each.row_rounds for each in self.counts.values())
+        mean = sum(tokens.values()) / rounds
+        return mean, {t: (n - mean * self.counts[t].row_rounds) / rounds for t, n in tokens.items()}
+
+    def line(self, regular: Contender) -> list[str]:
+        ratios = [theirs / ours for theirs, ours in zip(regular.ms, self.ms, strict=True)]
+        whole = Counts()
+        for each in self.counts.values():
+            whole.merge(each)
+        rate = whole.summary()["acceptance_rate"]
+        mean, moved = self.per_round()
+        return [
+            f"{self.heat:g}", self.name, f"{median(self.ms):.2f}", f"{median(ratios):.2f}x",
+            f"{min(ratios):.2f}..{max(ratios):.2f}", "" if rate is None else f"{rate:.2f}",
+            f"{mean:.2f} +- {error(moved):.2f}",
+        ]  # fmt: skip
+
+
+def error(moved: dict[str, float]) -> float:
+    """The standard error of a sum over prompts, given what each adds to it."""
+    count = len(moved)
+    squares = sum(value**2 for value in moved.values())
+    return float((squares * count / (count - 1)) ** 0.5)
+
+
+def compared(head: Contender, draft: Contender) -> list[str]:
+    """What the head brings more than the draft model, of the same prompts, and how much longer it takes."""
+    (own, own_moved), (other, other_moved) = head.per_round(), draft.per_round()
+    more = f"{own - other:+.2f} +- {error({t: own_moved[t] - other_moved[t] for t in own_moved}):.2f}"
+    longer = [ours / theirs for ours, theirs in zip(head.ms, draft.ms, strict=True)]
+    times = f"{median(longer):.2f} ({min(longer):.2f}..{max(longer):.2f})"
+    per_round = median(ratio * own / other for ratio in longer)
+    return [f"{head.heat:g}", f"{head.k}", more, f"{per_round:.2f}", times]
 
 
 def opened(words: list[str], new: int) -> PairSession:
@@ -89,22 +129,70 @@ def opened(words: list[str], new: int) -> PairSession:
     return PairSession(pair_specs(run, [], 1)[0]).load(1, 256 + new)
 
 
-def contenders(
-    pairs: dict[str, PairSession], heat: float, new: int, ks: list[int], trees: list[tuple[int, ...]]
-) -> dict[str, Turn]:
-    """All contenders at a temperature."""
-    kinds = [(name, k, 0) for k in ks for name in pairs] + [("head", k, s) for k, s in trees]
-    found: dict[str, Turn] = {REGULAR: turn(pairs["draft model"], heat, new, 0, 0)}
-    for name, k, siblings in kinds:
-        words = f"{name}, K = {k}{f', s = {siblings}' if siblings else ''}"
-        found[words] = turn(pairs[name], heat, new, k, siblings)
+def openings(pair: PairSession, count: int) -> list[str]:
+    """Beginnings of held-out documents."""
+    found = [pair.tokens.encode(text) for text in library_documents(DATA_SEED).held_out]
+    return [pair.tokens.decode(ids[:OPENING]) for ids in found if len(ids) > 2 * OPENING][:count]
+
+
+def contenders(pairs: dict[str, PairSession], heat: float, asked: Asked) -> list[Contender]:
+    """All contenders at a temperature, regular decoding first."""
+    found = [Contender(REGULAR, heat, pairs[DRAFT], 0, 0)]
+    ks = [int(k) for k in asked.ks.split(",")]
+    found += [Contender(f"{name}, K = {k}", heat, pairs[name], k, 0) for k in ks for name in pairs]
+    for k, s in trees_of(asked):
+        found.append(Contender(f"{HEAD}, K = {k}, s = {s}", heat, pairs[HEAD], k, s))
     return found
 
 
-def turn(pair: PairSession, heat: float, new: int, k: int, siblings: int) -> Turn:
-    sampling = replace(pair.run.sampling, temperature=heat)
-    run = replace(pair.run, sampling=sampling, speculation=replace(pair.run.speculation, adaptive=False))
-    return lambda seed: by_us(pair, run, new, seed, k, siblings)
+def trees_of(asked: Asked) -> list[list[int]]:
+    return [[int(n) for n in tree.split("x")] for tree in asked.trees.split(",") if tree]
+
+
+def main() -> None:
+    asked = Asked.of(sys.argv[1:])
+    torch.set_num_threads(asked.threads)
+    register()
+    room = max([0, *(siblings for _, siblings in trees_of(asked))])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        pairs = {
+            HEAD: opened([f"draft={asked.head}", f"speculation.siblings={room}"], asked.new),
+            DRAFT: opened(["draft=demo_draft"], asked.new),
+            "n-grams": opened(["draft=none", "speculation=ngram"], asked.new),
+        }
+    texts = openings(pairs[HEAD], asked.prompts)
+    each = [contenders(pairs, float(heat), asked) for heat in asked.temperatures.split(",")]
+    for repeat in range(asked.repeats + 1):
+        for one in (one for own in each for one in own):
+            one.play(texts, asked.new, repeat)
+    text = report(asked, pairs, each)
+    print(text)
+    if asked.write:
+        write(asked.write, text)
+
+
+def report(asked: Asked, pairs: dict[str, PairSession], each: list[list[Contender]]) -> str:
+    """A complete results file."""
+    shares = [
+        f"{name} {pair.costs.draft / pair.costs.verify[0]:.3f}" for name, pair in pairs.items() if pair.costs
+    ]
+    rows = [["T", "contender", "ms/token", "over regular", "least..most", "accepted", "tokens/round"]]
+    over = [["T", "K", "tokens a round", "time a round", "time a token"]]
+    for own in each:
+        rows += [one.line(own[0]) for one in own]
+        drafts = {one.k: one for one in own if one.name.startswith(DRAFT)}
+        heads = [one for one in own if one.name.startswith(HEAD) and not one.siblings]
+        over += [compared(one, drafts[one.k]) for one in heads]
+    return "\n".join([
+        "# The shipped head beside the shipped draft model and n-grams", "",
+        *surroundings(pairs[HEAD].models.devices),
+        f"Batch 1, openings of {asked.prompts} held-out documents, {OPENING} tokens each, {asked.new} new "
+        f"tokens, {asked.threads} threads, {asked.repeats} interleaved repeats. Ratios of times are medians, "
+        "with the least and the most; +-: one standard error over prompts.",
+        f"A draft step over a target step: {', '.join(shares)}. s: siblings of each draft.",
+        "", "The head over the draft model: what it brings more, and ratios of times (above 1: slower).",
+        "", "```", *aligned(over, 2), "```", "", "All of them:", "", "```", *aligned(rows, 2), "```", "",
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -122,20 +122,21 @@ def summed_up(name: str, taken: list[float], regular: list[float], counts: Count
 
 
 def by_us(
-    pair: PairSession, run: RunConf, new: int, seed: int, k: int, siblings: int = 0
-) -> tuple[float, Counts]:
+    pair: PairSession, run: RunConf, new: int, seed: int, k: int, siblings: int = 0,
+    texts: Sequence[str] = PROMPTS,
+) -> tuple[float, Counts]:  # fmt: skip
     """Milliseconds a token of our loop, one prompt after the other, no early end; siblings of each draft."""
     drafter = run.speculation.drafter if k else Drafting.none
     spec = replace(run.speculation, k=k, drafter=drafter, siblings=siblings)
     counts, spent = Counts(), 0.0
-    for number, text in enumerate(PROMPTS):
+    for number, text in enumerate(texts):
         engine = pair.engine(seed, replace(run, speculation=spec), frozenset())
         timed = TimedRun(engine, [Prompt(str(number), tuple(pair.tokens.encode(text)))], new)
         for _ in timed.rounds(Limits(new), FixedDraftLength(k, 1, siblings)):
             pass
         counts.merge(timed.counts)
         spent += timed.counts.decode_s
-    return 1000 * spent / (new * len(PROMPTS)), counts
+    return 1000 * spent / (new * len(texts)), counts
 
 
 def by_transformers(

@@ -553,7 +553,7 @@ def _of_any_prompt(self: ahead.Memo, state: State, row: int) -> bool:
 def _keeps_rejected_states(self: HeadDrafter, token_BS: Any, fed: Any, state_TX: Any) -> None:
     """A position's first states stay, also where a rejected draft has made them."""
     seen = self.__dict__.setdefault("seen", {})
-    places, old = self._places(fed), self._state_NH.clone()
+    places, old = torch.arange(len(self._state_NH))[self._places(fed)], self._state_NH.clone()
     head_observe(self, token_BS, fed, state_TX)
     each = [(row, start + i) for row, start, count in fed for i in range(count)]
     for place, (row, position) in zip(places.tolist(), each, strict=True):

@@ -95,18 +95,15 @@ class DecoderModel:
         rows = [
             (cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)
         ]
-        if len(rows) == 1 and not feed.sides:
-            _, start, count = rows[0]
-            own = slice(start, start + count)
-            places = cache.position_S[own], cache.first_S[:count], cache.slot_S[own]
-            made = attention.Feed(*places, self.attend, tuple(rows))
-        else:
+        if feed.sides:
             ends = [first + cache.capacity for first, _, _ in rows]
             sides = [
                 Sides(drafts, each, end - drafts * each)
-                for end, (drafts, each) in zip(ends, feed.sides, strict=False)
+                for end, (drafts, each) in zip(ends, feed.sides, strict=True)
             ]
             made = attention.Feed.of(rows, self.device, self.attend, sides)
+        else:
+            made = cache.feed(rows, self.attend)
         # A token's position alone says its scale, but while a long text is first read.
         limit = self._limit
         if limit is not None and any(g > limit > s for g, s in zip(feed.given, feed.start, strict=False)):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models.kernels.build import cache_folder, is_ours, processor
@@ -93,15 +93,17 @@ def quick_builds() -> AbstractContextManager[None]:
 
 
 def mark(given: tuple[Any, ...]) -> None:
-    """Marks the sizes that may differ in the next call: of tokens, and of a cache's slots."""
+    """Marks the sizes that may differ in the next call: of tokens, a cache's slots, the rows of a tuple."""
     for argument in given:
+        tensors, dim, size = [argument], 0, "T"
         if isinstance(argument, list):
-            for tensor in itertools.chain(*argument):
-                torch._dynamo.decorators.mark_unbacked(tensor, 1, shape_id="N")
-        else:
-            of_tokens = [argument] if isinstance(argument, Tensor) else itertools.chain(*argument.values())
-            for tensor in of_tokens:
-                torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="T")
+            tensors, dim, size = [*itertools.chain(*argument)], 1, "N"
+        elif isinstance(argument, tuple):
+            tensors, dim, size = [*argument], 0, "R"
+        elif isinstance(argument, dict):
+            tensors = [*itertools.chain(*argument.values())]
+        for tensor in tensors:
+            torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)
 
 
 class Named(Protocol):

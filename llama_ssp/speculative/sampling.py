@@ -93,11 +93,16 @@ class SamplingTransform:
         controls = replace(self.controls, temperature=warmth, top_k=0, top_p=1.0, min_p=0.0)
         return SamplingTransform(controls, self.end_ids, self.vocab)
 
+    @property
+    def forbids(self) -> bool:
+        """Whether a control of some row may forbid tokens."""
+        return any(_forbids(own.controls) for own in (self, *self._by_row.values()))
+
     @cached_property
     def _may_hide_damage(self) -> bool:
         """Whether a control may make probabilities of damaged logits. A softmax alone gives a row of NaN."""
         c = self.controls
-        moved = c.logit_bias or c.bad_tokens or c.min_new_tokens or c.frequency_penalty or c.presence_penalty
+        moved = _forbids(c) or c.frequency_penalty or c.presence_penalty
         return bool(moved) or c.repetition_penalty != 1 or c.temperature == 0
 
     def _probs(self, logit_BWV: Tensor, prefix: Prefix) -> Tensor:
@@ -106,8 +111,7 @@ class SamplingTransform:
         if controls.temperature == 0:
             chosen_BWV = one_hot(logit_BWV.argmax(-1), logit_BWV)
             nothing_BW1 = logit_BWV.amax(-1, keepdim=True) == -torch.inf  # every token is forbidden
-            forbids = controls.bad_tokens or controls.logit_bias or controls.min_new_tokens
-            return chosen_BWV.masked_fill(nothing_BW1, torch.nan) if forbids else chosen_BWV
+            return chosen_BWV.masked_fill(nothing_BW1, torch.nan) if _forbids(controls) else chosen_BWV
         warm_BWV = logit_BWV if controls.temperature == 1 else logit_BWV / controls.temperature
         probs_BWV = torch.softmax(warm_BWV, -1)
         kept_BWV: Tensor = filtered(probs_BWV, controls.top_k, controls.top_p, controls.min_p)
@@ -140,6 +144,11 @@ class SamplingTransform:
             logit_BWV = logit_BWV - controls.frequency_penalty * count_BWV
             logit_BWV = logit_BWV - controls.presence_penalty * count_BWV.clamp(max=1)
         return logit_BWV
+
+
+def _forbids(controls: SamplingConfig) -> bool:
+    """Whether tokens may be forbidden."""
+    return bool(controls.bad_tokens or controls.logit_bias or controls.min_new_tokens)
 
 
 def filtered(probs: Array, top_k: int, top_p: float, min_p: float) -> Array:

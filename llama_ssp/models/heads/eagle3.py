@@ -43,13 +43,21 @@ class Eagle3(nn.Module):
         """z, (T, H); keys and values are written into the cache."""
         norms = self.norms
         normed_TH = norms["states"](g_TH)
-        both_TH = torch.cat([norms["token"](self.embedding[token_T]), normed_TH], -1)
+        token_TH = self.embedding[token_T.clamp(max=len(self.embedding) - 1)]
+        both_TH = torch.cat([norms["token"](token_TH), normed_TH], -1)
         turns = {self.attention.rotary or "": self.rotary(feed)}
         x_TH = normed_TH if self.normed_residual else g_TH
         x_TH = x_TH + self.attention(both_TH, turns, cache, feed)
         x_TH = x_TH + self.mlp(norms["before_mlp"](x_TH))
         z_TH: Tensor = norms["output"](x_TH) if self.normed_output else x_TH
         return z_TH
+
+    def step(
+        self, token_T: Tensor, g_TH: Tensor, last_R: Tensor, feed: Feed, cache: KeysValues
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (R, E) and z (R, H) of the tokens at places `last_R`; writes the cache as `forward`."""
+        z_RH = self(token_T, g_TH, feed, cache)[last_R]
+        return self.logits(z_RH), z_RH
 
     def logits(self, z_RH: Tensor) -> Tensor:
         """Of the head's own tokens, (R, E)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from llama_ssp.models.programs import Part, Program, ProgramFile, compiled
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import WIDEST
+from llama_ssp.models.transfer import sent
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,15 @@ class HeadModel:
 Spans = list[tuple[int, int, int]]  # of rows a number, the first position and how many there are
 
 
+def _ends(rows: Spans) -> list[int]:
+    """The place of each row's last token among the tokens of a pass."""
+    return [end - 1 for end in accumulate(count for _, _, count in rows)]
+
+
+def _feed_of(rows: Spans, cache: SlotCache, attend: attention.Attend) -> attention.Feed:
+    return cache.feed([(row * cache.capacity, start, count) for row, start, count in rows], attend)
+
+
 def _slots_of(head: HeadModel, attentions: list[Attention], rows: int, capacity: int) -> SlotCache:
     shapes = [(own.sizes[1] // own.head_dim, own.head_dim) for own in attentions]
     return SlotCache.of(rows, capacity, shapes, head.dtype, head.device, head.caches)
@@ -93,6 +104,12 @@ class ChainedHead(HeadModel):
     def logits(self, z_RH: Tensor) -> Tensor:
         """Of the head's own tokens, (R, E)."""
         raise NotImplementedError
+
+    def step(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: Any) -> tuple[Tensor, Tensor]:
+        """Logits (R, E) and z (R, H) of each row's last position; what goes in is as of `states`."""
+        z_TH = self.states(token_T, g_TH, rows, cache)
+        z_RH = z_TH if len(z_TH) == len(rows) else z_TH[sent(_ends(rows), z_TH.device)]
+        return self.logits(z_RH), z_RH
 
 
 class DFlashModel(HeadModel):
@@ -122,8 +139,7 @@ class DFlashModel(HeadModel):
         return found
 
     def _feed(self, rows: Spans, cache: SlotCache) -> attention.Feed:
-        places = [(row * cache.capacity, start, count) for row, start, count in rows]
-        return attention.Feed.of(places, self.device, attention.attend_blocks)
+        return _feed_of(rows, cache, attention.attend_blocks)
 
 
 class Eagle3Model(ChainedHead):
@@ -137,7 +153,7 @@ class Eagle3Model(ChainedHead):
         self.attend: attention.Attend = attention.attend_rows
         if fast and self.device.type == "cpu":
             self.attend = attention_kernel.attend
-        self._programs: list[Program] = []
+        self._program: Program | None = None
 
     def new_cache(self, rows: int, capacity: int) -> SlotCache:
         return _slots_of(self, [self.head.attention], rows, capacity)
@@ -148,75 +164,64 @@ class Eagle3Model(ChainedHead):
 
     @torch.inference_mode()
     def states(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> Tensor:
-        feed = attention.Feed.of(
-            [(row * cache.capacity, start, count) for row, start, count in rows], self.device, self.attend
-        )
-        token_T = token_T.to(self.device).clamp(max=self.vocab - 1)
-        (layer,) = cache.layers
-        if self.fast and max(count for _, _, count in rows) <= WIDEST:
-            given = token_T, g_TH, feed.position_T, feed.first_T, [layer]
-            if self._programs or self._compile(*given):
-                z_TH: Tensor = self._programs[0](self.head, *given)
-                return z_TH
-        found: Tensor = self.head(token_T, g_TH, feed, layer)
+        found: Tensor = self.head(token_T.to(self.device), g_TH, self._feed(rows, cache), *cache.layers)
         return found
 
     @torch.inference_mode()
     def logits(self, z_RH: Tensor) -> Tensor:
-        if self._programs:
-            logit_RE: Tensor = self._programs[1](self.head, z_RH)
-            return logit_RE
         return self.head.logits(z_RH)
 
+    @torch.inference_mode()
+    def step(self, token_T: Tensor, g_TH: Tensor, rows: Spans, cache: SlotCache) -> tuple[Tensor, Tensor]:
+        if not self.fast or max(count for _, _, count in rows) > WIDEST:
+            return super().step(token_T, g_TH, rows, cache)
+        feed = self._feed(rows, cache)
+        if len(rows) == 1:
+            last_R = cache.position_S[len(token_T) - 1 : len(token_T)]
+        else:
+            last_R = sent(_ends(rows), self.device)
+        given = token_T.to(self.device), g_TH, feed.position_T, feed.first_T, (last_R,), cache.layers
+        program = self._program or self._compile(*given)
+        if program is None:
+            return super().step(token_T, g_TH, rows, cache)
+        logit_RE, z_RH = program(self.head, *given)
+        return logit_RE, z_RH
+
+    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Feed:
+        return _feed_of(rows, cache, self.attend)
+
     def prepare(self) -> None:
-        """Loads or compiles the steps before they are needed."""
+        """Loads or compiles the step before it is needed."""
         if self.fast:
             zero_T = torch.zeros(2, dtype=torch.int64, device=self.device)
             g_TH = torch.zeros(2, self.dim, dtype=self.dtype, device=self.device)
-            self.states(zero_T, g_TH, [(0, 0, 2)], self.new_cache(1, 8))
+            self.step(zero_T, g_TH, [(0, 0, 2)], self.new_cache(1, 8))
 
-    def _compile(self, *given: Any) -> bool:
-        """Loads or compiles the two programs; whether the head can be compiled."""
-        kinds = (repr(self.settings),)
-        files = [
-            ProgramFile(self, Part(function, self.head, arguments, kinds))
-            for function, arguments in ((block_step, given), (logits_step, (given[1],)))
-        ]
+    def _compile(self, *given: Any) -> Program | None:
+        """Loads or compiles the step; None if the head cannot be compiled."""
+        file = ProgramFile(self, Part(draft_step, self.head, given, (repr(self.settings),)))
         try:
-            found: list[Program] = []
-            for file in files:
-                program = file.load()
-                if program is None:
-                    log.info("engine: compiling a part of the step of %s", self.name)
-                    program = compiled(file.part)
-                    file.save(program)
-                found.append(program)
-            self._programs = found
+            self._program = file.load()
+            if self._program is None:
+                log.info("engine: compiling the step of %s", self.name)
+                self._program = compiled(file.part)
+                file.save(self._program)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises
             said = str(error).strip().splitlines() or [type(error).__name__]
             log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
             self.fast = False
-        return self.fast
+        return self._program
 
 
-# The functions that torch traces.
-
-
-def block_step(
+def draft_step(
     head: Eagle3, token_T: Tensor, g_TH: Tensor, position_T: Tensor, first_T: Tensor,
-    caches: list[KeysValues],
-) -> Tensor:  # fmt: skip
+    last: tuple[Tensor], caches: list[KeysValues],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`Eagle3.step`, the function that torch traces."""
     check: Callable[..., None] = torch._check
-    for tensor in (token_T, caches[0][0][0]):
+    for tensor in (token_T, *last, caches[0][0][0]):
         check(tensor.shape[0] >= 1)
     feed = attention.Feed(position_T, first_T, first_T + position_T, attention_kernel.attend)
-    z_TH: Tensor = head(token_T, g_TH, feed, caches[0])
-    return z_TH
-
-
-def logits_step(head: Eagle3, z_RH: Tensor) -> Tensor:
-    check: Callable[..., None] = torch._check
-    check(z_RH.shape[0] >= 1)
-    return head.logits(z_RH)
+    return head.step(token_T, g_TH, *last, feed, *caches)

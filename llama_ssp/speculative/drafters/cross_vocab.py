@@ -136,6 +136,8 @@ def probs_of_some(transform: SamplingTransform, logit_BV: Tensor, state: State, 
     token 0 is one.
     """
     probs_BV = transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
+    if not transform.forbids:
+        return probs_BV
     return certain_where(probs_BV.isnan().any(-1) & ~_damaged(logit_BV), probs_BV)
 
 

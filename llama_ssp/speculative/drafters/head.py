@@ -54,7 +54,7 @@ class SamplesFromHead(Drafter):
         if ids_E is None:
             logit_RV[:, : logit_RE.shape[1]] = logit_RE.to(wide)
         else:
-            logit_RV[:, ids_E.to(logit_RV.device)] = logit_RE.to(wide)
+            logit_RV.index_copy_(1, ids_E.to(logit_RV.device), logit_RE.to(wide))
         if len(rows) == count:
             return logit_RV
         return logit_RV.new_zeros(count, vocab).index_copy_(0, sent(rows, logit_RV.device), logit_RV)
@@ -120,9 +120,10 @@ class HeadDrafter(SamplesFromHead):
                 g_TH = self._state_NH[self._places(fed)]
             else:
                 fed = [(row, lengths[row] - 2 + offset, 1) for row in wanted]
-                g_TH = z_RH[sent([rows.index(row) for row in wanted], z_RH.device)]
-            z_RH, rows = self._forward(state.token_BS, fed, g_TH), wanted
-            drawn.append(self._drawn(state, offset, rows, self._head.logits(z_RH)))
+                places = None if wanted == rows else sent([rows.index(row) for row in wanted], z_RH.device)
+                g_TH = z_RH if places is None else z_RH[places]
+            (logit_RE, z_RH), rows = self._forward(state.token_BS, fed, g_TH), wanted
+            drawn.append(self._drawn(state, offset, rows, logit_RE))
             state.write_draft(drawn[-1].token_B, offset, count)
         for row in (row for row, n in enumerate(count) if n):
             self._cached[row] = lengths[row] - 1
@@ -141,25 +142,34 @@ class HeadDrafter(SamplesFromHead):
             if cached < min(end, self._slots)
         ]
         if fed:
-            self._forward(token_BS, fed, self._state_NH[self._places(fed)])
+            self._passes += 1
+            g_TH = self._state_NH[self._places(fed)]
+            self._head.states(_behind(token_BS, fed), g_TH, fed, self._cache)
         self._cached = [max(pair) for pair in zip(self._cached, ends, strict=True)]
 
-    def _forward(self, token_BS: Tensor, fed: list[Span], g_TH: Tensor) -> Tensor:
-        """z of the last position of each row that is fed, (R, H)."""
+    def _forward(self, token_BS: Tensor, fed: list[Span], g_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (R, E) and z (R, H) of the last position of each row that is fed."""
         self._passes += 1
-        row_T = [row for row, _, count in fed for _ in range(count)]
-        next_T = [start + i + 1 for _, start, count in fed for i in range(count)]
-        row_T, next_T = sent([row_T, next_T], token_BS.device)
-        z_TH = self._head.states(token_BS[row_T, next_T], g_TH, fed, self._cache)
-        if len(z_TH) == len(fed):
-            return z_TH
-        ends, end = [], -1
-        for _, _, count in fed:
-            ends.append(end := end + count)
-        return z_TH[sent(ends, z_TH.device)]
+        return self._head.step(_behind(token_BS, fed), g_TH, fed, self._cache)
 
-    def _places(self, fed: list[Span]) -> Tensor:
+    def _places(self, fed: list[Span]) -> Tensor | slice:
         """Where the states of these positions stand in `_state_NH`."""
         window = self._window
+        if len(fed) == 1:
+            row, start, count = fed[0]
+            first = row * window + start % window
+            if start % window + count <= window:
+                return slice(first, first + count)
         places = [row * window + (start + i) % window for row, start, count in fed for i in range(count)]
         return sent(places, self._head.device)
+
+
+def _behind(token_BS: Tensor, fed: list[Span]) -> Tensor:
+    """The token behind each of these positions, (T,)."""
+    if len(fed) == 1:
+        row, start, count = fed[0]
+        return token_BS[row, start + 1 : start + 1 + count]
+    row_T = [row for row, _, count in fed for _ in range(count)]
+    next_T = [start + i + 1 for _, start, count in fed for i in range(count)]
+    row_T, next_T = sent([row_T, next_T], token_BS.device)
+    return token_BS[row_T, next_T]
