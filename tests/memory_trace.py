@@ -142,7 +142,7 @@ def trace(
 
 
 def _at_depth(role: Role, layers: int) -> Role:
-    model = replace(role.model, n_layers=layers, weights=Weights.synthetic, agreement=1.0, scan=False)
+    model = replace(role.model, n_layers=layers, weights=Weights.synthetic, agreement=1.0)
     return replace(role, model=model)
 
 

@@ -170,7 +170,7 @@ def test_a_row_of_nan_stops_alone(command: Command, saved: Saved, tmp_path: Path
     assert answer.code == 4
     assert len(answer.errors) == 1
     assert "Traceback" not in answer.err
-    for part in ("not numbers", "prompt '1'", "position 2", "1 of 3", "model.scan=true"):
+    for part in ("not numbers", "prompt '1'", "position 2", "1 of 3", "fetch the model again"):
         assert part in answer.errors[0]
     outputs = document(answer)["outputs"]
     assert [o["finish_reason"] for o in outputs] == ["length", "error", "length"]

@@ -116,7 +116,7 @@ def test_drafts_are_the_models(hydra: None) -> None:
 
 @pytest.mark.parametrize("bits", OF_THE_TARGET)
 def test_a_draft_of_the_target_s_weights_is_the_target_but_for_the_dtype(bits: str, hydra: None) -> None:
-    run = composed("model=gemma2-9b", "model.path=/models/mine", "model.scan=true", f"draft={bits}")
+    run = composed("model=gemma2-9b", "model.path=/models/mine", "model.context=512", f"draft={bits}")
     assert run.draft == replace(run.model, name=f"gemma2-9b_{bits}", dtype=config.Dtype(bits))
     own = OmegaConf.load(preset_files.CONF / "draft" / "int4.yaml").keys()
     assert {*own, "agreement"} == {entry.name for entry in fields(ModelConf)}  # also keys of later versions

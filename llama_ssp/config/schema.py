@@ -85,7 +85,6 @@ class ModelConf:
             int4 and nf4 quantise while reading; packed keeps the codes of a quantised checkpoint.
         seed: The seed of synthetic weights.
         agreement: The mean acceptance probability of a synthetic draft at temperature 1.
-        scan: Look for numbers that are not finite in each weight that is read, and name it.
         family: The architecture, as config.json's model_type.
         n_layers: Layers.
         n_heads: Query heads.
@@ -120,7 +119,6 @@ class ModelConf:
     dtype: Dtype = Dtype.auto
     seed: int = number(0, 0, MAX_SEED)
     agreement: float = share(0.8)
-    scan: bool = False
     family: str = ""
     n_layers: int = number(0, 0, MAX_INT)
     n_heads: int = number(0, 0, MAX_INT)

@@ -23,7 +23,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.loader import load_module, require_finite
+from llama_ssp.models.loader import load_module
 from llama_ssp.models.sharding import require_deepspeed
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,6 @@ def load_deepspeed(
         what, found = "DeepSpeed cannot cut the model", str(error)[:200]
         raise DistributedError(what, where, found, fix=f"use {OWN}") from error
     causal = CausalModel(_summed_by(engine.module, ranks), model.name)
-    if model.scan:
-        require_finite(causal.module, causal.name)
     log.info("%s: %s on %s, by DeepSpeed over %d ranks", where, dtype.value, device, ranks.world)
     return causal
 

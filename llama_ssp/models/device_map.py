@@ -18,7 +18,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import DistributedError, StorageError, UsageError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.loader import made, read, ready, shaped
+from llama_ssp.models.loader import made, read, shaped, tried
 from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.sharding import require_quantised, require_transformers
 
@@ -49,8 +49,7 @@ def load_layers(
     module.offload_folder = folder  # is deleted with the module
     hook = getattr(module, "_hf_hook", None)
     device = torch.device(hook.execution_device) if hook else None  # where tokens go in and logits come out
-    causal = CausalModel(module, model.name, device=device)
-    ready(causal, model)
+    causal = tried(CausalModel(module, model.name, device=device))
     counts = Counter(map(str, spread.values()))
     where = ", ".join(f"{count} modules on {device}" for device, count in sorted(counts.items()))
     log.info("%s %s: %s, %s", role, model.name, dtype.value, where)

@@ -33,7 +33,7 @@ from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
-from llama_ssp.models.safetensors_io import FileSource, ScannedSource
+from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
@@ -65,8 +65,7 @@ def load(
         raise unsplit(f"{role} {model.name}", against)
     require_quantised(model)
     require_transformers(model.name, dtype)
-    causal = CausalModel(load_module(model, path, dtype, device, role), model.name)
-    ready(causal, model)
+    causal = tried(CausalModel(load_module(model, path, dtype, device, role), model.name))
     log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
     return causal
 
@@ -92,8 +91,7 @@ def _decoder(
             require_complete(path, differences(names, files.shapes, config))
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
-                read = WatchedSource(ScannedSource(files, model.name) if model.scan else files, total, report)
-                made = decoder(config, read, *how)
+                made = decoder(config, WatchedSource(files, total, report), *how)
     return_memory()
     over = f", over {ranks.world} ranks" if ranks.world > 1 else ""
     claim = None if path is None else quantised_config(read_config(path), path)
@@ -128,13 +126,12 @@ def load_module(model: ModelConf, path: Path | None, dtype: Dtype, device: torch
     return read(path, dtype, {"": device})
 
 
-def ready(causal: CausalModel, model: ModelConf) -> None:
-    """Tries a family that is not tested, and scans the weights if `scan` is set."""
+def tried(causal: CausalModel) -> CausalModel:
+    """The model, after the trial of a family that is not tested."""
     config = causal.module.config
     if config.model_type not in TESTED_FAMILIES or getattr(config, "alibi", False):  # as some falcons have
         require_faithful(causal)
-    if model.scan:
-        require_finite(causal.module, causal.name)
+    return causal
 
 
 def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
@@ -323,17 +320,3 @@ def made(module: Any, model: ModelConf, dtype: Dtype, device: torch.device, role
 def _made_on(device: torch.device, dtype: Dtype) -> torch.device:
     """Where weights are made from a seed: quantising begins on the CPU."""
     return torch.device("cpu") if dtype in QUANTISED else device
-
-
-def require_finite(module: torch.nn.Module, name: str) -> None:
-    """Refuses a NaN or an infinity in any weight, also in those that are brought when their layer runs."""
-    from accelerate.utils import align_module_device
-
-    for where, layer in module.named_modules():
-        with align_module_device(layer):
-            for leaf, tensor in layer.state_dict().items():
-                if "." in leaf.removeprefix("weight."):
-                    continue  # of a layer inside this one
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    what = "a weight is not a finite number"
-                    raise ModelError(what, f"{name}: {where}.{leaf}", fix=REFETCH)

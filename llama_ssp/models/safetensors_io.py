@@ -7,12 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llama_ssp.errors import ModelError
-from llama_ssp.models.folder import REFETCH, weight_files
+from llama_ssp.models.folder import weight_files
 from llama_ssp.models.formats.coded import Coded, taken
 from llama_ssp.models.sharding import Cut
 
@@ -54,20 +52,6 @@ class FileSource:
     def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
         handle, key = self._places[name]
         return taken(handle.get_slice(key) if cut else handle.get_tensor(key), cut)
-
-
-class ScannedSource:
-    """A source that refuses what is not a finite number."""
-
-    def __init__(self, source: Source, model: str) -> None:
-        self._source, self._model, self.shapes = source, model, source.shapes
-
-    def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
-        part = self._source.read(name, cut)
-        if not torch.isfinite(part if isinstance(part, Tensor) else part.decoded(part.scale_NG.dtype)).all():
-            what, where = "a weight is not a finite number", f"{self._model}: {name}"
-            raise ModelError(what, where, fix=REFETCH)
-        return part
 
 
 def model_name(key: str, known: Collection[str], prefix: str) -> str:

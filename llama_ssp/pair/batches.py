@@ -147,7 +147,7 @@ def require_numbers(*texts: tuple[str, int, str | None]) -> None:
         raise ModelError(
             NOT_NUMBERS, f"prompt {stopped[0][0]!r}, position {stopped[0][1]}",
             f"{len(stopped)} of {len(texts)} prompts stopped there",
-            fix="try model.dtype=bf16 or fp32; model.scan=true names a damaged weight",
+            fix="try model.dtype=bf16 or fp32, or fetch the model again",
         )  # fmt: skip
 
 
