@@ -326,7 +326,7 @@ def test_offsets_are_of_the_text() -> None:
         ("!", b"!"),
     ]
     found = [TokenLogprob(n, *piece, None if n == 0 else -1.0) for n, piece in enumerate(pieces)]
-    assert completions(found, "the\u00e9!", 0)["text_offset"] == [0, 0, 3, 3, 4]
+    assert completions(found, "the\u00e9!")["text_offset"] == [0, 0, 3, 3, 4]
 
 
 @pytest.mark.slow

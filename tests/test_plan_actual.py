@@ -28,13 +28,13 @@ from llama_ssp.planner.run_plan import (
     RunMeasurement,
     compare_with_plan,
     counted,
-    in_words,
     predict,
     request_of,
     require_fit,
 )
 from llama_ssp.planner.search import round_times, search
 from llama_ssp.planner.workload import GIB, TARGET, Workload
+from llama_ssp.report.task_tables import plan_against_actual
 from tests.plans import cluster, model
 
 SLOTS = 1536 + 128
@@ -147,9 +147,12 @@ def test_predicted_beside_measured():
     assert plan["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
     assert plan["ways"][1]["ms_per_token"]["measured"] is None
     assert plan["memory"][0]["device_bytes"]["predicted_over_measured"] == pytest.approx(2)
-    first, last = in_words(plan)
-    assert first.startswith("plan against actual: speculative, ms/token ") and first.endswith("(0.50x)")
-    assert "rank 0, weights and caches" in last and last.count("(2.00x)") == 4
+    table = plan_against_actual({"plan": plan})
+    assert table is not None
+    _, first, *rest = table.lines()
+    assert first.startswith("speculative, ms/token ") and first.endswith("0.50")
+    assert rest[0].startswith("rank 0, weights and caches, MiB") and len(rest) == 4
+    assert all(line.endswith("2.00") for line in rest)
     assert 0 < said["held_bytes"] < said["tensor_bytes"] < said["reserved_bytes"] < said["device_bytes"]
     assert said["device_bytes"] == prediction.option.ranks[0].total
 

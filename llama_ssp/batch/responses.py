@@ -39,7 +39,7 @@ def answer(request: Request, reply: Reply, model: str, spell: Spell) -> dict[str
     logprobs = None
     if request.logprobs is not None:
         found = spelled([*reply.echoed, *reply.logprobs], spell)
-        logprobs = chat(found) if is_chat else completions(found, text, 0)
+        logprobs = chat(found) if is_chat else completions(found, text)
     total = prompt_tokens + output_tokens
     body = {
         "id": _name("cmpl", request.id),

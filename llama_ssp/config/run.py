@@ -83,6 +83,13 @@ class RunConf:
         """Whether tokens are drafted by n-gram lookup."""
         return self.speculation.drafter is Drafting.ngram and self.speculation.may_draft
 
+    @property
+    def drafter_name(self) -> str | None:
+        """The name of the draft model, or ngram; None without drafts."""
+        if self.drafts_from_text:
+            return Drafting.ngram.value
+        return self.draft.name if self.draft and self.has_draft_model else None
+
 
 @cache
 def register() -> None:

@@ -30,39 +30,20 @@ def share(default: float | None, fix: str = "") -> Any:
     return number(default, 0.0, 1.0, fix)
 
 
-# How weights are held; `auto` takes what the device computes fastest without loss of range.
-# `packed` keeps the codes of a quantised checkpoint, and computes with them in bf16; `int4` has groups of 32.
+# The choices of keys; the key's description says what each means.
 Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
-# Where weights come from: a checkpoint, or a seed (the real shape, no files needed).
 Weights = StrEnum("Weights", ["checkpoint", "synthetic", "mtp"])
-# What proposes tokens.
 Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
-# The exact rule that accepts tokens; `block` accepts at least as many as `token`, the reference. With
-# `coupled` a seed gives the same text, in fp32, for any draft, any K, any placement, and without a draft; in
-# 16 bit and less, near ties may be decided otherwise.
 Verification = StrEnum("Verification", ["block", "token", "coupled"])
-# What a draft on ranks of its own does while the target verifies; in fp32 the text is the same.
 Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
-# Which distribution log-probabilities are of: the target's own, unfiltered at temperature 1; or the one that
-# tokens are sampled from, after temperature, filters and penalties.
 LogprobsOf = StrEnum("LogprobsOf", ["target", "sampled"])
-# What the target does when a draft on ranks of its own is lost.
 OnDraftLoss = StrEnum("OnDraftLoss", ["continue", "stop"])
-# How a draft of another tokenizer is paired with the target; `off` refuses it (text/translation.py).
 Bridging = StrEnum("Bridging", ["auto", "intersection", "text", "off"])
-# How one model is spread over devices: `tensor` gives each rank a slice of every layer; `layers` gives each
-# device of one process whole layers (accelerate); `deepspeed` lets DeepSpeed slice a model that every rank
-# has loaded whole.
 Splitting = StrEnum("Splitting", ["tensor", "layers", "deepspeed"])
-# The draft's ranks: the target's (leader, replicated, sharded), or its own.
 DraftSeat = StrEnum("DraftSeat", ["auto", "leader", "replicated", "sharded", "own"])
-# Whether steps are compiled; `auto` compiles where that pays. The distribution is the same. In 16 bit eager
-# and compiled steps round differently.
 Steps = StrEnum("Steps", ["auto", "eager", "compiled"])
-# `json` ends with one document; `jsonl` has a line for each text as soon as it ends, and no document.
 Output = StrEnum("Output", ["text", "json", "jsonl"])
 OnBadRow = StrEnum("OnBadRow", ["fail", "skip"])
-# What assigns machines to jobs.
 Scheduler = StrEnum("Scheduler", ["none", "slurm", "kubernetes"])
 
 USUAL_COST_RATIO = 0.1  # a draft step over a target step, where it is neither given nor measured

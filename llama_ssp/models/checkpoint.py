@@ -112,12 +112,9 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
 def _with_codes(model: ModelConf, role: str) -> ModelConf:
     """The model; a ModelError if it is to keep codes and has none."""
     if model.dtype is Dtype.packed and (not model.code_bits or model.weights is Weights.synthetic):
-        what, allowed = (
-            "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep",
-            "",
-        )
+        what = "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep"
         fix = f"write {role}.dtype=bf16; int8 and nf4 quantise plain weights"
-        raise ModelError(what, f"{role} {model.name}", "plain weights", allowed, fix)
+        raise ModelError(what, f"{role} {model.name}", "plain weights", fix=fix)
     return model
 
 

@@ -52,10 +52,7 @@ class PairSpec:
 
     @property
     def drafter(self) -> str | None:
-        """The name of the draft model, or ngram; None without drafts."""
-        if self.run.drafts_from_text:
-            return "ngram"
-        return self.run.draft.name if self.run.draft and self.run.has_draft_model else None
+        return self.run.drafter_name
 
 
 def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec, ...]:

@@ -7,7 +7,7 @@ summary.json and the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.search import Option, PlanRequest, option, round_times, warnings_of_codes
 from llama_ssp.planner.storage import CPU, WEIGHTS
 from llama_ssp.planner.weights import CACHE
-from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
+from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role, Workload
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ USUAL_TOKENS = 512  # of a prompt, where prompts are not read yet
 SMALLER = "take a smaller model, fewer rows (task.batch_size) or shorter texts (task.max_new_tokens)"
 # What is counted of a rank's memory, each more than the one before.
 HELD_BYTES, TENSORS, RESERVED, DEVICE = "held_bytes", "tensor_bytes", "reserved_bytes", "device_bytes"
-COUNTED = {HELD_BYTES: "weights and caches", TENSORS: "tensors", RESERVED: "reserved", DEVICE: "in all"}
+COUNTED = HELD_BYTES, TENSORS, RESERVED, DEVICE
 Bytes = dict[str, int | None]  # for each of COUNTED; None where it is not known
 
 
@@ -172,21 +172,6 @@ def compare_with_plan(runs: Sequence[RunMeasurement], measured: Sequence[Bytes])
     }
 
 
-def in_words(plan: dict[str, Any]) -> Iterator[str]:
-    """The same in a few log lines."""
-    for way in plan["ways"]:
-        if (both := way["ms_per_token"])["measured"]:
-            yield f"plan against actual: {way['name']}, ms/token {_compared(both, 1)}"
-    for memory in plan["memory"]:
-        words = []
-        for name, meaning in COUNTED.items():
-            if measured := memory[name]["measured"]:
-                unit = (GIB, " GiB") if measured >= GIB else (MIB, " MiB")
-                words.append(f"{meaning} {_compared(memory[name], *unit)}")
-        if words:
-            yield f"plan against actual: rank {memory['rank']}, {'; '.join(words)}"
-
-
 def _speed(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
     k, ms = prediction.ms_per_token(run.rows, run.k, run.acceptance, run.tokens_per_round)
     return {
@@ -220,9 +205,3 @@ def counted(memory: RankMemory) -> dict[str, int]:
 def _both(predicted: float, measured: float | None) -> dict[str, Any]:
     ratio = predicted / measured if measured else None
     return {"predicted": predicted, "measured": measured, "predicted_over_measured": ratio}
-
-
-def _compared(both: dict[str, Any], unit: float, name: str = "") -> str:
-    predicted, measured = both["predicted"] / unit, both["measured"] / unit
-    ratio = both["predicted_over_measured"]
-    return f"{predicted:.4g} predicted, {measured:.4g}{name} measured ({ratio:.2f}x)"

@@ -72,7 +72,7 @@ class RunFolder:
             "status": status,
             "began": self._began,
             "target": self._run.model.name,
-            "drafter": _drafter(self._run),
+            "drafter": self._run.drafter_name,
             "config_sha256": config_sha256(self._run),
             "seed": self._seed,
             "versions": versions(),
@@ -106,13 +106,6 @@ class RunFolder:
                 draft.replace(self.path / "summary.json")
             for name, text in files_of(summary).items():
                 self.write(name, text)
-
-
-def _drafter(run: RunConf) -> str | None:
-    """The name of what drafts: a model, or a way without one."""
-    if run.has_draft_model and run.draft is not None:
-        return run.draft.name
-    return run.speculation.drafter.value if run.drafts_from_text else None
 
 
 @contextmanager

@@ -9,7 +9,6 @@ formula (planner/search.py) gives for that constant alone.
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -37,11 +36,12 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import StorageError
 from llama_ssp.models.devices import describe, device_of, dtype_of
-from llama_ssp.planner.hardware import CPU_TABLE, Machine, known, machine_of, matching
+from llama_ssp.planner.hardware import Machine, known, machine_of, matching
 from llama_ssp.planner.search import PlanRequest, round_times
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
+from llama_ssp.report.machine import processor
 from llama_ssp.report.run_folder import versions
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.microbench import (
@@ -216,16 +216,6 @@ def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTi
 def _source(device: torch.device) -> str:
     where = f"{processor()}, " * (device.type == "cpu") + describe(device)
     return f"task=calibrate, {where}, torch {versions()['torch']}, {time.strftime('%Y-%m-%d')}"
-
-
-def processor() -> str:
-    """The processor's name, or its architecture where /proc/cpuinfo has none."""
-    try:
-        lines = CPU_TABLE.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _short(value: float) -> float:

@@ -28,7 +28,7 @@ from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.session import first_cause, ranks_of
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.planner.run_plan import Bytes, compare_with_plan, in_words
+from llama_ssp.planner.run_plan import Bytes, compare_with_plan
 from llama_ssp.planner.stand_ins import STAR
 from llama_ssp.report.console import Console
 from llama_ssp.report.document_tables import beside
@@ -127,13 +127,11 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         finally:  # a full disk must not cost what was done
             if run.output is Output.text:
                 console.show(beside(summary))
-            is_told = console.is_terminal and log.isEnabledFor(logging.INFO)  # not with --quiet
-            compared = plan_against_actual(summary) if is_told else None
-            if run.output is Output.text and compared is not None:
-                console.show([compared])
-            else:
-                for line in in_words(plan) if plan and ranks.is_leader else ():
-                    log.info("%s", line)
+            if (compared := plan_against_actual(summary)) and log.isEnabledFor(logging.INFO):
+                if run.output is Output.text and console.is_terminal:
+                    console.show([compared])
+                elif ranks.is_leader:
+                    log.info("%s", "\n".join(compared.lines()))
             if status in ("done", "failed", "partial") or task.has_output():
                 is_json = run.output is Output.json
                 is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped

@@ -70,16 +70,16 @@ def chat(found: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"content": [{**item(one), "top_logprobs": list(map(item, one.top))} for one in found]}
 
 
-def completions(found: Sequence[TokenLogprob], text: str, start: int) -> dict[str, Any]:
-    """As OpenAI's completions have them, for tokens whose text begins at `start` in `text`.
+def completions(found: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
+    """As OpenAI's completions have them, for the tokens of `text`.
 
     Of alternatives with the same text the likeliest is listed.
     """
     letters, offsets = b"", []
     for one in found:
-        offsets.append(min(len(text), start + len(letters.decode("utf-8", "ignore"))))
+        offsets.append(min(len(text), len(letters.decode("utf-8", "ignore"))))
         letters += one.bytes or b""
-        if letters[:1] == b" " and not text[start:].startswith(" "):
+        if letters[:1] == b" " and not text.startswith(" "):
             letters = letters[1:]  # some tokenizers put a space before a text
     return {
         "tokens": [one.token for one in found],
