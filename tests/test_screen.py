@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -18,11 +19,22 @@ from rich.console import Console
 from llama_ssp.errors import StorageError, UsageError
 from llama_ssp.report.live_view import STYLES, Scene, bars, save, verdict
 from llama_ssp.report.plots import check_pictures
-from llama_ssp.report.timeline import Arrival, Track
+from llama_ssp.report.timeline import Track
 from llama_ssp.report.trace_view import trace_line
+from llama_ssp.speculative.stats import Counts
 
 quiet = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 WRITTEN = "def f(x):\n    return 日本語 🎉 x\t# tab\n\x1b[31mred\x07\u202e\n"
+
+
+def counted(rounds: int, drafted: int) -> Counts:
+    """Rounds of a token in 0.1 s each, less a prefill; half of the drafts of each stand."""
+    accepted = Counter(dict.fromkeys(range(drafted // 2), rounds))
+    return Counts(
+        row_rounds=rounds, drafted=Counter(dict.fromkeys(range(drafted), rounds)), accepted=accepted,
+        committed=Counter({0: rounds}), accepted_lengths=Counter({drafted // 2: rounds} if drafted else {}),
+        prefill_s=0.05, decode_s=max(0.1 * rounds - 0.05, 0.0),
+    )  # fmt: skip
 
 
 def scene(prompt: str = "def hello", texts: tuple[str, str] = (WRITTEN, WRITTEN * 3)) -> Scene:
@@ -30,10 +42,7 @@ def scene(prompt: str = "def hello", texts: tuple[str, str] = (WRITTEN, WRITTEN 
     tracks = []
     for name, text, drafted in zip(("regular", "speculative, K = 4"), texts, (0, 4), strict=True):
         pieces = [(character, origins[i % 4]) for i, character in enumerate(text)]
-        arrivals = [
-            Arrival(0.1 * (i + 1), (piece,), 1, drafted, drafted // 2) for i, piece in enumerate(pieces)
-        ]
-        tracks.append(Track(name, 0.05, arrivals, "length"))
+        tracks.append(Track(name, counted(len(text), drafted), pieces, "length"))
     return Scene(prompt, tracks[0], tracks[1])
 
 
@@ -89,8 +98,8 @@ def test_a_low_terminal_shows_the_end_of_the_text() -> None:
 
 
 def test_tokens_are_coloured_by_origin() -> None:
-    pieces = tuple((origin, origin) for origin in STYLES)
-    coloured = Scene("p", Track("a", 0, [Arrival(1, pieces, 4, 4, 1)]), Track("b", 0, []))
+    pieces = [(origin, origin) for origin in STYLES]
+    coloured = Scene("p", Track("a", arrived=pieces), Track("b"))
     output = drawn(replace(coloured, whole=True), 100, 30, colours=True)
     body = next(line for line in output.splitlines() if "bonus" in line and "│" in line)
     for code, origin in ((32, "drafted"), (33, "corrected"), (36, "bonus")):
@@ -100,8 +109,8 @@ def test_tokens_are_coloured_by_origin() -> None:
 
 def test_without_colours_the_marks_remain() -> None:
     """NO_COLOR: what was accepted is underlined, what was rejected struck through; the legend shows it."""
-    pieces = tuple((origin, origin) for origin in STYLES)
-    marked = Scene("p", Track("a", 0, [Arrival(1, pieces, 4, 4, 1)]), Track("b", 0, []))
+    pieces = [(origin, origin) for origin in STYLES]
+    marked = Scene("p", Track("a", arrived=pieces), Track("b"))
     record = {
         "id": "0", "round": 2, "position": 9, "drafted": [1, 2], "drafted_text": ["yes", "no"], "accepted": 1,
         "last_origin": "corrected", "last_text": "so", "sibling_text": None,
@@ -137,7 +146,7 @@ def test_the_verdict_compares_times_a_token() -> None:
 def test_a_saved_picture_holds_how_every_comparison_ended(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a{ending}"
     said = [
-        Track("regular", 0.1, [Arrival(0.3, ((text, "sampled"),), 1, 4, 1)])
+        Track("regular", counted(1, 4), [(text, "sampled")])
         for text in ("def f(<a>):", "日本", "second", "x")
     ]
     save([Scene("a prompt", *said[:2]), Scene("another", *said[2:])], path, 80, "a pair")

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from llama_ssp.errors import StorageError
 from llama_ssp.report.timeline import Track, speedup
+from llama_ssp.speculative.stats import ratio
 from llama_ssp.text.detokenizer import visible
 
 FRAMES_PER_S = 20
@@ -149,13 +150,15 @@ def verdict(scene: Scene) -> str:
 
 def figures(track: Track) -> list[str]:
     """The lines under a text."""
-    if not track.tokens:
+    counts, found = track.counts, track.counts.summary()
+    if not found["tokens_committed"]:
         return [""] * FIGURE_LINES
-    speed = f"{track.tokens} tokens  {track.tokens_per_s or 0:.0f} tokens/s  {track.seconds:.2f} s"
-    if not track.drafted:
+    seconds, rate = counts.prefill_s + counts.decode_s, ratio(found["tokens_committed"], counts.decode_s)
+    speed = f"{found['tokens_committed']} tokens  {rate or 0:.0f} tokens/s  {seconds:.2f} s"
+    if not found["tokens_drafted"]:
         return [speed, *[""] * (FIGURE_LINES - 1)]
-    rate = f"{track.acceptance_rate:.0%} accepted  {track.tokens_per_round:.2f} tokens a round"
-    return [speed, rate, "rounds by accepted drafts:", bars(track.accepted_lengths)]
+    words = f"{found['acceptance_rate']:.0%} accepted  {found['tokens_per_target_forward']:.2f} tokens a round"
+    return [speed, words, "rounds by accepted drafts:", bars(found["blocks_by_accepted"])]
 
 
 def bars(lengths: list[int]) -> str:

@@ -8,10 +8,10 @@ from llama_ssp.config import RunConf
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession
-from llama_ssp.report.timeline import Arrival, Track
+from llama_ssp.report.timeline import Track
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, RowStep
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import output_of
 from llama_ssp.text.detokenizer import Detokenizer, Writing
 
@@ -27,8 +27,7 @@ class Contestant:
     def begin(self, prompt: Prompt, track: Track, max_new_tokens: int, stops: list[str]) -> None:
         """What arrives is noted on the `track`."""
         self.track, decode = track, self._pair.tokens.decode
-        self._runs.append(timed := TimedRun(self._engine, [prompt], max_new_tokens))
-        self.track.prefill_s = timed.counts.prefill_s
+        self._runs.append(timed := TimedRun(self._engine, [prompt], max_new_tokens, track.counts))
         self._writing = Writing(decode, [prompt.token_ids], stops)
         self._detokenizer = Detokenizer(decode, list(prompt.token_ids))
         limits = Limits(max_new_tokens, self._pair.end_ids, self._writing)
@@ -44,7 +43,9 @@ class Contestant:
         if found is None:
             return False
         row = found[0].rows[0]
-        self.track.arrivals.append(self._arrival(row))
+        for position, token in enumerate(row.tokens):
+            if text := self._detokenizer.push(token):
+                self.track.arrived.append((text, row.origin(position)))
         if row.finish is not None:
             self.track.finish, self.track.length = row.finish, len(self._writing.text(0))
         return True
@@ -66,11 +67,3 @@ class Contestant:
     def figures(self) -> dict[str, Any]:
         """The text, its times and its counters, under the names of the JSON interface."""
         return {**output_of(self.state, 0, self._writing.text(0)), **self._runs[-1].figures()}
-
-    def _arrival(self, row: RowStep) -> Arrival:
-        pieces = tuple(
-            (text, row.origin(position))
-            for position, token in enumerate(row.tokens)
-            if (text := self._detokenizer.push(token))
-        )
-        return Arrival(self._runs[-1].seconds, pieces, len(row.tokens), len(row.drafted), row.accepted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tempfile
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,8 @@ from rich.console import Console
 
 from llama_ssp.errors import DataError
 from llama_ssp.report.live_view import Scene
-from llama_ssp.report.timeline import Arrival, Track
+from llama_ssp.report.timeline import Track
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.detokenizer import Detokenizer, Writing, visible
 from llama_ssp.text.tokenizer import HubTokens, Tokens, conversation, read_tokens
 from tests import checkpoints
@@ -137,13 +139,13 @@ def _stops(tokens: Tokens, ids: list[int], whole: str, made: Prompt) -> list[str
 def _on_screen(made: Prompt) -> list[str]:
     width, height = made.size
     half = max(1, len(made.text) // 2)
-    arrivals = [
-        Arrival(0.1 * number, ((made.text[at : at + half], "drafted"),), 1, 4, 2)
-        for number, at in enumerate(range(0, len(made.text), half), start=1)
-    ]
-    scene = Scene(
-        made.text, Track("regular", 0.1, arrivals, None), Track("speculative", 0.1, arrivals[::-1], "stop")
-    )
+    pieces = [(made.text[at : at + half], "drafted") for at in range(0, len(made.text), half)]
+    counts = Counts(
+        row_rounds=len(pieces), drafted=Counter(range(4)), accepted=Counter(range(2)), committed=Counter(range(3)),
+        accepted_lengths=Counter({2: len(pieces)}), prefill_s=0.1, decode_s=0.1 * len(pieces),
+    )  # fmt: skip
+    tracks = Track("regular", counts, pieces), Track("speculative", counts, pieces[::-1], "stop")
+    scene = Scene(made.text, *tracks)
     file = io.StringIO()
     console = Console(file=file, width=width, height=height, force_terminal=False, highlight=False, color_system=None,
                       _environ={})  # fmt: skip
