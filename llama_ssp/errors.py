@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
+from collections.abc import Callable
 
 MAX_FOUND = 300  # characters of what was found that a message repeats
 OK, FAILED_CHECK, USAGE, DATA, MODEL, DISTRIBUTED, INPUT_OUTPUT = 0, 1, 2, 3, 4, 5, 6
@@ -90,6 +92,18 @@ def machine_error(error: BaseException, where: object = "") -> DistributedError 
         fix = "check the GPU (nvidia-smi, dmesg); CUDA_LAUNCH_BLOCKING=1 shows which operation failed"
         return DistributedError("the GPU has failed", where, found, fix=fix)
     return None
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """What a process on a node exits with; an error is a line on standard error."""
+    try:
+        return run()
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    except OSError as error:
+        print(f"error: {error.strerror}; {error.filename}", file=sys.stderr)
+        return INPUT_OUTPUT
 
 
 def one_line(text: str) -> str:

@@ -29,7 +29,7 @@ from llama_ssp.batch.history import BY_KUBERNETES, BY_NOBODY, PODS, End, ends, f
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.batch.workers import LASTING, LOGS, code_of, is_given_up
 from llama_ssp.distributed.signals import CODE_FILE
-from llama_ssp.errors import INPUT_OUTPUT, OK, RunError
+from llama_ssp.errors import OK, exit_code_of
 
 log = logging.getLogger("pod")
 
@@ -154,14 +154,7 @@ def main(arguments: list[str]) -> int:
     sizes = int(retries), int(nodes), int(ranks)
     job, uid, index = os.environ[JOB_UID], os.environ[POD_UID], int(os.environ[INDEX])
     log.info("index %d of job %s, pod %s, on %s", index, job, uid, socket.gethostname())
-    try:
-        return Pod(Path(work), Path(output), *sizes, service, words, job, uid, index).run()
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except OSError as error:
-        print(f"error: {error.strerror}; {error.filename}", file=sys.stderr)
-        return INPUT_OUTPUT
+    return exit_code_of(Pod(Path(work), Path(output), *sizes, service, words, job, uid, index).run)
 
 
 if __name__ == "__main__":

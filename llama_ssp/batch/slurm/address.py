@@ -16,9 +16,10 @@ import ipaddress
 import socket
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 
-from llama_ssp.errors import DistributedError, RunError
+from llama_ssp.errors import OK, DistributedError, exit_code_of
 
 SIOCGIFADDR = 0x8915
 IPV6 = Path("/proc/net/if_inet6")
@@ -80,25 +81,20 @@ def _ipv6() -> list[tuple[str, str]]:
     return [(str(address), name) for address, name in addresses if not address.is_link_local]
 
 
-def main(arguments: list[str]) -> int:
-    command, *values = arguments
-    try:
-        if command == "resolve":
-            print(bracketed(resolve(*values)))
-        elif command == "interface":
-            print(bracketed(of_interface(*values)))
-        elif command == "here":
-            address, *name = values
-            found = (of_interface(*name), *name) if name else towards(address.strip("[]"))
-            print(*found)
-        else:
-            with socket.create_server(("", 0)) as free:
-                print(free.getsockname()[1])
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    return 0
+def _answer(command: str, *values: str) -> int:
+    if command == "resolve":
+        print(bracketed(resolve(*values)))
+    elif command == "interface":
+        print(bracketed(of_interface(*values)))
+    elif command == "here":
+        address, *name = values
+        found = (of_interface(*name), *name) if name else towards(address.strip("[]"))
+        print(*found)
+    else:
+        with socket.create_server(("", 0)) as free:
+            print(free.getsockname()[1])
+    return OK
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code_of(partial(_answer, *sys.argv[1:])))

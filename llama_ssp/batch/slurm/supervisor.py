@@ -29,7 +29,7 @@ from llama_ssp.batch.journal import count_finished
 from llama_ssp.batch.slurm.script import PAUSE_S, TRIES
 from llama_ssp.batch.workers import code_of, is_given_up
 from llama_ssp.distributed.signals import CODE_FILE
-from llama_ssp.errors import INPUT_OUTPUT, OK, RunError
+from llama_ssp.errors import OK, exit_code_of
 
 log = logging.getLogger("supervisor")
 
@@ -126,14 +126,7 @@ def main(arguments: list[str]) -> int:
     work, retries, signal_s, *command = arguments
     job, restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     log.info("job %s, restart %d, on %s", job, restart, os.environ.get("SLURM_JOB_NODELIST"))
-    try:
-        return Supervisor(Path(work), int(retries), float(signal_s), command, job, restart).run()
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except OSError as error:
-        print(f"error: {error.strerror}; {error.filename}", file=sys.stderr)
-        return INPUT_OUTPUT
+    return exit_code_of(Supervisor(Path(work), int(retries), float(signal_s), command, job, restart).run)
 
 
 if __name__ == "__main__":
