@@ -139,10 +139,10 @@ def test_a_layer_behind_the_last_is_refused(tmp_path: Path) -> None:
 def test_the_plan_knows_what_a_head_holds(how: dict[str, Any], tmp_path: Path) -> None:
     folder, (module, _) = dflash(tmp_path, **how), target_of()
     head, _ = complete(local(folder), "draft")
-    assert (head.head_drafts, head.n_layers, head.tied) == (3, 2, "whole" not in how)
+    assert (head.head_block, head.n_layers, head.tied) == (3, 2, "whole" not in how)
     made = loaded(folder, 3, *tables_of(module))
     assert isinstance(made, DFlashModel)
-    target = replace(head, dim=DIM, n_layers=3, head_inputs=0, head_vocab=0, head_drafts=0, tied=False)
+    target = replace(head, dim=DIM, n_layers=3, head_inputs=0, head_vocab=0, head_block=0, tied=False)
     roles = Role(TARGET, target, Dtype.fp32), Role(DRAFT, head, Dtype.fp32)
     own = rank_work(*roles, resolve(PlacementConf(), 1, True), Workload(2, 20, 10, 3, 100), 0).draft
     assert own is not None

@@ -161,7 +161,7 @@ def head_losses(
 
 
 def taps_of(layers: int) -> list[int]:
-    """The blocks of the target whose inputs are read: a low, a middle and a high one."""
+    """The blocks whose inputs the head reads: one near the first, the middle one, one near the last."""
     usual = (2, layers // 2, layers - 3) if layers >= 12 else (layers // 4, layers // 2, layers - 1)
     return sorted(set(usual))
 

@@ -61,7 +61,7 @@ class Group:
         self._code_file = logs / f".group-{self.number}.code"
 
     def start(self, finished: int) -> None:
-        """Starts the command, when the job has so many records finished."""
+        """Starts the command; `finished` counts the job's finished records."""
         self.began = finished
         self._code_file.unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, [str(workers.SOURCES), os.environ.get("PYTHONPATH")]))

@@ -83,7 +83,7 @@ class ModelConf:
         code_mix: The sizes of each matrix where they differ (models/formats/kept.py).
         head_inputs: Numbers of the target's hidden states that a trained head reads; 0 is no head.
         head_vocab: Tokens that a trained head can draft.
-        head_drafts: Drafts that one pass of a trained head gives; 0 is one after the other.
+        head_block: Drafts of one pass of a head that drafts a block; 0 is a head with one draft a pass.
         vocab: Tokens of the vocabulary.
         context: The longest text, in tokens.
         tied: The head is the embedding.
@@ -117,7 +117,7 @@ class ModelConf:
     code_mix: str = ""
     head_inputs: int = number(0, 0, MAX_INT)
     head_vocab: int = number(0, 0, MAX_INT)
-    head_drafts: int = number(0, 0, 64)
+    head_block: int = number(0, 0, 64)
     vocab: int = number(0, 0, MAX_INT)
     context: int = number(0, 0, MAX_INT)
     tied: bool = False

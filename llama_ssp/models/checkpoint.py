@@ -105,7 +105,7 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
         raise ModelError(what, path, "mtp" if mtp else kind_of(path), fix=fix)
     head: HeadSettings = mtp_settings(path) if mtp else head_settings(path)
     found = with_shape(model, Checkpoint(path, head.block, {}), role)
-    found = replace(found, head_inputs=head.inputs, head_vocab=head.vocab, head_drafts=head.drafts)
+    found = replace(found, head_inputs=head.inputs, head_vocab=head.vocab, head_block=head.drafts)
     return replace(found, tied=not head.embeds)
 
 

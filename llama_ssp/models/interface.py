@@ -35,7 +35,7 @@ class Model(Protocol):
     restart: int | None  # texts that grow longer are fed anew
     device: torch.device
     dtype: torch.dtype
-    tapped_TX: Tensor | None  # of the last pass, what the blocks of `tap` were given; None without any
+    tapped_TX: Tensor | None  # the inputs of the tapped blocks in the last pass; None without taps
 
     @property
     def weights_bytes(self) -> int:
@@ -46,7 +46,7 @@ class Model(Protocol):
         """Bytes of the weights, and of the caches at most so far."""
 
     def tap(self, blocks: tuple[int, ...]) -> None:
-        """From now on a pass keeps what these blocks are given, token after token as it is fed."""
+        """Sets the taps: the blocks whose inputs (hidden states) each pass from now on keeps for a head."""
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         """A Cache of the model's own kind."""

@@ -151,5 +151,5 @@ class Products:
         return layer
 
     def stacking(self, count: int) -> Stacking:
-        """For the weights of so many experts, packed where they can be."""
+        """Collects the weights of `count` experts, packed where they can be."""
         return Stacking(count, self.device, self.coded_fast, self._memory)

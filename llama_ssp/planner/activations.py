@@ -245,7 +245,7 @@ class RankWork:
         yield {}
         if k == 0:
             return
-        widest = draft.part.head_drafts + 1 if draft.part.head_drafts else LAG
+        widest = draft.part.head_block + 1 if draft.part.head_block else LAG
         first, later = self._step(draft, widest), self._step(draft, 1)
         yield from first.moments()
         yield {LOGITS: first.selected(rows), PROBS: small}

@@ -32,7 +32,7 @@ def why_eager(
         return f"placement.splitting={splitting.value}"
     if not is_planned(model):
         return f"architecture {model.family} has no row in models/families.py"
-    if model.head_drafts:
+    if model.head_block:
         return "a DFlash head runs eagerly"
     if dtype not in COMPILED_DTYPES:
         return f"steps are compiled in bf16, fp32, int8, int4 and packed, not in {dtype.value}"

@@ -205,7 +205,7 @@ def _groups(request: PlanRequest, most: int) -> Iterator[GroupPlan]:
 
 
 def _group(request: PlanRequest, world: int) -> Iterator[GroupPlan]:
-    """The best group over so many ranks, if one is possible."""
+    """The best group over `world` ranks, if one is possible."""
     with suppress(DistributedError, ModelError):
         found = search(request, [world], every=False)[0]
         yield GroupPlan(world, found, _spent(request, found))
@@ -218,7 +218,7 @@ def _spent(request: PlanRequest, found: Option) -> Spent:
     columns = found.k * (1 + request.siblings) + 1
     spent = _step(request, request.target, place, columns)
     if request.draft is not None and found.k:
-        width = request.draft.model.head_drafts
+        width = request.draft.model.head_block
         each = _step(request, request.draft, place, width + 1)
         for name, seconds in each.items():
             spent[name] = spent.get(name, 0.0) + (1 if width else found.k) * seconds

@@ -225,9 +225,9 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
     if draft is not None and placement.draft:
         cost = cost_of(request, draft, placement)
         probs = work.rows * cost.vocab
-        width = draft.model.head_drafts + 1  # of a head that gives all drafts in one pass
+        width = draft.model.head_block + 1  # of a head that gives all drafts in one pass
         forward = step_s(request, draft, placement, cost, width)
-        once, each = (forward, 0.0) if draft.model.head_drafts else (0.0, forward)
+        once, each = (forward, 0.0) if draft.model.head_block else (0.0, forward)
         step = each + probs * times.probs
         if placement.draft_apart:
             step += probs * PROB_BYTES / times.link_per_s
@@ -243,8 +243,8 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
 
     drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
     most = request.k_max
-    if draft is not None and draft.model.head_drafts:
-        most = min(most, draft.model.head_drafts)
+    if draft is not None and draft.model.head_block:
+        most = min(most, draft.model.head_block)
     verify = tuple(map(verify_s, range(most * drafts + 1)))
     overlap = request.overlap if placement.draft_apart else Overlap.off
     return RoundTimes(step, verify, work.rows, overlap, request.siblings, once)

@@ -75,7 +75,7 @@ class CodedCost:
     how: Efficiency
 
     def seconds(self, times: Times, tokens: int) -> tuple[float, bool]:
-        """Of their products, in a pass of so many tokens; and whether reading takes them, or arithmetic."""
+        """The time of their products in a pass of `tokens` tokens, and whether reading limits it."""
         moved = self.how.moved * self.numbers if tokens >= self.how.moves_from else 0.0
         reading = self.bytes * self.how.read / times.bytes_per_s
         computing = 2 * self.numbers * tokens / (times.flops_per_s * self.how.share)

@@ -67,7 +67,7 @@ class Part:
     code_mix: str = ""  # as of ModelConf
     biases: tuple[bool | None, bool | None] = (None, None)  # of attention and the MLP, if not as usual
     head_inputs: int = 0  # of a trained head: numbers of the target's states that it reads
-    head_drafts: int = 0  # and how many drafts a pass gives; 0 is one after the other
+    head_block: int = 0  # and how many drafts a pass gives; 0 is one after the other
     lent_head: bool = False  # its last matrix is the target's
 
     @staticmethod
@@ -89,10 +89,10 @@ class Part:
         if model.is_head:  # its own tokens; what it embeds is not its output's table
             own = *own[:3], model.head_vocab, model.head_vocab, model.vocab
             whole = *whole[:-1], False
-            norms += not model.head_drafts  # EAGLE-3 has that of the states in its block
+            norms += not model.head_block  # EAGLE-3 has that of the states in its block
         return Part(
             *whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix,
-            (model.attention_bias, model.mlp_bias), model.head_inputs, model.head_drafts,
+            (model.attention_bias, model.mlp_bias), model.head_inputs, model.head_block,
         )  # fmt: skip
 
     @property
@@ -142,7 +142,7 @@ def weights(part: Part, packed: bool = False, own_head: bool = False) -> Iterato
         widths = part.query_width, part.key_width
         for width_ in widths if family.whole_qk_norm else 2 * (part.head_dim,):
             yield Weight(NORMS, width_, 1, layers)
-    yield Weight(NORMS, dim, 1, vectors + (part.head_drafts > 0))  # a norm of the states, before the blocks
+    yield Weight(NORMS, dim, 1, vectors + (part.head_block > 0))  # a norm of the states, before the blocks
     if part.lent_head:
         return
     if not part.tied or own_head or part.embedding_rows < part.vocab:
@@ -163,7 +163,7 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
         return name.rpartition(".")[2] in part.family.biased if said is None else said
 
     # An EAGLE-3 head reads the states and a token's embedding.
-    inputs = 2 * dim if part.head_inputs and not part.head_drafts else dim
+    inputs = 2 * dim if part.head_inputs and not part.head_block else dim
     yield queries + 2 * part.key_width, inputs, part.layers, biased(names.qkv[0], attention), 0
     before = part.first_query * part.head_dim
     yield dim, queries, part.layers, part.first and biased(names.output, attention), before

@@ -175,7 +175,7 @@ class State:
         return StatePrefix(self, first, width)
 
     def prefix_lengths(self, width: int) -> tuple[Tensor, Tensor]:
-        """The lengths of at least so many prefixes a row, (B, W), and of the prompts, (B,)."""
+        """The lengths of `width` or more prefixes a row, (B, W), and of the prompts, (B,)."""
         if self._prefixes is None or self._prefixes[0].shape[1] < width:
             lengths = sent([self.lengths, self.prompt_lengths], self.device)
             length_BW = lengths[0][:, None] + torch.arange(max(width, AT_ONCE), device=self.device)

@@ -28,7 +28,7 @@ class Closed:
 
 
 def closed(weight_X: Array, target_XV: Array, draft_XV: Array, child_XC: Array, count_X: Array) -> Closed:
-    """Tries a node's children, of which the first `count_X` were drawn, if `draft_XV` has so many tokens."""
+    """Tries a node's children: the first `count_X`, or all tokens of `draft_XV` if it has fewer, were drawn."""
     chances, weights = [], []
     for c in range(child_XC.shape[-1]):
         token_X1 = child_XC[..., c : c + 1]

@@ -208,8 +208,8 @@ class BlockRule(Rule):
 class TreeRule(BlockRule):
     """The block rule where drafts have siblings: what stands may end with a sibling of the next draft.
 
-    An outcome is one number, drafts * (S + 1) + place: so many drafts stand, then sibling S - place of the
-    next one, if place is not 0. Outcomes are tried from the largest down, each by a draw of its own. A round
+    An outcome is one number, n * (S + 1) + place: the first n drafts stand, and, if place is not 0, sibling
+    S - place of the next draft. Outcomes are tried from the largest down, each by a draw of its own. A round
     without siblings is the block rule's.
     """
 

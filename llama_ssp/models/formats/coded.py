@@ -149,7 +149,7 @@ class Coded:
         return replace(scales, kind=replace(self.kind, group=own), inputs=last - first, codes_NC=codes_NC)
 
     def split(self, count: int) -> list[Coded]:
-        """So many matrices with equally many outputs."""
+        """The matrix as `count` matrices with equally many outputs."""
         rows = len(self.codes_NC) // count
         return [self.cut(Cut(ROWS, ((n * rows, (n + 1) * rows),))) for n in range(count)]
 
@@ -175,7 +175,7 @@ def joined(parts: list[Coded]) -> Coded:
 
 
 def gathered(parts: Iterator[Coded | Tensor], rows: int) -> Coded | Tensor:
-    """One matrix of so many rows, of parts of them, without all parts in memory at once."""
+    """One matrix of `rows` rows, put together without all parts in memory at once."""
     whole: Coded | Tensor | None = None
     first = 0
     for part in parts:

@@ -35,7 +35,7 @@ def _half(byte: Tensor) -> Tensor:
 
 
 def _fields(byte: Tensor, bits: int, run: int) -> Tensor:
-    """Fields of so many bits: of each `run` bytes all first fields, then all second ones."""
+    """Fields of `bits` bits: of each `run` bytes all first fields, then all second ones."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     byte_NBP1R = byte.reshape(*byte.shape[:-1], -1, 1, run)
     return ((byte_NBP1R >> shifts) & ((1 << bits) - 1)).flatten(-3)

@@ -161,7 +161,7 @@ class _Reader:
         return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}")))[0]
 
     def count(self, of: str, least: int, most: int) -> int:
-        """A number of things that take at least so many bytes each."""
+        """A number of things that take at least `least` bytes each."""
         found: int = self.number("Q")
         if found > most or found * least > self.limit - self.at:
             raise damaged(self.file, f"{found} {of} by the header, in {self.size} bytes")

@@ -101,7 +101,7 @@ def of_folder(
 
 
 def kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
-    """What is kept of the matrix with these tensors and so many inputs, in any format of a folder.
+    """What is kept of the matrix with these tensors and `inputs` inputs, in any format of a folder.
 
     Of tensors that contradict each other nothing: reading them is refused, with the reason.
     """

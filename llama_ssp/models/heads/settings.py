@@ -66,7 +66,7 @@ class HeadSettings:
         return 0
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
-        """The taps in a target of so many blocks."""
+        """The taps in a target of `layers` blocks; EAGLE-3's usual ones where config.json names none."""
         return self.taps or (2, layers // 2, layers - 3)
 
 
