@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llama_ssp.config import Dtype, ModelConf, Weights
-from llama_ssp.errors import DistributedError, ModelError, StorageError, UsageError
+from llama_ssp.errors import DistributedError, StorageError, UsageError
 from llama_ssp.models import device_map as layers
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.device_map import load_layers, spread_of

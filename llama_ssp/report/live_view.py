@@ -157,7 +157,9 @@ def figures(track: Track) -> list[str]:
     speed = f"{found['tokens_committed']} tokens  {rate or 0:.0f} tokens/s  {seconds:.2f} s"
     if not found["tokens_drafted"]:
         return [speed, *[""] * (FIGURE_LINES - 1)]
-    words = f"{found['acceptance_rate']:.0%} accepted  {found['tokens_per_target_forward']:.2f} tokens a round"
+    words = (
+        f"{found['acceptance_rate']:.0%} accepted  {found['tokens_per_target_forward']:.2f} tokens a round"
+    )
     return [speed, words, "rounds by accepted drafts:", bars(found["blocks_by_accepted"])]
 
 

@@ -28,7 +28,7 @@ class Closed:
 
 
 def closed(weight_X: Array, target_XV: Array, draft_XV: Array, child_XC: Array, count_X: Array) -> Closed:
-    """Tries a node's children: the first `count_X`, or all tokens of `draft_XV` if it has fewer, were drawn."""
+    """Tries a node's children: `count_X` were drawn, or all tokens of `draft_XV` if it has fewer."""
     chances, weights = [], []
     for c in range(child_XC.shape[-1]):
         token_X1 = child_XC[..., c : c + 1]
