@@ -29,6 +29,8 @@ WRITTEN = "def f(x):\n    return 日本語 🎉 x\t# tab\n\x1b[31mred\x07\u202e\
 
 def counted(rounds: int, drafted: int) -> Counts:
     """Rounds of a token in 0.1 s each, less a prefill; half of the drafts of each stand."""
+    if not rounds:
+        return Counts()
     accepted = Counter(dict.fromkeys(range(drafted // 2), rounds))
     return Counts(
         row_rounds=rounds, drafted=Counter(dict.fromkeys(range(drafted), rounds)), accepted=accepted,
