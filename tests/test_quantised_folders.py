@@ -21,12 +21,13 @@ from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.attention import Feed
 from llama_ssp.models.checkpoint import complete, inspect
 from llama_ssp.models.decoder import Decoder
+from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.formats.coded import Coded, taken
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.linear import Beside
-from llama_ssp.models.loader import config_of, differences
+from llama_ssp.models.loader import config_of, differences, read
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.planner.storage import LAYERS, SCALES
 from llama_ssp.planner.weights import Part, held, weights
@@ -215,6 +216,15 @@ def test_layers_of_other_formats_may_stand_beside_each_other(folders: Path, tmp_
     assert isinstance(kept.blocks[0].attention.qkv, Beside)
     for ours, theirs in zip(walked(kept)[0], expected, strict=True):
         assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.fp32])
+def test_a_module_of_an_fp8_folder_has_one_type(dtype: Dtype, folders: Path) -> None:
+    """On a CPU transformers decodes codes and leaves other weights as stored; it could not run."""
+    module = read(quantised("fine-grained", folders / "fine-grained"), dtype, {"": "cpu"})
+    assert {weight.dtype for weight in module.parameters()} == {TORCH_DTYPES[dtype]}
+    assert module(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
 BY_TRANSFORMERS = [

@@ -268,7 +268,18 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     require_complete(path, {**report, "unexpected_keys": unexpected})
     if dtype in QUANTISED or getattr(module, "is_quantized", False):
         choose_kernels(module)
+    codes = quantised_config(read_config(path), path)
+    if codes is not None and codes.method == "fp8":
+        _one_type(module, TORCH_DTYPES[dtype])
     return module
+
+
+def _one_type(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """On a CPU transformers decodes FP8 to bf16, and leaves other weights in the type of their file."""
+    weights = [weight for weight in module.parameters() if not weight.is_meta]
+    if all(weight.itemsize > 1 for weight in weights):
+        for weight in weights:
+            weight.data = weight.data.to(dtype)
 
 
 def _behind(config: Any) -> tuple[str, ...]:

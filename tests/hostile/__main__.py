@@ -87,7 +87,7 @@ class Table:
         """One folder by all engines. Returns the last result that is wrong."""
         cells, problems, said, bad = [], [], "", None
         for engine in self.engines:
-            if PACKED in row.extra and engine not in DECODER:
+            if (PACKED in row.extra or row.decoder) and engine not in DECODER:
                 cells.append("   -")
                 continue
             found = try_(engine, self.total)

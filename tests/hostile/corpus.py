@@ -73,6 +73,7 @@ class Hostile:
     code: int = 4
     extra: tuple[str, ...] = ()
     answers: bool = False  # what was written before it showed is given out
+    decoder: bool = False  # not for transformers' modules, which want more libraries, or do not read it
 
     def __str__(self) -> str:
         return f"{self.row}-{self.name}"
@@ -80,9 +81,9 @@ class Hostile:
 
 def hostile(
     row: int, name: str, damage: Damage, *says: str, reach: str = CONFIG, sharded: bool = False, code: int = 4,
-    extra: tuple[str, ...] = (), answers: bool = False,
+    extra: tuple[str, ...] = (), answers: bool = False, decoder: bool = False,
 ) -> Hostile:  # fmt: skip
-    return Hostile(row, name, damage, says, reach, sharded, code, extra, answers)
+    return Hostile(row, name, damage, says, reach, sharded, code, extra, answers, decoder)
 
 
 def harmless(row: int, name: str, damage: Damage, extra: tuple[str, ...] = ()) -> Hostile:
@@ -442,7 +443,8 @@ NUMBERS = [
 
 IS = quantised_folders
 QUANTISED = [
-    *(hostile(22, name, IS.quantised(write, claim), code=0, reach=LOADED) for name, write, claim in (
+    *(hostile(22, name, IS.quantised(write, claim), code=0, reach=LOADED, decoder=claim in (IS.GPTQ, IS.AWQ))
+      for name, write, claim in (
         ("sound-gptq", IS.gptq, IS.GPTQ), ("sound-awq", IS.awq, IS.AWQ), ("sound-fp8", IS.fp8, IS.FP8),
         ("sound-int4", IS.int4, IS.INT4),
     )),
@@ -459,7 +461,7 @@ QUANTISED = [
         "cannot be read", "weight_g_idx"),
     hostile(22, "sound-idle-bias", both(
         IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.bias": torch.zeros(96)}))),
-        code=0, reach=LOADED),
+        code=0, reach=LOADED, decoder=True),
     hostile(22, "bias-beyond", both(
         IS.quantised(IS.gptq, IS.GPTQ), reworked(lambda t: t.update({f"{IS.UP}.bias": torch.ones(96)}))),
         "unexpected keys", f"{IS.UP}.bias", reach=LOADED),
@@ -631,7 +633,8 @@ def lying_gguf(
     how = {key: wrong.pop(key) for key in ("tensors", "start", "counts", "data") if key in wrong}
     keys = {key: value for key, value in (LLAMA | wrong).items() if key != without}
     content = gguf_bytes(keys, **{"tensors": [TABLE], "data": 1024, **how})  # type: ignore[arg-type]
-    return hostile(row, f"gguf-{name}", gguf(content, size=size), *says, reach=reach, code=code)
+    damage = gguf(content, size=size)
+    return hostile(row, f"gguf-{name}", damage, *says, reach=reach, code=code, decoder=reach == LOADED)
 
 
 def listed(kind: int, count: int, content: bytes = b"") -> bytes:
@@ -700,7 +703,7 @@ GGUF = [
     hostile(19, "gguf-empty", gguf(b""), "damaged or cut short", "0 bytes"),
     hostile(18, "gguf-of-several", gguf(gguf_bytes(LLAMA | {"split.count": 3}, [TABLE], 1024)), "one of several", "3 by its header"),
     hostile(18, "gguf-missing-shard", gguf(gguf_bytes(LLAMA, [TABLE], 1024), "m-00001-of-00003.gguf"), "a file of the model is missing", "m-00002-of-00003"),
-    hostile(18, "gguf-shards", gguf(gguf_bytes(LLAMA, [TABLE], 1024), "m-00001-of-00001.gguf"), "missing keys", reach=LOADED, extra=()),
+    hostile(18, "gguf-shards", gguf(gguf_bytes(LLAMA, [TABLE], 1024), "m-00001-of-00001.gguf"), "missing keys", reach=LOADED, extra=(), decoder=True),
     hostile(18, "two-ggufs", both(gguf(b"", "b.gguf"), replaced("a.gguf", b"")), "several GGUF models", "a.gguf, b.gguf", "path="),
     hostile(24, "gguf-pipe", both(gguf(b""), removed("model.gguf"), lambda p: os.mkfifo(p / "model.gguf")), "not a regular file", "model.gguf"),
     hostile(24, "gguf-link", both(gguf(gguf_bytes(LLAMA, [TABLE], 1024)), linked_outside("model.gguf")), "leaves the folder"),
