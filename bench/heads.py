@@ -131,7 +131,8 @@ def opened(words: list[str], new: int) -> PairSession:
 
 def openings(pair: PairSession, count: int) -> list[str]:
     """Beginnings of held-out documents."""
-    found = [pair.tokens.encode(text) for text in library_documents(DATA_SEED).held_out]
+    held_out = library_documents(DATA_SEED).held_out
+    found = [pair.tokens.encode(text[: 16 * OPENING]) for text in held_out]  # a token is shorter
     return [pair.tokens.decode(ids[:OPENING]) for ids in found if len(ids) > 2 * OPENING][:count]
 
 

@@ -117,7 +117,11 @@ def make_head(recipe: head.HeadRecipe) -> None:
     teacher = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=torch.bfloat16).to(device).eval()
     counts = torch.from_numpy(np.bincount(stream.ids, minlength=config.vocab_size))
     ids_E, taps = head.frequent(counts, recipe.vocab), head.taps_of(config.num_hidden_layers)
+    if recipe.start:
+        tensors, ids_E, taps = head.begun(Path(recipe.start))
     made = head.build(teacher, taps, ids_E, recipe.seed)
+    if recipe.start:
+        made.load_state_dict(tensors)
     known = 1.0 if ids_E is None else float(counts[ids_E].sum() / counts.sum())
     parameters = sum(parameter.numel() for parameter in made.parameters())
     print(
@@ -134,7 +138,8 @@ def make_head(recipe: head.HeadRecipe) -> None:
     head.save(folder, made, ids_E, taps, config, recipe)
     digest = hashlib.sha256(stream.ids.tobytes()).hexdigest()
     data = Path(recipe.data).name if recipe.data else None
-    shown = replace(recipe, out=folder.name, target=Path(recipe.target).name, data=data)  # no paths
+    start = Path(recipe.start).name if recipe.start else None
+    shown = replace(recipe, out=folder.name, target=Path(recipe.target).name, data=data, start=start)
     record.write(folder, shown, progress, recipe.seed, parameters, digest, device)
     (folder / checkpoint.NAME).unlink()
 

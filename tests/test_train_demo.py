@@ -194,6 +194,11 @@ def test_a_head_is_trained_goes_on_after_kills_and_drafts(
             texts.append(made.token_ids)
             assert bool(made.drafted) == (draft is not None)
     assert texts[0] == texts[1]
+    (later := tmp_path / "later").mkdir()
+    words = [word for word in head_words(target, later) if not word.startswith(("steps", "vocab"))]
+    train_demo.main([*words, "steps=1", "matrix_rate=0", "other_rate=0", f"start={whole / 'head'}"])
+    kept = load_file(later / "head" / "model.safetensors")
+    assert kept.keys() == tensors.keys() and all(torch.equal(kept[name], tensors[name]) for name in kept)
 
 
 class Toy(torch.nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -38,6 +38,7 @@ class HeadRecipe(Training):
     out: str
     target: str = str(Path(__file__).parents[2] / "llama_ssp" / "shipped" / "demo")
     data: str | None = None
+    start: str | None = None  # a head of this target to go on from: its vocabulary, layers and weights
     name: str = "demo_head"
     minutes: float = 14.0
     batch_tokens: int = 2048
@@ -195,6 +196,16 @@ def build(teacher: Any, taps: list[int], ids_E: Tensor | None, seed: int) -> Hea
     head = Head(own, len(taps) * config.hidden_size, len(table_EH))
     head.lm_head.weight.data.copy_(table_EH)
     return head
+
+
+def begun(folder: Path) -> tuple[dict[str, Tensor], Tensor | None, list[int]]:
+    """The tensors, the target's ids and the layers of a head that `save` wrote."""
+    tensors = load_file(folder / "model.safetensors")
+    offset_E = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    ids_E = None if offset_E is None else torch.arange(len(offset_E)) + offset_E
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return tensors, ids_E, content["eagle_aux_hidden_state_layer_ids"]
 
 
 def save(
