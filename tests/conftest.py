@@ -10,8 +10,9 @@ import io
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,14 @@ from hydra._internal.hydra import Hydra
 
 # Their assertions are pytest's, too: under `python -O` Python's own are none.
 pytest.register_assert_rewrite(
-    "tests.bad_inputs", "tests.choices", "tests.distributed.threads", "tests.interleaved", "tests.rational",
-    "tests.slurm.jobs", "tests.slurm.lab",
+    "tests.bad_inputs", "tests.choices", "tests.distributed.threads", "tests.interleaved", "tests.processes",
+    "tests.rational", "tests.slurm.jobs", "tests.slurm.lab", "tests.warm",
 )  # fmt: skip
 
 from llama_ssp import cli
+from tests.processes import ends_its_processes, note_starts
+
+note_starts()
 
 gc.disable()  # while modules are imported and tests collected: what they make stays
 
@@ -83,6 +87,26 @@ def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
         order += quick[:count]
         del quick[:count]
     return order
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_test() -> Iterator[None]:
+    with ends_its_processes():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows what the process said that took too long or did not end well."""
+    report = yield
+    error = call.excinfo and call.excinfo.value
+    if isinstance(error, subprocess.TimeoutExpired | subprocess.CalledProcessError):
+        for name, said in (("output", error.stdout), ("errors", error.stderr)):
+            text = said.decode(errors="replace") if isinstance(said, bytes) else said
+            report.sections.append((f"its {name}", (text or "")[-3000:]))
+    return report
 
 
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -64,12 +64,7 @@ SETTINGS = [
     usage(1, "unknown", "speculation.kk=5", holds=("unknown key speculation.kk", "speculation.k?")),
     usage(1, "unknown-leaf", "temperature=1", holds=("unknown key temperature", "sampling.temperature")),
     usage(1, "unknown-added", "++speculation.zz=1", holds=("unknown key speculation.zz",)),
-    usage(
-        1,
-        "unknown-option",
-        "model=llama7",
-        holds=("there is no model=llama7", "did you mean model="),
-    ),
+    usage(1, "unknown-option", "model=llama7", holds=("there is no model=llama7", "did you mean model=")),
     usage(1, "unknown-task", "task=talk", holds=("there is no task=talk", "generate")),
     usage(1, "unknown-flag", "--loud", holds=("unknown flag --loud",)),
     usage(1, "no-value", "hello", holds=("the first word is no task", "hello", "generate")),
@@ -502,13 +497,8 @@ def test_private_presets_are_taken(command: Command) -> None:
     }.items():
         Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
         Path("mine", name).write_text(content)
-    asked = [
-        "model=mine",
-        "experiment=both",
-        "output=json",
-        "task.max_new_tokens=1",
-        "out=done/${now:%Y}/${model.name}",
-    ]
+    run_folder = "out=done/${now:%Y}/${model.name}"
+    asked = ["model=mine", "experiment=both", "output=json", "task.max_new_tokens=1", run_folder]
     answer = command("--config-dir", "mine", PROMPT, *asked)
     assert (answer.code, answer.errors) == (0, [])
     assert document(answer)["seed"] == 5

@@ -17,8 +17,8 @@ from llama_ssp.batch.workers import is_given_up, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE
 from llama_ssp.errors import UsageError
+from tests.processes import kill, wait_for
 from tests.slurm.jobs import COMMAND, RECORDS, Batches
-from tests.slurm.lab import kill, wait_for
 from tests.warm import ROOT, start
 
 

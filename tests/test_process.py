@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.lab import wait_for
+from tests.processes import wait_for
 from tests.warm import ROOT, start
 
 RUN = [sys.executable, str(ROOT / "launch" / "run.py")]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.lab import wait_for
+from tests.processes import kill_all, wait_for
 from tests.soak.__main__ import endure
-from tests.soak.processes import MARK, Held, kill_all, left_of, marked
+from tests.soak.processes import MARK, Held, left_of, marked
 from tests.soak.scenarios import FAULTS, NOTHING, PAIRS, PLACEMENTS, SAMPLINGS, TASKS, Scenario, drawn
 from tests.soak.trials import Ended, differing, judged
 from tests.soak.verdict import MIB, Law, Soak, growing
@@ -105,7 +105,7 @@ def test_who_outlives_its_command_is_found() -> None:
         wait_for(lambda: marked("outlives"))  # its environment is there a moment after its start
         (found,) = left_of("outlives", 0.3)
         assert (found.pid, found.rank) == (child.pid, 1)
-        kill_all("outlives")
+        kill_all(f"{MARK}=outlives")
         child.wait(timeout=10)
         assert marked("outlives") == []
     finally:

@@ -14,11 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from tests.processes import note_start, outliving
+
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_S = 600.0
+PATIENCE_S = 300.0
 IMPORTED = [
     "pytest", "llama_ssp.cli", "llama_ssp.tasks.runner", "transformers.models.llama.modeling_llama",
     "tests.distributed.pairs",
@@ -29,6 +32,9 @@ def server() -> Any:
     """The multiprocessing context that forks from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
+    with outliving():
+        forkserver.ensure_running()
+    note_start("forkserver")
     return context
 
 
@@ -54,10 +60,10 @@ def python(
         streams[0].write_text(stdin, encoding="utf-8")
         process = start(words, folder, streams, env)
         process.join(PATIENCE_S)
-        if process.exitcode is None:
-            process.kill()
-            raise subprocess.TimeoutExpired(list(map(str, words)), PATIENCE_S)
+        ended = process.exitcode is not None
+        process.kill()
         out, err = (stream.read_text(encoding="utf-8", errors="replace") for stream in streams[1:])
+        assert ended, f"{words} had not ended after {PATIENCE_S:g} s: {out[-1000:]} {err[-2000:]}"
         return subprocess.CompletedProcess(list(map(str, words)), process.exitcode, out, err)
 
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.distributed.faults import RUN, Cell, Started, outcome, strike_at
+from tests.processes import wait_for
 from tests.warm import start
 
 pytestmark = pytest.mark.slow
@@ -175,11 +175,8 @@ def test_a_cause_before_the_ranks_have_met_is_said_once(
 def test_torchrun_does_not_hide_the_cause_of_a_rank(tmp_path: Path):
     """It stops the other rank, which then has no cause of its own."""
     launcher = launched(tmp_path, f"{K},start,other rank", *RUN, "out=null")
-    _, err = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == 1
-    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-    assert line.startswith(f"error: rank 1: {OUT_OF_RANGE}"), err
-    require_nobody_left(tmp_path)
+    code, (line,) = ended(launcher, tmp_path)
+    assert code == 1 and line.startswith(f"error: rank 1: {OUT_OF_RANGE}")
 
 
 def come_late(rank: int) -> None:
@@ -252,8 +249,7 @@ def test_started_by_hand_the_leader_keeps_the_store(tmp_path: Path):
     port = free_port()
     words = (*ENDLESS, "task.trace=true", "output=text")
     (leader, _), (other, err) = (rank_by_hand(rank, port, tmp_path, *words) for rank in range(2))
-    out = tmp_path / "0.out"
-    wait_for(lambda: out.exists() and ROUND in out.read_text())
+    wait_for_round(tmp_path / "0.out")
     listening = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert [local for local, _, state in listening if state == "0A" and local.endswith(f":{port:04X}")] == [
         f"0100007F:{port:04X}"
@@ -263,31 +259,28 @@ def test_started_by_hand_the_leader_keeps_the_store(tmp_path: Path):
     assert said.startswith("error: rank 0 is gone")
 
 
-def wait_for(condition: Any) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.05)
+def wait_for_round(said: Path) -> None:
+    """`said` has a rank's output, and the errors are in a file of that name beside it."""
+    wait_for(lambda: said.exists() and ROUND in said.read_text(), said.with_suffix(".err").read_text)
 
 
-def wait_for_round(launcher: subprocess.Popen[str]) -> None:
-    assert launcher.stdout is not None
-    assert any(ROUND in line for line in islice(launcher.stdout, 100)), "no round in what it says first"
+def launched(folder: Path, fault: str, *overrides: str) -> subprocess.Popen[bytes]:
+    """Two ranks by torchrun itself; what they say goes to two files."""
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "tests.distributed.faulty", *overrides]
+    with (folder / "ranks.out").open("wb") as out, (folder / "ranks.err").open("wb") as err:
+        return subprocess.Popen(
+            [*TORCHRUN, *words], cwd=folder, stdout=out, stderr=err, env=environment(FAULT=fault)
+        )
 
 
-def launched(folder: Path, fault: str, *overrides: str) -> subprocess.Popen[str]:
-    """Two ranks by torchrun itself."""
-    return subprocess.Popen(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "tests.distributed.faulty", *overrides],
-        text=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment(FAULT=fault),
-    )  # fmt: skip
-
-
-def require_nobody_left(folder: Path) -> None:
+def ended(launcher: subprocess.Popen[bytes], folder: Path) -> tuple[int, list[str]]:
+    """The exit code, and the lines of errors, once no rank is left."""
+    wait_for(lambda: launcher.poll() is not None, (folder / "ranks.err").read_text)
     pids = [int(path.read_text()) for path in folder.glob("*.pid")]
     assert len(pids) == 2
     wait_for(lambda: not any(alive(pid) for pid in pids))
+    said = (folder / "ranks.err").read_text().splitlines()
+    return launcher.returncode, [line for line in said if line.startswith("error:")]
 
 
 def alive(pid: int) -> bool:
@@ -298,32 +291,25 @@ def alive(pid: int) -> bool:
 
 
 def test_torchrun_leaves_nobody_behind(tmp_path: Path):
-    launcher = launched(tmp_path, "SIGKILL,verify,other rank", *RUN)
-    _, said = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == 1
-    lines = [line for line in said.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1 and "is gone" in lines[0] and "round 2" in lines[0], said
-    require_nobody_left(tmp_path)
+    code, (line,) = ended(launched(tmp_path, "SIGKILL,verify,other rank", *RUN), tmp_path)
+    assert code == 1 and "is gone" in line and "round 2" in line
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
     launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
-    wait_for_round(launcher)
+    wait_for_round(tmp_path / "ranks.out")
     launcher.kill()
-    launcher.communicate(timeout=PATIENCE_S)
-    require_nobody_left(tmp_path)
+    ended(launcher, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Path):
     """What is done is reported."""
     launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
-    wait_for_round(launcher)
+    wait_for_round(tmp_path / "ranks.out")
     launcher.send_signal(number)
-    _, said = launcher.communicate(timeout=PATIENCE_S)
-    lines = [line for line in said.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1 and f"was stopped by {signal.Signals(number).name}" in lines[0], said
-    require_nobody_left(tmp_path)
+    _, (line,) = ended(launcher, tmp_path)
+    assert f"was stopped by {signal.Signals(number).name}" in line
     (summary,) = (tmp_path / "outputs").rglob("summary.json")
     content = json.loads(summary.read_text())
     assert content["status"] in ("interrupted", "error") and content["outputs"][0]["output_tokens"] > 0

@@ -319,34 +319,29 @@ CODE = [
     harmless(26, "other-home", config_sets(_name_or_path="../outside")),
 ]  # fmt: skip
 
+
+def chat_template(name: str, content: object, *says: str) -> Hostile:
+    """A template that is refused when it is applied."""
+    damage = templated(content)  # type: ignore[arg-type]
+    return hostile(17, name, damage, "chat template", *says, reach=FILES, code=3, extra=CHAT)
+
+
 TEMPLATES = [
     hostile(17, "no-chat-template", nothing, "no chat template", reach=FILES, code=3, extra=CHAT),
-    hostile(17, "broken-chat-template", templated("{{ raise_exception('no') }}"), "chat template", "no",
-            reach=FILES, code=3, extra=CHAT),
-    hostile(17, "escape", templated(ESCAPE), "chat template", reach=FILES, code=3, extra=CHAT),
-    hostile(17, "escape-by-format", templated("{{ '{0.__class__.__mro__}'.format(messages) }}"),
-            "chat template", reach=FILES, code=3, extra=CHAT),
+    chat_template("broken-chat-template", "{{ raise_exception('no') }}", "no"),
+    chat_template("escape", ESCAPE),
+    chat_template("escape-by-format", "{{ '{0.__class__.__mro__}'.format(messages) }}"),
     harmless(17, "escape-by-filter", templated("{{ messages|attr('__class__')|attr('__mro__') }} {{ messages[-1]['content'] }}"), CHAT),
-    hostile(17, "escape-by-globals", templated("{{ cycler.__init__.__globals__.os.mkdir('executed') }}"),
-            "chat template", reach=FILES, code=3, extra=CHAT),
-    hostile(17, "include", templated("{% include '/etc/passwd' %}"), "chat template", reach=FILES, code=3,
-            extra=CHAT),
-    hostile(17, "changes-messages", templated("{{ messages.append(1) }}"), "chat template", reach=FILES, code=3,
-            extra=CHAT),
-    hostile(17, "unfinished", templated("{% for m in messages %}"), "chat template", reach=FILES, code=3,
-            extra=CHAT),
-    hostile(17, "endless", templated("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-            "chat template", "seconds", reach=FILES, code=3, extra=CHAT),
-    hostile(17, "endless-power", templated("{{ 9 ** (9 ** (9 ** 2)) }}"), "chat template", reach=FILES, code=3,
-            extra=CHAT),
-    hostile(17, "huge", templated("{% set x = 'a' * 10 ** 11 %}{{ x }}"), "chat template", reach=FILES, code=3,
-            extra=CHAT),
-    hostile(17, "huge-in-steps",
-            templated("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"),
-            "chat template", reach=FILES, code=3, extra=CHAT),
-    hostile(17, "deep", templated("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "chat template", reach=FILES,
-            code=3, extra=CHAT),
-    hostile(17, "template-is-number", templated(5), "chat template", reach=FILES, code=3, extra=CHAT),  # type: ignore[arg-type]
+    chat_template("escape-by-globals", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}"),
+    chat_template("include", "{% include '/etc/passwd' %}"),
+    chat_template("changes-messages", "{{ messages.append(1) }}"),
+    chat_template("unfinished", "{% for m in messages %}"),
+    chat_template("endless", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),
+    chat_template("endless-power", "{{ 9 ** (9 ** (9 ** 2)) }}"),
+    chat_template("huge", "{% set x = 'a' * 10 ** 11 %}{{ x }}"),
+    chat_template("huge-in-steps", "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"),
+    chat_template("deep", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"),
+    chat_template("template-is-number", 5),
 ]  # fmt: skip
 
 VALUES = [

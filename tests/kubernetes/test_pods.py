@@ -21,8 +21,8 @@ from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.kubernetes.pod import AGAIN, GIVEN_UP, JOB_UID, POD_IP, Pod
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.errors import StorageError
+from tests.processes import kill, wait_for
 from tests.slurm.jobs import ROOT, Batches
-from tests.slurm.lab import wait_for
 
 RUNNING, SUCCEEDED, FAILED = "running", "succeeded", "failed"
 
@@ -87,8 +87,7 @@ class Controller:
     def kill(self, index: int) -> None:
         """The node is lost: every process at once."""
         for pid in self.tree(index):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid)
 
     def logs(self) -> str:
         return "".join(path.read_text(errors="replace")[-800:] for path in self.home.glob("pod-*.log"))

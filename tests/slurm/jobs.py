@@ -14,7 +14,8 @@ from typing import Any
 
 from llama_ssp.batch.history import End, ends
 from llama_ssp.batch.journal import Journal, count_finished
-from tests.slurm.lab import Lab, wait_for
+from tests.processes import wait_for
+from tests.slurm.lab import Lab
 from tests.warm import ROOT, python
 
 RECORDS = 20

@@ -9,18 +9,16 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
+
+from tests.processes import kill, kill_all, living, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = 4
-PATIENCE_S = 150.0
 AGAIN_S = 2.0
 SAVED_S = 6.0  # the controller writes down what it knows every five seconds
 PORTS = range(21000, 32000, 10)  # below those that the system deals out
@@ -156,8 +154,8 @@ class Lab:
     def empty(self) -> None:
         """Whatever is left of a test goes, and lost nodes come back."""
         self.run("scancel", "--user", getpass.getuser(), check=False)
-        for pid, _, variables in _processes():
-            if {self._mark} <= set(variables) and any(one.startswith("SLURM_JOB_ID=") for one in variables):
+        for pid, variables in living(self._mark):
+            if "SLURM_JOB_ID" in variables:
                 kill(pid)
         for name, daemon in list(self._daemons.items()):
             if daemon.poll() is not None:
@@ -167,11 +165,7 @@ class Lab:
 
     def processes(self, job: str) -> dict[int, str]:
         """The processes of a job's steps and script, and their command lines."""
-        return {
-            pid: command
-            for pid, command, variables in _processes()
-            if {self._mark, f"SLURM_JOB_ID={job}"} <= set(variables)
-        }
+        return {pid: _command(pid) for pid, _ in living(self._mark, f"SLURM_JOB_ID={job}")}
 
     def lose_node(self, name: str, with_tasks: bool) -> None:
         """The node stops answering; the tasks on it die too, or live on unseen."""
@@ -179,8 +173,7 @@ class Lab:
         self._daemons[name].wait()
         if not with_tasks:
             return
-        mine = {self._mark, f"SLURMD_NODENAME={name}"}
-        tasks = [pid for pid, _, variables in _processes() if mine <= set(variables)]
+        tasks = [pid for pid, _ in living(self._mark, f"SLURMD_NODENAME={name}")]
         for pid in {_parent(task) for task in tasks if _is_stepd(_parent(task))} | set(tasks):
             kill(pid)
 
@@ -206,42 +199,12 @@ class Lab:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for pid, _, variables in _processes():
-            if self._mark in variables:
-                kill(pid)
+        kill_all(self._mark)
         shutil.rmtree(self.home, ignore_errors=True)
 
     def _logs(self) -> str:
         log = self.home / "slurmctld.log"
         return log.read_text(encoding="utf-8", errors="replace")[-1500:] if log.exists() else "no log"
-
-
-def wait_for(
-    happened: Callable[[], object], otherwise: Callable[[], str] = str, patience_s: float = PATIENCE_S
-) -> None:
-    """Waits for something that must happen, however slow the machine is."""
-    until = time.monotonic() + patience_s
-    while not happened():
-        assert time.monotonic() < until, f"waited {patience_s:.0f} s in vain: {otherwise()}"
-        time.sleep(0.05)
-
-
-def kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _processes() -> Iterator[tuple[int, str, list[str]]]:
-    """Every process of ours: number, command line and environment."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has gone, or is another user's
-            continue
-        yield int(entry.name), command, variables
 
 
 def _parent(pid: int) -> int:
@@ -252,12 +215,17 @@ def _parent(pid: int) -> int:
         return 0
 
 
+def _command(pid: int) -> str:
+    """The command line; nothing where the process has gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _is_stepd(pid: int) -> bool:
     """Whether this is the daemon that a step's tasks on a node are children of."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"slurmstepd")
-    except OSError:
-        return False
+    return _command(pid).startswith("slurmstepd")
 
 
 def _free_ports() -> int:

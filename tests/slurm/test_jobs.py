@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from tests.processes import kill, wait_for
 from tests.slurm.jobs import RECORDS, Batches
-from tests.slurm.lab import NODES, Lab, kill, wait_for
+from tests.slurm.lab import NODES, Lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 

@@ -14,8 +14,8 @@ import pytest
 from llama_ssp.batch.history import BY_SLURM, BY_TIME, End, ends, fruitless, keep_end
 from llama_ssp.batch.slurm import supervisor
 from llama_ssp.distributed.signals import CODE_FILE
+from tests.processes import wait_for
 from tests.slurm.jobs import ROOT
-from tests.slurm.lab import wait_for
 
 SCONTROL = """#!/bin/sh
 echo "scontrol $*" >> asked

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.processes import living
 
 MARK = "LLAMA_SSP_SOAK"
 LOOK_S = 0.1
@@ -25,22 +25,9 @@ class Marked:
 
 
 def marked(mark: str) -> list[Marked]:
-    """The living processes that carry the mark; a zombie is none."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with suppress(OSError, ValueError, IndexError):
-            variables = dict(
-                pair.split(b"=", 1) for pair in (entry / "environ").read_bytes().split(b"\0") if b"=" in pair
-            )
-            if variables.get(MARK.encode()) != mark.encode():
-                continue
-            if (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                continue
-            rank = variables.get(b"RANK")
-            found.append(Marked(int(entry.name), None if rank is None else int(rank)))
-    return found
+    """The living processes that carry the mark."""
+    found = living(f"{MARK}={mark}")
+    return [Marked(pid, int(own["RANK"]) if own.get("RANK") else None) for pid, own in found]
 
 
 def left_of(mark: str, patience_s: float) -> list[Marked]:
@@ -49,12 +36,6 @@ def left_of(mark: str, patience_s: float) -> list[Marked]:
     while (found := marked(mark)) and time.monotonic() < until:
         time.sleep(LOOK_S)
     return found
-
-
-def kill_all(mark: str) -> None:
-    for process in marked(mark):
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -91,12 +72,3 @@ class Watcher:
         self._ended.set()
         self._thread.join()
         return self.seen
-
-
-def wait_for(condition: Callable[[], bool], patience_s: float) -> bool:
-    until = time.monotonic() + patience_s
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(LOOK_S)
-    return True

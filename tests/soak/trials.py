@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.attempt_log import read_part
-from tests.soak.processes import MARK, Watcher, kill_all, left_of, marked
+from tests.processes import kill_all
+from tests.soak.processes import MARK, Watcher, left_of, marked
 from tests.soak.scenarios import (
     DISK,
     INT,
@@ -172,14 +173,14 @@ def run(scenario: Scenario, folder: Path, expected_s: float, *more: str) -> Ende
         out, err = process.communicate(timeout=PATIENCE_S)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        kill_all(mark)
+        kill_all(f"{MARK}={mark}")
         out, err = process.communicate()
         code = None
     ended.set()
     fate.join()
     seconds = time.monotonic() - began
     if left := left_of(mark, GONE_S):
-        kill_all(mark)
+        kill_all(f"{MARK}={mark}")
         err += "".join(f"\nerror: process {one.pid} outlived its command" for one in left)
     return Ended(code, out, err, seconds, struck.is_set() or disk is not None)
 
