@@ -337,4 +337,4 @@ def _environment() -> RankEnvironment:
     try:
         return rank_environment()
     except DistributedError:
-        return RankEnvironment(LEADER, 1, 0, 1)
+        return RankEnvironment(LEADER, 1)

@@ -25,6 +25,7 @@ from llama_ssp.models.assemble import decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.sharding import Cut
+from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.planner.workload import DRAFT, Role
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -158,8 +159,8 @@ def _trace(role: Role, passes: list[Pass], rows: int, capacity: int, world: int,
             with count.phase():
                 runner._forward(token_BS, [done + step.columns for done in runner.cached], step.last_only)
             assert runner._cache is not None
-            peaks.append(count.peak - runner._cache.nbytes())
-        caches = runner._cache.nbytes() if runner._cache else 0
+            peaks.append(count.peak - cache_bytes(runner._cache))
+        caches = cache_bytes(runner._cache) if runner._cache else 0
         return Traced(_held(causal), caches, tuple(peaks))
 
 
@@ -191,3 +192,8 @@ def _held(causal: DecoderModel) -> int:
     tensors = [*causal.decoder.parameters(), *causal.decoder.buffers()]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def cache_bytes(cache: SlotCache) -> int:
+    """Memory of the keys and values."""
+    return sum(tensor.nbytes for layer in cache.layers for tensor in layer)

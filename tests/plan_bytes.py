@@ -49,6 +49,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.verification import RULES
+from tests.memory_trace import cache_bytes
 
 ROWS, PROMPT, NEW, K, CHUNK, VOCAB = 2, 90, 30, 4, 32, 4000
 ROOM = PROMPT + NEW
@@ -180,7 +181,7 @@ def actual(case: Case, ranks: Ranks) -> int:
         return before + _peak(lambda: _warm(runner, state))
     _warm(runner, state)
     assert runner._cache is not None
-    before += runner._cache.nbytes()
+    before += cache_bytes(runner._cache)
     if case.role == DRAFT:
         drafter = ModelDrafter(runner, transform, draws)
         return before + _peak(lambda: drafter.propose(state, (case.k,) * ROWS))

@@ -122,8 +122,6 @@ def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> 
         ("draft.path=/x", "draft.path is given, and no draft is named"),
         ("model=7B draft.dtype=int8", "draft.dtype is given, and no draft is named"),
         ("sampling.temp=1", "did you mean sampling.temperature"),
-        ("task.record=a.svg", "write plot=FILE"),
-        ("model.download=true", "write download=true"),
         ("sampling", "sampling has no value"),
         ("generate a/b c/d e", "words without a key; found e"),
         ("prompt=a task.prompts=[b]", "both prompt and task.prompts are given"),
@@ -272,7 +270,7 @@ def test_quiet_and_verbose_set_the_log(
     monkeypatch.setattr(sys, "argv", ["llama-ssp", flag])
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY"):
         monkeypatch.setenv(name, "as-it-was")  # restored at the end
-    monkeypatch.setattr(cli, "rank_environment", lambda: RankEnvironment(rank, 2, rank, 2))
+    monkeypatch.setattr(cli, "rank_environment", lambda: RankEnvironment(rank, 2))
     monkeypatch.setattr(logging, "basicConfig", lambda level, **_: levels.append(level))
     monkeypatch.setattr(logging.Logger, "setLevel", lambda _, level: levels.append(level))
     cli._begin_log()

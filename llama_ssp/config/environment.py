@@ -15,12 +15,10 @@ NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This rank and the number of ranks, in all and on this node. Without a launcher: rank 0 of 1."""
+    """This rank and the number of ranks. Without a launcher: rank 0 of 1."""
 
     rank: int
     world: int
-    local_rank: int
-    local_world: int
 
     @property
     def is_leader(self) -> bool:
@@ -37,7 +35,8 @@ def rank_environment() -> RankEnvironment:
     local_world = number_of("LOCAL_WORLD_SIZE", 1, world, default=1)
     most = (local_world if os.environ.get("LOCAL_WORLD_SIZE") else world) - 1
     rank = number_of("RANK", 0, world - 1, default=0)
-    return RankEnvironment(rank, world, number_of("LOCAL_RANK", 0, most, default=0), local_world)
+    number_of("LOCAL_RANK", 0, most, default=0)  # for the device; it is refused here, before anything is read
+    return RankEnvironment(rank, world)
 
 
 def number_of(name: str, least: int, most: int, default: int | None = None) -> int:

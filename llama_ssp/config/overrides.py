@@ -39,10 +39,6 @@ ADDED_TO = {  # maps, to which Hydra adds with a plus sign
     "placement.max_memory": "{0: 20GiB, cpu: 60GiB}', device: bytes",
     "cluster.kubernetes.node_selector": "{gpu: h100}', label: value",
 }
-RENAMED = {
-    "task.record": "plot=FILE", "record": "plot=FILE", "task.image": "plot=FILE",
-    "model.download": "download=true, for both models", "draft.download": "download=true, for both models",
-}  # fmt: skip
 HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search path", "provider=")
 # The flags and their values: () is none, None is any. Hydra itself takes the beginning of a flag for the
 # flag, which would pass the flags refused above.
@@ -214,8 +210,6 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
 
 def _meant(key: str, known: list[str]) -> str:
     """A suggestion for an unknown key: one with the same last part, or a longer one, or one spelt alike."""
-    if key in RENAMED:
-        return f"write {RENAMED[key]}"
     group, _, leaf = key.rpartition(".")
     same = [name for name in known if name.rpartition(".")[2] == leaf]
     longer = [name for name in known if name.startswith(f"{group}.{leaf}" if group else leaf)]

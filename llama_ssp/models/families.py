@@ -177,11 +177,6 @@ class Family:
         return None if said is None or usual == {bool(said)} else bool(said)
 
     @property
-    def eager(self) -> bool:
-        """Attention is plain products, with scores as tensors."""
-        return self.softcap or self.masks_inside
-
-    @property
     def gated(self) -> bool:
         """The MLP's first layer gives a gate, too."""
         return self.fused_mlp or len(self.names.up) == 2

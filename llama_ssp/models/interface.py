@@ -22,9 +22,6 @@ class Cache(Protocol):
     def clear(self, row: int) -> None:
         """Forgets a row, before another text takes its place."""
 
-    def nbytes(self) -> int:
-        """What it holds."""
-
 
 class Model(Protocol):
     """Tokens and a cache in, logits out; over ranks, all ranks call it at the same time."""

@@ -45,18 +45,6 @@ def placed(row: Row, sides: Sides) -> list[tuple[int, int]]:
     return places
 
 
-def positions(start_B1: Tensor, count_B1: Tensor, column_W: Tensor, padding: int = 0) -> Tensor:
-    """The position of each of (B, W) columns; `padding` behind the first `count` of a row."""
-    return torch.where(column_W < count_B1, start_B1 + column_W, padding)
-
-
-def visible(position_BW: Tensor, slot_S: Tensor, window: int | None) -> Tensor:
-    """The slots that each column sees, (B, W, S): its own position and those before, within the window."""
-    position_BW1 = position_BW[..., None]
-    visible_BWS = slot_S <= position_BW1
-    return visible_BWS if window is None else visible_BWS & (slot_S > position_BW1 - window)
-
-
 @dataclass(frozen=True)
 class Feed:
     """What one forward pass feeds: W columns a row, left-aligned, `count` of them real.
@@ -100,7 +88,8 @@ class Feed:
         if self.sides:
             return self._places[0]
         start_B1, count_B1 = (sent(numbers, self.device)[:, None] for numbers in (self.start, self.count))
-        return positions(start_B1, count_B1, torch.arange(self.width, device=self.device))
+        column_W = torch.arange(self.width, device=self.device)
+        return torch.where(column_W < count_B1, start_B1 + column_W, 0)
 
     def slots(self) -> Tensor:
         """Where each column's keys go; the spare slot for padding."""
@@ -126,11 +115,14 @@ class Feed:
         return beyond_BW | (sent(self.given, self.device) > length)[:, None] if self.given else beyond_BW
 
     def visible(self, window: int | None) -> Tensor:
-        slot_S = torch.arange(self.span, device=self.device)
-        visible_BWS = visible(self.positions(), slot_S, window)
+        """The slots each column sees, (B, W, S): its own position and those before, within the window."""
+        slot_S, position_BW1 = torch.arange(self.span, device=self.device), self.positions()[..., None]
+        visible_BWS = slot_S <= position_BW1
+        if window is not None:
+            visible_BWS &= slot_S > position_BW1 - window
         if not self.sides:
             return visible_BWS
-        position_BW1, slot_BW1 = (each[..., None] for each in self._places)
+        slot_BW1 = self._places[1][..., None]
         aside_BW1 = (slot_BW1 != position_BW1) & (slot_BW1 < self.capacity)
         own_BWS = aside_BW1 & (slot_S == slot_BW1)
         return visible_BWS & ~(aside_BW1 & (slot_S == position_BW1)) | own_BWS
@@ -198,13 +190,6 @@ class RaggedCache:
         for layer in self._layers.values():
             for tensor in layer:
                 tensor[row].zero_()
-
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of every layer, once a pass has made them."""
-        return [self._layers[index] for index in sorted(self._layers)]
-
-    def nbytes(self) -> int:
-        return sum(t.nbytes for layer in self._layers.values() for t in layer)
 
     def _layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if index not in self._layers:

@@ -76,6 +76,3 @@ class SlotCache:
 
     def clear(self, row: int) -> None:
         """Nothing has to be cleared: what is stale is never read."""
-
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer)

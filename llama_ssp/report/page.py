@@ -70,12 +70,6 @@ def _html(item: Table | str) -> str:
     )
 
 
-def _of_runs(name: str, rows: list[Row], runs: Sequence[SavedRun], are_texts: bool, title: str = "") -> Table:
-    """A table with a column for each run; rows have the values under the runs' numbers."""
-    columns = [Column(str(n), run.name, is_text=are_texts) for n, run in enumerate(runs)]
-    return Table(name, [Column("what", "", is_text=True), *columns], rows, title)
-
-
 def _surroundings(runs: Sequence[SavedRun]) -> Table:
     """What ran where: the facts of each run."""
     facts = [dict(_facts(run)) for run in runs]
@@ -85,7 +79,8 @@ def _surroundings(runs: Sequence[SavedRun]) -> Table:
         for key in keys
         if any(own.get(key) is not None for own in facts)
     ]
-    return _of_runs("runs", rows, runs, are_texts=True)
+    columns = [Column(str(n), run.name, is_text=True) for n, run in enumerate(runs)]
+    return Table("runs", [Column("what", "", is_text=True), *columns], rows)
 
 
 def _facts(run: SavedRun) -> Iterator[tuple[str, str | None]]:

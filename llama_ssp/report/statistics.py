@@ -8,6 +8,7 @@ from math import comb, exp, inf, log, nan, prod, sqrt
 from statistics import NormalDist, median, quantiles
 
 LEVEL = 0.95
+QUANTILE = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,14 @@ class Estimate:
         return self.low <= value <= self.high
 
 
-def wilson(right: int, n: int, level: float = LEVEL) -> Estimate:
+def wilson(right: int, n: int) -> Estimate:
     """A share and its score interval (Wilson 1927), which also holds near 0 and 1.
 
     The Wald interval has no width at a score of 0 or 100 %, which a few prompts often reach.
     """
     if not 0 <= right <= n or not n:
         raise ValueError(f"{right} of {n} is no share")
-    share, z = right / n, _quantile(level)
+    share, z = right / n, QUANTILE
     whole = 1 + z * z / n
     middle = (share + z * z / (2 * n)) / whole
     reach = z / whole * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -38,7 +39,7 @@ def wilson(right: int, n: int, level: float = LEVEL) -> Estimate:
     return Estimate(share, low, high)
 
 
-def paired_difference(gained: int, lost: int, n: int, level: float = LEVEL) -> Estimate:
+def paired_difference(gained: int, lost: int, n: int) -> Estimate:
     """How much the share of right answers changes between two runs on the same n prompts.
 
     `gained` prompts are right in the second run alone, `lost` in the first alone. The interval is that
@@ -49,13 +50,11 @@ def paired_difference(gained: int, lost: int, n: int, level: float = LEVEL) -> E
         raise ValueError(f"{gained} gained and {lost} lost of {n} are no counts")
     more, less, whole = (gained + 1) / (n + 2), (lost + 1) / (n + 2), n + 2
     middle = more - less
-    reach = _quantile(level) * sqrt((more + less - middle**2) / whole)
+    reach = QUANTILE * sqrt((more + less - middle**2) / whole)
     return Estimate((gained - lost) / n, max(-1.0, middle - reach), min(1.0, middle + reach))
 
 
-def ratio_of_sums(
-    over: Sequence[Sequence[float]], under: Sequence[Sequence[float]], level: float = LEVEL
-) -> Estimate:
+def ratio_of_sums(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Estimate:
     """The product of the sums of `over` by that of the sums of `under`; each holds a figure of every item.
 
     The interval is over items, which were drawn at random: the logarithm's, by linearisation. Of one item,
@@ -73,23 +72,23 @@ def ratio_of_sums(
         - sum(one[i] / total for one, total in zip(under, sums[1], strict=True))
         for i in range(n)
     ]
-    reach = _quantile(level) * sqrt(n / (n - 1) * sum(slope**2 for slope in slopes))
+    reach = QUANTILE * sqrt(n / (n - 1) * sum(slope**2 for slope in slopes))
     return Estimate(value, value * exp(-reach), value * exp(reach))
 
 
-def median_of(values: list[float], level: float = LEVEL) -> Estimate:
+def median_of(values: list[float]) -> Estimate:
     """The median and its interval by order statistics, which assumes no distribution of the values.
 
     With fewer than 6 values no such interval reaches 95 %: it is then from the least to the greatest,
     and `median_coverage` says what it reaches.
     """
-    ranked, outer = sorted(values), _outer_rank(len(values), level)
+    ranked, outer = sorted(values), _outer_rank(len(values))
     return Estimate(median(ranked), ranked[outer], ranked[-1 - outer])
 
 
-def median_coverage(n: int, level: float = LEVEL) -> float:
+def median_coverage(n: int) -> float:
     """The chance that `median_of` n values holds the true median (0 for a single value)."""
-    return 1 - 2 * _tail(n, _outer_rank(n, level))
+    return 1 - 2 * _tail(n, _outer_rank(n))
 
 
 def percentiles(values: list[float], levels: tuple[int, ...]) -> list[float | None]:
@@ -100,10 +99,10 @@ def percentiles(values: list[float], levels: tuple[int, ...]) -> list[float | No
     return [cuts[one - 1] for one in levels]
 
 
-def _outer_rank(n: int, level: float) -> int:
+def _outer_rank(n: int) -> int:
     """How many of the ranked values may be left out on either side."""
     rank = 0
-    while rank + 1 <= (n - 1) // 2 and 1 - 2 * _tail(n, rank + 1) >= level:
+    while rank + 1 <= (n - 1) // 2 and 1 - 2 * _tail(n, rank + 1) >= LEVEL:
         rank += 1
     return rank
 
@@ -111,10 +110,6 @@ def _outer_rank(n: int, level: float) -> int:
 def _tail(n: int, rank: int) -> float:
     """The chance that at most `rank` of n values are below the true median."""
     return sum(comb(n, i) for i in range(rank + 1)) / 2.0**n
-
-
-def _quantile(level: float) -> float:
-    return NormalDist().inv_cdf((1 + level) / 2)
 
 
 def uniform_band(n: int, false_alarm: float) -> float:

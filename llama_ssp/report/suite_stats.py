@@ -28,7 +28,6 @@ class Answer:
     wall_time: list[float] = field(default_factory=list)  # with prefill, in seconds
     accept_lengths: list[int] = field(default_factory=list)  # tokens of every round
     counts: Counts = field(default_factory=Counts)
-    turns_skipped: int = 0
 
     def take(self, text: str, seconds: float, counts: Counts, accepted: list[int]) -> None:
         """Adds a turn."""

@@ -170,7 +170,6 @@ class MeasuredPair:
                     prompt = self._follow_up(question, text, number, answer.turns)
                 except DataError as problem:
                     log.warning("skipped: %s", problem)
-                    answer.turns_skipped += 1
                     continue
             timed, accepted = self._write(contender, [prompt], repeat, sample)
             ids = timed.state.generated(0)

@@ -24,6 +24,7 @@ from llama_ssp.models.sharding import Cut, mlp_share, share
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.synthetic import config_for
 from llama_ssp.planner.weights import parameters
+from tests.memory_trace import cache_bytes
 
 META = torch.device("meta")
 GIB, MIB = 2**30, 2**20
@@ -105,7 +106,7 @@ def test_every_ranks_shapes_and_bytes(name: str, world: int):
         assert shape == (ROWS, FED, model.vocab)
         assert (ranks.sums, ranks.gathers) == (2 * model.n_layers + 1, 1)
         first, last = share(model.n_heads, world, rank)
-        assert cache.nbytes() == 2 * 2 * model.n_layers * (last - first) * model.head_dim * ROWS * SLOTS
+        assert cache_bytes(cache) == 2 * 2 * model.n_layers * (last - first) * model.head_dim * ROWS * SLOTS
     norms = (2 * model.n_layers + 1) * model.dim
     assert total - world * norms == parameters(model) - norms, "the parts are the model"
 

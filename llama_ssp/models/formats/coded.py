@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.models.formats.activation_schemes import Rounding
-from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
+from llama_ssp.models.sharding import COLUMNS, Cut
 
 DECODED_AT_ONCE = 1 << 22  # weights: bounds the memory of intermediate results
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -147,11 +147,6 @@ class Coded:
         span = Cut(COLUMNS, ((first // own, -(-last // own)),))
         scales = self.changed(lambda part: taken(part.repeat_interleave(group // own, 1), span))
         return replace(scales, kind=replace(self.kind, group=own), inputs=last - first, codes_NC=codes_NC)
-
-    def split(self, count: int) -> list[Coded]:
-        """The matrix as `count` matrices with equally many outputs."""
-        rows = len(self.codes_NC) // count
-        return [self.cut(Cut(ROWS, ((n * rows, (n + 1) * rows),))) for n in range(count)]
 
     def _tensors(self) -> dict[str, Tensor]:
         names = "codes_NC", "scale_NG", "zero_NG", "shift_NG"

@@ -67,7 +67,6 @@ class TextReport:
     of the two tokens, and it is infinite where a text just ends.
     """
 
-    prompt_id: str
     fork: int | None
     margins: list[float]
     finding: Finding
@@ -120,7 +119,7 @@ def check_greedy(
         if fork == min(len(plain[row]), len(speculative[row])):
             margins[row].append(math.inf)
         finding = finding_of(fork, margins[row], band)
-        reports.append(TextReport(prompts[row].id, fork, margins[row], finding))
+        reports.append(TextReport(fork, margins[row], finding))
     return GreedyReport(band, tuple(reports))
 
 
