@@ -20,11 +20,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from bench.surroundings import surroundings
-from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.families import TESTED_FAMILIES
-from llama_ssp.models.loader import ready
+from llama_ssp.models.loader import tried
 from llama_ssp.speculative.state import Prompt
 from tests.families import VOCAB, tiny
 from tests.rig import perturbed, speculate
@@ -52,7 +51,7 @@ def examine(architecture: str, **changes: Any) -> Finding:
     reference = copy.deepcopy(module)
     try:
         causal = CausalModel(module, architecture)
-        ready(causal, ModelConf(name=architecture))
+        tried(causal)
         draft = CausalModel(perturbed(copy.deepcopy(reference), 0.02), architecture)
     except ModelError as error:
         return Finding(architecture, REFUSED, str(error).partition("; choose another architecture")[0])

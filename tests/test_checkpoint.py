@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.errors import ModelError
 from llama_ssp.models.causal_lm import windows_of
-from llama_ssp.models.checkpoint import Checkpoint, complete, find, inspect, shape_of, with_shape
+from llama_ssp.models.checkpoint import complete, find, inspect, with_shape
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.hub import commit_of
+from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.planner.weights import Part, RolePart, parameters
 from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints, families
@@ -85,7 +86,7 @@ def test_what_config_json_leaves_out_is_derived() -> None:
         "model_type": "x", "num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2,
         "vocab_size": 10, "max_position_embeddings": 8, "num_key_value_heads": None,
     }  # fmt: skip
-    shape = shape_of(Checkpoint(Path("x"), config, {}))
+    shape = sizes_of(Checkpoint(Path("x"), config, {}))
     assert (shape["n_kv_heads"], shape["head_dim"], shape["ffn"], shape["tied"]) == (4, 16, 256, True)
 
 
@@ -99,7 +100,7 @@ def test_the_plan_has_the_windows_of_the_module(name: str, own: dict[str, Any], 
     module = build(name, **own)
     module.config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | own
-    shape = shape_of(Checkpoint(tmp_path, config, {}))
+    shape = sizes_of(Checkpoint(tmp_path, config, {}))
     role = Role(TARGET, ModelConf(**shape), Dtype.fp32)
     windows = windows_of(module.config)
     assert RolePart.of(role, Part.of(role.model), 8).masks == len(windows)

@@ -24,7 +24,8 @@ from llama_ssp.models.formats.gguf_blocks import BLOCKS, coded
 from llama_ssp.models.formats.gguf_header import FORMATS, KEPT, read_header
 from llama_ssp.models.formats.gguf_source import GgufSource
 from llama_ssp.models.kernels.coded import DecodedLinear
-from llama_ssp.models.loader import differences, require_supported
+from llama_ssp.models.loader import differences
+from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
 from llama_ssp.planner.storage import LAYERS, SCALES
 from llama_ssp.planner.weights import Part, held

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.config import ClusterConf, Dtype, GenerateConf, ModelConf, RunConf, Steps
-from llama_ssp.models.checkpoint import LAYER
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.gguf_model import leaves
 from llama_ssp.models.formats.kept import Headers, Kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
+from llama_ssp.models.sizes import LAYER
 from llama_ssp.planner.efficiency import efficiency_of, of_plain
 from llama_ssp.planner.plan import make_plan
 from llama_ssp.planner.resolve import choose_placement

@@ -27,7 +27,8 @@ from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.kernels.coded import DecodedLinear
 from llama_ssp.models.linear import Beside
-from llama_ssp.models.loader import config_of, differences, read
+from llama_ssp.models.loader import differences, read
+from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.planner.storage import LAYERS, SCALES
 from llama_ssp.planner.weights import Part, held, weights

@@ -13,10 +13,10 @@ import torch
 from llama_ssp.config import Dtype
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.causal_lm import CausalModel
-from llama_ssp.models.checkpoint import Checkpoint, shape_of
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.self_check import require_faithful
+from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
@@ -164,5 +164,5 @@ def test_one_scale_for_a_whole_pass_ends_the_context() -> None:
     """Of an architecture that has no scale for each row, in the plan and in the run alike."""
     scale = {"long_mscale": 1.2, "short_mscale": 1.1, **LONGROPE}
     module = tiny("phimoe", rope_parameters=scale, original_max_position_embeddings=LIMIT)
-    shape = shape_of(Checkpoint(Path("x"), module.config.to_dict(), {}))
+    shape = sizes_of(Checkpoint(Path("x"), module.config.to_dict(), {}))
     assert CausalModel(module, "phimoe").context == shape["context"] == LIMIT

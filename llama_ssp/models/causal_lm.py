@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.checkpoint import SCALED_FROM, context_within
 from llama_ssp.models.families import TESTED, family_of
 from llama_ssp.models.kv_cache import Feed, RaggedCache, Tally
 from llama_ssp.models.quantization import scales_of
+from llama_ssp.models.sizes import SCALED_FROM, context_within
 from llama_ssp.models.transfer import sent
 
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")

@@ -1,14 +1,13 @@
 """What a model claims to be, read from its JSON files and safetensors headers, or its GGUF header. No torch.
 
 All checks are made before a weight is read: the folder is complete, stays inside itself and needs no code of
-its own, and its tensors have the shapes that config.json says.
+its own, and its tensors have the shapes that config.json says (sizes.py).
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,7 @@ from llama_ssp.config import SIZES, Dtype, ModelConf, Weights, home_expanded
 from llama_ssp.config.presets import HUB_ID
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.bounds import require_counts, require_short_texts
-from llama_ssp.models.families import (
-    EXPERTS,
-    MTP_LAYERS,
-    SCALED_BY_PASS,
-    TESTED,
-    TESTED_FAMILIES,
-    Family,
-    Window,
-    expert_layers,
-    family_of,
-)
+from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import (
     MODEL_FOLDER,
     REFETCH,
@@ -37,33 +26,16 @@ from llama_ssp.models.folder import (
     require_safe,
     weight_files,
 )
-from llama_ssp.models.formats import gguf_model, kept
 from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_model import config_of, name_of
-from llama_ssp.models.formats.quantised_config import quantised_config, require_readable
+from llama_ssp.models.formats.quantised_config import require_readable
 from llama_ssp.models.heads.settings import HeadSettings, head_settings, kind_of, mtp_settings
 from llama_ssp.models.hub import cached_tokenizer, commit_of, hub_copy
+from llama_ssp.models.sizes import Checkpoint, config_file, sizes_of
 
 log = logging.getLogger(__name__)
 
 SHIPPED, SHIPPED_FOLDER = "shipped:", Path(__file__).parents[1] / "shipped"  # models in this package
-LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
-PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
-SCALED_FROM = "original_max_position_embeddings"
-HEADS = ("lm_head.", "embed_out.")  # absent where the embedding is the head, too
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-SUPPORTED = TESTED + ", and others that have attention with explicit positions only"
-POSITIONS = ("max_position_embeddings", "n_positions")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A folder, or GGUF file, that was checked: its config.json, and the shape of every tensor."""
-
-    path: Path
-    config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    formats: dict[str, str] = field(default_factory=dict)  # of numbers, as safetensors names them
 
 
 def complete(model: ModelConf, role: str, download: bool = False) -> tuple[ModelConf, Path | None]:
@@ -194,11 +166,6 @@ def inspect(path: Path) -> Checkpoint:
     return Checkpoint(path, config, shapes, formats)
 
 
-def config_file(path: Path) -> Path:
-    """The file that says what the model is."""
-    return path if is_gguf(path) else path / "config.json"
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """The content of config.json, or what it would be for a GGUF file."""
     config = config_of(read_header(path)) if is_gguf(path) else read_json(path / "config.json")
@@ -210,7 +177,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
     """The model with the checkpoint's shape; a ModelError if a preset says another one."""
-    found = shape_of(checkpoint)
+    found = sizes_of(checkpoint)
     # A tied head may be saved, too, and versions of a model differ in windows.
     wrong = [
         f"{key} {claimed} in the config, {value} in {config_file(checkpoint.path).name}"
@@ -222,144 +189,3 @@ def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf
         fix = f"choose the preset that matches, or write {role}=FOLDER alone"
         raise ModelError(f"the checkpoint is not a {model.name}", checkpoint.path, "; ".join(wrong), fix=fix)
     return replace(model, **found)
-
-
-def shape_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's sizes by the config's names; a ModelError if config.json lacks one or tensors differ."""
-    config = checkpoint.config
-
-    def size(*names: str, default: int | None = None) -> int:
-        return _size(checkpoint, names, default)
-
-    family = family_of(config["model_type"])
-    heads, dim = size("num_attention_heads", "num_heads", "n_head"), size("hidden_size", "n_embd")
-    for name in PROJECTED:
-        if config.get(name) not in (None, dim):
-            raise _unsupported(checkpoint, f"its embeddings are projected ({name})", f"embeddings of {dim}")
-    layers = size("num_hidden_layers", "num_layers", "n_layer")
-    # Falcon's config.json has a number of KV heads for its newer kind only.
-    newer = config.get("new_decoder_architecture") or not config.get("multi_query", True)
-    one_kv = family.multi_query and not newer
-    kv_heads = 1 if one_kv else size("num_key_value_heads", "num_kv_heads", default=heads)
-    window = _window(config, family.window, layers)
-    ffn = size(family.mlp_key, "intermediate_size", "ffn_dim", "n_inner", default=4 * dim)
-    shape = {
-        "family": config["model_type"],
-        "n_layers": layers,
-        "n_heads": heads,
-        "n_kv_heads": kv_heads,
-        "head_dim": size("head_dim", default=dim // heads),
-        "dim": dim,
-        "ffn": ffn,
-        **_experts(checkpoint, family, layers, ffn),
-        "vocab": size("vocab_size"),
-        "context": context_within(size(*POSITIONS, default=family.context), config),
-        "tied": not any(name.startswith(HEADS) for name in checkpoint.shapes),
-        "sliding_window": size(window.key, default=window.default) if window else None,
-    }
-    shape["attention_bias"], shape["mlp_bias"] = family.biases(config)
-    shape |= _codes(checkpoint, shape)
-    if heads % kv_heads:
-        what, found = "query heads do not divide into groups of KV heads", f"{heads} and {kv_heads}"
-        allowed = "a whole number of query heads per KV head"
-        raise ModelError(what, checkpoint.path, found, allowed, REFETCH)
-    _compare_tensors(checkpoint, shape["vocab"], dim, layers)
-    return shape
-
-
-def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
-    """What a packed model keeps: of each matrix, or without headers what config.json says of all."""
-    if is_gguf(checkpoint.path):
-        return gguf_model.codes_of(read_header(checkpoint.path))
-    found, family = quantised_config(checkpoint.config, checkpoint.path), family_of(shape["family"])
-    usual = kept.of_config(found)
-    if found is None or not checkpoint.formats or not (usual.bits or found.method == "mxfp4"):
-        return kept.usual(usual)
-    names = {own: theirs for theirs, own in gguf_model.leaves(family).items() if theirs in kept.MATRICES}
-    experts = *family.names.expert_up, family.names.expert_down  # of each expert, or of all
-    leaves = zip(experts, kept.EXPERT[-len(experts) :], strict=True)
-    names |= {name.format(0): leaf for name, leaf in leaves if name}
-    inputs = dict.fromkeys(kept.MATRICES, shape["dim"]) | {"expert_down": shape["expert_ffn"]}
-    inputs |= {"attn_output": shape["n_heads"] * shape["head_dim"], "ffn_down": shape["ffn"]}
-    tensors = {name: (type_, checkpoint.shapes[name]) for name, type_ in checkpoint.formats.items()}
-    return kept.sizes(kept.of_folder(tensors, found, names, inputs, LAYER))
-
-
-def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:
-    """The sizes of experts; zeros for a family that has none, or that this program does not know."""
-    if not family.names.router:
-        return dict.fromkeys(("experts", "experts_per_token", "expert_ffn", "dense_layers"), 0)
-    dense = checkpoint.config.get("mlp_only_layers")
-    step = _size(checkpoint, ("decoder_sparse_step",), 1)
-    return {
-        "experts": _size(checkpoint, EXPERTS, None),
-        "experts_per_token": _size(checkpoint, ("num_experts_per_tok",), None),
-        "expert_ffn": _size(checkpoint, ("moe_intermediate_size",), ffn),
-        "dense_layers": expert_layers(layers, dense if isinstance(dense, list) else (), step).count(False),
-    }
-
-
-def _size(checkpoint: Checkpoint, names: tuple[str, ...], default: int | None) -> int:
-    """The value of the first of these keys that config.json has with a usable one, or else the default."""
-    values = [value for name in names if (value := checkpoint.config.get(name)) is not None]
-    for value in values:
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
-            return value
-    if not values and default is not None:
-        return default
-    if checkpoint.config["model_type"] not in TESTED_FAMILIES:  # tested ones lack a size only if damaged
-        if not values:
-            raise _unsupported(checkpoint, f"its config.json has no {names[0]}")
-        if isinstance(values[0], list):
-            raise _unsupported(checkpoint, f"its layers differ in {names[0]}")
-    what = f"{config_file(checkpoint.path).name} has no usable {names[0]}"
-    found = repr(values[0] if values else None)
-    fix = "correct it, or fetch the model again"
-    raise ModelError(what, checkpoint.path, found, "a positive whole number", fix)
-
-
-def _unsupported(checkpoint: Checkpoint, why: str, allowed: str = SUPPORTED) -> ModelError:
-    what = f"the architecture is not supported: {why}"
-    return ModelError(what, checkpoint.path, checkpoint.config["model_type"], allowed, "choose another model")
-
-
-def context_within(positions: int, config: dict[str, Any]) -> int:
-    """How many of these positions can be used: all, or those that all rows give the same scale."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config["model_type"] not in SCALED_BY_PASS or not isinstance(rope, dict):
-        return positions
-    if "longrope" not in (rope.get("rope_type"), rope.get("type")):
-        return positions
-    unscaled = config.get(SCALED_FROM) or rope.get(SCALED_FROM)
-    return min(positions, unscaled) if isinstance(unscaled, int) else positions
-
-
-def _window(config: dict[str, Any], window: Window | None, n_layers: int) -> Window | None:
-    """The family's window, if config.json switches it on.
-
-    causal_lm.windows_of reads the same off the code of any architecture.
-    """
-    if window is None or config.get(window.key, window.default) is None:
-        return None
-    if window.switched:
-        kinds, first = config.get("layer_types"), config.get("max_window_layers", 28)
-        later = isinstance(first, int) and first < n_layers
-        slides = "sliding_attention" in kinds if isinstance(kinds, list) else later
-        if not config.get("use_sliding_window") or (window.partial and not slides):
-            return None
-    return window
-
-
-def _compare_tensors(checkpoint: Checkpoint, vocab: int, dim: int, layers: int) -> None:
-    """Refuses weights with another number of layers, or another embedding, than config.json says."""
-    said = "the header" if is_gguf(checkpoint.path) else "config.json"
-    for name, shape in checkpoint.shapes.items():
-        if name.endswith(EMBEDDINGS) and shape != (vocab, dim):
-            what, where = f"a tensor's shape contradicts {said}", f"{checkpoint.path}: {name}"
-            raise ModelError(what, where, shape, (vocab, dim), REFETCH)
-    numbers = [int(match[1]) for name in checkpoint.shapes if (match := LAYER.search(name))]
-    behind = checkpoint.config.get(MTP_LAYERS)  # which may be left out
-    allowed = {layers, layers + behind if type(behind) is int else layers}
-    if numbers and 1 + max(numbers) not in allowed:
-        what, found = f"the number of layers contradicts {said}", f"{1 + max(numbers)} in the weights"
-        raise ModelError(what, checkpoint.path, f"{found}, {layers} in {said}", fix=REFETCH)

@@ -11,12 +11,12 @@ from torch import Tensor
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.causal_lm import context_of
-from llama_ssp.models.checkpoint import SCALED_FROM
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
 from llama_ssp.models.kv_cache import Feed, Sides, Tally
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import rotary_parameters
+from llama_ssp.models.sizes import SCALED_FROM
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.transfer import sent
 

@@ -4,47 +4,45 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from copy import deepcopy
+from collections.abc import Mapping
+from contextlib import closing
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
-from llama_ssp.errors import ModelError, RunError, is_gpu_error, lacks_memory, shortened
+from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.causal_lm import CausalModel, kernels_of, windows_of
-from llama_ssp.models.checkpoint import config_file, read_config
+from llama_ssp.models.causal_lm import CausalModel, kernels_of
+from llama_ssp.models.checkpoint import read_config
 from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.families import MTP_LAYERS, TESTED, TESTED_FAMILIES, family_of
+from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf, read_json
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.gguf_header import read_header
 from llama_ssp.models.formats.gguf_source import GgufSource
-from llama_ssp.models.formats.quantised_config import PLAIN_COPY, quantised_config
+from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
+from llama_ssp.models.model_config import config_of, empty, possible, refusing, require_supported
 from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
-from llama_ssp.models.synthetic import SyntheticSource, build, config_for, fill_module, require_filled
+from llama_ssp.models.synthetic import SyntheticSource, build, fill_module, require_filled
 from llama_ssp.models.watched_source import Watch, WatchedSource, bytes_on_disk, unwatched
 
 log = logging.getLogger(__name__)
 
 DRAFT = "draft"
-ALLOWED, ANOTHER = f"{TESTED} and other causal models", "choose another model"
 
 
 def load(
@@ -87,7 +85,7 @@ def _decoder(
         with watch(f"{role} {model.name}", total) as report:
             made = decoder(config, WatchedSource(source, total, report), *how)
     else:
-        with _refusing(path), closing(opened(path, config, names := wanted(config))) as files:
+        with refusing(path), closing(opened(path, config, names := wanted(config))) as files:
             require_complete(path, differences(names, files.shapes, config))
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
@@ -111,14 +109,6 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> FileSource | Gg
     return source_of(path, names, prefix, quantised_config(read_json(path / "config.json"), path))
 
 
-def config_of(model: ModelConf, path: Path | None, role: str) -> Any:
-    """transformers' config, of config.json, or without a path of the model's sizes."""
-    if path is not None:
-        return require_supported(path)
-    with _possible(model, role):
-        return config_for(model)
-
-
 def load_module(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> Any:
     """transformers' module with its weights."""
     if path is None:
@@ -137,73 +127,11 @@ def tried(causal: CausalModel) -> CausalModel:
 def shaped(model: ModelConf, path: Path | None, dtype: Dtype, role: str) -> Any:
     """The module with real buffers and no weights: of config.json, or without a path of the model's sizes."""
     if path is None:
-        with _possible(model, role):
+        with possible(model, role):
             return build(model, TORCH_DTYPES[dtype])
     config = _for_modules(path)
-    with _refusing(path):
-        return _empty(config, TORCH_DTYPES[dtype])
-
-
-@contextmanager
-def _possible(model: ModelConf, role: str) -> Iterator[None]:
-    """Turns what transformers raises for sizes that contradict each other into a ModelError."""
-    try:
-        yield
-    except (ValueError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
-        what, fix = "the sizes do not make a model", "take them from a model's config.json"
-        raise ModelError(what, f"{role} {model.name}", str(error)[:200], fix=fix) from None
-
-
-def _empty(config: Any, dtype: torch.dtype) -> Any:
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels_of(config, dtype))
-
-
-@contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Turns what libraries raise for a checkpoint into a ModelError of one line."""
-    try:
-        yield
-    except RunError:
-        raise
-    except Exception as error:  # a config makes constructors fail in any way
-        if lacks_memory(error) or is_gpu_error(error):
-            raise
-        content = read_config(path)
-        if not _makes_model(content):
-            raise _wrong_config(path, content, "makes no model", error) from error
-        fix = PLAIN_COPY if content.get("quantization_config") else f"{REFETCH}, or another dtype"
-        raise ModelError("the checkpoint cannot be loaded", path, str(error)[:200], fix=fix) from error
-
-
-def require_supported(path: Path) -> Any:
-    """The config as transformers reads it; raises ModelError if the model cannot be run."""
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    content = read_config(path)
-    try:
-        if is_gguf(path):
-            config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(deepcopy(content))
-        else:
-            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except MemoryError:
-        raise
-    except Exception as error:  # values of wrong types fail in any way
-        if content.get("model_type") in CONFIG_MAPPING_NAMES:
-            raise _wrong_config(path, content, "cannot be read", error) from None
-        what = "config.json is not one that transformers knows"
-        raise ModelError(what, path, str(error)[:160], ALLOWED, ANOTHER) from None
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        what = "the architecture is not a causal language model"
-        raise ModelError(what, path, config.model_type, ALLOWED, ANOTHER)
-    windows_of(config)
-    config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
-    return config
+    with refusing(path):
+        return empty(config, TORCH_DTYPES[dtype])
 
 
 def _for_modules(path: Path) -> Any:
@@ -215,29 +143,6 @@ def _for_modules(path: Path) -> Any:
     return config
 
 
-def _makes_model(content: dict[str, Any]) -> bool:
-    """Whether transformers makes a module, without weights, from this content of config.json."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    try:
-        _empty(CONFIG_MAPPING[content["model_type"]].from_dict(deepcopy(content)), torch.float32)
-    except MemoryError:
-        raise
-    except Exception:  # as above
-        return False
-    return True
-
-
-def _wrong_config(path: Path, content: dict[str, Any], how: str, error: Exception) -> ModelError:
-    """Names each key of config.json without which there would be a model."""
-    own = [key for key in content if key != "model_type"]
-    wrong = [key for key in own if _makes_model({k: v for k, v in content.items() if k != key})]
-    found = f"{shortened(repr(content[wrong[0]]), 80)}: " if len(wrong) == 1 else ""
-    where = f"{config_file(path)}{': ' if wrong else ''}{', '.join(wrong)}"
-    fix = "correct it, or fetch the model again"
-    return ModelError(f"{config_file(path).name} {how}", where, f"{found}{str(error)[:160]}", fix=fix)
-
-
 def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | None = None) -> Any:
     """The checkpoint's module, as transformers loads it; `spread` has the device of each module."""
     from transformers import AutoModelForCausalLM
@@ -245,9 +150,9 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
 
     config = _for_modules(path)
     hub_logging.disable_progress_bar()
-    with _refusing(path):
+    with refusing(path):
         _require_sound_codes(path, config)
-    with _refusing(path), warnings.catch_warnings():
+    with refusing(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module, report = AutoModelForCausalLM.from_pretrained(
             path,

@@ -13,7 +13,8 @@ from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import UsageError
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.kernels.build import compiler
-from llama_ssp.models.loader import DRAFT, require_supported
+from llama_ssp.models.loader import DRAFT
+from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.engine import tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity

@@ -24,7 +24,8 @@ from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
 from llama_ssp.models.heads.settings import MAPS, DFlashSettings, HeadSettings, head_settings
 from llama_ssp.models.interface import Model
 from llama_ssp.models.linear import formats
-from llama_ssp.models.loader import opened, require_supported
+from llama_ssp.models.loader import opened
+from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.steps import has_kernels
