@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from llama_ssp.config import USUAL_COST_RATIO, ModelConf, RunConf, SpeculationConfig
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
-from llama_ssp.speculative.measure_costs import measured
+from llama_ssp.speculative.measure_costs import Rounds, engine_of, measured, rising
 from tests.toy import toy
 
 RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConfig(adaptive=True, k_max=8))
@@ -44,3 +45,25 @@ def test_k_is_chosen_by_what_is_known_of_costs():
     assert by(RUN, None) == Costs.of_ratio(USUAL_COST_RATIO, 8)
     fixed = lookahead_for(replace(RUN, speculation=SpeculationConfig(k=3)), 2, known)
     assert isinstance(fixed, FixedDraftLength) and fixed.k == 3
+
+
+def test_rounds_are_measured_as_a_run_plays_them():
+    """Each has the shape that was asked for and commits its tokens; where a text is full another begins."""
+    target, draft = toy(5, 0), toy(5, 1)
+    engine = engine_of(target, draft, RUN, 8)
+    rounds, lengths, shapes = Rounds(engine, 2, 12), [], []
+    engine.watch = lambda state, proposal, *_: shapes.append((proposal.k, proposal.siblings is not None))
+    asked = [(0, 0), (8, 1), (3, 0), (8, 0)] * 4
+    for shape in asked:
+        whole_s, drafts_s = rounds.seconds(*shape)
+        assert whole_s > drafts_s > 0
+        lengths.append(max(rounds.state.lengths))
+    assert shapes == [(k, siblings > 0) for k, siblings in asked]
+    assert len(set(lengths)) > 3 and max(lengths) <= 6 + 12
+    assert any(later < sooner for sooner, later in pairwise(lengths))
+
+
+def test_costs_rise_with_the_number_of_drafts():
+    assert rising({0: 1.0, 4: 3.0, 1: 2.0}) == {0: 1.0, 1: 2.0, 4: 3.0}
+    assert rising({0: 3.0, 1: 1.0, 2: 5.0, 3: 4.0}) == {0: 2.0, 1: 2.0, 2: 4.5, 3: 4.5}
+    assert rising({0: 3.0, 1: 2.0, 2: 1.0}) == {0: 2.0, 1: 2.0, 2: 2.0}

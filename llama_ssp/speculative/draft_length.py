@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from llama_ssp.config import MAX_SIBLINGS
 from llama_ssp.speculative.stats import RowStep
@@ -122,7 +123,7 @@ class Costs:
         shares = [
             (spent - known[k * (1 + s)]) / (k * s) for (k, s), spent in spare.items() if k * (1 + s) in known
         ]
-        sibling = max(min(shares, default=0.0), 0.0)
+        sibling = max(fmean(shares), 0.0) if shares else 0.0
         for (k, s), spent in sorted(spare.items()):
             wide, width = spent - k * s * sibling, k * (1 + s)
             known.setdefault(width, max(wide, self.verify[-1]))
