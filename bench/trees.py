@@ -1,61 +1,64 @@
 """Draft trees beside chains, at dialled agreements and draft costs: one interleaved run for each pair.
 
     python bench/trees.py [drafts=2x512,4x704,6x832,shipped] [agreements=0.6,0.8,0.9] [temperatures=1.0,0.5]
-                          [ks=1,2,4,8] [trees=2x1,4x2] [new=64] [repeats=3] [threads=2] [small=true]
+                          [ks=1,2,4,8] [trees=2x1,4x2] [new=64] [texts=3] [more=16] [threads=2] [small=true]
                           [write=FILE.md]
 
 A draft of LxH is synthetic, with L layers and H hidden numbers: these three take about 0.05, 0.15 and 0.3 of
 a target step. `shipped` is the pair that ships, at each temperature; any other name is that of a draft or a
 head of its target (`draft=NAME`). `trees` are drafts x siblings, 8x2 at most.
 
+All contenders write `texts` texts, in turn, each time beginning with another one. Then adaptive trees and the
+chains that are nearly the best write `more` texts. Each text has draws of its own, the same for all
+contenders. Of trained pairs, which are fast, there are several times as many texts.
+
 The next token of a synthetic pair depends on the last one alone. So what rounds of each shape bring is
-computed from the pair's own logits behind every token, by the rule (without_forwards.py): `predicted`. What
-is counted must be within three standard errors of it.
+`predicted` by many rounds of tables, without forward passes (without_forwards.py). What is counted must be
+within three standard errors of it.
 
 By the clock luck decides: in some hundred rounds the tokens differ by several per cent. So times are given
-twice: by the clock, and evened, where each round takes the median time of all rounds of its shape, and
-brings what is predicted of its shape; of pairs that are not synthetic, what its draws bring on average.
-Required: adaptive K and siblings, evened, at most 2 % slower than the best chain. The exit code is 1 if
-something is missed.
+three ways: `clock`, per token; `fair`, the same time per token that these rounds bring on average: what is
+predicted of their shapes, or of a trained pair, what their drafts bring on average; and `evened`, where each
+round also takes the median time of all rounds of its shape. Speeds are medians over texts, of both
+contenders' times of the same text. Required of adaptive trees: 0.98 of the best chain's speed, fair; and by
+the clock not less by more than two standard errors. The exit code is 1 if something is missed.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from contenders import by_us, opened, sizes, text_logits  # noqa: E402
+from contenders import opened, sizes, text_logits  # noqa: E402
 from fast import Asked  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from side_by_side import PROMPTS as TEXTS  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
-from without_forwards import Shape, Table, brings, expected_of, shape_of  # noqa: E402
+from ways import TOKENS, VOCAB, Brought, Cell, Way, over  # noqa: E402
+from without_forwards import Shape, Table, in_the_long_run  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
 from llama_ssp.planner.resolve import pair_specs  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
-from llama_ssp.speculative.stats import RowStep  # noqa: E402
 from llama_ssp.tasks.microbench import shape  # noqa: E402
 
 log = logging.getLogger("bench")
-Prompts = list[tuple[int, ...]]
-Brought = dict[Shape, tuple[float, float]]  # tokens a round, and their standard error
-VOCAB, K_MAX, MOST = 2048, 8, 2  # the most that adaptive speculation may choose
-SAMPLED = 2000  # trees, for what is predicted
+K_MAX, MOST = 8, 2  # the most that adaptive speculation may choose
+TIMES = 8  # as many texts of trained pairs
 NEAR = 0.98  # of the best chain's speed
-SIGMAS = 3.0
-IDS: Prompts = [tuple(range(100, 116)), tuple(range(1000, 1020))]
+NEARLY = 0.95  # chains that may be the best after some texts
+SIGMAS, SURE = 3.0, 2.0  # standard errors
 CHAINS, TREES = "adaptive, chains", "adaptive, trees"
 
 
@@ -69,69 +72,8 @@ class Ours(Asked):
     ks: str = "1,2,4,8"
     trees: str = "2x1,4x2"
     new: int = 64
-    repeats: int = 3
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one round took and brought; `expected` on average over the draws that decide it."""
-
-    shape: Shape
-    ms: float
-    tokens: int
-    expected: float
-
-
-@dataclass
-class Way:
-    """A contender: K, null for adaptive, and siblings. All its turns but the first."""
-
-    k: int | None
-    siblings: int
-    ms: list[float] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-
-    def play(self, ready: PairSession, prompts: Prompts, new: int, repeat: int) -> None:
-        rounds: list[Round] = []
-
-        def seen(step: RowStep, spent: float) -> None:
-            rounds.append(Round(shape_of(step), 1000 * spent, len(step.tokens), expected_of(step)))
-
-        ms, _ = by_us(ready, new, repeat, self.k, seen, self.siblings, prompts)
-        if repeat:
-            self.ms.append(ms)
-            self.rounds += rounds
-
-    def counted(self) -> tuple[float, float]:
-        """Tokens a round, and the standard error."""
-        tokens = [one.tokens for one in self.rounds]
-        return fmean(tokens), stdev(tokens) / len(tokens) ** 0.5
-
-    def predicted(self, brought: Brought) -> tuple[float, float]:
-        """The same by the shapes of its rounds."""
-        found = [brought[one.shape] for one in self.rounds]
-        return fmean(mean for mean, _ in found), fmean(error for _, error in found)
-
-    def evened(self, usual: dict[Shape, float], brought: Brought | None) -> float:
-        """Milliseconds a token."""
-        tokens = sum(brought[one.shape][0] if brought else one.expected for one in self.rounds)
-        return sum(usual[one.shape] for one in self.rounds) / tokens
-
-    def shapes(self) -> str:
-        """The shapes that it chose most often."""
-        common = Counter(one.shape for one in self.rounds).most_common(2)
-        return ", ".join(f"{k}x{s} {n / len(self.rounds):.0%}" for (k, s), n in common)
-
-
-@dataclass
-class Cell:
-    """A pair, ready, with its prompts; `brought` if it is synthetic."""
-
-    draft: str
-    dial: str
-    ready: PairSession
-    prompts: Prompts
-    brought: Brought | None = None
+    texts: int = 3
+    more: int = 16
 
 
 def trained(draft: str, temperature: str, new: int) -> Cell:
@@ -143,7 +85,8 @@ def trained(draft: str, temperature: str, new: int) -> Cell:
         run = to_run(compose("run", given))
     pair = PairSession(pair_specs(run, [], 1)[0])
     pair.load(1, 256 + new)
-    return Cell(draft, f"T = {temperature}", pair, [tuple(pair.tokens.encode(text)) for text in TEXTS])
+    prompts = tuple(tuple(pair.tokens.encode(text)) for text in TEXTS)
+    return Cell(draft, f"T = {temperature}", pair, prompts=prompts)
 
 
 def synthetic(draft: str, agreement: str, asked: Ours, known: dict[str, Brought]) -> Cell:
@@ -156,12 +99,12 @@ def synthetic(draft: str, agreement: str, asked: Ours, known: dict[str, Brought]
     ]
     run = RunConf(model=models[0], draft=models[1], engine=Steps.compiled)
     run = replace(run, speculation=replace(run.speculation, adaptive=True, siblings=MOST, k_max=K_MAX))
-    ready = opened(run, max(map(len, IDS)) + asked.new)
+    ready = opened(run, TOKENS + asked.new)
     if agreement not in known:
         every = tuple(range(VOCAB))
-        tables = (Table(text_logits(model, every)) for model in (ready.models.target, ready.models.draft))
-        known[agreement] = brings(*tables, K_MAX, MOST, SAMPLED)
-    return Cell(draft, agreement, ready, IDS, known[agreement])
+        tables = [Table(text_logits(model, every)) for model in (ready.models.target, ready.models.draft)]
+        known[agreement] = cache(lambda shape: in_the_long_run(*tables, shape))
+    return Cell(draft, agreement, ready, known[agreement])
 
 
 def cells(asked: Ours) -> Iterable[Cell]:
@@ -176,28 +119,44 @@ def cells(asked: Ours) -> Iterable[Cell]:
 
 
 def played(cell: Cell, asked: Ours) -> dict[str, Way]:
-    """All contenders, turn by turn."""
+    """All contenders, text by text."""
     ways = {f"K = {k}": Way(int(k), 0) for k in asked.ks.split(",")}
     for tree in asked.trees.split(","):
         k, s = map(int, tree.split("x"))
         ways[f"K = {k}, s = {s}"] = Way(k, s)
     ways |= {CHAINS: Way(None, 0), TREES: Way(None, MOST)}
-    for repeat in range(asked.repeats + 1):  # the first does not count
-        for way in ways.values():
-            way.play(cell.ready, cell.prompts, asked.new, repeat)
-        log.info("%s, %s, repeat %d", cell.draft, cell.dial, repeat)
+    times, names = TIMES if cell.prompts else 1, list(ways)
+    first, last = 1 + times * asked.texts, 1 + times * (asked.texts + asked.more)
+    for number in range(last):
+        if number == first:
+            evened = chains_evened(ways)
+            names = [name for name in evened if min(evened.values()) >= NEARLY * evened[name]] + [TREES]
+        if number in (0, first):
+            log.info("%s, %s, texts from %d on: %s", cell.draft, cell.dial, number, "; ".join(names))
+        begin = number % len(names)
+        for name in names[begin:] + names[:begin]:
+            ways[name].play(cell, asked.new, number)
     return ways
+
+
+def usual_ms(ways: dict[str, Way]) -> dict[Shape, float]:
+    """The median over all rounds of a shape."""
+    found: dict[Shape, list[float]] = {}
+    for one in (one for way in ways.values() for one in way.rounds):
+        found.setdefault(one.shape, []).append(one.ms)
+    return {shape: median(times) for shape, times in found.items()}
+
+
+def chains_evened(ways: dict[str, Way]) -> dict[str, float]:
+    """Of each fixed chain."""
+    usual = usual_ms(ways)
+    return {name: way.evened(usual) for name, way in ways.items() if way.k is not None and not way.siblings}
 
 
 def judged(cell: Cell, ways: dict[str, Way]) -> tuple[list[list[str]], list[str], list[str]]:
     """A line for each contender, one for the pair, and what is missed."""
-    taken: dict[Shape, list[float]] = {}
-    for one in (one for way in ways.values() for one in way.rounds):
-        taken.setdefault(one.shape, []).append(one.ms)
-    usual = {shape: median(times) for shape, times in taken.items()}
-    evened = {name: way.evened(usual, cell.brought) for name, way in ways.items()}
-    chains = [name for name, way in ways.items() if way.k is not None and not way.siblings]
-    best = min(chains, key=lambda name: evened[name])
+    usual, chains = usual_ms(ways), chains_evened(ways)
+    best = min(chains, key=lambda name: chains[name])
     name, lines, missed = f"{cell.draft}, {cell.dial}", [], []
     for way_name, way in ways.items():
         counted, error = way.counted()
@@ -208,21 +167,22 @@ def judged(cell: Cell, ways: dict[str, Way]) -> tuple[list[list[str]], list[str]
             if abs(counted - mean) > SIGMAS * (error**2 + uncertain**2) ** 0.5:
                 off = " *"
                 missed.append(f"tokens a round of {way_name}, {name}")
-        times = f"{median(way.ms):.2f}", f"{evened[way_name]:.2f}"
+        ms = median(way.clock().values()), median(way.fair().values()), way.evened(usual)
         count = f"{counted:.2f} +- {SIGMAS * error:.2f}{off}"
-        lines.append(
-            [name, way_name, *times, count, predicted, f"{evened[best] / evened[way_name]:.3f}", way.shapes()]
-        )
-    over = evened[best] / evened[TREES]
-    if over < NEAR:
+        speed = f"{over(ways[best].fair(), way.fair())[0]:.3f}"
+        lines.append([name, way_name, *(f"{each:.2f}" for each in ms), count, predicted, speed, way.shapes()])
+    fair, clock = (over(how(ways[best]), how(ways[TREES])) for how in (Way.fair, Way.clock))
+    if fair[0] < NEAR:
         missed.append(f"adaptive, {name}")
+    if clock[0] + SURE * clock[1] < NEAR:
+        missed.append(f"adaptive by the clock, {name}")
     costs = cell.ready.costs
     assert costs is not None
     shares = (costs.draft + costs.once) / costs.verify[0], (costs.verify[4] / costs.verify[0] - 1) / 4
-    clock = [theirs / ours for theirs, ours in zip(ways[best].ms, ways[TREES].ms, strict=True)]
-    gain = f"{evened[CHAINS] / evened[TREES]:.3f}"
-    spread = f"{median(clock):.2f} ({min(clock):.2f}..{max(clock):.2f})"
-    pair = [name, *(f"{share:.3f}" for share in shares), best, f"{over:.3f}", spread, gain]
+    speeds = [f"{middle:.3f} +- {error:.3f}" for middle, error in (fair, clock)]
+    evened = chains[best] / ways[TREES].evened(usual)
+    gain = over(ways[CHAINS].fair(), ways[TREES].fair())[0]
+    pair = [name, *(f"{share:.3f}" for share in shares), best, *speeds, f"{evened:.3f}", f"{gain:.3f}"]
     return lines, pair, missed
 
 
@@ -234,17 +194,16 @@ def main() -> None:
     head = [
         "pair",
         "contender",
-        "ms/token",
+        "clock",
+        "fair",
         "evened",
         "tokens/round",
         "predicted",
-        "over best chain",
+        "over best",
         "shapes",
     ]
     rows: list[list[str]] = [head]
-    pairs = [
-        ["pair", "draft step", "column", "best chain", "adaptive over it", "by the clock", "over chains"]
-    ]
+    pairs = [["pair", "draft step", "column", "best chain", "fair", "clock", "evened", "over chains"]]
     missed, devices = [], {}
     for cell in cells(asked):
         devices = cell.ready.models.devices
@@ -253,16 +212,18 @@ def main() -> None:
     text = "\n".join(
         [
             "# Draft trees beside chains", "", *surroundings(devices),
-            f"{asked.new} new tokens, {len(IDS)} prompts (of trained pairs {len(TEXTS)}), batch 1, "
-            f"{asked.threads} threads, {asked.repeats} repeats. A synthetic pair is named by its draft "
-            "and agreement.",
-            f"Asked: adaptive trees, evened, at least {NEAR} times as fast as the best chain, and tokens a "
-            f"round within {SIGMAS:g} standard errors of the predicted. "
-            f"Missed: {', '.join(missed) or 'nothing'}.",
-            "", "`draft step` and `column` (of the first four): shares of a target step. `over chains`: over "
-            "adaptive chains, evened.",
+            f"{asked.new} new tokens, batch 1, {asked.threads} threads. {asked.texts} texts of each way "
+            f"and {asked.more} of the best, {TIMES} times as many of trained pairs. Synthetic ones are named "
+            "by its draft and agreement.",
+            f"Asked: adaptive trees at least {NEAR} times as fast as the best chain, fair, and by the clock "
+            f"not less by over {SURE:g} standard errors; tokens a round within {SIGMAS:g} standard errors of "
+            f"the predicted. Missed: {', '.join(missed) or 'nothing'}.",
+            "", "`draft step` and `column` (of the first four): shares of a target step. Then how many times "
+            "as fast adaptive trees are as the best chain, fair, by the clock and evened (bench/trees.py "
+            "says what that is), with standard errors; and as adaptive chains, fair.",
             "", "```", *aligned(pairs, 1), "```",
-            "", "Each contender; `shapes`: drafts x siblings, and how often.",
+            "", "Each contender, ms a token; `over best`: over the best chain, fair; `shapes`: drafts x "
+            "siblings, and how often.",
             "", "```", *aligned(rows, 2), "```", "",
         ]
     )  # fmt: skip

@@ -1,21 +1,23 @@
 """Rounds without forward passes, of two models of which only the logits are there.
 
 The next token depends on the last one alone, so a model is a table. A synthetic pair is of this kind
-(llama_ssp/models/synthetic.py). `brings` says what rounds of every shape bring, by the rule itself; `rounds`
-runs the shipping loop.
+(llama_ssp/models/synthetic.py). `rounds` runs the shipping loop, and `in_the_long_run` says what its rounds
+of a shape bring. `brings` says what first rounds of every shape bring, by the rule itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.models.kv_cache import Feed
-from llama_ssp.speculative.draft_length import DraftLength
+from llama_ssp.speculative.draft_length import DraftLength, FixedDraftLength
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.generate import Limits, generate
@@ -31,6 +33,7 @@ Shape = tuple[int, int]  # of a round: its drafts, and siblings of each
 MOST_SIBLINGS = 64  # of a round; tables keep nothing of them
 APART = 16  # tokens between two contexts
 PART = 250  # trees at once
+TEXTS, SETTLED, COUNTED = 100, 6, 30  # of `in_the_long_run`: texts, and rounds of each
 
 
 @dataclass
@@ -91,6 +94,22 @@ def expected_of(step: RowStep) -> float:
 
 def shape_of(step: RowStep) -> Shape:
     return len(step.drafted), len(step.tree.siblings[0]) if step.tree and step.tree.siblings else 0
+
+
+def in_the_long_run(target: Table, draft: Table, shape: Shape) -> tuple[float, float]:
+    """The tokens that a round of this shape brings on average, and the standard error.
+
+    A round begins where one of this shape has ended: at a token that the draft may have missed. There it
+    brings less than at any place of a text.
+    """
+    (k, siblings), generator = shape, torch.Generator().manual_seed(0)
+    token_BT = torch.randint(target.vocab, (TEXTS, 2), generator=generator)
+    lookahead, new = FixedDraftLength(k, TEXTS, siblings), (SETTLED + COUNTED) * (k + 1)
+    prompts = [tuple(row) for row in token_BT.tolist()]
+    steps = islice(rounds(target, draft, lookahead, prompts, new, 0), SETTLED * TEXTS, new // (k + 1) * TEXTS)
+    means = [expected_of(step) for step in steps]
+    each = [fmean(means[row::TEXTS]) for row in range(TEXTS)]
+    return fmean(each), stdev(each) / TEXTS**0.5
 
 
 def brings(

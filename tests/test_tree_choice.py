@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.without_forwards import APART, Table, brings, rounds, shape_of
+from bench.without_forwards import APART, Table, brings, in_the_long_run, rounds, shape_of
 from llama_ssp.speculative.draft_length import AcceptanceStats, AdaptiveDraftLength, Costs, FixedDraftLength
 
 VOCAB, K_MAX, MOST, ROUNDS = 16, 8, 2, 300
@@ -89,3 +89,23 @@ def test_rounds_bring_what_is_predicted(noise: float) -> None:
         for shape, same in (((k, s), True), ((k, 0), not s)):  # control: without siblings
             mean, uncertain = predicted[shape]
             assert (abs(fmean(tokens) - mean) < 3 * math.hypot(error, uncertain)) is same
+
+
+def test_the_long_run_begins_rounds_where_rounds_end() -> None:
+    """Of one draft a round that can be computed: it is a chain's stationary distribution."""
+    generator = torch.Generator().manual_seed(0)
+    code_VH = torch.randn(64, 16, generator=generator, dtype=torch.float64).sign()
+    bad_VH = code_VH.clone()  # the draft misses a half of the tokens, and what follows them
+    bad_VH[:32] *= torch.randn(32, 16, generator=generator, dtype=torch.float64).sign()
+    weight_H = torch.tensor([0.7, -0.7]).repeat(8)
+    tables = [Table(one_VH * weight_H @ one_VH.T) for one_VH in (code_VH, bad_VH)]
+    target_VV, draft_VV = (torch.softmax(table.logit_VV, -1) for table in tables)
+    both_VV = torch.minimum(target_VV, draft_VV)  # the draft stands, and then the target's token follows
+    ends_VV = both_VV @ target_VV + target_VV - both_VV
+    there, anywhere = (
+        1 + float(torch.linalg.matrix_power(step_VV, 64)[0] @ both_VV.sum(1))
+        for step_VV in (ends_VV, target_VV)
+    )
+    mean, error = in_the_long_run(*tables, (1, 0))
+    assert abs(mean - there) < 3 * error
+    assert mean + 3 * error < anywhere  # control: contexts from any place of a text
