@@ -214,7 +214,7 @@ def main() -> None:
             "# Draft trees beside chains", "", *surroundings(devices),
             f"{asked.new} new tokens, batch 1, {asked.threads} threads. {asked.texts} texts of each way "
             f"and {asked.more} of the best, {TIMES} times as many of trained pairs. Synthetic ones are named "
-            "by its draft and agreement.",
+            "by draft and agreement.",
             f"Asked: adaptive trees at least {NEAR} times as fast as the best chain, fair, and by the clock "
             f"not less by over {SURE:g} standard errors; tokens a round within {SIGMAS:g} standard errors of "
             f"the predicted. Missed: {', '.join(missed) or 'nothing'}.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
 
 from llama_ssp.config import MAX_SIBLINGS
@@ -78,14 +79,21 @@ class Costs:
         all K stand, s siblings bring `gain[s - 1]` tokens.
         """
         best, most, tokens, standing = (0, 0), 0.0, 1.0, first
-        stand = 1.0  # the chance that all K stand
-        for k in range(self.k_max + 1):
-            for siblings, more in enumerate((0.0, *gain[: self.most if k else 0])):
-                expected, cost = tokens + (1 - stand) * more, self.round(k, siblings)
-                if expected > most * cost and only in (None, k):
-                    best, most = (k, siblings), expected / cost
+        stand, gains = 1.0, (0.0, *gain)  # the chance that all K stand
+        for k, costs in enumerate(self._rounds):
+            if only in (None, k):
+                for siblings, (more, cost) in enumerate(zip(gains, costs, strict=False)):
+                    expected = tokens + (1 - stand) * more
+                    if expected > most * cost:
+                        best, most = (k, siblings), expected / cost
             tokens, stand, standing = tokens + standing, standing, standing * later
         return best
+
+    @cached_property
+    def _rounds(self) -> list[list[float]]:
+        """What a round of each K costs, by siblings: a choice reads them all."""
+        each = [range(1 + (self.most if k else 0)) for k in range(self.k_max + 1)]
+        return [[self.round(k, siblings) for siblings in own] for k, own in enumerate(each)]
 
     @staticmethod
     def of_ratio(cost_ratio: float, k_max: int, siblings: int = 0, at_once: bool = False) -> Costs:
