@@ -102,7 +102,8 @@ def synthetic(draft: str, agreement: str, asked: Ours, known: dict[str, Brought]
     ready = opened(run, TOKENS + asked.new)
     if agreement not in known:
         every = tuple(range(VOCAB))
-        tables = [Table(text_logits(model, every)) for model in (ready.models.target, ready.models.draft)]
+        both = ready.models.target, ready.models.draft
+        tables = [Table(text_logits(model, every).float()) for model in both]
         known[agreement] = cache(lambda shape: in_the_long_run(*tables, shape))
     return Cell(draft, agreement, ready, known[agreement])
 

@@ -33,7 +33,7 @@ Shape = tuple[int, int]  # of a round: its drafts, and siblings of each
 MOST_SIBLINGS = 64  # of a round; tables keep nothing of them
 APART = 16  # tokens between two contexts
 PART = 250  # trees at once
-TEXTS, SETTLED, COUNTED = 100, 6, 30  # of `in_the_long_run`: texts, and rounds of each
+TEXTS, SETTLED, COUNTED = 100, 6, 20  # of `in_the_long_run`: texts, and rounds of each
 
 
 @dataclass
