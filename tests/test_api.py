@@ -135,11 +135,8 @@ def test_under_torchrun_the_leader_has_the_texts(tmp_path: Path) -> None:
         "print(os.environ['RANK'], [one.token_ids for one in found], flush=True)\n",
         encoding="utf-8",
     )
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    run = python(words, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
         alone = [one.token_ids for one in pair.generate(PROMPTS, max_new_tokens=8, seed=3)]

@@ -36,10 +36,8 @@ SMALL = ("task.samples=12", "task.max_new_tokens=3", "task.law_tokens=8", "task.
          "task.greedy_tokens=6", 'task.prompts=["hello there", "def f"]')  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(place: Path) -> Path:
     """A copy of the sources with one rule more."""
-    place = tmp_path_factory.mktemp("checkout")
     for folder in ("llama_ssp", "conf", "launch"):
         copytree(ROOT / folder, place / folder, symlinks=True)
     for file, before, after in (
@@ -56,15 +54,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def document(checkout: Path, *overrides: str) -> dict:
     """The last line of a run of the copy."""
-    command = [
-        sys.executable,
-        "launch/run.py",
-        "speculation=half",
-        "seed=1",
-        "out=null",
-        "output=json",
-        *overrides,
-    ]
+    words = ("speculation=half", "seed=1", "out=null", "output=json", *overrides)
+    command = [sys.executable, "launch/run.py", *words]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -72,13 +63,8 @@ def document(checkout: Path, *overrides: str) -> dict:
     return found
 
 
-def test_a_new_rule_generates(checkout: Path) -> None:
-    found = document(checkout, "task.max_new_tokens=12", 'task.prompts=["hello there"]')
-    assert found["status"] == "done" and found["tokens_accepted"] > 0
-
-
-def test_a_new_rule_is_certified(checkout: Path) -> None:
-    found = document(checkout, "task=certify", *SMALL)
+def test_a_new_rule_is_certified(tmp_path: Path) -> None:
+    found = document(checkout(tmp_path), "task=certify", *SMALL)
     outcomes = {check["name"]: check["outcome"] for check in found["checks"]}
     by_rounds = ["law", "filters", "drafts", "monitor", "decisions", "numbers", "first token"]
     assert [outcomes[name] for name in by_rounds] == ["passed"] * len(by_rounds)

@@ -58,9 +58,14 @@ def whole_norms(found: Decoder) -> bool:
     return isinstance(found.blocks[0].attention.norms, WholeNorms)
 
 
+# Of each decoder two of three numbers of ranks, in turn; of families test_tensor.py has the third.
+GRID = [
+    (name, world) for number, name in enumerate(NAMES) for world in (2, 3, 4) if (number + world) % 3 != 1
+]
+
+
 @pytest.mark.few(16)
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "world"), GRID)
 @torch.inference_mode()
 def test_parts_give_the_logits_of_the_whole(name, world, tmp_path):
     module = module_of(name)

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from functools import partial
@@ -28,8 +27,9 @@ pytestmark = pytest.mark.slow
 PATIENCE_S = 120
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = str(ROOT / "launch" / "run.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ENDLESS = (*RUN, "task.max_new_tokens=100000", "model.context=200000", "draft.context=200000")
+TORCHRUN = ["-m", "torch.distributed.run"]
+# So long a run would have compiled steps, which take a minute of a core to make.
+ENDLESS = (*RUN, "task.max_new_tokens=100000", "model.context=200000", "draft.context=200000", "engine=eager")
 SOME = [
     Cell("SIGKILL", "load", "leader"),
     Cell("SIGKILL", "verify", "other rank"),
@@ -264,23 +264,27 @@ def wait_for_round(said: Path) -> None:
     wait_for(lambda: said.exists() and ROUND in said.read_text(), said.with_suffix(".err").read_text)
 
 
-def launched(folder: Path, fault: str, *overrides: str) -> subprocess.Popen[bytes]:
-    """Two ranks by torchrun itself; what they say goes to two files."""
+def torchrun(folder: Path, name: str, *words: str, **env: str) -> Any:
+    """The process of torchrun itself; what it and its ranks say goes to NAME.out and NAME.err."""
+    streams = [os.devnull, folder / f"{name}.out", folder / f"{name}.err"]
+    return start([*TORCHRUN, *words], folder, streams, environment(**env))
+
+
+def launched(folder: Path, fault: str, *overrides: str) -> Any:
+    """Two ranks by torchrun."""
     words = ["--standalone", "--nproc-per-node", "2", "-m", "tests.distributed.faulty", *overrides]
-    with (folder / "ranks.out").open("wb") as out, (folder / "ranks.err").open("wb") as err:
-        return subprocess.Popen(
-            [*TORCHRUN, *words], cwd=folder, stdout=out, stderr=err, env=environment(FAULT=fault)
-        )
+    return torchrun(folder, "ranks", *words, FAULT=fault)
 
 
-def ended(launcher: subprocess.Popen[bytes], folder: Path) -> tuple[int, list[str]]:
+def ended(launcher: Any, folder: Path) -> tuple[int, list[str]]:
     """The exit code, and the lines of errors, once no rank is left."""
-    wait_for(lambda: launcher.poll() is not None, (folder / "ranks.err").read_text)
+    errors = folder / "ranks.err"
+    wait_for(lambda: launcher.exitcode is not None, errors.read_text)
     pids = [int(path.read_text()) for path in folder.glob("*.pid")]
-    assert len(pids) == 2
-    wait_for(lambda: not any(alive(pid) for pid in pids))
-    said = (folder / "ranks.err").read_text().splitlines()
-    return launcher.returncode, [line for line in said if line.startswith("error:")]
+    assert len(pids) == 2, errors.read_text()
+    wait_for(lambda: not any(alive(pid) for pid in pids), errors.read_text)
+    said = errors.read_text().splitlines()
+    return launcher.exitcode, [line for line in said if line.startswith("error:")]
 
 
 def alive(pid: int) -> bool:
@@ -307,7 +311,7 @@ def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Pa
     """What is done is reported."""
     launcher = launched(tmp_path, ",,", *ENDLESS, "task.trace=true", "output=text")
     wait_for_round(tmp_path / "ranks.out")
-    launcher.send_signal(number)
+    os.kill(launcher.pid, number)
     _, (line,) = ended(launcher, tmp_path)
     assert f"was stopped by {signal.Signals(number).name}" in line
     (summary,) = (tmp_path / "outputs").rglob("summary.json")
@@ -320,17 +324,15 @@ def test_two_nodes_write_what_one_process_writes(command: Command, tmp_path: Pat
     run = (*RUN, "model.dtype=fp32", "draft.dtype=fp32", "out=null")
     expected = json.loads(command(*run).out)
     port = free_port()
+    words = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port}".split()
     nodes = [
-        subprocess.Popen(
-            [*TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr",
-             "127.0.0.1", "--master-port", str(port), LAUNCH, *run],
-            text=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment(GLOO_SOCKET_IFNAME="lo"),
-        )
-        for node in range(2)
-    ]  # fmt: skip
-    said = [node.communicate(timeout=PATIENCE_S) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
+        torchrun(tmp_path, node, *words, "--node-rank", node, LAUNCH, *run, GLOO_SOCKET_IFNAME="lo")
+        for node in "01"
+    ]
+    for node in nodes:
+        node.join(PATIENCE_S)
+    said = [[(tmp_path / f"{node}.{stream}").read_text() for stream in ("out", "err")] for node in "01"]
+    assert [node.exitcode for node in nodes] == [0, 0], said
     found = json.loads(said[0][0])
     assert found["outputs"] == expected["outputs"] and said[1][0] == ""
     assert "over 2 ranks" in found["devices"]["model"]
