@@ -143,13 +143,14 @@ GAIN = (0.25, 0.38, 0.44)  # tokens that 1, 2, 3 siblings are assumed to bring w
 HOPE = 2.0  # siblings are tried where they would pay if they brought so many times what is assumed,
 TRIALS = 0.01  # as long as all that is tried takes this share of the time
 PRIOR = 0.7  # the assumed overlap of a row's distributions before anything was seen
+GUESS = 3.0  # observations that the guess of a chance counts as: a few bad rounds say little of a text
 MEMORY = 0.97  # the weight of earlier rounds shrinks by this factor with each round of drafts
 PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they double
 
 
 @dataclass
 class Mean:
-    """A fading weighted mean; a guess counts as one more observation."""
+    """A fading weighted mean; a guess counts as more observations."""
 
     weight: float = 0.0
     total: float = 0.0
@@ -157,8 +158,8 @@ class Mean:
     def see(self, total: float, weight: float) -> None:
         self.weight, self.total = MEMORY * self.weight + weight, MEMORY * self.total + total
 
-    def with_guess(self, guess: float) -> float:
-        return (self.total + guess) / (self.weight + 1)
+    def with_guess(self, guess: float, weight: float = GUESS) -> float:
+        return (self.total + weight * guess) / (self.weight + weight)
 
 
 @dataclass
@@ -194,7 +195,7 @@ class AcceptanceStats:
         found, known = [], 0.0
         for s in range(most):
             guess = known + hope * (usual_gain(s + 1) - usual_gain(s))
-            known = self.beside[s].with_guess(guess)
+            known = self.beside[s].with_guess(guess, 1)
             found.append(known)
         return found
 
