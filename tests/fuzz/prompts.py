@@ -140,10 +140,11 @@ def _on_screen(made: Prompt) -> list[str]:
     width, height = made.size
     half = max(1, len(made.text) // 2)
     pieces = [(made.text[at : at + half], "drafted") for at in range(0, len(made.text), half)]
-    counts = Counts(
+    rounds = Counts(
         row_rounds=len(pieces), drafted=Counter(range(4)), accepted=Counter(range(2)), committed=Counter(range(3)),
         accepted_lengths=Counter({2: len(pieces)}), prefill_s=0.1, decode_s=0.1 * len(pieces),
     )  # fmt: skip
+    counts = rounds if pieces else Counts()
     tracks = Track("regular", counts, pieces), Track("speculative", counts, pieces[::-1], "stop")
     scene = Scene(made.text, *tracks)
     file = io.StringIO()

@@ -60,7 +60,8 @@ def growth(held: list[Held]) -> tuple[int, int]:
     memory = statistics.median(one.resident for one in last) - statistics.median(
         one.resident for one in before
     )
-    return int(memory), max(one.handles for one in last) - max(one.handles for one in before)
+    # The fewest: files that are open for a moment are no growth.
+    return int(memory), min(one.handles for one in last) - min(one.handles for one in before)
 
 
 def growing(held: list[Held]) -> list[str]:
