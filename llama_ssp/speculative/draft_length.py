@@ -150,15 +150,18 @@ PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they do
 
 @dataclass
 class Mean:
-    """A fading weighted mean; a guess counts as more observations."""
+    """A fading weighted mean; a guess counts as more observations, which fade like others."""
 
     weight: float = 0.0
     total: float = 0.0
+    fresh: float = 1.0
 
     def see(self, total: float, weight: float) -> None:
         self.weight, self.total = MEMORY * self.weight + weight, MEMORY * self.total + total
+        self.fresh *= MEMORY
 
     def with_guess(self, guess: float, weight: float = GUESS) -> float:
+        weight *= self.fresh
         return (self.total + weight * guess) / (self.weight + weight)
 
 
