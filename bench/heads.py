@@ -61,7 +61,7 @@ class Asked(Words):
 
 @dataclass
 class Contender:
-    """A pair at a temperature, with K drafts of so many siblings; what it took and brought."""
+    """A pair, a temperature, K and the siblings of each draft; the times and tokens of its rounds."""
 
     name: str
     heat: float

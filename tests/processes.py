@@ -21,7 +21,7 @@ _STARTED: list[str] = []  # by which way: to look at all processes takes millise
 
 
 def living(*variables: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Number and environment of each living process but this one whose environment has all NAME=VALUE."""
+    """Number and environment of every other living process that has all these NAME=VALUE."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
