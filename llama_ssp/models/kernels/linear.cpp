@@ -26,11 +26,24 @@ using torch::headeronly::BFloat16;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t BLOCK = 32;  // outputs: two registers of 16 sums, for each row of x
-constexpr int64_t ROWS = 12;   // of x at a time: their sums stay in registers
+constexpr int64_t BLOCK = 32;  // outputs that are stored together
+constexpr int64_t ROWS = 12;   // of x, with one reading of a block
+#if defined(__AVX512F__)
+constexpr int WIDTH = 64, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int WIDTH = 32, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int WIDTH = 16, REGISTERS = 32;
+#else
+constexpr int WIDTH = 16, REGISTERS = 16;
+#endif
+constexpr int LANES = WIDTH / 4, PARTS = BLOCK / LANES;
+// Rows whose sums stay in registers, and words that stay in the first cache for the next of them.
+constexpr int AT_ONCE = std::min<int>(ROWS, (REGISTERS - 4) / PARTS);
+constexpr int64_t CHUNK = AT_ONCE == ROWS ? INT64_MAX : 64;
 
-typedef float Sums __attribute__((vector_size(64)));
-typedef int32_t Words __attribute__((vector_size(64)));
+typedef float Sums __attribute__((vector_size(WIDTH)));
+typedef int32_t Words __attribute__((vector_size(WIDTH)));
 
 struct Single {
   using Number = float;
@@ -45,32 +58,52 @@ struct Brain {
 #else  // a number of 16 bits is the upper half of one of 32
     const Words all = x - Words{};
     const int32_t upper = int32_t(0xffff0000);
-    return sum + (Sums)(w << 16) * (Sums)(all << 16) + (Sums)(w & upper) * (Sums)(all & upper);
+    sum += (Sums)(w << 16) * (Sums)(all << 16);
+    return sum + (Sums)(w & upper) * (Sums)(all & upper);
 #endif
   }
 };
+
+// Adds the products of `count` rows with some words of a block.
+template <class Kind, int count>
+void add(const int32_t* x, int64_t words, const int32_t* w, int64_t begin, int64_t end, Sums (*all)[PARTS]) {
+  Sums sums[count][PARTS];
+#pragma GCC unroll 64
+  for (int i = 0; i < count * PARTS; i++) sums[i / PARTS][i % PARTS] = all[i / PARTS][i % PARTS];
+  for (int64_t word = begin; word < end; word++) {
+    const int32_t* at = w + word * BLOCK;
+    __builtin_prefetch(at + 32 * BLOCK);
+    __builtin_prefetch(at + 32 * BLOCK + BLOCK / 2);
+    Words own[PARTS];
+#pragma GCC unroll 8
+    for (int part = 0; part < PARTS; part++) std::memcpy(&own[part], at + part * LANES, WIDTH);
+#pragma GCC unroll 12
+    for (int row = 0; row < count; row++) {
+      const int32_t one = x[row * words + word];
+#pragma GCC unroll 8
+      for (int part = 0; part < PARTS; part++) sums[row][part] = Kind::add(sums[row][part], own[part], one);
+    }
+  }
+#pragma GCC unroll 64
+  for (int i = 0; i < count * PARTS; i++) all[i / PARTS][i % PARTS] = sums[i / PARTS][i % PARTS];
+}
 
 // Up to ROWS rows with one block of W, which has `width` outputs and begins at number `first`.
 template <class Kind, int count>
 void multiply(const int32_t* x, int64_t words, const int32_t* w, const typename Kind::Number* bias,
               typename Kind::Number* y, int64_t width, int64_t first) {
-  Sums sums[count][2] = {};
-  for (int64_t word = 0; word < words; word++, w += BLOCK) {
-    Words low, high;
-    std::memcpy(&low, w, sizeof low);
-    std::memcpy(&high, w + BLOCK / 2, sizeof high);
-    __builtin_prefetch(w + 32 * BLOCK);
-    __builtin_prefetch(w + 32 * BLOCK + BLOCK / 2);
-    for (int row = 0; row < count; row++) {
-      const int32_t one = x[row * words + word];
-      sums[row][0] = Kind::add(sums[row][0], low, one);
-      sums[row][1] = Kind::add(sums[row][1], high, one);
-    }
+  constexpr int rest = count % AT_ONCE;
+  Sums sums[count][PARTS] = {};
+  for (int64_t begin = 0, end; begin < words; begin = end) {
+    end = words - begin > CHUNK ? begin + CHUNK : words;
+    for (int row = 0; row < count - rest; row += AT_ONCE)
+      add<Kind, AT_ONCE>(x + row * words, words, w, begin, end, sums + row);
+    if constexpr (rest > 0) add<Kind, rest>(x + (count - rest) * words, words, w, begin, end, sums + count - rest);
   }
   const int64_t real = std::min(BLOCK, width - first);
   for (int row = 0; row < count; row++)
     for (int64_t i = 0; i < real; i++) {
-      const float sum = sums[row][i / 16][i % 16];
+      const float sum = sums[row][i / LANES][i % LANES];
       y[row * width + first + i] = bias ? sum + static_cast<float>(bias[first + i]) : sum;
     }
 }
