@@ -28,9 +28,8 @@ from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameter
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
 
 Sizes = tuple[int, ...]  # of a tensor
-Pair = tuple[
-    Tensor | Coded, Tensor | Coded
-]  # of an expert: gate and up as one matrix (2F, H), and down (H, F)
+# Of an expert: gate and up as one matrix (2F, H), and down (H, F).
+Pair = tuple[Tensor | Coded, Tensor | Coded]
 ReadExperts = Callable[[str, Span, bool], Iterator[Pair]]
 ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
 

@@ -144,9 +144,7 @@ class Pair:
         """
         done: list[Completion] = []
         with first_cause(self._ranks):
-            run = self._run(
-                max_new_tokens, sampling, speculation, stop, chat, system, logprobs, logprobs_of
-            )  # fmt: skip
+            run = self._run(max_new_tokens, sampling, speculation, stop, chat, system, logprobs, logprobs_of)
             for batch, first in self._batches(prompts, seed, run):
                 drafted, accepted = Counter[int](), Counter[int]()
                 for step in batch.steps:
@@ -176,9 +174,7 @@ class Pair:
         On ranks other than the leader every list is empty.
         """
         with first_cause(self._ranks):
-            run = self._run(
-                max_new_tokens, sampling, speculation, stop, chat, system, logprobs, logprobs_of
-            )  # fmt: skip
+            run = self._run(max_new_tokens, sampling, speculation, stop, chat, system, logprobs, logprobs_of)
             for batch, first in self._batches(prompts, seed, run):
                 given = batch.state.logprobs
                 for step in batch.steps:

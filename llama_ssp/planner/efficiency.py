@@ -55,7 +55,7 @@ EFFICIENCY: dict[tuple[str, str], Efficiency] = {
     # Documented: for the largest models 15 to 23 % slower than 16 bit
     # (huggingface.co/blog/hf-bitsandbytes-integration).
     (CUDA, LLM_INT8): Efficiency(2.4, 1.0),
-}  # fmt: skip
+}
 # Of plain weights: by the kernel of compiled steps on a CPU (the same files), and elsewhere.
 PACKED: Points = ((16, 0.78), (64, 1.0), (65, 1.0))
 PLAIN: Points = ((1, 1.0),)

@@ -17,9 +17,8 @@ from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.siblings import CHAIN, Siblings
 
-# Called after each pass with the texts, what was fed of which row (row, start, count), and what the model's
-# taps gave of these tokens.
 Span = tuple[int, int, int]  # a row, a position, and how many tokens from there
+# Called after each pass with the texts, what was fed of them, and what the model's taps gave of these tokens.
 Observer = Callable[[Tensor, list[Span], Tensor], None]
 LAG = 2  # tokens that a model lacks at most after a round; they are fed in one forward
 

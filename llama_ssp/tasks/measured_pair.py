@@ -47,9 +47,7 @@ class Contender:
 class MeasuredPair:
     """A warm-up, the repeats, then, but for suites, a turn of each contender with the stopwatch on."""
 
-    def __init__(
-        self, pair: PairSession, prompts: Batch, seed: int, ranks: Ranks, watch: Stopwatch
-    ) -> None:  # fmt: skip
+    def __init__(self, pair: PairSession, prompts: Batch, seed: int, ranks: Ranks, watch: Stopwatch) -> None:
         """Checks that the pair fits. Raises DistributedError otherwise."""
         assert isinstance(pair.run.task, MeasureConf)
         self.pair, self._task, self._seed = pair, pair.run.task, seed
@@ -129,9 +127,7 @@ class MeasuredPair:
             later += len(self.pair.tokens.encode(turn)) + first + new
         return first + new + later
 
-    def _repeat(
-        self, batches: list[Batch], samples: list[Sample], repeat: int, progress: Progress
-    ) -> None:  # fmt: skip
+    def _repeat(self, batches: list[Batch], samples: list[Sample], repeat: int, progress: Progress) -> None:
         """Every contender writes all texts; they change turns after each batch, so machine noise is shared.
 
         Every repeat draws other texts, the same in every run of this seed.

@@ -48,9 +48,7 @@ def spelled(found: Iterable[ScoredToken], spell: Spell) -> list[TokenLogprob]:
 
 def plain(found: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """An object a token: `token_id`, `token`, `logprob`, and the same of the likeliest in `top_logprobs`."""
-    return [
-        {**_named(one), "top_logprobs": [_named(other) for other in one.top]} for one in found
-    ]  # fmt: skip
+    return [{**_named(one), "top_logprobs": [_named(other) for other in one.top]} for one in found]
 
 
 def _named(one: TokenLogprob) -> dict[str, Any]:

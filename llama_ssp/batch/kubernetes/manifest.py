@@ -47,8 +47,7 @@ class IndexedJob:
             "completionMode": "Indexed",
             "completions": count,
             "parallelism": count,
-            "backoffLimitPerIndex": self.retries
-            + 2,  # of pods that ended without a word; pod.py counts others
+            "backoffLimitPerIndex": self.retries + 2,  # pods that ended without a word; pod.py counts others
             "podReplacementPolicy": "Failed",  # one pod of an index at a time
             "podFailurePolicy": {"rules": _rules()},
         }

@@ -112,9 +112,8 @@ class Coded:
         if self.kind.bits == 4:
             codes_NK = unpacked(codes_NK)[:, : self.inputs]
         table = values(self.kind.table).to(scale_NG)  # every table is exact in 16 bit, but for nf4 and fp4
-        weight_NK = table.index_select(0, codes_NK.int().flatten()).view(
-            codes_NK.shape
-        )  # [] takes ten times as long
+        # Not `table[codes]`, which takes ten times as long.
+        weight_NK = table.index_select(0, codes_NK.int().flatten()).view(codes_NK.shape)
         if self.zero_NG is not None:
             weight_NK -= self._by_input(self.zero_NG.to(scale_NG.dtype))
         weight_NK *= self._by_input(scale_NG)

@@ -137,9 +137,8 @@ class _Reading:
         low, high, positions = LLAMA_3.values()
         expected = []
         for i in range(size // 2):
-            turns = positions / (
-                2 * math.pi * config["rope_theta"] ** (2 * i / size)
-            )  # in the original context
+            wavelength = 2 * math.pi * config["rope_theta"] ** (2 * i / size)
+            turns = positions / wavelength  # in the original context
             part = min(1.0, max(0.0, (turns - low) / (high - low)))
             expected.append(1 / ((1 - part) / most + part))
         same = len(found) == len(expected)
