@@ -27,7 +27,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep, expected_tokens
-from llama_ssp.speculative.verification import TREE, Block, Branches
+from llama_ssp.speculative.verification import TREE, Branches, DraftBlock
 
 Shape = tuple[int, int]  # of a round: its drafts, and siblings of each
 MOST_SIBLINGS = 64  # of a round; tables keep nothing of them
@@ -131,7 +131,7 @@ def _parts(
     token_B1 = torch.randint(len(target_VV), (PART, 1), generator=generator)
     for _ in range(APART):
         token_B1 = target_VV[token_B1[:, 0]].multinomial(1, generator=generator)
-    path, beside = [token_B1], []
+    path, siblings = [token_B1], []
     for _ in range(k_max):
         left_BV, drawn = draft_VV[path[-1][:, 0]], list[Tensor]()
         for _ in range(1 + most):
@@ -139,12 +139,12 @@ def _parts(
             drawn.append(torch.where(none_B1, 1.0, left_BV).multinomial(1, generator=generator))
             left_BV = left_BV.scatter(1, drawn[-1], 0)
         path.append(drawn[0])
-        beside.append(torch.cat(drawn[1:], 1))
+        siblings.append(torch.cat(drawn[1:], 1))
     path_BW, count_B = torch.cat(path, 1), torch.full((PART,), k_max)
     nothing = target_VV[:0]  # what follows a sibling does not matter
-    branches = Branches(torch.stack(beside, 1), torch.full((PART, k_max), most), nothing)
+    branches = Branches(torch.stack(siblings, 1), torch.full((PART, k_max), most), nothing)
     laws = target_VV[path_BW], draft_VV[path_BW[:, :-1]]
-    block = Block(*laws, path_BW[:, 1:], count_B, branches)
+    block = DraftBlock(*laws, path_BW[:, 1:], count_B, branches)
     closed = TREE.closed(block)
     chances, weights = (
         [[one[:, i] for one in found] for i in range(k_max)] for found in (closed.chances[1:], closed.weights)

@@ -51,7 +51,7 @@ from llama_ssp.tasks.certify import checks as examine
 from llama_ssp.tasks.certify import rule_distribution as calculus
 from llama_ssp.tasks.certify import target_probs as reference
 from llama_ssp.tasks.certify import task as certify
-from llama_ssp.tasks.certify.recorder import Round, Tally, Witness
+from llama_ssp.tasks.certify.recorder import PositionCounts, Round, Witness
 from llama_ssp.tasks.certify.target_probs import Departure, Noise
 from llama_ssp.tasks.certify.verdict import Outcome
 from tests import mutants
@@ -211,7 +211,7 @@ def _by_typical() -> str | None:
 
 def _by_monitor(position: int) -> str | None:
     """Of 10,000 drafts at a position, 420 more stand than 5,000: 8.4 standard deviations."""
-    tally = Tally([10_000] * 4, [5000] * 4, [5000.0] * 4, [2500.0] * 4)
+    tally = PositionCounts([10_000] * 4, [5000] * 4, [5000.0] * 4, [2500.0] * 4)
     tally.stood[position] += 420
     witness = Witness(verify.RULES["token"], 0, drafts=tally)
     found = tallies.check_acceptance(witness, LEVEL)
@@ -228,7 +228,7 @@ def _by_places() -> str | None:
 
 
 def _first_alone(witness: Witness, level: float) -> Any:
-    first = Tally(*(numbers[:1] for numbers in vars(witness.drafts).values()))
+    first = PositionCounts(*(numbers[:1] for numbers in vars(witness.drafts).values()))
     return acceptance(replace(witness, drafts=first), level)
 
 

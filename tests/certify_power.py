@@ -21,7 +21,7 @@ from bench.surroundings import surroundings, write
 from llama_ssp.config import CertifyConf
 from llama_ssp.speculative.rng import heat, inverse_cdf
 from llama_ssp.speculative.sampling import SamplingTransform
-from llama_ssp.speculative.verification import RULES, Block
+from llama_ssp.speculative.verification import RULES, DraftBlock
 from llama_ssp.tasks.certify import task as certify
 from llama_ssp.tasks.certify.checks import RANDOM_CHECKS
 from llama_ssp.tasks.certify.first_tokens import PREFIXES, ROUNDS, FirstTokens, check_first
@@ -49,14 +49,14 @@ def recorded(*overrides: str) -> tuple[list[Round], SamplingTransform]:
     return found[0], found[1]
 
 
-def block_of(rounds: list[Round], drafted_BK: torch.Tensor | None = None) -> Block:
+def block_of(rounds: list[Round], drafted_BK: torch.Tensor | None = None) -> DraftBlock:
     """Rounds of one length as a block, with other drafts if they are given."""
     own = torch.tensor([seen.drafted for seen in rounds])
     target_BWV, draft_BKV = (
         torch.stack([seen.target_WV for seen in rounds]), torch.stack([seen.draft_KV for seen in rounds])
     )  # fmt: skip
     count_B = torch.full((len(rounds),), own.shape[1])
-    return Block(target_BWV, draft_BKV, own if drafted_BK is None else drafted_BK, count_B)
+    return DraftBlock(target_BWV, draft_BKV, own if drafted_BK is None else drafted_BK, count_B)
 
 
 def filters(rounds: list[Round], transform: SamplingTransform) -> Iterator[tuple[str, str, str]]:
@@ -76,7 +76,7 @@ def filters(rounds: list[Round], transform: SamplingTransform) -> Iterator[tuple
         )
 
 
-def decisions(block: Block, random: np.random.Generator, repeats: int) -> Iterator[tuple[str, str, str]]:
+def decisions(block: DraftBlock, random: np.random.Generator, repeats: int) -> Iterator[tuple[str, str, str]]:
     """The share of decisions that are others, and the chance that a run has one."""
     rule = RULES["block"]
     chance_BK = rule.accept_chances(block)

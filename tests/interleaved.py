@@ -197,7 +197,7 @@ def overlapped(
 
     outcome = stage.play(lambda: part(engine), lambda: part(follower))
     if watch is not None:
-        watch(asker, sender.tally)
+        watch(asker, sender.counts)
     return outcome
 
 

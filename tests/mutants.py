@@ -48,7 +48,7 @@ from llama_ssp.speculative.drafters.ngram import NgramDrafter
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform
 from llama_ssp.speculative.state import Prompt, Proposal, State
-from llama_ssp.speculative.verification import RULES, Block, BlockRule, CoupledRule, TokenRule, TreeRule
+from llama_ssp.speculative.verification import RULES, BlockRule, CoupledRule, DraftBlock, TokenRule, TreeRule
 from tests import rational, rig, trees
 from tests.toy import toy
 
@@ -190,7 +190,7 @@ def strict_draws() -> str | None:
     return "a uniform of 0 passes a chance of 0" if bool(passed.any()) else None
 
 
-def _swapped(block: Block) -> Any:
+def _swapped(block: DraftBlock) -> Any:
     index = block.drafted_BK[:, :, None]
     target = pick(block.target_BWV[:, : block.k], index, 2)[:, :, 0]
     draft = pick(block.draft_BKV, index, 2)[:, :, 0]
@@ -201,29 +201,29 @@ def _lenient(original: Any) -> Any:
     return lambda block: original(block) * 21 / 20
 
 
-def _shifted(block: Block) -> Any:
+def _shifted(block: DraftBlock) -> Any:
     """Ratios against the distribution of the position before."""
     late = np if isinstance(block.draft_BKV, np.ndarray) else torch
     moved = late.concatenate([block.draft_BKV[:, :1], block.draft_BKV[:, :-1]], 1)
     return verify_ratios(replace(block, draft_BKV=moved))
 
 
-def _greedy_accept(self: TokenRule, block: Block) -> Any:
+def _greedy_accept(self: TokenRule, block: DraftBlock) -> Any:
     return verify._within_count(block, where(verify_ratios(block) >= 1, 1, 0))
 
 
-def _always(self: TokenRule, block: Block) -> Any:
+def _always(self: TokenRule, block: DraftBlock) -> Any:
     return verify._within_count(block, where(verify_ratios(block) >= 0, 1, 0))
 
 
-def _target_again(block: Block, accepted: Any, weight: Any) -> Any:
+def _target_again(block: DraftBlock, accepted: Any, weight: Any) -> Any:
     return row_by_row(block.target_BWV, accepted)
 
 
 def _residual(shape: Callable[[Any, Any, Any], Any]) -> Any:
     """A remaining distribution whose rest is computed by a faulty `shape(target, draft, drafted)`."""
 
-    def fault(block: Block, accepted: Any, weight: Any) -> Any:
+    def fault(block: DraftBlock, accepted: Any, weight: Any) -> Any:
         target = row_by_row(block.target_BWV, accepted)
         last = where(accepted < block.k, accepted, block.k - 1)
         draft = row_by_row(block.draft_BKV, last)
@@ -241,28 +241,28 @@ def _masked(target: Any, draft: Any, drafted: Any) -> Any:
     return where(token[None] != drafted, target, target * 0)
 
 
-def _bonus_from_draft(block: Block, accepted: Any, weight: Any) -> Any:
+def _bonus_from_draft(block: DraftBlock, accepted: Any, weight: Any) -> Any:
     probs = verify_remaining(block, accepted, weight)
     last = row_by_row(block.draft_BKV, where(accepted > 0, accepted - 1, 0))
     return where((accepted == block.k)[:, None], last, probs)
 
 
-def _bonus_too_early(block: Block, accepted: Any, weight: Any) -> Any:
+def _bonus_too_early(block: DraftBlock, accepted: Any, weight: Any) -> Any:
     probs = verify_remaining(block, accepted, weight)
     early = row_by_row(block.target_BWV, where(accepted > 0, accepted - 1, 0))
     return where((accepted == block.count_B)[:, None], early, probs)
 
 
-def _plain_h(self: BlockRule, block: Block) -> Any:
+def _plain_h(self: BlockRule, block: DraftBlock) -> Any:
     carried = verify._carried(block)
     return verify._within_count(block, stack_last([carried[:, i] for i in range(1, block.k + 1)]))
 
 
-def _token_residual(self: BlockRule, block: Block, accepted: Any) -> Any:
+def _token_residual(self: BlockRule, block: DraftBlock, accepted: Any) -> Any:
     return verify._residual_probs(block, accepted, accepted * 0 + 1)
 
 
-def _uncapped(block: Block) -> Any:
+def _uncapped(block: DraftBlock) -> Any:
     ratio = verify_ratios(block)
     carried = [ratio[:, 0] * 0 + 1]
     for i in range(block.k):
@@ -274,7 +274,7 @@ def _first_failure(self: BlockRule, passed: Any) -> Any:
     return TokenRule().accepted(passed)
 
 
-def _keeps_the_draft(self: CoupledRule, block: Block, round_draws: Any) -> Any:
+def _keeps_the_draft(self: CoupledRule, block: DraftBlock, round_draws: Any) -> Any:
     """Where both winners differ, the draft's is taken."""
     accepted, token = coupled_decide(self, block, round_draws)
     drafted = row_by_row(block.drafted_BK, accepted.clamp(max=block.k - 1))

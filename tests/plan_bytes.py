@@ -39,7 +39,7 @@ from llama_ssp.planner.activations import (
     Kernels,
     RankWork,
 )
-from llama_ssp.planner.weights import Part, RolePart, held
+from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
@@ -154,7 +154,7 @@ def _let_go(tensor: Tensor, hands: int) -> None:
 def planned(case: Case, rank: int) -> int:
     """Weights and caches, and the bound of the phase."""
     role = case.conf
-    own = RolePart.of(role, Part.of(role.model, case.world, rank), ROOM)
+    own = RolePart.of(role, ModelPart.of(role.model, case.world, rank), ROOM)
     target, draft = (own, None) if case.role == TARGET else (None, own)
     work, kernels = Workload(ROWS, PROMPT, NEW, case.k, CHUNK), Kernels(True, torch.get_num_threads())
     batch = RankWork(target, draft, VOCAB, work, ROOM, rank == 0, True, kernels)

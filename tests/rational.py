@@ -16,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 from llama_ssp.speculative.sampling import filtered
-from llama_ssp.speculative.verification import TREE, Block, Branches, Rule
+from llama_ssp.speculative.verification import TREE, Branches, DraftBlock, Rule
 
 Law = tuple[Fraction, ...]
 Prefix = tuple[int, ...]
@@ -162,7 +162,7 @@ def _aside(law: Law, taken: Prefix, wanted: int) -> list[tuple[Prefix, Fraction]
     ]
 
 
-def as_tree_block(case: Case, found: list[Tree], most: int) -> Block:
+def as_tree_block(case: Case, found: list[Tree], most: int) -> DraftBlock:
     """Trees as the rows of one batch. Where there is no sibling: the first token, and no distribution."""
     nobody = (Fraction(1),) + (Fraction(0),) * (case.target.vocab - 1)
     block = as_block(case, [(tree.path, tree.weight) for tree in found])
@@ -192,7 +192,7 @@ def drafts(case: Case) -> list[tuple[Prefix, Fraction]]:
     return found
 
 
-def as_block(case: Case, paths: list[tuple[Prefix, Fraction]]) -> Block:
+def as_block(case: Case, paths: list[tuple[Prefix, Fraction]]) -> DraftBlock:
     """All drafts as the rows of one batch, ragged where they stopped early."""
     nobody = (Fraction(1),) + (Fraction(0),) * (case.target.vocab - 1)
     target, draft, drafted = [], [], []
@@ -200,7 +200,7 @@ def as_block(case: Case, paths: list[tuple[Prefix, Fraction]]) -> Block:
         target.append([case.target(path[:i]) if i <= len(path) else nobody for i in range(case.k + 1)])
         draft.append([case.draft(path[:i]) if i < len(path) else nobody for i in range(case.k)])
         drafted.append([*path, *[0] * (case.k - len(path))])
-    return Block(
+    return DraftBlock(
         np.array(target, dtype=object),
         np.array(draft, dtype=object),
         np.array(drafted),

@@ -20,7 +20,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from llama_ssp.tasks.greedy_match import GreedyMatch, Rounds, agreements, fork_chances
+from llama_ssp.tasks.greedy_match import GreedyMatch, MatchRounds, agreements, fork_chances
 from tests.conftest import Answer, Command
 from tests.rig import GREEDY, Contrary
 from tests.toy import Toy, toy
@@ -36,7 +36,7 @@ def agreed(
     transform, draws = SamplingTransform(GREEDY, tuple(ends), VOCAB), CounterDraws(0)
     drafter = ModelDrafter(ModelRunner(draft), transform, draws)
     engine = Engine(ModelRunner(target), drafter, transform, RULES["token"], draws)
-    return agreements(engine, prompts, chunk, NEW, ends, Rounds())
+    return agreements(engine, prompts, chunk, NEW, ends, MatchRounds())
 
 
 def logits(model: CausalModel, text: list[int]) -> Tensor:
@@ -132,7 +132,7 @@ def test_one_forward_a_chunk() -> None:
         RULES["token"],
         draws,
     )
-    agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset(), Rounds())
+    agreements(engine, [Prompt("a", (1, 2, 3))], 5, NEW, frozenset(), MatchRounds())
     assert engine.target.forwards == 1 + NEW // 5  # the prompt, then ten tokens by fives
 
 
@@ -151,7 +151,7 @@ def test_penalties_hold_for_both() -> None:
         RULES["token"],
         draws,
     )
-    (found,) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset(), Rounds())
+    (found,) = agreements(engine, [Prompt("a", (1, 2, 3))], 4, NEW, frozenset(), MatchRounds())
     assert found.finish == "length" and best not in found.tokens
 
 

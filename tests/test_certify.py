@@ -33,9 +33,9 @@ from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.verification import (
     RULES,
     TREE,
-    Block,
     BlockRule,
     CoupledRule,
+    DraftBlock,
     Rule,
     TokenRule,
     TreeRule,
@@ -231,19 +231,19 @@ def test_as_many_drafts_are_kept_as_expected(rule: str) -> None:
     assert rule != TREE.name or sum(found.figures["siblings_accepted"]) > 500
 
 
-def _twice(block: Block) -> Any:
+def _twice(block: DraftBlock) -> Any:
     return mutants.verify_ratios(block) * 2
 
 
-def _some_in_any_case(self: CoupledRule, block: Block, chosen: Any) -> Any:
+def _some_in_any_case(self: CoupledRule, block: DraftBlock, chosen: Any) -> Any:
     return (block.drafted_BK == chosen[:, : block.k]) | (block.drafted_BK < 3)
 
 
-def _twice_in_trees(self: TreeRule, block: Block) -> Any:
+def _twice_in_trees(self: TreeRule, block: DraftBlock) -> Any:
     return (2 * tree_chances(self, block)).clamp(max=1)
 
 
-def _every_sibling(self: TreeRule, block: Block) -> Any:
+def _every_sibling(self: TreeRule, block: DraftBlock) -> Any:
     chance_BKC = tree_chances(self, block)
     return torch.cat([chance_BKC[..., :1], chance_BKC[..., 1:].sign()], -1)
 
@@ -401,13 +401,13 @@ def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
 decide, chances = BlockRule.decide, BlockRule.accept_chances
 
 
-def _lenient_decision(self: BlockRule, block: Block, draws: Any) -> Any:
+def _lenient_decision(self: BlockRule, block: DraftBlock, draws: Any) -> Any:
     """The engine accepts a tenth more than the rule, which replays call."""
     with patch.object(BlockRule, "accept_chances", lambda rule, block: 1.1 * chances(rule, block)):
         return decide(self, block, draws)
 
 
-def _lenient_to_siblings(self: TreeRule, block: Block, draws: Any) -> Any:
+def _lenient_to_siblings(self: TreeRule, block: DraftBlock, draws: Any) -> Any:
     with patch.object(TreeRule, "tree_chances", _twice_in_trees):
         return decide_tree(self, block, draws)
 

@@ -21,7 +21,7 @@ from llama_ssp.models.checkpoint import complete, find, inspect, with_shape
 from llama_ssp.models.folder import fingerprint
 from llama_ssp.models.hub import commit_of
 from llama_ssp.models.sizes import Checkpoint, sizes_of
-from llama_ssp.planner.weights import Part, RolePart, parameters
+from llama_ssp.planner.weights import ModelPart, RolePart, parameters
 from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints, families
 from tests.checkpoints import INDEX, copied, edit, join, split
@@ -103,7 +103,7 @@ def test_the_plan_has_the_windows_of_the_module(name: str, own: dict[str, Any], 
     shape = sizes_of(Checkpoint(tmp_path, config, {}))
     role = Role(TARGET, ModelConf(**shape), Dtype.fp32)
     windows = windows_of(module.config)
-    assert RolePart.of(role, Part.of(role.model), 8).masks == len(windows)
+    assert RolePart.of(role, ModelPart.of(role.model), 8).masks == len(windows)
     assert {shape["sliding_window"]} - {None} == set(windows.values()) - {None}
 
 

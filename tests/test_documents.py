@@ -13,7 +13,7 @@ from llama_ssp.config.schema import Weights
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.planner.stand_ins import MOST_PARAMETERS
 from llama_ssp.planner.weights import parameters
-from llama_ssp.report.document_tables import beside
+from llama_ssp.report.document_tables import document_items
 from llama_ssp.report.tables import Table
 from tests.conftest import Command
 
@@ -43,7 +43,7 @@ def test_a_table_stands_beside_the_document_s(command: Command):
     assert answer.code == 0 and "synthetic models" in answer.out
     found = json.loads(answer.out.splitlines()[-1])
     assert found["stand_ins"] == ["13B*", "7B*"] and [one["name"] for one in found["pairs"]] == ["13B*/7B*"]
-    (table,) = (item for item in beside(found) if isinstance(item, Table))
+    (table,) = (item for item in document_items(found) if isinstance(item, Table))
     rows = {row["name"]: row for row in table.rows}
     assert rows["13B/7B"]["ms_per_token_document"] == 114
     assert rows["13B/7B"]["speedup_here"] == found["pairs"][0]["pair"][0]["speedup"]

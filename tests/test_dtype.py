@@ -16,8 +16,8 @@ from llama_ssp.models.devices import device_of
 from llama_ssp.models.interface import Model
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.loader import load
-from llama_ssp.planner.storage import Store
-from llama_ssp.planner.weights import Part, held
+from llama_ssp.planner.storage import Storage
+from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.near_ties import Finding, check_greedy
 from tests.distributed.threads import ranks_of
@@ -135,16 +135,16 @@ def test_what_is_held_is_what_is_planned(dtype: Dtype) -> None:
     A CPU with bf16 instructions keeps nf4's scales in bf16 from its first pass on.
     """
     model = load(replace(WIDE, dtype=dtype), None, dtype, CPU, "model")
-    store = Store(kernel="cpu")
-    planned = sum(held(Part.of(WIDE), dtype, store).values())
+    store = Storage(kernel="cpu")
+    planned = sum(held(ModelPart.of(WIDE), dtype, store).values())
     assert model.weights_bytes == planned
     speculate(model, prompts(), None, k=0, max_new=2)
     packed = dtype is Dtype.nf4 and model.weights_bytes < planned
-    scales = held(Part.of(WIDE), dtype).get("quantisation scales", 0)
+    scales = held(ModelPart.of(WIDE), dtype).get("quantisation scales", 0)
     assert model.weights_bytes == planned or (packed and model.weights_bytes > planned - scales)
     for rank in ranks_of(2):
         part = load(replace(WIDE, dtype=dtype), None, dtype, CPU, "model", rank)
-        assert part.weights_bytes == sum(held(Part.of(WIDE, 2, rank.rank), dtype, store).values())
+        assert part.weights_bytes == sum(held(ModelPart.of(WIDE, 2, rank.rank), dtype, store).values())
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "llama-tied"])

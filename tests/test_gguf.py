@@ -28,7 +28,7 @@ from llama_ssp.models.loader import differences
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, head_ranges
 from llama_ssp.planner.storage import LAYERS, SCALES
-from llama_ssp.planner.weights import Part, held
+from llama_ssp.planner.weights import ModelPart, held
 from tests.distributed.threads import ranks_of, together
 from tests.gguf_files import K_QUANTS, SIZES, gguf, random_blocks, write
 from tests.test_decoder import TOLERANCE, require_same, walked
@@ -252,7 +252,7 @@ def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, tm
         codes = sum(layer.codes.nbytes for layer in layers)
         scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
         plain = [layer.weight for layer in part.blocks.modules() if isinstance(layer, nn.Linear)]
-        planned = held(Part.of(model, world, rank), Dtype.packed)
+        planned = held(ModelPart.of(model, world, rank), Dtype.packed)
         assert bool(plain) == (name != "phi3")
         assert planned[LAYERS] == codes + sum(2 * weight.numel() for weight in plain)
         assert planned[SCALES] == scales

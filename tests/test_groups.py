@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch import local_workers as groups
-from llama_ssp.batch.local_workers import Group, _dealt
+from llama_ssp.batch.local_workers import WorkerGroup, _dealt
 from llama_ssp.batch.workers import is_given_up, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE
@@ -63,10 +63,10 @@ def test_the_command_of_one_group_keeps_flags_apart():
     )  # fmt: skip
 
 
-def ended(tmp_path: Path, script: str, fruitless: int = 0) -> Group:
+def ended(tmp_path: Path, script: str, fruitless: int = 0) -> WorkerGroup:
     """A group that has run a shell script, begun when no record was finished."""
     (tmp_path / "logs").mkdir(exist_ok=True)
-    group = Group(0, ["sh", "-c", script], ["3"], tmp_path, fruitless=fruitless)
+    group = WorkerGroup(0, ["sh", "-c", script], ["3"], tmp_path, fruitless=fruitless)
     group.start(0)
     assert group.process is not None
     group.process.wait(30)

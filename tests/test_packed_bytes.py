@@ -19,8 +19,8 @@ from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
 from llama_ssp.models.loader import load
 from llama_ssp.planner.memory import loading_bytes
-from llama_ssp.planner.storage import CPU, IN_LAYERS, Store
-from llama_ssp.planner.weights import Part, RolePart, held
+from llama_ssp.planner.storage import CPU, IN_LAYERS, Storage
+from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints
 from tests.distributed.threads import ranks_of
@@ -46,7 +46,7 @@ def off(model: ModelConf, path: Path | None, dtype: Dtype, world: int, fast: boo
     found = []
     for rank in ranks_of(world) if world > 1 else [ALONE]:
         held_bytes = load(model, path, dtype, torch.device("cpu"), "model", rank, fast).weights_bytes
-        planned = held(Part.of(model, world, rank.rank), dtype, Store(1, CPU, fast))
+        planned = held(ModelPart.of(model, world, rank.rank), dtype, Storage(1, CPU, fast))
         found.append(held_bytes - sum(planned.values()))
     return found
 
@@ -195,7 +195,7 @@ def test_loading_takes_at_most_a_layer_more(
     model, folder = complete(ModelConf(name="x", path=str(path), dtype=dtype), "model")
     for ranks in (ranks_of(world) if world > 1 else [ALONE] for world in (1, 2, 3)):
         for rank in ranks:
-            live, part = OwnBytes(), Part.of(model, rank.world, rank.rank)
+            live, part = OwnBytes(), ModelPart.of(model, rank.world, rank.rank)
             with live.phase():
                 share = load(model, folder, dtype, torch.device("cpu"), "model", rank).weights_bytes
             groups = held(part, dtype)

@@ -23,9 +23,9 @@ from llama_ssp.planner.resolve import choose_placement
 from llama_ssp.planner.run_plan import predict, require_fit, warn_of_codes
 from llama_ssp.planner.search import NOTABLE, PlanRequest
 from llama_ssp.planner.speed import CodedCost, PassCost, Times, forward_s
-from llama_ssp.planner.storage import CPU, LAYERS, Store, Weight, sizes_of
+from llama_ssp.planner.storage import CPU, LAYERS, Storage, Weight, sizes_of
 from llama_ssp.planner.table import drawing
-from llama_ssp.planner.weights import Part, held
+from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.report.tables import text_of
 from tests.plans import cluster, machine, model
@@ -78,7 +78,7 @@ def product_s(
 ) -> float:
     """As planned."""
     weight = Weight(LAYERS, OUTPUTS, INPUTS, linear=True, codes=codes)
-    store = Store(kernel=CPU, compiled=compiled)
+    store = Storage(kernel=CPU, compiled=compiled)
     how, size = efficiency_of(weight, dtype, store), sum(bytes_ for _, bytes_ in sizes_of(weight, dtype))
     own = (CodedCost(size, weight.count, how),) if how else ()
     cost = PassCost(1, 0, size, 0.0, 2.0 * weight.count, 0, 0, 0, coded=own, share=of_plain(store))
@@ -178,10 +178,10 @@ def test_a_preset_has_the_bytes_of_its_repositorys_headers(name: str) -> None:
     assert {**found, "code_mix": ""} == {key: getattr(known, key) for key in found}
     assert found["code_mix"].count(f":{known.n_layers}:") == 4
     exact = replace(known, **found)
-    for store in (Store(), Store(kernel=CPU, compiled=True)):
+    for store in (Storage(), Storage(kernel=CPU, compiled=True)):
         for world in (1, 3, 8):
             for rank in (0, world - 1):
-                parts = (Part.of(each, world, rank) for each in (known, exact))
+                parts = (ModelPart.of(each, world, rank) for each in (known, exact))
                 assert len({sum(held(part, Dtype.packed, store).values()) for part in parts}) == 1
 
 

@@ -27,7 +27,7 @@ from llama_ssp.planner.memory import (
     tensor_lines,
 )
 from llama_ssp.planner.storage import Weight, sizes_of
-from llama_ssp.planner.weights import Part, held, parameters
+from llama_ssp.planner.weights import ModelPart, held, parameters
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 from tests.distributed.test_large import part
 
@@ -86,15 +86,15 @@ def test_every_preset_holds_what_the_real_model_holds(name: str, hydra: None) ->
     made = part(model, 1, 0)[0].decoder
     once = {p.untyped_storage()._cdata: p for p in (*made.parameters(), *made.buffers())}.values()
     assert parameters(model) == sum(p.numel() for p in once if p.dtype is torch.bfloat16)
-    assert sum(held(Part.of(model), Dtype.bf16).values()) == sum(p.nbytes for p in once)
+    assert sum(held(ModelPart.of(model), Dtype.bf16).values()) == sum(p.nbytes for p in once)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 8])
 def test_the_ranks_together_hold_the_model(world: int) -> None:
     """Whole matrices are dealt out; norms and buffers are everyone's."""
     model = role(TARGET, "30B").model
-    whole = held(Part.of(model), Dtype.fp16)
-    parts = [held(Part.of(model, world, rank), Dtype.fp16) for rank in range(world)]
+    whole = held(ModelPart.of(model), Dtype.fp16)
+    parts = [held(ModelPart.of(model, world, rank), Dtype.fp16) for rank in range(world)]
     for group in ("embedding", "layers", "head"):
         assert sum(part[group] for part in parts) == whole[group]
     assert all(part["norms"] == whole["norms"] for part in parts)
@@ -103,7 +103,9 @@ def test_the_ranks_together_hold_the_model(world: int) -> None:
 def test_an_uneven_split_is_counted_by_its_largest_part() -> None:
     """30B over 8: seven heads on four ranks, six on the others, as published: 7.765 and 7.385 GiB."""
     target = role(TARGET, "30B")
-    weights = [sum(held(Part.of(target.model, 8, rank), Dtype.fp16).values()) / 2**30 for rank in range(8)]
+    weights = [
+        sum(held(ModelPart.of(target.model, 8, rank), Dtype.fp16).values()) / 2**30 for rank in range(8)
+    ]
     assert [round(w, 3) for w in weights] == [7.765] * 4 + [7.385] * 4
     caches = [_named(target, rank, "cache") for rank in range(8)]
     assert caches[0] * 6 == caches[7] * 7
@@ -185,7 +187,7 @@ def test_quantising_while_loading_needs_more_than_the_result() -> None:
 
 def test_quantised_layers_have_scales_and_the_tables_stay_wide() -> None:
     model = role(TARGET, "7B").model
-    eight, sixteen = held(Part.of(model), Dtype.int8), held(Part.of(model), Dtype.bf16)
+    eight, sixteen = held(ModelPart.of(model), Dtype.int8), held(ModelPart.of(model), Dtype.bf16)
     assert 2 * eight["layers"] == sixteen["layers"]
     assert eight["embedding"] == sixteen["embedding"] and eight["head"] == sixteen["head"]
     assert eight["quantisation scales"] == 4 * 32 * (4 * 4096 + 2 * 11008 + 4096)
@@ -206,13 +208,13 @@ def test_split_drafts_and_copies() -> None:
     target, draft = role(TARGET, "65B"), role(DRAFT, "7B")
     copy = total(target, draft, placed(4, 4, copies=True), rank=3)
     share = total(target, draft, placed(4, 4), rank=3)
-    assert copy - share > 0.74 * sum(held(Part.of(draft.model), Dtype.fp16).values())
+    assert copy - share > 0.74 * sum(held(ModelPart.of(draft.model), Dtype.fp16).values())
 
 
 def test_weights_and_caches_are_refused_without_a_plan() -> None:
     """What is checked where nothing else can be planned: weights and caches of the whole models."""
     roles = [role(TARGET, "7B"), role(DRAFT, "7B")]
-    whole = sum(held(Part.of(roles[0].model), Dtype.fp16).values()) + 2 * 32 * 4096 * 2 * WORK.slots
+    whole = sum(held(ModelPart.of(roles[0].model), Dtype.fp16).values()) + 2 * 32 * 4096 * 2 * WORK.slots
     require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole, 0.0)
     with pytest.raises(DistributedError, match=r"model 7B: weights 12\.6 GiB, cache 1\.0 GiB; draft 7B"):
         require_capacity(roles, 1, WORK.slots, "cuda:0", 2 * whole - 1, 0.0)

@@ -21,7 +21,7 @@ from llama_ssp.planner.speed import (
     prefill_s,
     times_of,
 )
-from llama_ssp.planner.weights import Part, parameters
+from llama_ssp.planner.weights import ModelPart, parameters
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import best_k, tokens_per_round
 from tests.plans import machine, model, request
@@ -47,7 +47,7 @@ OTHER_GPU = 76.33
 def rate(name: str, ranks: int, cluster: str = "p4de") -> float:
     """Tokens a second of an engine that holds embedding and head whole on every rank, as gpt-fast does."""
     role = Role("model", model(name), Dtype.bf16)
-    cost, part = pass_cost(role, ranks), Part.of(role.model, ranks)
+    cost, part = pass_cost(role, ranks), ModelPart.of(role.model, ranks)
     elsewhere = (part.whole_vocab - part.vocab) * part.dim
     sums = 2 * part.layers * (ranks > 1)
     cost = replace(cost, weights=cost.weights + 2 * elsewhere, flops=cost.flops + 2 * elsewhere, sums=sums)

@@ -17,7 +17,7 @@ from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.layers import Stage, layers_lines, stages
 from llama_ssp.planner.search import option
 from llama_ssp.planner.storage import WEIGHTS
-from llama_ssp.planner.weights import Part, held
+from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.planner.workload import GIB
 from tests.plans import machine, model, request
 
@@ -52,7 +52,7 @@ def test_layers_are_dealt_out_as_accelerate_does(name: str, gpus: int, dtype: Dt
 @pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.nf4])
 def test_together_the_gpus_hold_the_model(name: str, dtype: Dtype) -> None:
     on = request(name, None, machine("p4d"), dtype=dtype)
-    whole = held(Part.of(on.target.model), dtype)
+    whole = held(ModelPart.of(on.target.model), dtype)
     sums = dict.fromkeys(whole, 0)
     for lines in layers_lines(on.target, None, on.work, 4, replace(GPU, cpu=True)):
         for line in lines:

@@ -9,7 +9,7 @@ import pytest
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.config.presets import CONF
 from llama_ssp.planner.activations import GPU, Forward, Kernels
-from llama_ssp.planner.weights import Part, RolePart, held
+from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import TARGET, Role
 from tests.memory_trace import Pass, Traced, trace
 from tests.plan_bytes import ALLOWED_BYTES, ALLOWED_SHARE
@@ -42,7 +42,7 @@ def model(family: str, **changes: Any) -> ModelConf:
 
 
 def bound(role: Role, passes: list[Pass], rows: int, capacity: int, world: int, rank: int) -> Traced:
-    own = RolePart.of(role, Part.of(role.model, world, rank), capacity)
+    own = RolePart.of(role, ModelPart.of(role.model, world, rank), capacity)
     peaks, fed = [], 0
     for step in passes:
         fed += step.columns
@@ -136,6 +136,6 @@ def test_depth_is_extrapolated_exactly() -> None:
 def test_a_step_over_a_long_text_copies_no_keys(kernels: Kernels) -> None:
     """Eight queries share a key: repeated keys would be eight times one layer's."""
     role = Role(TARGET, preset_model("llama3.1-70b"), Dtype.bf16)
-    own = RolePart.of(role, Part.of(role.model), 32768)
+    own = RolePart.of(role, ModelPart.of(role.model), 32768)
     step = Forward(own, kernels, 1, 5, 32768, 5)
     assert max(sum(moment.values()) for moment in step.moments()) < own.keys_bytes(1) / 2

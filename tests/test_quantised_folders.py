@@ -31,7 +31,7 @@ from llama_ssp.models.loader import differences, read
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.planner.storage import LAYERS, SCALES
-from llama_ssp.planner.weights import Part, held, weights
+from llama_ssp.planner.weights import ModelPart, held, weights
 from tests.conftest import Command
 from tests.distributed.threads import ranks_of, together
 from tests.quantised_folders import (
@@ -155,7 +155,7 @@ def test_kept_codes_give_the_same_in_the_planned_bytes(name: str, world: int, fo
         assert len(layers) == 4 * len(part.blocks)
         codes = sum(layer.codes.nbytes for layer in layers)
         scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers()) - codes
-        plan = Part.of(model, world, rank)
+        plan = ModelPart.of(model, world, rank)
         biases = sum(
             each.count * each.times for each in weights(plan) if each.group == LAYERS and not each.linear
         )

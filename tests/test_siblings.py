@@ -27,7 +27,7 @@ from llama_ssp.speculative.native import by_kernel
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.speculative.stats import expected_tokens
-from llama_ssp.speculative.verification import RULES, TREE, Block, Branches
+from llama_ssp.speculative.verification import RULES, TREE, Branches, DraftBlock
 from tests.families import build, decoder_of
 from tests.plans import machine
 from tests.plans import request as planned
@@ -86,7 +86,7 @@ def test_torch_runs_the_same_functions():
             torch.tensor(behind.token_BKS), torch.tensor(behind.count_BK), real(behind.target_BKSV)
         )
         drafts = torch.tensor(exact.drafted_BK), torch.tensor(exact.count_B)
-        block = Block(real(exact.target_BWV), real(exact.draft_BKV), *drafts, branches)
+        block = DraftBlock(real(exact.target_BWV), real(exact.draft_BKV), *drafts, branches)
         chances = TREE.tree_chances(exact).astype(float)
         assert np.allclose(TREE.tree_chances(block).numpy(), chances, atol=1e-15)
         rows = len(exact.count_B)
@@ -252,7 +252,7 @@ def test_broken_numbers_are_told_wherever_they_are():
 def test_the_plan_knows_siblings():
     """Their columns, their slots in the cache, and the tokens that they are assumed to bring."""
     chain = planned("llama2-70b", "llama2-7b", machine("dgx_h100"))
-    tree = replace(chain, siblings=2, work=replace(chain.work, beside=8))
+    tree = replace(chain, siblings=2, work=replace(chain.work, siblings=8))
     placement = search(chain, [8])[0].placement
     plain, wide = (round_times(request, placement) for request in (chain, tree))
     assert wide.verify[0] == plain.verify[0] and plain.verify[4] < wide.verify[4]

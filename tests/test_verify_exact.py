@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp.speculative.verification import RULES, Block, acceptance_prob
+from llama_ssp.speculative.verification import RULES, DraftBlock, acceptance_prob
 from tests.rational import Case, as_block, cases, drafts, total_variation
 
 PAIRS = 120
@@ -90,7 +90,7 @@ def test_torch_runs_the_same_functions(rule):
     """The tensors that ship give what the fractions give, row by row."""
     for case in cases(15, 6, early=True):
         exact = as_block(case, drafts(case))
-        block = Block(
+        block = DraftBlock(
             torch.tensor(exact.target_BWV.astype(float)),
             torch.tensor(exact.draft_BKV.astype(float)),
             torch.tensor(exact.drafted_BK),

@@ -41,7 +41,7 @@ STOP_S = 60.0  # for groups to stop after SIGTERM
 
 
 @dataclass
-class Group:
+class WorkerGroup:
     """One group: its process, and how often it has ended without progress of the job."""
 
     number: int
@@ -107,7 +107,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         (work / LOGS).mkdir(parents=True, exist_ok=True)
     command = _command(ranks, workers.words_of_one(words, job.seed, f"cluster.gpus={ranks}"))
     count = min(run.cluster.groups, max(job.missing, 1))
-    groups = [Group(number, command, devices[number], work) for number in range(count)]
+    groups = [WorkerGroup(number, command, devices[number], work) for number in range(count)]
     log.info("%d groups of %d rank%s; logs in %s", count, ranks, "s" * (ranks > 1), work / LOGS)
     with _stopped_together(groups):
         _run(groups, job, task.retries)
@@ -121,7 +121,7 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
     return code
 
 
-def _run(groups: list[Group], job: Job, retries: int) -> None:
+def _run(groups: list[WorkerGroup], job: Job, retries: int) -> None:
     finished, counted_at = count_finished(job.work), time.monotonic()
     for group in groups:
         group.start(finished)
@@ -144,7 +144,7 @@ def _run(groups: list[Group], job: Job, retries: int) -> None:
                     group.start(finished)
 
 
-def _figures(job: Job, groups: list[Group], wall_s: float, code: int) -> dict[str, Any]:
+def _figures(job: Job, groups: list[WorkerGroup], wall_s: float, code: int) -> dict[str, Any]:
     """Of all groups; what a killed run of a group had counted is not known."""
     counts = sum((group.figures for group in groups), Counter[str]())
     return {
@@ -183,7 +183,7 @@ def _command(ranks: int, words: tuple[str, ...]) -> list[str]:
 
 
 @contextmanager
-def _stopped_together(groups: list[Group]) -> Iterator[None]:
+def _stopped_together(groups: list[WorkerGroup]) -> Iterator[None]:
     """However this ends, no group outlives it; each stops at a record's end."""
     try:
         yield

@@ -421,6 +421,6 @@ class SpeculationConfig:
         return self.k_max if self.adaptive else self.k
 
     @property
-    def beside(self) -> int:
+    def most_siblings(self) -> int:
         """The most siblings of a round, of all its drafts."""
         return self.longest * self.siblings

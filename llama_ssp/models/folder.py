@@ -154,8 +154,8 @@ def fingerprint(path: Path) -> str:
     """
     digest = hashlib.sha256()
     weights = weight_files(path)
-    beside = path.parent.glob("tokenizer*") if is_gguf(path) else path.iterdir()
-    small = [p for p in beside if p.suffix in READ_BY_LIBRARIES and p not in weights and p.is_file()]
+    others = path.parent.glob("tokenizer*") if is_gguf(path) else path.iterdir()
+    small = [p for p in others if p.suffix in READ_BY_LIBRARIES and p not in weights and p.is_file()]
     for file in sorted(small):
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
     for file in sorted(weights):

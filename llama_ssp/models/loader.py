@@ -38,7 +38,7 @@ from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, build, fill_module, require_filled
-from llama_ssp.models.watched_source import Watch, WatchedSource, bytes_on_disk, unwatched
+from llama_ssp.models.watched_source import ReadWatch, WatchedSource, bytes_on_disk, unwatched
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ DRAFT = "draft"
 
 def load(
     model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str, ranks: Ranks = ALONE,
-    fast: bool = False, watch: Watch = unwatched,
+    fast: bool = False, watch: ReadWatch = unwatched,
 ) -> Model:  # fmt: skip
     """The model on one device, ready to run; over several ranks this rank's part, from its slices alone.
 
@@ -70,7 +70,7 @@ def load(
 
 def _decoder(
     model: ModelConf, config: Any, path: Path | None, dtype: Dtype, device: torch.device, role: str,
-    ranks: Ranks, fast: bool, watch: Watch,
+    ranks: Ranks, fast: bool, watch: ReadWatch,
 ) -> DecoderModel:  # fmt: skip
     require_quantised(model, ranks.world)
     fast = fast and has_kernels(model.name, dtype, device)

@@ -14,7 +14,7 @@ from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.sharding import Cut
 
-Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+ReadWatch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Takes the model's name and the bytes to read; what it returns is called with the bytes of each tensor."""
 
 

@@ -82,7 +82,7 @@ class StreamedRow:
     logprobs: list[TokenLogprob] | None = None
 
 
-Text = str | Sequence[int]  # a text, or its token ids
+TextOrIds = str | Sequence[int]  # a text, or its token ids
 
 
 def load_pair(
@@ -129,10 +129,10 @@ class Pair:
         return self._session.models.devices
 
     def generate(
-        self, prompts: Sequence[Text], *, max_new_tokens: int = 128, sampling: SamplingConfig | None = None,
-        speculation: SpeculationConfig | None = None, stop: Sequence[str] = (), seed: int | None = None,
-        chat: bool = False, system: str | None = None, logprobs: int | None = None,
-        logprobs_of: str = "target",
+        self, prompts: Sequence[TextOrIds], *, max_new_tokens: int = 128,
+        sampling: SamplingConfig | None = None, speculation: SpeculationConfig | None = None,
+        stop: Sequence[str] = (), seed: int | None = None, chat: bool = False, system: str | None = None,
+        logprobs: int | None = None, logprobs_of: str = "target",
     ) -> list[Completion]:  # fmt: skip
         """Continues every prompt, `batch_size` at a time; the completions in the order of the prompts.
 
@@ -164,10 +164,10 @@ class Pair:
         return done if self._ranks.is_leader else []
 
     def stream(
-        self, prompts: Sequence[Text], *, max_new_tokens: int = 128, sampling: SamplingConfig | None = None,
-        speculation: SpeculationConfig | None = None, stop: Sequence[str] = (), seed: int | None = None,
-        chat: bool = False, system: str | None = None, logprobs: int | None = None,
-        logprobs_of: str = "target",
+        self, prompts: Sequence[TextOrIds], *, max_new_tokens: int = 128,
+        sampling: SamplingConfig | None = None, speculation: SpeculationConfig | None = None,
+        stop: Sequence[str] = (), seed: int | None = None, chat: bool = False, system: str | None = None,
+        logprobs: int | None = None, logprobs_of: str = "target",
     ) -> Iterator[list[StreamedRow]]:  # fmt: skip
         """The same, round by round: what each prompt of the batch got. All rounds must be taken.
 
@@ -191,7 +191,7 @@ class Pair:
                 require_numbers(*texts_of(batch.state))
 
     def score(
-        self, texts: Sequence[Text], *, top: int = 0, sampling: SamplingConfig | None = None
+        self, texts: Sequence[TextOrIds], *, top: int = 0, sampling: SamplingConfig | None = None
     ) -> list[ScoredText]:
         """The log-probability of every token of these texts, each given those before it.
 
@@ -244,7 +244,7 @@ class Pair:
         return run
 
     def _batches(
-        self, prompts: Sequence[Text], seed: int | None, run: RunConf
+        self, prompts: Sequence[TextOrIds], seed: int | None, run: RunConf
     ) -> Iterator[tuple[Batch, int]]:
         """Each batch of a run with these settings, its prompts read, and the number of its first prompt."""
         pair, task = self._session, run.task
@@ -258,7 +258,7 @@ class Pair:
         for first in range(0, len(read), task.batch_size):
             yield batches.begin(read[first : first + task.batch_size]), first
 
-    def _read(self, texts: Sequence[Text], run: RunConf, shorter: bool = True) -> list[Prompt]:
+    def _read(self, texts: Sequence[TextOrIds], run: RunConf, shorter: bool = True) -> list[Prompt]:
         """The texts as token ids; `shorter`: than the context, so that a token can follow."""
         tokens, found = self._session.tokens, list[Prompt]()
         for n, text in enumerate(texts):
@@ -270,7 +270,7 @@ class Pair:
                 found.append(usable(given, ids, tokens, run, 0 if shorter else 2))
         return found
 
-    def _text(self, text: Text) -> str:
+    def _text(self, text: TextOrIds) -> str:
         return text if isinstance(text, str) else self._session.tokens.decode(list(text))
 
     def _spelled(self, found: Sequence[ScoredToken]) -> list[TokenLogprob]:

@@ -172,7 +172,7 @@ def prepare(pair: RankModels, speculation: SpeculationConfig, rows: int, slots: 
     widest = speculation.longest * (1 + speculation.siblings) + (LAG if speculation.siblings else 1)
     kinds = ((pair.target, range(1, widest + 1)), (pair.draft, range(1, LAG + 1)))
     wanted: list[Callable[[], None]] = [
-        partial(model.prepare, widths, rows, min(slots, model.context) + speculation.beside)
+        partial(model.prepare, widths, rows, min(slots, model.context) + speculation.most_siblings)
         for model, widths in kinds
         if isinstance(model, SteppedModel)
     ]
@@ -228,8 +228,10 @@ def engine_for(
         roles = replace(roles, draft_channel=None)
     if target is not None and roles.leads:
         rule = rule or rule_of(run)
-        return Engine(target, drafter or Drafter(), transform, rule, draws, roles, run.speculation.beside)
-    others = roles, pair.context, first.device, run.speculation.beside
+        return Engine(
+            target, drafter or Drafter(), transform, rule, draws, roles, run.speculation.most_siblings
+        )
+    others = roles, pair.context, first.device, run.speculation.most_siblings
     return Follower(target, drafter, transform, draws, *others)
 
 

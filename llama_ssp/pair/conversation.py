@@ -31,7 +31,7 @@ STOPPED = "stopped"  # why a reply ended, besides the reasons of a text: it was 
 
 
 @dataclass
-class Reply:
+class ChatReply:
     """A reply so far, and what it took. Of its prompt, `kept` tokens were in the target's KV cache."""
 
     prompt_tokens: int
@@ -53,7 +53,7 @@ class Conversation:
         self.limit, self._new_tokens = limit, new_tokens
         self.has_template = pair.tokens.has_template
         self._stops = list(stops) if self.has_template else [*stops, "\n" + NAMES["user"].rstrip()]
-        self.system, self.history, self.replies = system, list[Message](), list[Reply]()
+        self.system, self.history, self.replies = system, list[Message](), list[ChatReply]()
         self._state: State | None = None  # whose text the KV cache holds
         self._stop_asked = False
 
@@ -77,7 +77,7 @@ class Conversation:
         room = min(self._new_tokens, self.limit - length)
         before, self._state, self._stop_asked = self._state, None, False
         run = TimedRun(self._engine, [prompt], room, longest=self.limit, before=before)
-        reply = Reply(length, run.kept, counts=run.counts)
+        reply = ChatReply(length, run.kept, counts=run.counts)
         self.replies.append(reply)
         writing = Writing(pair.tokens.decode, [prompt.token_ids], self._stops)
         limits = Limits(room, pair.end_ids, writing)

@@ -20,7 +20,7 @@ from llama_ssp.planner.engine import tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit, warn_of_codes
-from llama_ssp.planner.weights import Part, held
+from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.planner.workload import Role
 from llama_ssp.text.pairing import Pairing
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
@@ -169,7 +169,7 @@ def _warn(found: list[ModelPlacement], run: RunConf) -> None:
 
 def _bytes(placed: ModelPlacement) -> int:
     """Of the whole model's weights."""
-    return sum(held(Part.of(placed.model), placed.dtype).values())
+    return sum(held(ModelPart.of(placed.model), placed.dtype).values())
 
 
 def _same_weights(draft: ModelPlacement, target: ModelPlacement) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
 from llama_ssp.planner.storage import width
-from llama_ssp.planner.weights import Part, RolePart
+from llama_ssp.planner.weights import ModelPart, RolePart
 from llama_ssp.planner.workload import MIB, Workload
 
 MASKS, HIDDEN, LOGITS, PROBS, TOKENS = "masks", "activations", "logits", "laws", "tokens"
@@ -54,7 +54,7 @@ class Forward:
     logits: int = 1
 
     @property
-    def part(self) -> Part:
+    def part(self) -> ModelPart:
         return self.own.part
 
     @property
@@ -260,7 +260,7 @@ class RankWork:
     def _verifying(self, target: RolePart) -> Iterator[Parts]:
         """The target over K + 1 positions; then its distributions, in fp32 and, with drafts, in fp64."""
         k, one, small = self.work.k, self.work.rows * self.vocab, self._small()
-        columns, beside = k + 1 + self.work.beside, self.work.beside
+        columns, siblings = k + 1 + self.work.siblings, self.work.siblings
         model, wide = self._step(target, columns), max(width(target.dtype), FP32)
         own = wide if self.draft is None else max(width(self.draft.dtype), FP32)
         has_probs = self.decides or (self.drafts and self.draft is not None)
@@ -276,7 +276,7 @@ class RankWork:
         # In fp64: both distributions; the residual or the minimum at the drafts; four distributions of one
         # position. With siblings: those behind them, and what is left of both distributions at each draft.
         double = (2 * k + 1 + max(k + 1, 4)) * one * FP64 if k else 2 * one * FP64
-        double += (beside + 4 * k) * one * FP64 if beside else 0
+        double += (siblings + 4 * k) * one * FP64 if siblings else 0
         yield {LOGITS: logits, PROBS: drafted + probs + double + small}
 
     def _small(self) -> int:

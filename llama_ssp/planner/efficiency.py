@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llama_ssp.config import Dtype
-from llama_ssp.planner.storage import CPU, CUDA, Store, Weight
+from llama_ssp.planner.storage import CPU, CUDA, Storage, Weight
 
 Points = tuple[tuple[int, float], ...]  # (tokens of a pass, a figure), as speed.between takes them
 
@@ -61,18 +61,18 @@ PACKED: Points = ((16, 0.78), (64, 1.0), (65, 1.0))
 PLAIN: Points = ((1, 1.0),)
 
 
-def efficiency_of(weight: Weight, dtype: Dtype, store: Store) -> Efficiency | None:
+def efficiency_of(weight: Weight, dtype: Dtype, store: Storage) -> Efficiency | None:
     """Of a quantised matrix; None for one that is not quantised, and where the device is not known."""
     kind = _kind(weight, dtype, store)
     return EFFICIENCY.get((CPU if store.kernel == CPU else CUDA, kind)) if store.kernel else None
 
 
-def of_plain(store: Store) -> Points:
+def of_plain(store: Storage) -> Points:
     """The share of the machine's operations that products of plain weights attain."""
     return PACKED if store.packs else PLAIN
 
 
-def _kind(weight: Weight, dtype: Dtype, store: Store) -> str:
+def _kind(weight: Weight, dtype: Dtype, store: Storage) -> str:
     codes = weight.kept(dtype)
     if weight.linear and dtype is Dtype.nf4:
         return BITSANDBYTES_NF4

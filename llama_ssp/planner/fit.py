@@ -12,7 +12,7 @@ from llama_ssp.errors import DistributedError
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.layers import layers_lines
 from llama_ssp.planner.memory import rank_work, segments, tensor_lines
-from llama_ssp.planner.weights import Part, RolePart, held
+from llama_ssp.planner.weights import ModelPart, RolePart, held
 from llama_ssp.planner.workload import CONSTANT, GIB, MIB, MemoryLine, Role, Workload
 
 LIBRARIES = "libraries"  # the role of lines that belong to no model
@@ -118,7 +118,7 @@ def require_capacity(
     """
     needed, words = 0, []
     for role in roles:
-        own = RolePart.of(role, Part.of(role.model), slots)
+        own = RolePart.of(role, ModelPart.of(role.model), slots)
         weights, cache = sum(held(own.part, role.dtype).values()), own.caches_bytes(rows)
         needed += weights + cache
         sizes = f"weights {weights / GIB:.1f} GiB, cache {cache / GIB:.1f} GiB"

@@ -24,7 +24,7 @@ from llama_ssp.models.host_memory import memory_here
 from llama_ssp.planner.activations import GPU, Kernels
 from llama_ssp.planner.gpus import SLICES, gpus_here
 from llama_ssp.planner.speed import Times, times_of
-from llama_ssp.planner.storage import CPU, CUDA, OLD, Store
+from llama_ssp.planner.storage import CPU, CUDA, OLD, Storage
 from llama_ssp.planner.workload import GIB, MIB
 
 CPU_TABLE = Path("/proc/cpuinfo")
@@ -72,9 +72,9 @@ class Machine:
             return conf
         return Dtype.bf16 if self.bf16 else Dtype.fp32 if self.is_cpu else Dtype.fp16
 
-    def store(self, compiled: bool) -> Store:
+    def store(self, compiled: bool) -> Storage:
         """How its kernels keep the weights of a model, whose steps may be compiled."""
-        return Store(kernel=CPU if self.is_cpu else CUDA if self.bf16 else OLD, compiled=compiled)
+        return Storage(kernel=CPU if self.is_cpu else CUDA if self.bf16 else OLD, compiled=compiled)
 
     def in_words(self) -> str:
         what = f"{self.gpu}, {self.capacity / GIB:.1f} GiB"

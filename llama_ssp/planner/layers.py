@@ -15,7 +15,7 @@ from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.planner.activations import LOGITS, PROBS, Kernels, Parts
 from llama_ssp.planner.memory import peak_lines, peaks, rank_work, segments, tensor_lines
 from llama_ssp.planner.storage import EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS, SCALES, WEIGHTS
-from llama_ssp.planner.weights import CACHE, Part, held
+from llama_ssp.planner.weights import CACHE, ModelPart, held
 from llama_ssp.planner.workload import TARGET, MemoryLine, Role, Workload
 
 EXTRA_LAYERS = 1.25  # that a GPU may take beyond its even share
@@ -89,7 +89,7 @@ def _on_stage(parts: Parts, at: int, stage: Stage) -> Parts:
 
 def _module_bytes(model: ModelConf, dtype: Dtype) -> dict[str, int]:
     """Bytes of the embedding, a layer, the last norm and the head, quantised ones without scales."""
-    one, two = (held(Part.of(_of_layers(model, n)), dtype) for n in (1, 2))
+    one, two = (held(ModelPart.of(_of_layers(model, n)), dtype) for n in (1, 2))
     layer = {group: two.get(group, 0) - one.get(group, 0) for group in (LAYERS, EXPERTS, NORMS)}
     return {
         EMBEDDING: one[EMBEDDING] + one.get(POSITIONS, 0),

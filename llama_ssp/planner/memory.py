@@ -11,7 +11,7 @@ from llama_ssp.config import Dtype
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.planner.activations import GPU, Kernels, Parts, RankWork, total
 from llama_ssp.planner.storage import BYTES, IN_LAYERS, UNIT
-from llama_ssp.planner.weights import CACHE, Part, RolePart, held, tensors
+from llama_ssp.planner.weights import CACHE, ModelPart, RolePart, held, tensors
 from llama_ssp.planner.workload import BOUND, DRAFT, MIB, TARGET, MemoryLine, Role, Workload
 
 LOADING = "load"
@@ -37,11 +37,11 @@ def rank_work(
     room = min(work.slots, target.model.context)
     own = drafted = None
     if rank in placement.target:
-        part = Part.of(target.model, len(placement.target), placement.target.index(rank))
-        own = RolePart.of(target, part, room + work.beside, work.target_caches, target.role in compiled)
+        part = ModelPart.of(target.model, len(placement.target), placement.target.index(rank))
+        own = RolePart.of(target, part, room + work.siblings, work.target_caches, target.role in compiled)
     if draft is not None and rank in placement.draft:
         degree = placement.draft_degree
-        part = Part.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)
+        part = ModelPart.of(draft.model, degree, placement.draft.index(rank) if degree > 1 else 0, True)
         if draft.model.is_head and draft.model.tied and len(placement.target) == 1:
             lent_head = draft.model.head_block > 0 and draft.model.head_vocab == draft.model.vocab
             part = replace(part, embedding_rows=0, lent_head=lent_head)  # it reads the target's tables

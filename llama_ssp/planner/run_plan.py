@@ -87,7 +87,7 @@ def request_of(
     prompt = getattr(task, "prompt_tokens", min(USUAL_TOKENS, most - new)) if slots is None else slots - new
     rows = getattr(task, "batch_size", 1) if rows is None else rows
     work = Workload(rows, prompt, new, spec.k, getattr(task, "prefill_chunk", USUAL_TOKENS), *caches)
-    work = replace(work, beside=spec.beside)
+    work = replace(work, siblings=spec.most_siblings)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
     acceptance, k_max = getattr(task, "acceptance", run.plan.acceptance), max(spec.k_max, spec.k)

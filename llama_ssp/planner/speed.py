@@ -20,11 +20,11 @@ from llama_ssp.planner.storage import (
     EMBEDDING,
     EXPERTS,
     POSITIONS,
-    Store,
+    Storage,
     sizes_of,
     width,
 )
-from llama_ssp.planner.weights import Part, held, weights
+from llama_ssp.planner.weights import ModelPart, held, weights
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
 
@@ -145,9 +145,9 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
     )
 
 
-def pass_cost(role: Role, ranks: int, store: Store = AS_THEY_ARE) -> PassCost:
+def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
     """The cost for the first rank, which holds what does not divide evenly; `store`: how it keeps weights."""
-    part = Part.of(role.model, ranks)
+    part = ModelPart.of(role.model, ranks)
     not_read = (POSITIONS, BUFFERS, EXPERTS) if part.tied else (EMBEDDING, POSITIONS, BUFFERS, EXPERTS)
     found = held(part, role.dtype)
     read = sum(size for group, size in found.items() if group not in not_read)
@@ -162,7 +162,7 @@ def pass_cost(role: Role, ranks: int, store: Store = AS_THEY_ARE) -> PassCost:
     return PassCost(ranks, part.layers, read, slot, 2.0 * numbers, *own, coded, of_plain(store))
 
 
-def _coded(part: Part, dtype: Dtype, store: Store) -> tuple[CodedCost, ...]:
+def _coded(part: ModelPart, dtype: Dtype, store: Storage) -> tuple[CodedCost, ...]:
     """The quantised matrices of a rank."""
     found: dict[Efficiency, tuple[float, float]] = {}
     for weight in weights(part, dtype is Dtype.packed):
@@ -174,7 +174,7 @@ def _coded(part: Part, dtype: Dtype, store: Store) -> tuple[CodedCost, ...]:
     return tuple(CodedCost(*sizes, how) for how, sizes in found.items())
 
 
-def _layer_sums(part: Part) -> int:
+def _layer_sums(part: ModelPart) -> int:
     """All-reduces of a layer: behind attention, behind the MLP, and in norms over the heads of all ranks."""
     return 2 + part.family.whole_qk_norm
 

@@ -31,7 +31,7 @@ WORD = {CPU: 4, CUDA: 16}  # bytes of codes of a group that a kernel reads at on
 
 
 @dataclass(frozen=True)
-class Store:
+class Storage:
     """How a device keeps tensors.
 
     `unit`: bytes to which its allocator rounds. `kernel`: CPU or CUDA, of the kernels for codes; else codes
@@ -53,7 +53,7 @@ class Store:
         return unit > 0 and (codes.group in (0, inputs) or codes.group > inputs or codes.group % unit == 0)
 
 
-AS_THEY_ARE = Store()
+AS_THEY_ARE = Storage()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def width(dtype: Dtype) -> int:
     return int(max(BYTES[dtype], 2))
 
 
-def sizes_of(weight: Weight, dtype: Dtype, store: Store = AS_THEY_ARE) -> Iterator[tuple[str, int]]:
+def sizes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iterator[tuple[str, int]]:
     """(group, bytes) of one such tensor, and of its scales where it is quantised."""
     codes, outputs = weight.kept(dtype), weight.outputs
     if weight.linear and dtype is Dtype.nf4:
@@ -108,7 +108,7 @@ def sizes_of(weight: Weight, dtype: Dtype, store: Store = AS_THEY_ARE) -> Iterat
         yield weight.group, outputs * weight.inputs * width(dtype)
 
 
-def table_of(weight: Weight, dtype: Dtype, store: Store) -> tuple[str, int] | None:
+def table_of(weight: Weight, dtype: Dtype, store: Storage) -> tuple[str, int] | None:
     """The table that the kernel reads the weight's codes by, and its bytes; all matrices share it."""
     codes = weight.kept(dtype)
     by_kernel = store.reads(codes, weight.inputs) and (dtype is not Dtype.int8 or store.compiled)

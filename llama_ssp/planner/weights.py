@@ -25,7 +25,7 @@ from llama_ssp.planner.storage import (
     POSITIONS,
     SCALES,
     UNIT,
-    Store,
+    Storage,
     Weight,
     sizes_of,
     table_of,
@@ -37,7 +37,7 @@ CACHE = "cache"  # keys and values
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """The sizes of one rank's part of a model; `widest` is the largest share of the vocabulary."""
 
     family: Family
@@ -71,7 +71,7 @@ class Part:
     lent_head: bool = False  # its last matrix is the target's
 
     @staticmethod
-    def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> Part:
+    def of(model: ModelConf, world: int = 1, rank: int = 0, leader_looks_up: bool = False) -> ModelPart:
         """`leader_looks_up`: rank 0 holds the whole embedding, the others one unused row."""
         heads = head_ranges(model.n_heads, model.n_kv_heads, world, rank)
         vocab, widest = (length(vocab_share(model.vocab, world, index)) for index in (rank, 0))
@@ -90,7 +90,7 @@ class Part:
             own = *own[:3], model.head_vocab, model.head_vocab, model.vocab
             whole = *whole[:-1], False
             norms += not model.head_block  # EAGLE-3 has that of the states in its block
-        return Part(
+        return ModelPart(
             *whole, model.vocab, world, *own, *experts, norms, *places, codes, model.code_mix,
             (model.attention_bias, model.mlp_bias), model.head_inputs, model.head_block,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class Part:
         return int(self.head_dim * self.family.rotary)
 
 
-def weights(part: Part, packed: bool = False, own_head: bool = False) -> Iterator[Weight]:
+def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> Iterator[Weight]:
     """Every parameter of the part. A tied head is the embedding, where that has the head's rows.
 
     `packed`: matrices are as a quantised checkpoint has them; `own_head`: a tied head has a copy of its own.
@@ -149,7 +149,7 @@ def weights(part: Part, packed: bool = False, own_head: bool = False) -> Iterato
         yield Weight(HEAD, part.vocab, dim)
 
 
-def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
+def _matrices(part: ModelPart) -> Iterator[tuple[int, int, int, bool, int]]:
     """The matrices of attention and of MLPs, as they are held.
 
     Of each the outputs, the inputs, how many there are, whether with bias, and the first input on disk.
@@ -172,7 +172,7 @@ def _matrices(part: Part) -> Iterator[tuple[int, int, int, bool, int]]:
         yield dim, part.ffn, dense, part.first and biased(names.down, mlp), part.first_column
 
 
-def _mixed(part: Part) -> Iterator[Weight]:
+def _mixed(part: ModelPart) -> Iterator[Weight]:
     """The products of a checkpoint in which matrices have codes of their own, or none (kept.py)."""
     dim, ffn, queries, keys = part.dim, part.ffn, part.query_width, part.key_width
     wide = part.expert_ffn * (1 + part.family.clamped)  # of clamped experts with their gate
@@ -194,7 +194,7 @@ def _mixed(part: Part) -> Iterator[Weight]:
         yield Weight(group, outputs, inputs, int(times) * each, True, before, codes)
 
 
-def _experts(part: Part, packed: bool) -> Iterator[Weight]:
+def _experts(part: ModelPart, packed: bool) -> Iterator[Weight]:
     """Router and experts, of which each rank has some columns; those in codes are in `_mixed`."""
     count, times, wide = part.experts, part.expert_layers, 2 * part.expert_ffn
     yield Weight(LAYERS, count, part.dim, times)
@@ -210,10 +210,10 @@ def _experts(part: Part, packed: bool) -> Iterator[Weight]:
 
 def parameters(model: ModelConf) -> int:
     """How many parameters the model has; a tied head counts once."""
-    return sum(weight.count * weight.times for weight in weights(Part.of(model)))
+    return sum(weight.count * weight.times for weight in weights(ModelPart.of(model)))
 
 
-def buffers(part: Part) -> list[int]:
+def buffers(part: ModelPart) -> list[int]:
     """Bytes of the buffers that a model computes: frequencies of rotary positions, ids of a head's tokens."""
     if part.family.position_rows is not None:
         return []
@@ -221,7 +221,7 @@ def buffers(part: Part) -> list[int]:
     return part.family.rotary_kinds * [4 * (part.rotary_width // 2)] + ids
 
 
-def held(part: Part, dtype: Dtype, store: Store = AS_THEY_ARE) -> dict[str, int]:
+def held(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> dict[str, int]:
     """Bytes of each group of tensors, each tensor rounded up to the store's unit."""
     found: dict[str, int] = {}
     for group, bytes_, times in tensors(part, dtype, store):
@@ -229,7 +229,7 @@ def held(part: Part, dtype: Dtype, store: Store = AS_THEY_ARE) -> dict[str, int]
     return found
 
 
-def tensors(part: Part, dtype: Dtype, store: Store = AS_THEY_ARE) -> Iterator[tuple[str, int, int]]:
+def tensors(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iterator[tuple[str, int, int]]:
     """Every tensor as (group, bytes, how many)."""
     tables = set()
     for weight in weights(part, dtype is Dtype.packed, own_head=store.packs):
@@ -252,7 +252,7 @@ class RolePart:
     """
 
     role: str
-    part: Part
+    part: ModelPart
     dtype: Dtype
     capacity: int
     caches: int
@@ -261,13 +261,13 @@ class RolePart:
     waiting: int = 0
 
     @staticmethod
-    def of(role: Role, part: Part, capacity: int, caches: int = 1, compiled: bool = False) -> RolePart:
+    def of(role: Role, part: ModelPart, capacity: int, caches: int = 1, compiled: bool = False) -> RolePart:
         masks = part.family.masks(role.model.sliding_window)
         return RolePart(role.role, part, role.dtype, capacity, caches, masks, compiled)
 
-    def store(self, cpu: bool) -> Store:
+    def store(self, cpu: bool) -> Storage:
         """How a CPU or a GPU keeps its tensors."""
-        return Store(1 if cpu else UNIT, CPU if cpu else CUDA, self.compiled)
+        return Storage(1 if cpu else UNIT, CPU if cpu else CUDA, self.compiled)
 
     def keys(self, rows: int) -> int:
         """How many numbers the keys of one layer are, in one cache."""

@@ -24,7 +24,7 @@ class Role:
 @dataclass(frozen=True)
 class Workload:
     """One batch: rows of `prompt_tokens`, `new_tokens` each, K drafted a round (0: no drafting), and in all
-    `beside` siblings of these.
+    `siblings` of these.
 
     `target_caches` and `draft_caches` are how many caches there are at once, one for each engine.
     """
@@ -36,7 +36,7 @@ class Workload:
     prefill_chunk: int = 512
     target_caches: int = 1
     draft_caches: int = 1
-    beside: int = 0
+    siblings: int = 0
 
     @property
     def slots(self) -> int:

@@ -13,7 +13,7 @@ TITLES = {
 }
 
 
-def beside(summary: Row) -> list[Table | str]:
+def document_items(summary: Row) -> list[Table | str]:
     """A row for each of the document's, with its figures and this run's; nothing without a document."""
     name = summary.get("document")
     if not name:

@@ -24,8 +24,8 @@ def trace_line(record: dict[str, Any], is_plain: bool = False) -> Text:
         is_kept = number < accepted
         word, style = (f"{text!r}", style_of("drafted", is_plain)) if is_kept else (f"~{text!r}~", REJECTED)
         line.append(word, style).append(" ")
-        if number < len(record["siblings_text"]) and (beside := record["siblings_text"][number]):
-            line.append(f"[{' '.join(map(repr, beside))}] ", "dim")
+        if number < len(record["siblings_text"]) and (siblings := record["siblings_text"][number]):
+            line.append(f"[{' '.join(map(repr, siblings))}] ", "dim")
     line.append(f"({accepted} of {len(record['drafted'])}), " if record["drafted"] else "")
     if record["sibling_text"] is not None:
         line.append("sibling ").append(repr(record["sibling_text"]), style_of("sibling", is_plain))

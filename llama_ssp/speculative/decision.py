@@ -27,8 +27,8 @@ from llama_ssp.speculative.rng import CounterDraws, Draws, Purpose, heat, invers
 from llama_ssp.speculative.sampling import has_nan
 from llama_ssp.speculative.state import Proposal, State
 from llama_ssp.speculative.verification import (
-    Block,
     Branches,
+    DraftBlock,
     RoundDraws,
     Rule,
     TreeRule,
@@ -69,7 +69,7 @@ def decided(
     if drafted_BK.shape[1]:
         assert draft_BKV is not None
         damaged_BW[:, 1:] |= has_nan(draft_BKV)
-        block = Block(_normalised(probs_BWV), _normalised(draft_BKV), drafted_BK, count_B)
+        block = DraftBlock(_normalised(probs_BWV), _normalised(draft_BKV), drafted_BK, count_B)
         accepted_B, token_B = rule.decide(block, draws)
         prob_BK = acceptance_prob(block)
         seen_BN = torch.cat([prob_BK, *rule.standing(block, prob_BK)], 1)
@@ -107,7 +107,7 @@ def decide_tree(rule: Rule, draws: Draws, state: State, proposal: Proposal, prob
     return torch.cat([part.view(len(part), -1).double() for part in (*parts, *seen)], 1)
 
 
-def block_of(proposal: Proposal, probs_BWV: Tensor) -> Block:
+def block_of(proposal: Proposal, probs_BWV: Tensor) -> DraftBlock:
     """What a rule decides on, in fp64, normalised."""
     assert proposal.draft_BKV is not None
     siblings, branches = proposal.siblings, None
@@ -120,7 +120,7 @@ def block_of(proposal: Proposal, probs_BWV: Tensor) -> Block:
         probs_BWV = probs_BWV.gather(1, main_BW[..., None].expand(-1, -1, vocab))
     target_BWV, draft_BKV = _normalised(probs_BWV), _normalised(proposal.draft_BKV)
     count_B = sent(proposal.count, probs_BWV.device)
-    return Block(target_BWV, draft_BKV, proposal.drafted_BK, count_B, branches)
+    return DraftBlock(target_BWV, draft_BKV, proposal.drafted_BK, count_B, branches)
 
 
 def _normalised(probs: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from llama_ssp.text.logprobs import ScoredToken
 DRAFT, VERIFY, DECIDE = "draft", "verify", "decide"  # parts of a round that a stopwatch tells apart
 # Called with each decided round: the state before the commit, the proposal, the result, and on the leader
 # the target's probabilities and logits.
-Watch = Callable[[State, Proposal, RoundResult, Tensor | None, Tensor | None], None]
+RoundWatch = Callable[[State, Proposal, RoundResult, Tensor | None, Tensor | None], None]
 
 
 class RankEngine(ABC):
@@ -52,7 +52,7 @@ class RankEngine(ABC):
         self.transform, self.draws = transform, draws
         self.target, self.drafter, self.context = target, drafter, context
         self.part: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch's
-        self.watch: Watch | None = None
+        self.watch: RoundWatch | None = None
         self.logprobs: LogprobReader | None = None  # what the leader keeps of the target's distribution
         self._rounds, self._enter, self._device = self._protocol(roles), roles.everyone.enter, device
         self._target_ranks, self._leads, self._siblings = roles.target, roles.leads, siblings

@@ -85,20 +85,20 @@ def decide_tree(rule: Rule, draws: Draws, state: State, proposal: Proposal, prob
     most, size = siblings.most, heat(vocab)
     coin_BK = draws._uniforms(state.slot(Purpose.ACCEPT), k, target_BWV.device)
     slot = state.slot(Purpose.ACCEPT_SIBLING)
-    beside_BN = draws._uniforms(slot, k * MAX_SIBLINGS, target_BWV.device)
+    side_BN = draws._uniforms(slot, k * MAX_SIBLINGS, target_BWV.device)
     clock_BN = draws._clocks(state.slot(Purpose.CORRECT), 2 * size, target_BWV.device)
     width = 4 + 4 * k + k * (3 * most + 1)
     decided_BN = torch.zeros(state.rows, width, dtype=torch.float64)
     counts, idle, each = (array("q", numbers) for numbers in (proposal.count, state.ended, siblings.each))
     tokens = proposal.drafted_BK.contiguous(), siblings.token_BKS.contiguous(), *siblings.columns()
     drafted_BK, token_BKS, main_BW, aside_BN = tokens
-    step = beside_BN.stride(1)
+    step = side_BN.stride(1)
     operators().decide_tree(
         *_address(target_BWV), *_address(draft_BKV), state.rows, k, vocab, size,
         drafted_BK.data_ptr(), counts.buffer_info()[0], idle.buffer_info()[0],
         coin_BK.data_ptr(), *coin_BK.stride(), clock_BN.data_ptr(), clock_BN.stride(0),
         target_BWV.shape[1], most, main_BW.data_ptr(), aside_BN.data_ptr(), token_BKS.data_ptr(),
-        each.buffer_info()[0], beside_BN.data_ptr(), beside_BN.stride(0), step, MAX_SIBLINGS * step,
+        each.buffer_info()[0], side_BN.data_ptr(), side_BN.stride(0), step, MAX_SIBLINGS * step,
         decided_BN.data_ptr(), width,
     )  # fmt: skip
     return decided_BN
@@ -118,8 +118,8 @@ def operators() -> Any:
     strided = NUMBERS, c_int64, c_int64, NUMBERS, c_int64  # coins by row and step, clocks by row
     found.decide.argtypes = [c_bool, *PROBS, *PROBS, *4 * (c_int64,), *3 * (INTEGERS,), *strided, NUMBERS]
     trees = *2 * (c_int64,), *4 * (INTEGERS,), NUMBERS, *3 * (c_int64,), NUMBERS, c_int64
-    laws = *PROBS, *PROBS, *4 * (c_int64,), *3 * (INTEGERS,)
-    found.decide_tree.argtypes = [*laws, *strided, *trees]
+    rounds = *PROBS, *PROBS, *4 * (c_int64,), *3 * (INTEGERS,)
+    found.decide_tree.argtypes = [*rounds, *strided, *trees]
     for function in (found.numbers, found.draw, found.decide, found.decide_tree):
         function.restype = None
     return found

@@ -59,8 +59,8 @@ class RoundResult:
         return tree.aside if tree else None
 
     def tokens(self, row: int) -> list[int]:
-        beside = self.aside(row)
-        end = [self.token[row]] if beside is None else [beside, self.token[row]]
+        sibling = self.aside(row)
+        end = [self.token[row]] if sibling is None else [sibling, self.token[row]]
         return [*self.drafted[row][: self.accepted[row]], *end]
 
     @staticmethod
@@ -103,8 +103,8 @@ class RoundResult:
         drafted = [[*islice(values, count)] for count in counts]
         overlap, standing = [[0.0] * count for count in counts], [[(0.0, 0.0)] * count for count in counts]
         trees = [
-            None if beside == NO_TOKEN else TreeResult(n, beside)
-            for n, beside in zip(accepted, aside, strict=True)
+            None if sibling == NO_TOKEN else TreeResult(n, sibling)
+            for n, sibling in zip(accepted, aside, strict=True)
         ]
         return RoundResult(drafted, accepted, token, overlap, list(map(bool, damaged)), standing, trees)
 

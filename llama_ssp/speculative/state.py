@@ -142,7 +142,7 @@ class State:
     @property
     def cacheable(self) -> list[int]:
         """The lengths of texts as far as they went through the caches, and one token more."""
-        return [length - beside for length, beside in zip(self.lengths, self.aside, strict=True)]
+        return [length - aside for length, aside in zip(self.lengths, self.aside, strict=True)]
 
     @property
     def ended(self) -> list[bool]:

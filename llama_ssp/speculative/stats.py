@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-Place = tuple[int, int]  # of a sibling: its draft's position, and its own number
+SiblingPlace = tuple[int, int]  # of a sibling: its draft's position, and its own number
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Counts:
     committed: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     reached: Counter[int] = field(default_factory=Counter)
-    beside: Counter[Place] = field(default_factory=Counter)  # siblings, and below those that stood
-    beside_accepted: Counter[Place] = field(default_factory=Counter)
+    siblings: Counter[SiblingPlace] = field(default_factory=Counter)  # siblings, and below those that stood
+    siblings_accepted: Counter[SiblingPlace] = field(default_factory=Counter)
     origins: Counter[str] = field(default_factory=Counter)
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     cut_by: Counter[str] = field(default_factory=Counter)
@@ -115,9 +115,9 @@ class Counts:
 
     def _add_siblings(self, step: RowStep, tree: TreeResult) -> None:
         for i, own in enumerate(tree.siblings[: len(step.drafted)]):
-            self.beside.update((i, j) for j in range(len(own)))
+            self.siblings.update((i, j) for j in range(len(own)))
         if step.aside and tree.aside is not None:
-            self.beside_accepted[step.accepted, tree.siblings[step.accepted].index(tree.aside)] += 1
+            self.siblings_accepted[step.accepted, tree.siblings[step.accepted].index(tree.aside)] += 1
 
     def merge(self, other: Counts) -> None:
         """Adds what another run has counted."""
@@ -144,8 +144,8 @@ class Counts:
             "committed_by_position": by_position(self.committed),
             "acceptance_by_position": _rates(self.accepted, self.drafted),
             "acceptance_by_position_decided": _rates(self.accepted, self.reached),
-            "siblings_drafted_by_position": by_place(self.beside, self.beside),
-            "siblings_accepted_by_position": by_place(self.beside_accepted, self.beside),
+            "siblings_drafted_by_position": by_place(self.siblings, self.siblings),
+            "siblings_accepted_by_position": by_place(self.siblings_accepted, self.siblings),
             "acceptance_rate": ratio(accepted, drafted),
             "tokens_decided": self.decided,
             "acceptance_rate_decided": ratio(accepted, self.decided),
@@ -185,7 +185,7 @@ def by_position(counter: Counter[int]) -> list[int]:
     return [counter[i] for i in range(max(counter, default=-1) + 1)]
 
 
-def by_place(counter: Counter[Place], drawn: Counter[Place]) -> list[list[int]]:
+def by_place(counter: Counter[SiblingPlace], drawn: Counter[SiblingPlace]) -> list[list[int]]:
     """A list for each draft's position, with an entry for each sibling that was drawn there."""
     positions = range(max((i for i, _ in drawn), default=-1) + 1)
     return [

@@ -62,7 +62,7 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class Block:
+class DraftBlock:
     """One round's drafts and both models' probabilities; see the shapes above."""
 
     target_BWV: Array
@@ -113,14 +113,14 @@ class Rule(ABC):
     whole_block = False  # a draft may stand although the draw of an earlier one failed
     kernel: int  # the rule's number in native.cpp, if it is there; subclasses do not inherit it
 
-    def decide(self, block: Block, draws: RoundDraws) -> tuple[Array, Array]:
+    def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
         """How many drafts stand in each row, and the token that follows them."""
         passed_BK = draws.coins(self.accept_chances(block))
         accepted_B = self.accepted(passed_BK)
         return accepted_B, draws.token(self.correction_probs(block, accepted_B))
 
     @abstractmethod
-    def accept_chances(self, block: Block) -> Array:
+    def accept_chances(self, block: DraftBlock) -> Array:
         """The chance of each draft's independent draw, (B, K); 0 beyond a row's count."""
 
     @abstractmethod
@@ -128,17 +128,17 @@ class Rule(ABC):
         """How many drafts stand, (B,), given which draws passed."""
 
     @abstractmethod
-    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
+    def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
         """The distribution of the token after the accepted ones, (B, V)."""
 
     @abstractmethod
-    def expected(self, block: Block) -> Array:
+    def expected(self, block: DraftBlock) -> Array:
         """The chance that each draft stands, (B, K), given the drafts before it, and that these stand unless
         the rule decides the whole block. task=certify compares the accepted drafts with it, so it must not
         share code with `accept_chances`."""
 
     @abstractmethod
-    def standing(self, block: Block, prob_BK: Array) -> tuple[Array, Array]:
+    def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         """For the adaptive draft length, two chances of each draft before it is drawn, (B, K) each: that all
         drafts before it stand, and that it stands as well. `prob_BK` is `acceptance_prob(block)`."""
 
@@ -149,20 +149,20 @@ class TokenRule(Rule):
     name, expectation = "token", "sum of min(target, draft)"
     kernel = 0
 
-    def accept_chances(self, block: Block) -> Array:
+    def accept_chances(self, block: DraftBlock) -> Array:
         ratio_BK = _ratios(block)
         return _within_count(block, where(ratio_BK < 1, ratio_BK, 1))
 
     def accepted(self, passed_BK: Array) -> Array:
         return where(passed_BK, 1, 0).cumprod(-1).sum(-1)
 
-    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
+    def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
         return _residual_probs(block, accepted_B, accepted_B * 0 + 1)
 
-    def expected(self, block: Block) -> Array:
+    def expected(self, block: DraftBlock) -> Array:
         return acceptance_prob(block)
 
-    def standing(self, block: Block, prob_BK: Array) -> tuple[Array, Array]:
+    def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         ratio_BK = _ratios(block)
         before_BK = shifted(where(ratio_BK < 1, ratio_BK, 1).cumprod(-1), 1)
         return before_BK, before_BK * prob_BK
@@ -175,7 +175,7 @@ class BlockRule(Rule):
     whole_block = True
     kernel = 1
 
-    def accept_chances(self, block: Block) -> Array:
+    def accept_chances(self, block: DraftBlock) -> Array:
         carried_BK, inner_BJ = block.carried_BW[:, 1:], block.carried_BW[:, 1:-1]
         whole_BJ = block.spare_BJ + 1 - inner_BJ
         chance_BJ = block.spare_BJ / where(whole_BJ > 0, whole_BJ, 1)
@@ -186,11 +186,11 @@ class BlockRule(Rule):
     def accepted(self, passed_BK: Array) -> Array:
         return largest(where(passed_BK, order(passed_BK) + 1, 0))[:, 0]
 
-    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
+    def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
         carried_B = row_by_row(block.carried_BW, accepted_B)
         return _residual_probs(block, accepted_B, carried_B)
 
-    def expected(self, block: Block) -> Array:
+    def expected(self, block: DraftBlock) -> Array:
         weight_B, chances = block.target_BWV[:, 0, 0] * 0 + 1, []
         for i in range(block.k):
             target_BV, draft_BV = block.target_BWV[:, i], block.draft_BKV[:, i]
@@ -200,7 +200,7 @@ class BlockRule(Rule):
             weight_B = where(drawn_B > 0, smaller(kept_B, drawn_B) / where(drawn_B > 0, drawn_B, 1), 0)
         return stack_last(chances)
 
-    def standing(self, block: Block, prob_BK: Array) -> tuple[Array, Array]:
+    def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         before_BK = block.carried_BW[:, :-1]
         return before_BK, joined(prob_BK[:, :1], before_BK[:, 1:] - block.spare_BJ)
 
@@ -216,13 +216,13 @@ class TreeRule(BlockRule):
     name = "tree"
     kernel = BlockRule.kernel  # of rounds without siblings
 
-    def decide_tree(self, block: Block, draws: TreeDraws) -> tuple[Array, Array]:
+    def decide_tree(self, block: DraftBlock, draws: TreeDraws) -> tuple[Array, Array]:
         """The outcome in each row, and the token that follows."""
         chance_BKC = self.tree_chances(block)
         outcome_B = self.outcome(draws.coins(chance_BKC[:, :, 0]), draws.side_coins(chance_BKC[:, :, 1:]))
         return outcome_B, draws.token(self.probs_after(block, outcome_B))
 
-    def tree_chances(self, block: Block) -> Array:
+    def tree_chances(self, block: DraftBlock) -> Array:
         """The chance of each draft's draw and of its siblings', (B, K, 1 + S)."""
         children = self.closed(block)
         ends_BK = joined(children.weights[-1][:, 1:], block.carried_BW[:, -1:])
@@ -239,7 +239,7 @@ class TreeRule(BlockRule):
         sides_B = side_BKS.reshape(len(side_BKS), -1)
         return largest(joined(whole_BK, sides_B))[:, 0]
 
-    def probs_after(self, block: Block, outcome_B: Array) -> Array:
+    def probs_after(self, block: DraftBlock, outcome_B: Array) -> Array:
         """The distribution of the token after what stands, (B, V)."""
         branches = block.branches
         assert branches is not None
@@ -253,7 +253,7 @@ class TreeRule(BlockRule):
         side_BV = row_by_row(side_BSV, where(place_B > 0, size - 1 - place_B, 0))
         return where(place_B[:, None] > 0, side_BV, chain_BV)
 
-    def closed(self, block: Block) -> Closed:
+    def closed(self, block: DraftBlock) -> Closed:
         """The text and each draft but the last, when all that was drawn behind them has failed."""
         branches = block.branches
         assert branches is not None
@@ -276,32 +276,32 @@ class CoupledRule(TokenRule):
     name, expectation = "coupled", "chance that both win the same race"
     shared_noise = True
 
-    def decide(self, block: Block, draws: RoundDraws) -> tuple[Array, Array]:
+    def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
         positions = range(block.k + 1)
         chosen_BW = stack_last([draws.token(block.target_BWV[:, i], i, block.count_B < i) for i in positions])
         accepted_B = self.accepted(self.agreed(block, chosen_BW))
         return accepted_B, row_by_row(chosen_BW, accepted_B)
 
-    def agreed(self, block: Block, chosen_BW: Array) -> Array:
+    def agreed(self, block: DraftBlock, chosen_BW: Array) -> Array:
         """Which drafts are the tokens that the target has drawn; none beyond a row's count."""
         same_BK = block.drafted_BK == chosen_BW[:, : block.k]
         return same_BK & (block.count_B[:, None] > order(same_BK))
 
-    def accept_chances(self, block: Block) -> Array:
+    def accept_chances(self, block: DraftBlock) -> Array:
         ratio_BK = _ratios(block)
         scaled_BKV = ratio_BK[:, :, None] * block.draft_BKV
         target_BKV = block.target_BWV[:, : block.k]
         whole_BK = where(target_BKV > scaled_BKV, target_BKV, scaled_BKV).sum(-1)
         return _within_count(block, ratio_BK / whole_BK)
 
-    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
+    def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
         target_BV, draft_BV = _probs_after(block, accepted_B)
         last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
         race = Race(target_BV, draft_BV)
         until_B1 = race.until(pick(block.drafted_BK, last_B[:, None], 1))
         return _probs_of(target_BV * (until_B1 - race.level_BV).clip(0), target_BV, block, accepted_B)
 
-    def expected(self, block: Block) -> Array:
+    def expected(self, block: DraftBlock) -> Array:
         races = [Race(block.target_BWV[:, i], block.draft_BKV[:, i]) for i in range(block.k)]
         return stack_last([race.meeting_B for race in races])
 
@@ -315,12 +315,12 @@ def rule_for(name: str, siblings: int) -> Rule:
     return TREE if siblings else RULES[name]
 
 
-def acceptance_prob(block: Block) -> Array:
+def acceptance_prob(block: DraftBlock) -> Array:
     """sum(min(target, draft)) at each drafted position: the most that a rule for single positions accepts."""
     return smaller(block.target_BWV[:, : block.k], block.draft_BKV).sum(-1)
 
 
-def _ratios(block: Block) -> Array:
+def _ratios(block: DraftBlock) -> Array:
     """target / draft for each drafted token; 0 where a row drafted nothing."""
     index = block.drafted_BK[:, :, None]
     target_BK = pick(block.target_BWV[:, : block.k], index, 2)[:, :, 0]
@@ -329,7 +329,7 @@ def _ratios(block: Block) -> Array:
     return where(real_BK, target_BK / where(real_BK, draft_BK, 1), 0)
 
 
-def _carried(block: Block) -> Array:
+def _carried(block: DraftBlock) -> Array:
     ratio_BK = _ratios(block)
     carried = [ratio_BK[:, 0] * 0 + 1]
     for ratio_B in ratio_BK.T:
@@ -337,23 +337,23 @@ def _carried(block: Block) -> Array:
     return stack_last(carried)
 
 
-def _within_count(block: Block, chance_BK: Array) -> Array:
+def _within_count(block: DraftBlock, chance_BK: Array) -> Array:
     return where(block.count_B[:, None] > order(chance_BK), chance_BK, 0)
 
 
-def _residual_probs(block: Block, accepted_B: Array, weight_B: Array) -> Array:
+def _residual_probs(block: DraftBlock, accepted_B: Array, weight_B: Array) -> Array:
     """max(weight * target - draft, 0) after the accepted drafts, normalised."""
     target_BV, draft_BV = _probs_after(block, accepted_B)
     return _probs_of(excess(weight_B[:, None], target_BV, draft_BV), target_BV, block, accepted_B)
 
 
-def _probs_after(block: Block, accepted_B: Array) -> tuple[Array, Array]:
+def _probs_after(block: DraftBlock, accepted_B: Array) -> tuple[Array, Array]:
     """The target's and the draft's probabilities after `accepted` drafts; the last draft's after them all."""
     last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
     return row_by_row(block.target_BWV, accepted_B), row_by_row(block.draft_BKV, last_B)
 
 
-def _probs_of(rest_BV: Array, target_BV: Array, block: Block, accepted_B: Array) -> Array:
+def _probs_of(rest_BV: Array, target_BV: Array, block: DraftBlock, accepted_B: Array) -> Array:
     """What remains, normalised; the target's own probabilities where the whole block is accepted.
 
     Also where nothing remains: both distributions are then equal up to rounding, and only rounding can have

@@ -19,7 +19,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import Task, longest
-from llama_ssp.tasks.greedy_match import Chances, GreedyMatch, Rounds, agreements, fork_chances, from_any
+from llama_ssp.tasks.greedy_match import Chances, GreedyMatch, MatchRounds, agreements, fork_chances, from_any
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
 
@@ -31,7 +31,7 @@ class AgreeTask(Task[AgreeConf]):
         super().__init__(*given)
         self._engine: RankEngine | None = None
         self._fork_forwards = 0
-        self._rounds = Rounds()
+        self._rounds = MatchRounds()
 
     def run(self) -> str:
         task, pair = self._task, self._open(_greedy(self._inputs.pairs[0], self._task.chunk))

@@ -15,7 +15,7 @@ from llama_ssp.config.presets import nearest
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import nothing_run
-from llama_ssp.pair.conversation import STOPPED, Conversation, Reply
+from llama_ssp.pair.conversation import STOPPED, ChatReply, Conversation
 from llama_ssp.report.tables import figure
 from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import Task
@@ -128,7 +128,7 @@ class ChatTask(Task[ChatConf]):
             self._console.write(visible(text) if self._console.is_terminal else text)
 
 
-def _record(reply: Reply) -> dict[str, Any]:
+def _record(reply: ChatReply) -> dict[str, Any]:
     """A reply under the names of the JSON interface."""
     return {
         "text": reply.text,
@@ -139,7 +139,7 @@ def _record(reply: Reply) -> dict[str, Any]:
     }
 
 
-def in_words(reply: Reply, limit: int) -> str:
+def in_words(reply: ChatReply, limit: int) -> str:
     """What a reply took, as one line."""
     counted, tokens = reply.counts.figures(), reply.counts.committed.total()
     words = [f"{tokens} tokens", f"{figure(ratio(tokens, reply.counts.decode_s), 1)} tokens/s"]

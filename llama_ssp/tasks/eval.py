@@ -25,7 +25,7 @@ from llama_ssp.text.prompts import TextPrompt
 
 QUICK = 10  # prompts of a quick run
 REGULAR, SPECULATIVE = "regular", "speculative"
-Block = list[tuple[Question, Prompt]]
+QuestionBlock = list[tuple[Question, Prompt]]
 
 
 @dataclass
@@ -41,7 +41,7 @@ class ScoredPair:
     """A checked pair, its prompts size by size, and its answers by mode."""
 
     pair: PairSession
-    blocks: list[Block]
+    blocks: list[QuestionBlock]
     answers: dict[str, Answers] = field(default_factory=dict)
 
     @property
@@ -135,7 +135,7 @@ class EvalTask(Task[EvalConf]):
                     progress.advance(len(part))
         self._measured.append(pair.measurement(name, batches.figures(), run))
 
-    def _batch(self, answers: Answers, batches: Batches, part: Block, mode: str) -> None:
+    def _batch(self, answers: Answers, batches: Batches, part: QuestionBlock, mode: str) -> None:
         # The two modes draw from random streams of their own: with shared ones their texts would agree more
         # often than the distributions do, and the difference would say less than its interval claims.
         batch = batches.begin([Prompt(f"{prompt.id} {mode}", prompt.token_ids) for _, prompt in part])

@@ -40,7 +40,7 @@ class GreedyMatch:
 
 
 @dataclass
-class Rounds:
+class MatchRounds:
     """How many there were, and how long they took."""
 
     count: int = 0
@@ -49,7 +49,7 @@ class Rounds:
 
 def agreements(
     engine: RankEngine, prompts: Sequence[Prompt], chunk: int, max_new_tokens: int, ends: frozenset[int],
-    rounds: Rounds,
+    rounds: MatchRounds,
 ) -> list[GreedyMatch]:  # fmt: skip
     """Runs a batch on a greedy engine until every row has parted or ended; adds to `rounds`.
 

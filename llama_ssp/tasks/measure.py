@@ -21,7 +21,7 @@ from llama_ssp.planner.run_plan import TENSORS
 from llama_ssp.report.speed_tables import repeats_csv, speeds
 from llama_ssp.report.suite_stats import answer_lines
 from llama_ssp.tasks.common import Task
-from llama_ssp.tasks.measured_pair import Batch, MeasuredPair
+from llama_ssp.tasks.measured_pair import MeasuredPair, PromptBatch
 from llama_ssp.tasks.profiling import MEANING, Stopwatch, timed_ranks
 from llama_ssp.tasks.rank_memory import memory_here, process_bytes
 from llama_ssp.text.prompts import TextPrompt
@@ -75,7 +75,7 @@ class MeasureTask(Task[MeasureConf]):
         pair = PairSession(replace(spec, run=replace(spec.run, speculation=most_k)), self._ranks)
         return MeasuredPair(pair, self._asked(pair), self._inputs.seed, self._ranks, self._watch)
 
-    def _asked(self, pair: PairSession) -> Batch:
+    def _asked(self, pair: PairSession) -> PromptBatch:
         """The prompts that are given, or of `task.lengths` random tokens."""
         if not self._task.lengths:
             return self._prompts(pair)

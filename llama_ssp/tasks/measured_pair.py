@@ -30,7 +30,7 @@ from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Message
 
 log = logging.getLogger(__name__)
-Batch = list[tuple[TextPrompt, Prompt]]
+PromptBatch = list[tuple[TextPrompt, Prompt]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Contender:
 class MeasuredPair:
     """A warm-up, the repeats, then, but for suites, a turn of each contender with the stopwatch on."""
 
-    def __init__(self, pair: PairSession, prompts: Batch, seed: int, ranks: Ranks, watch: Stopwatch) -> None:
+    def __init__(
+        self, pair: PairSession, prompts: PromptBatch, seed: int, ranks: Ranks, watch: Stopwatch
+    ) -> None:
         """Checks that the pair fits. Raises DistributedError otherwise."""
         assert isinstance(pair.run.task, MeasureConf)
         self.pair, self._task, self._seed = pair, pair.run.task, seed
@@ -127,7 +129,9 @@ class MeasuredPair:
             later += len(self.pair.tokens.encode(turn)) + first + new
         return first + new + later
 
-    def _repeat(self, batches: list[Batch], samples: list[Sample], repeat: int, progress: Progress) -> None:
+    def _repeat(
+        self, batches: list[PromptBatch], samples: list[Sample], repeat: int, progress: Progress
+    ) -> None:
         """Every contender writes all texts; they change turns after each batch, so machine noise is shared.
 
         Every repeat draws other texts, the same in every run of this seed.
@@ -144,7 +148,7 @@ class MeasuredPair:
             for contender, sample in taken:
                 contender.record.samples.append(sample)
 
-    def _turn(self, contender: Contender, batch: Batch, repeat: int, sample: Sample) -> None:
+    def _turn(self, contender: Contender, batch: PromptBatch, repeat: int, sample: Sample) -> None:
         """One batch, or one question of a suite, by one contender."""
         if contender.models is not None:
             if self._task.suite is None:

@@ -31,7 +31,7 @@ from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Bytes, compare_with_plan
 from llama_ssp.planner.stand_ins import STAR
 from llama_ssp.report.console import Console
-from llama_ssp.report.document_tables import beside
+from llama_ssp.report.document_tables import document_items
 from llama_ssp.report.run_folder import RunFolder, deciding, versions
 from llama_ssp.report.task_tables import plan_against_actual
 from llama_ssp.tasks.agree import AgreeTask
@@ -126,7 +126,7 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
             folder.close(summary)
         finally:  # a full disk must not cost what was done
             if run.output is Output.text:
-                console.show(beside(summary))
+                console.show(document_items(summary))
             if (compared := plan_against_actual(summary)) and log.isEnabledFor(logging.INFO):
                 if run.output is Output.text and console.is_terminal:
                     console.show([compared])

@@ -17,7 +17,7 @@ from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.formats.gguf_header import Header, read_header
 from llama_ssp.models.formats.gguf_model import EMBEDDING, row_of
 
-Step = dict[str, Any]  # of a tokenizer.json
+JsonStep = dict[str, Any]  # of a tokenizer.json
 PREFIX = "tokenizer.ggml."
 SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"  # kinds of tokenizers, whatever the architecture
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens
@@ -41,18 +41,18 @@ MOST_PIECES = 2**28  # characters of tokens that are cut in two everywhere: real
 class Splitting:
     """How a byte-level tokenizer splits a text before merges."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[JsonStep, ...]
     whole: bool = False  # a piece that is a token is not merged
     composed: bool = False  # letters and their accents are made one character first
     begins: bool = False  # a text begins with the begin token, where the header does not say
 
 
-def _expression(pattern: str) -> tuple[Step, ...]:
+def _expression(pattern: str) -> tuple[JsonStep, ...]:
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return split, _letters(own_split=False)
 
 
-def _letters(own_split: bool) -> Step:
+def _letters(own_split: bool) -> JsonStep:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": own_split}
 
 
@@ -87,12 +87,12 @@ SPLITTINGS = {
 
 def read_content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What tokenizer.json and tokenizer_config.json would say; a ModelError if the header does not tell."""
-    return _Reading(read_header(path)).content()
+    return _HeaderTokenizer(read_header(path)).content()
 
 
 def require_same_tokens(path: Path, ids: Mapping[str, int]) -> None:
     """Refuses a tokenizer.json next to a GGUF file with the ids of another model."""
-    tokens = _Reading(read_header(path)).tokens
+    tokens = _HeaderTokenizer(read_header(path)).tokens
     same = sum(i < len(tokens) and tokens[i] == name for name, i in ids.items())
     if tokens and same < len(ids) // 2:  # a few may be written otherwise
         what, fix = "the tokenizer.json next to the GGUF file is that of another model", "move it elsewhere"
@@ -102,13 +102,13 @@ def require_same_tokens(path: Path, ids: Mapping[str, int]) -> None:
 
 def end_ids(path: Path) -> frozenset[int]:
     """All tokens that end a text."""
-    reading = _Reading(read_header(path))
+    reading = _HeaderTokenizer(read_header(path))
     named = {i for key in ENDINGS if (i := reading.token(key)) is not None}
     turn = {i for i, name in enumerate(reading.tokens) if name in TURN_ENDS and reading.kind(i) == CONTROL}
     return frozenset(named | turn)
 
 
-class _Reading:
+class _HeaderTokenizer:
     def __init__(self, header: Header) -> None:
         self.header, self.path = header, header.path
         self.model = header.metadata.get(f"{PREFIX}model")
@@ -155,11 +155,11 @@ class _Reading:
         """BPE whose merges follow from scores, with bytes for characters that have no token."""
         row = row_of(self.header)
         prefix = self.flag("add_space_prefix", row is None or row.space_before)
-        marks: Step = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
-        spaces: Step = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
-        prepend: Step = {"type": "Prepend", "prepend": SPACE_MARK}
-        before: Step = {"type": "Sequence", "normalizers": [prepend, marks]}
-        strip: list[Step] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
+        marks: JsonStep = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
+        spaces: JsonStep = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+        prepend: JsonStep = {"type": "Prepend", "prepend": SPACE_MARK}
+        before: JsonStep = {"type": "Sequence", "normalizers": [prepend, marks]}
+        strip: list[JsonStep] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
         merges = self.scored_merges(by_place=row is not None and not row.scored)
         unknown = self.token("unknown")
         decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
@@ -174,7 +174,7 @@ class _Reading:
             ),
         }  # fmt: skip
 
-    def merging(self, merges: list[list[str]], **settings: Any) -> Step:
+    def merging(self, merges: list[list[str]], **settings: Any) -> JsonStep:
         absent = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
         off = ("fuse_unk", "byte_fallback", "ignore_merges")
         usual = {**dict.fromkeys(absent), **dict.fromkeys(off, False)}
@@ -186,7 +186,7 @@ class _Reading:
             name: i for i, name in enumerate(self.tokens) if self.kind(i) != UNUSED or name != f"[PAD{i}]"
         }
 
-    def added(self) -> list[Step]:
+    def added(self) -> list[JsonStep]:
         """Tokens that are found in a text before it is split."""
         found = []
         row = row_of(self.header)
@@ -200,7 +200,7 @@ class _Reading:
                 )
         return found
 
-    def around(self, begins: bool) -> Step | None:
+    def around(self, begins: bool) -> JsonStep | None:
         """The tokens before and after every text."""
         before = self.token("bos") if self.flag("add_bos_token", begins) else None
         after = self.token("eos") if self.flag("add_eos_token", False) else None
@@ -264,7 +264,7 @@ class _Reading:
         return ModelError("the GGUF file's tokenizer is not known", self.path, found, allowed, BESIDE)
 
 
-def _named(token: str) -> Step:
+def _named(token: str) -> JsonStep:
     return {"SpecialToken": {"id": token, "type_id": 0}}
 
 

@@ -247,7 +247,7 @@ def _bounded() -> Iterator[None]:
 
 
 def _unreadable(path: Path, found: str) -> ModelError:
-    fix = "put the model's tokenizer.json and tokenizer_config.json beside its weights"
+    fix = "put the model's tokenizer.json and tokenizer_config.json next to its weights"
     if (path / PIECES).is_file() and not (path / "tokenizer.json").exists():
         package = "sentencepiece" if (path / PIECES).read_bytes()[:1] == b"\n" else "tiktoken"
         fix = f"install what reads {PIECES} (pip install 'llama-ssp[{package}]'), or {fix}"

@@ -17,7 +17,7 @@ from llama_ssp.models.sharding import head_ranges
 from llama_ssp.models.synthetic import SyntheticSource, config_for
 from llama_ssp.models.synthetic import build as build_synthetic
 from llama_ssp.planner.storage import BUFFERS
-from llama_ssp.planner.weights import Part, held, parameters
+from llama_ssp.planner.weights import ModelPart, held, parameters
 from tests.distributed.threads import ranks_of, together
 from tests.families import FAMILIES, synthetic
 from tests.test_decoder import CPU, PASSES, TOLERANCE, VARIANTS, module_of, saved, walked
@@ -109,5 +109,5 @@ def test_parts_have_the_planned_sizes(family):
     assert parameters(model) == sum(p.numel() for p in module.parameters())
     for number, part in enumerate(parts):
         world, rank = (3, number - 1) if number else (1, 0)
-        planned = held(Part.of(model, world, rank), Dtype.fp32)
+        planned = held(ModelPart.of(model, world, rank), Dtype.fp32)
         assert sum(planned.values()) - planned.get(BUFFERS, 0) == sum(p.nbytes for p in part.parameters())

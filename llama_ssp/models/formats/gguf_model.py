@@ -43,10 +43,10 @@ def row_of(header: Header) -> Gguf | None:
 
 def config_of(header: Header) -> dict[str, Any]:
     """What the model's config.json would say; a ModelError if the header has no usable size of a kind."""
-    return _Reading(header).config()
+    return _HeaderConfig(header).config()
 
 
-class _Reading:
+class _HeaderConfig:
     def __init__(self, header: Header) -> None:
         self.header, self.path = header, header.path
         self.architecture = str(header.metadata.get(ARCHITECTURE))

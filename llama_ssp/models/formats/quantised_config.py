@@ -66,7 +66,7 @@ class QuantisedConfig:
 def quantised_config(config: Mapping[str, Any], where: Path) -> QuantisedConfig | None:
     """None for plain weights; a ModelError for a format that cannot be read."""
     method, claim = _claim(config)
-    return _Reader(claim, method, _place(where)).read() if method in METHODS else None
+    return _ClaimReader(claim, method, _place(where)).read() if method in METHODS else None
 
 
 def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str, str]) -> None:
@@ -117,7 +117,7 @@ def unreadable(found: str, where: str) -> ModelError:
     return ModelError(what, where, found, READABLE, PLAIN_COPY)
 
 
-class _Reader:
+class _ClaimReader:
     def __init__(self, claim: Mapping[str, Any], method: str, place: str) -> None:
         self.claim, self.method, self.place = claim, method, place
 

@@ -25,7 +25,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftServer
 from llama_ssp.models.transfer import sent
 from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, nothing
-from llama_ssp.speculative.drafters.remote import Tally, tags, written
+from llama_ssp.speculative.drafters.remote import AheadCounts, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Draws, Purpose
 from llama_ssp.speculative.sampling import SamplingTransform, has_nan
@@ -86,7 +86,7 @@ class AheadDrafter(ModelDrafter):
         self._pays = Pays()
         # Whether a request ended drafting ahead; None without a forward.
         self._interrupted: bool | None = None
-        self.tally = Tally()
+        self.counts = AheadCounts()
         self._memo: Memo | None = None  # what was drafted for the guessed text
         self._ready: list[int] = []  # how many of its drafts continue the row's text
         self._state: State
@@ -116,7 +116,7 @@ class AheadDrafter(ModelDrafter):
         how, load = written(proposal.draft_BKV)
         nan_BK = has_nan(proposal.draft_BKV)
         waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
-        head = [how, self.forwards, *astuple(self.tally), waited_us]
+        head = [how, self.forwards, *astuple(self.counts), waited_us]
         damaged = [any(row[:n]) for row, n in zip(nan_BK.tolist(), proposal.count, strict=True)]
         drafts = [*map(int, damaged), *proposal.drafted_BK.flatten().tolist()]
         self._link.send_reply([*tags(state, proposal.count), *head, *drafts], load)
@@ -148,9 +148,9 @@ class AheadDrafter(ModelDrafter):
         """Counts what was ready and what of it is used, and learns whether it was worth the wait."""
         pairs = list(zip(count, self._ready, strict=True))
         used = sum(min(n, ready) for n, ready in pairs)
-        self.tally.rows += sum(n > 0 for n in count)
-        self.tally.rows_ready += sum(0 < n <= ready for n, ready in pairs)
-        self.tally.used += used
+        self.counts.rows += sum(n > 0 for n in count)
+        self.counts.rows_ready += sum(0 < n <= ready for n, ready in pairs)
+        self.counts.used += used
         if self._interrupted is not None:
             self._pays.learn(used, HALF * self._interrupted)
 
@@ -202,7 +202,7 @@ class AheadDrafter(ModelDrafter):
         for offset in range(max(count)):
             drawn = super()._step(later, offset, count)
             memo.drawn.append(drawn)
-            self.tally.drafted += sum(offset < n for n in count)
+            self.counts.drafted += sum(offset < n for n in count)
             yield drawn
 
     def _worth(self, state: State, accepted: State, row: int, wanted: int) -> int:

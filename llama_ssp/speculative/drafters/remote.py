@@ -25,7 +25,7 @@ SPARE = 4  # written sparsely if fewer than one entry in SPARE is not 0
 
 
 @dataclass
-class Tally:
+class AheadCounts:
     """Counts of drafts and rows."""
 
     rows: int = 0  # that were to draft, summed over rounds
@@ -34,7 +34,7 @@ class Tally:
     used: int = 0
 
 
-HEAD = 2 + len(fields(Tally)) + 1  # integers between a reply's tags and its drafts
+HEAD = 2 + len(fields(AheadCounts)) + 1  # integers between a reply's tags and its drafts
 
 
 class RemoteDrafter(Drafter):
@@ -47,7 +47,7 @@ class RemoteDrafter(Drafter):
         """`dtype` and `vocab` are those of the probabilities, `context` is the draft model's."""
         self._link = link
         self._context, self._vocab, self._dtype = context, vocab, dtype
-        self._tally, self._forwards, self._waited_s, self._drafts_waited_us = Tally(), 0, 0.0, 0
+        self._counts, self._forwards, self._waited_s, self._drafts_waited_us = AheadCounts(), 0, 0.0, 0
 
     @property
     def forwards(self) -> int:
@@ -55,13 +55,13 @@ class RemoteDrafter(Drafter):
 
     def figures(self) -> dict[str, Any]:
         """Figures of the run so far, under the names of the JSON interface."""
-        tally = self._tally
+        counts = self._counts
         return {
-            "rows_asked": tally.rows,
-            "rows_ready": tally.rows_ready,
-            "ready_share": tally.rows_ready / tally.rows if tally.rows else None,
-            "tokens_drafted_ahead": tally.drafted,
-            "tokens_drafted_ahead_wasted": tally.drafted - tally.used,
+            "rows_asked": counts.rows,
+            "rows_ready": counts.rows_ready,
+            "ready_share": counts.rows_ready / counts.rows if counts.rows else None,
+            "tokens_drafted_ahead": counts.drafted,
+            "tokens_drafted_ahead_wasted": counts.drafted - counts.used,
             "leader_waited_ms": 1000 * self._waited_s,
             "draft_waited_ms": self._drafts_waited_us / 1000,
             "replies_discarded": self._link.discarded,
@@ -84,8 +84,8 @@ class RemoteDrafter(Drafter):
             return nothing(state)
         self._waited_s += time.perf_counter() - asked
         start = len(own) + HEAD
-        how, self._forwards, *tally, self._drafts_waited_us = reply.values[len(own) : start]
-        self._tally = Tally(*tally)
+        how, self._forwards, *counts, self._drafts_waited_us = reply.values[len(own) : start]
+        self._counts = AheadCounts(*counts)
         drafts = sent(reply.values[start:], state.device)
         drafted_BK = drafts[rows:].view(rows, k)
         draft_BKV = sent(read(how, reply.payload, (rows, k, self._vocab), self._dtype), state.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
 from llama_ssp.speculative.stats import ratio
-from llama_ssp.tasks.certify.recorder import Tally, Witness
+from llama_ssp.tasks.certify.recorder import PositionCounts, Witness
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 
@@ -69,25 +69,25 @@ def check_acceptance(witness: Witness, level: float) -> Check:
     if not sum(drafts.tried):
         return Check("monitor", Outcome.blind, "nothing was drafted", figures)
     says = "accepted over expected is " + ("-" if whole is None else f"{whole:.3f}")
-    if (beside := ratio(sum(siblings.stood), sum(siblings.expected))) is not None:
-        says += f", of siblings {beside:.3f}"
+    if (of_siblings := ratio(sum(siblings.stood), sum(siblings.expected))) is not None:
+        says += f", of siblings {of_siblings:.3f}"
     right = says
     if (first := intervals[0]) is not None:
         right += f"; {1 - first:.2f} .. {1 + first:.2f} is by chance at the first position"
     return judged("monitor", [(off, f"{says}: not by chance at position {', '.join(off)}")], right, figures)
 
 
-def _off(tally: Tally, level: float) -> list[tuple[int, str]]:
+def _off(tally: PositionCounts, level: float) -> list[tuple[int, str]]:
     """The positions where chance does not explain how many stood."""
     bands = [sum_band(spread, level) for spread in tally.spread]
     rows = enumerate(zip(tally.stood, tally.expected, bands, strict=True))
     return [(at, f"{stood} for {due:.1f}") for at, (stood, due, band) in rows if abs(stood - due) > band]
 
 
-def _over_expected(tally: Tally) -> list[float | None]:
+def _over_expected(tally: PositionCounts) -> list[float | None]:
     return [ratio(stood, due) for stood, due in zip(tally.stood, tally.expected, strict=True)]
 
 
-def _bands_over_expected(tally: Tally, level: float) -> list[float | None]:
+def _bands_over_expected(tally: PositionCounts, level: float) -> list[float | None]:
     bands = [sum_band(spread, level) for spread in tally.spread]
     return [ratio(band, due) for band, due in zip(bands, tally.expected, strict=True)]

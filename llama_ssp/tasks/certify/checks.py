@@ -28,7 +28,7 @@ from llama_ssp.tasks.certify.target_probs import (
 from llama_ssp.tasks.certify.tree_distribution import tree_error
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
-Place = TypeVar("Place")
+Item = TypeVar("Item")
 RULE_TOLERANCE = 1e-10  # of arithmetic in fp64
 MOST_NOISE = 0.2  # total variation between regular passes beyond which a distribution says too little
 RANDOM_CHECKS = 5  # drafts, monitor, numbers, first token and two samples share the false-alarm rate
@@ -84,7 +84,7 @@ def _rule_error(witness: Witness, seen: Round, at: int) -> float | None:
     return rule_error(rule, seen, at)
 
 
-def spread(places: list[Place], most: int) -> list[Place]:
+def spread(places: list[Item], most: int) -> list[Item]:
     """A random subset: a fixed stride would hit the same positions of rounds of equal length."""
     chosen = Random(len(places)).sample(range(len(places)), min(len(places), most))
     return [places[number] for number in sorted(chosen)]

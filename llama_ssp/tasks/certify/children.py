@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.speculative.round_protocol import RoundResult
-from llama_ssp.speculative.verification import Block
+from llama_ssp.speculative.verification import DraftBlock
 
 
-def children(block: Block) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def children(block: DraftBlock) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The drafts of all rows, then their first siblings, and so on: what each was drawn from, (B, K, V), the
     tokens, and which were drawn, (B, K)."""
     left_BKV, token_BK = block.draft_BKV, block.drafted_BK
@@ -30,17 +30,17 @@ def children(block: Block) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield left_BKV / torch.where(mass_BK1 > 0, mass_BK1, 1), token_BK, drawn_BK
 
 
-def expected_siblings(block: Block) -> Tensor:
+def expected_siblings(block: DraftBlock) -> Tensor:
     """The chance that each sibling stands, (B, K, S), given the drafts up to its own and the siblings before
     it."""
     found, weight_B = [], torch.ones_like(block.target_BWV[:, 0, 0])
     drawn = list(children(block))
     for i in range(block.k):
         node_B, target_BV, failed_B = weight_B, block.target_BWV[:, i], torch.ones_like(weight_B)
-        for c, (law_BKV, token_BK, drawn_BK) in enumerate(drawn):
-            law_BV, token_B1 = law_BKV[:, i], token_BK[:, i, None]
-            covered_BV = torch.minimum(node_B[:, None] * target_BV, law_BV)
-            kept_B, own_B = (probs_BV.gather(1, token_B1)[:, 0] for probs_BV in (covered_BV, law_BV))
+        for c, (probs_BKV, token_BK, drawn_BK) in enumerate(drawn):
+            child_BV, token_B1 = probs_BKV[:, i], token_BK[:, i, None]
+            covered_BV = torch.minimum(node_B[:, None] * target_BV, child_BV)
+            kept_B, own_B = (probs_BV.gather(1, token_B1)[:, 0] for probs_BV in (covered_BV, child_BV))
             stands_B = torch.where(drawn_BK[:, i] & (own_B > 0), kept_B / own_B, 0)
             if c:
                 found.append(torch.where(drawn_BK[:, i], failed_B * covered_BV.sum(-1), 0))
@@ -55,12 +55,12 @@ def expected_siblings(block: Block) -> Tensor:
     return torch.stack(found, -1).view(len(weight_B), block.k, -1)
 
 
-def siblings_that_stand(block: Block, result: RoundResult) -> list[tuple[int, int] | None]:
+def siblings_that_stand(block: DraftBlock, result: RoundResult) -> list[tuple[int, int] | None]:
     """Which sibling of which draft each row commits."""
     found: list[tuple[int, int] | None] = []
     tokens = block.branches.token_BKS.tolist() if block.branches else []
     for row, accepted in enumerate(result.accepted):
-        beside = tokens[row][accepted] if tokens and accepted < block.k else []
+        siblings = tokens[row][accepted] if tokens and accepted < block.k else []
         token = result.aside(row)
-        found.append((accepted, beside.index(token)) if token in beside else None)
+        found.append((accepted, siblings.index(token)) if token in siblings else None)
     return found

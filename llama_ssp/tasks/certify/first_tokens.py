@@ -93,9 +93,9 @@ def _drawn(engine: Engine, seen: Round, names: list[str]) -> list[int]:
     if seen.siblings:
         proposal = with_siblings(proposal, state, engine.draws, [len(seen.siblings[0])] * len(names))
         assert proposal.siblings is not None
-        main, beside = iter(logit_WV), (one.logit_WV[0] for one in chain(*seen.behind))
+        main, aside = iter(logit_WV), (one.logit_WV[0] for one in chain(*seen.behind))
         numbers = proposal.siblings.numbers[0]
-        logit_WV = torch.stack([next(main if number == CHAIN else beside) for number in numbers])
+        logit_WV = torch.stack([next(main if number == CHAIN else aside) for number in numbers])
     result = engine.judge(state, proposal, logit_WV.to(device).expand(len(names), -1, -1))
     return [result.tokens(row)[0] for row in range(len(names))]
 

@@ -18,7 +18,7 @@ from llama_ssp.speculative.decision import block_of
 from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.siblings import CHAIN
 from llama_ssp.speculative.state import Proposal, State
-from llama_ssp.speculative.verification import Block, Rule, TreeRule
+from llama_ssp.speculative.verification import DraftBlock, Rule, TreeRule
 from llama_ssp.tasks.certify.children import children, expected_siblings, siblings_that_stand
 from llama_ssp.tasks.certify.replay import Decisions
 
@@ -55,7 +55,7 @@ class Round:
 
 
 @dataclass
-class Tally:
+class PositionCounts:
     """By position: `tried` tokens that the rule decided, how many `stood`, and the mean (`expected`) and
     variance (`spread`) of that number."""
 
@@ -91,8 +91,8 @@ class Witness:
     places: list[float] = field(default_factory=list)
     impossible: int = 0
     drafted: int = 0
-    drafts: Tally = field(default_factory=Tally)
-    siblings: Tally = field(default_factory=Tally)
+    drafts: PositionCounts = field(default_factory=PositionCounts)
+    siblings: PositionCounts = field(default_factory=PositionCounts)
 
     @property
     def behind(self) -> list[Round]:
@@ -107,7 +107,7 @@ class Witness:
         self, state: State, proposal: Proposal, result: RoundResult, probs_BWV: Tensor | None,
         logit_BWV: Tensor | None,
     ) -> None:  # fmt: skip
-        """One round over the batch, as `engine.Watch` has it."""
+        """One round over the batch, as `engine.RoundWatch` has it."""
         rows = [row for row, count in enumerate(proposal.count) if count and not result.damaged[row]]
         block = None
         if probs_BWV is not None and proposal.k:
@@ -120,7 +120,7 @@ class Witness:
         for row in rows[: max(0, self.room - len(self.rounds))]:
             self.rounds.append(_round(state, proposal, result, row, block, logit_BWV))
 
-    def _tally(self, block: Block, rows: list[int], accepted: list[int]) -> None:
+    def _tally(self, block: DraftBlock, rows: list[int], accepted: list[int]) -> None:
         """Counts what stood at each position, and what the rule let expect given the drafts before it."""
         chance_BK = self.rule.expected(block).clamp(0, 1).tolist()
         for row in rows:
@@ -128,7 +128,7 @@ class Witness:
                 if self.rule.whole_block or accepted[row] >= position:
                     self.drafts.see(position, accepted[row] > position, chance_BK[row][position])
 
-    def _tally_siblings(self, block: Block, rows: list[int], result: RoundResult) -> None:
+    def _tally_siblings(self, block: DraftBlock, rows: list[int], result: RoundResult) -> None:
         """The same of siblings: of each all that was drawn before it is given."""
         if block.branches is None:
             return
@@ -140,7 +140,7 @@ class Witness:
             if row in counted:
                 self.siblings.see(self.most * i + j, stood[row] == (i, j), chance_BKS[row][i][j])
 
-    def _place(self, block: Block, rows: list[int], accepted: list[int]) -> None:
+    def _place(self, block: DraftBlock, rows: list[int], accepted: list[int]) -> None:
         """Where each draft lies in its declared distribution, likeliest tokens first: uniform, if it was
         drawn from it. The same of siblings, which are drawn without the tokens before them.
 
@@ -149,10 +149,10 @@ class Witness:
         again, with the same noise.
         """
         counted = set(rows)
-        for law_BKV, token_BK, real_BK in children(block):
-            drawn_BK = law_BKV.gather(2, token_BK[..., None])[..., 0]
-            likelier_BK = torch.where(law_BKV > drawn_BK[..., None], law_BKV, 0).sum(-1)
-            tied_BK = torch.where(law_BKV == drawn_BK[..., None], law_BKV, 0).sum(-1)
+        for probs_BKV, token_BK, real_BK in children(block):
+            drawn_BK = probs_BKV.gather(2, token_BK[..., None])[..., 0]
+            likelier_BK = torch.where(probs_BKV > drawn_BK[..., None], probs_BKV, 0).sum(-1)
+            tied_BK = torch.where(probs_BKV == drawn_BK[..., None], probs_BKV, 0).sum(-1)
             found = torch.stack([drawn_BK, likelier_BK, tied_BK], -1).tolist()
             for row, position in real_BK.nonzero().tolist():
                 if row in counted:
@@ -168,7 +168,7 @@ class Witness:
 
 
 def _round(
-    state: State, proposal: Proposal, result: RoundResult, row: int, block: Block | None,
+    state: State, proposal: Proposal, result: RoundResult, row: int, block: DraftBlock | None,
     logit_BWV: Tensor | None,
 ) -> Round:  # fmt: skip
     """A row's round; without `block` and logits where these are unknown."""
@@ -179,13 +179,13 @@ def _round(
     token_KS = siblings.token_BKS[row].tolist() if siblings else []
 
     def behind(i: int, j: int) -> Round:
-        number, laws = most * i + j, block.branches.target_BKSV if block and block.branches else None
+        number, probs_BKSV = most * i + j, block.branches.target_BKSV if block and block.branches else None
         return Round(
             prompt_length=state.prompt_lengths[row],
             text=(*text, *result.drafted[row][:i], token_KS[i][j]),
             count=0,
             accepted=0,
-            target_WV=UNKNOWN if laws is None else _kept(laws[row, i], [j]),
+            target_WV=UNKNOWN if probs_BKSV is None else _kept(probs_BKSV[row, i], [j]),
             draft_KV=UNKNOWN,
             logit_WV=UNKNOWN if logit_BWV is None else _kept(logit_BWV[row], [numbers.index(number)]),
         )
@@ -214,10 +214,10 @@ class KeepsEveryDraft(TreeRule):
 
     name = "keeps every draft"
 
-    def accept_chances(self, block: Block) -> Array:
+    def accept_chances(self, block: DraftBlock) -> Array:
         column_K = torch.arange(block.k, device=block.count_B.device)
         return (column_K < block.count_B[:, None]).to(torch.float64)
 
-    def tree_chances(self, block: Block) -> Array:
+    def tree_chances(self, block: DraftBlock) -> Array:
         chance_BKC = super().tree_chances(block)
         return torch.cat([self.accept_chances(block)[..., None], chance_BKC[..., 1:]], -1)

@@ -23,7 +23,7 @@ from llama_ssp.report.statistics import sum_band, uniform_band, uniform_distance
 from llama_ssp.speculative.rng import CounterDraws, Purpose, heat
 from llama_ssp.speculative.round_protocol import RoundResult
 from llama_ssp.speculative.state import State
-from llama_ssp.speculative.verification import Block, Rule, TreeRule
+from llama_ssp.speculative.verification import DraftBlock, Rule, TreeRule
 from llama_ssp.tasks.certify.children import children, siblings_that_stand
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
@@ -51,7 +51,7 @@ class Decisions:
     def __post_init__(self) -> None:
         self._uniforms = np.random.Generator(np.random.Philox(self.seed ^ 1))
 
-    def see(self, state: State, block: Block, result: RoundResult) -> None:
+    def see(self, state: State, block: DraftBlock, result: RoundResult) -> None:
         """One round over the batch, before it is committed. Ended and damaged rows decide nothing."""
         if self.rule.shared_noise:
             return
@@ -65,15 +65,15 @@ class Decisions:
         clock_BN = source._clocks(state.slot(Purpose.CORRECT), 2 * heat(block.target_BWV.shape[-1]), device)
         self._collect(rows, block, coin_BKC.cpu().numpy(), clock_BN.cpu().numpy())
 
-    def _collect(self, rows: list[int], block: Block, coin_BKC: Numbers, clock_BN: Numbers) -> None:
+    def _collect(self, rows: list[int], block: DraftBlock, coin_BKC: Numbers, clock_BN: Numbers) -> None:
         """Sums of products of two numbers of a round, each less its mean, and how often both were there."""
         shape = (*block.drafted_BK.shape, self.most + 1)
         real, place, coin = np.zeros(shape, dtype=bool), np.zeros(shape), np.zeros(shape)
         coin[..., : coin_BKC.shape[-1]] = coin_BKC
         taken_B11 = np.isin(np.arange(shape[0]), rows)[:, None, None]
-        for c, (law_BKV, token_BK, drawn_BK) in enumerate(children(block)):
+        for c, (probs_BKV, token_BK, drawn_BK) in enumerate(children(block)):
             real[..., c] = drawn_BK.cpu().numpy()
-            place[..., c] = places(law_BKV, token_BK, self._uniforms.random(shape[:2]))
+            place[..., c] = places(probs_BKV, token_BK, self._uniforms.random(shape[:2]))
         real &= taken_B11
         self.coins += coin[real].tolist()
         real_BN, *number_2BN = (array.reshape(shape[0], -1)[:, :MOST] for array in (real, place, coin))
@@ -89,7 +89,7 @@ class Decisions:
         self.counts = counts if self.counts is None else self.counts + counts
 
 
-def _coins(source: CounterDraws, state: State, block: Block) -> Tensor:
+def _coins(source: CounterDraws, state: State, block: DraftBlock) -> Tensor:
     """The numbers that decide each draft and its siblings, (B, K, C)."""
     device, k = block.drafted_BK.device, block.k
     coin_BKC = source._uniforms(state.slot(Purpose.ACCEPT), k, device)[..., None]
@@ -101,7 +101,7 @@ def _coins(source: CounterDraws, state: State, block: Block) -> Tensor:
 
 
 def refuted(
-    rule: Rule, source: CounterDraws, state: State, block: Block, result: RoundResult, coin_BKC: Tensor
+    rule: Rule, source: CounterDraws, state: State, block: DraftBlock, result: RoundResult, coin_BKC: Tensor
 ) -> tuple[list[bool], list[bool]]:
     """For each row, whether other drafts and siblings stand, and whether another token follows them."""
     device = block.drafted_BK.device
@@ -126,7 +126,7 @@ def _beyond(
     return torch.as_tensor((taken_B < fewest_B) | (taken_B > most_B))
 
 
-def _outcomes(block: Block, result: RoundResult) -> list[int]:
+def _outcomes(block: DraftBlock, result: RoundResult) -> list[int]:
     """What stands in each row, as `accepted` of the rule counts it, or `outcome` where there are siblings."""
     if block.branches is None:
         return result.accepted
@@ -137,7 +137,7 @@ def _outcomes(block: Block, result: RoundResult) -> list[int]:
     return [accepted * size + (size - 1 - sibling[1] if sibling else 0) for accepted, sibling in rows]
 
 
-def _chances(rule: Rule, block: Block) -> Tensor:
+def _chances(rule: Rule, block: DraftBlock) -> Tensor:
     """Of the draws of each draft and its siblings, (B, K, C)."""
     if block.branches is None:
         return torch.as_tensor(rule.accept_chances(block)[..., None])
@@ -152,19 +152,19 @@ def _outcome(rule: Rule, passed_BKC: Tensor) -> Tensor:
     return torch.as_tensor(rule.outcome(passed_BKC[..., 0], passed_BKC[..., 1:]))
 
 
-def _probs_after(rule: Rule, block: Block, taken_B: Tensor) -> Tensor:
+def _probs_after(rule: Rule, block: DraftBlock, taken_B: Tensor) -> Tensor:
     if block.branches is None:
         return torch.as_tensor(rule.correction_probs(block, torch.minimum(taken_B, block.count_B)))
     assert isinstance(rule, TreeRule)
     return torch.as_tensor(rule.probs_after(block, taken_B))
 
 
-def places(law_BKV: Tensor, token_BK: Tensor, uniform_BK: Numbers) -> Numbers:
+def places(probs_BKV: Tensor, token_BK: Tensor, uniform_BK: Numbers) -> Numbers:
     """Where each token lies in its distribution, in the order of token ids: the uniform number it was drawn
     with, up to the token's own width, within which `uniform_BK` places it."""
     own_BK1 = token_BK[..., None]
-    end_BK = law_BKV.cumsum(-1).gather(2, own_BK1)[..., 0].cpu().numpy()
-    share_BK = law_BKV.gather(2, own_BK1)[..., 0].cpu().numpy()
+    end_BK = probs_BKV.cumsum(-1).gather(2, own_BK1)[..., 0].cpu().numpy()
+    share_BK = probs_BKV.gather(2, own_BK1)[..., 0].cpu().numpy()
     return np.asarray(np.clip(end_BK - share_BK * uniform_BK, 0, 1))
 
 

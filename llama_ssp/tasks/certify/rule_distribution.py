@@ -27,7 +27,7 @@ from torch import Tensor
 
 from llama_ssp.speculative.coupled import source
 from llama_ssp.speculative.rng import Purpose, Slot
-from llama_ssp.speculative.verification import Block, Rule
+from llama_ssp.speculative.verification import DraftBlock, Rule
 from llama_ssp.tasks.certify.recorder import Round
 
 REST = 1e-3  # of the draft's probability is not tried; more where MOST_TRIED tokens leave out more
@@ -124,9 +124,9 @@ def _stand_chances(rule: Rule, chance_EK: Tensor) -> Tensor:
     return found_EN
 
 
-def _block(seen: Round, drafted_EK: Tensor, count: int) -> Block:
+def _block(seen: Round, drafted_EK: Tensor, count: int) -> DraftBlock:
     rows = len(drafted_EK)
-    return Block(
+    return DraftBlock(
         seen.target_WV[: count + 1].expand(rows, -1, -1),
         seen.draft_KV[:count].expand(rows, -1, -1),
         drafted_EK,

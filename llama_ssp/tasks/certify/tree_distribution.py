@@ -2,9 +2,9 @@
 
 The rule tries the children of a node one after the other. So its distribution is held against the target's
 child by child, as rule_distribution.py does it draft by draft: with all other tokens as they were, each token
-that could have been drawn last gets its turn, and
+that could have been drawn last gets its turn, with the probability child(x) of its draw, and
 
-    law(x) P(the child stands | x)  +  sum over y of  law(y) P(its node stands | y) correction(x | y)
+    child(x) P(the child stands | x)  +  sum over y of  child(y) P(its node stands | y) correction(x | y)
 
 must be what the node gives without this child: P(its node stands) correction(x). Before its first child, a
 draft, that is the chance that the drafts before it stand, times the target's distribution. If that holds at
@@ -19,7 +19,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from llama_ssp.speculative.verification import Block, Branches, TreeRule
+from llama_ssp.speculative.verification import Branches, DraftBlock, TreeRule
 from llama_ssp.tasks.certify.recorder import Round
 from llama_ssp.tasks.certify.rule_distribution import CELLS, likeliest, missed
 
@@ -40,8 +40,8 @@ def tree_error(rule: TreeRule, seen: Round, at: int) -> float | None:
         reached, mass = float(due_V.sum()), float(left_V.sum())
         if reached <= 0 or mass <= 0:
             break
-        law_V, place = left_V / mass, (at * size + size - c if c else (at + 1) * size)
-        errors.append(_child_error(rule, seen, at, c, place, law_V, due_V))
+        child_V, place = left_V / mass, (at * size + size - c if c else (at + 1) * size)
+        errors.append(_child_error(rule, seen, at, c, place, child_V, due_V))
         as_it_was = _tree(seen, at + 1, c)
         after_V = rule.probs_after(as_it_was, torch.tensor([at * size]))[0]
         due_V = _chances(rule, as_it_was)[0, at * size] * after_V
@@ -54,20 +54,20 @@ def tree_error(rule: TreeRule, seen: Round, at: int) -> float | None:
 
 
 def _child_error(
-    rule: TreeRule, seen: Round, at: int, c: int, place: int, law_V: Tensor, due_V: Tensor
+    rule: TreeRule, seen: Round, at: int, c: int, place: int, child_V: Tensor, due_V: Tensor
 ) -> float:
     """The equation at child `c` of a node, over the tokens that it could have been."""
-    tried, size = likeliest(law_V), _size(seen)
+    tried, size = likeliest(child_V), _size(seen)
     kept_V, corrected_V = torch.zeros_like(due_V), torch.zeros_like(due_V)
     some_V = due_V
     for part in torch.split(tried, max(1, CELLS // len(due_V))):
         block = _tree(seen, at + 1, c, part)
         chance_EO = _chances(rule, block)
         correction_EV = rule.probs_after(block, torch.full((len(part),), at * size))
-        kept_V[part] = law_V[part] * chance_EO[:, place]
-        corrected_V += (law_V[part] * chance_EO[:, at * size]) @ correction_EV
+        kept_V[part] = child_V[part] * chance_EO[:, place]
+        corrected_V += (child_V[part] * chance_EO[:, at * size]) @ correction_EV
         some_V = correction_EV[0]
-    return missed(kept_V, corrected_V, some_V, due_V, law_V.index_fill(0, tried, 0))
+    return missed(kept_V, corrected_V, some_V, due_V, child_V.index_fill(0, tried, 0))
 
 
 def _after_all(rule: TreeRule, seen: Round) -> float:
@@ -81,7 +81,7 @@ def _size(seen: Round) -> int:
     return max(map(len, seen.siblings)) + 1
 
 
-def _tree(seen: Round, count: int, last: int | None = None, tokens: Tensor | None = None) -> Block:
+def _tree(seen: Round, count: int, last: int | None = None, tokens: Tensor | None = None) -> DraftBlock:
     """The round's first `count` drafts and their siblings; the last draft has the first `last` of them.
 
     With `tokens` a row for each: the last child of the last draft's node is this token.
@@ -102,8 +102,8 @@ def _tree(seen: Round, count: int, last: int | None = None, tokens: Tensor | Non
     elif tokens is not None:
         drafted_EK[:, -1] = tokens
     branches = Branches(token_EKS, torch.tensor(each).expand(rows, -1), behind_KSV.expand(rows, -1, -1, -1))
-    laws = seen.target_WV[: count + 1].expand(rows, -1, -1), seen.draft_KV[:count].expand(rows, -1, -1)
-    return Block(*laws, drafted_EK, torch.full((rows,), count), branches)
+    probs = seen.target_WV[: count + 1].expand(rows, -1, -1), seen.draft_KV[:count].expand(rows, -1, -1)
+    return DraftBlock(*probs, drafted_EK, torch.full((rows,), count), branches)
 
 
 def _numbers(rule: TreeRule, k: int, size: int) -> Tensor:
@@ -123,7 +123,7 @@ def _largest_decides(rule: TreeRule, seen: Round) -> bool:
     return sorted(number_N.tolist()) == list(range(1, k * size + 1)) and torch.equal(found_T, largest_T)
 
 
-def _chances(rule: TreeRule, block: Block) -> Tensor:
+def _chances(rule: TreeRule, block: DraftBlock) -> Tensor:
     """The chance of every outcome in each row, (E, 1 + K * C): draws are tried from the largest down."""
     chance_EKC = rule.tree_chances(block)
     rows, k, size = chance_EKC.shape
