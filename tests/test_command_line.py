@@ -206,6 +206,8 @@ def test_version_and_help_are_printed(command: Command) -> None:
         ("plan sampling=", {"sampling=greedy", "sampling=nucleus"}, {"sampling=none"}),
         ("plan sampling.te", {"sampling.temperature="}, set()),
         ("generate engine=", {"engine=auto", "engine=compiled"}, set()),
+        ("batch task.out", {"task.output="}, {"task.task.output="}),
+        ("batch out", {"output=", "out="}, set()),
         ("generate --c", {"--cfg", "--config-dir"}, {"--config-path"}),
     ],
 )

@@ -102,5 +102,5 @@ def _bools(key: Key) -> list[str]:
 
 def _of_group(group: str, task: str) -> list[Key]:
     if group == "task":
-        return [replace(key, name=f"task.{key.name}") for key in keys_of_task(task)]
+        return [replace(key, name=f"task.{key.name.removeprefix('task.')}") for key in keys_of_task(task)]
     return [] if group == "experiment" else keys_of_group(group)

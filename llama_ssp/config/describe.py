@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from types import UnionType
@@ -71,19 +71,22 @@ def keys_of_group(group: str) -> list[Key]:
 
 
 def keys_of_task(task: str) -> list[Key]:
-    """The keys of a task, as they are written after its name."""
-    return list(keys_of(TASKS[task]))
+    """The keys of a task, as they are written after its name: with task. where the run has the same key."""
+    of_run = {entry.name for entry in fields(RunConf)}
+    keys = keys_of(TASKS[task])
+    return [replace(key, name=f"task.{key.name}") if key.name in of_run else key for key in keys]
 
 
 def keys_of_run() -> list[Key]:
-    """The keys that are not in a group."""
+    """The keys that are in no group of presets."""
     groups = {entry.name for entry in fields(RunConf) if is_dataclass(entry.default_factory)} | {"draft"}
     texts, hints = descriptions(RunConf), get_type_hints(RunConf)
-    return [
+    own = [
         Key(entry.name, _default(entry), _allowed(hints[entry.name], entry), texts[entry.name])
         for entry in fields(RunConf)
         if entry.name not in groups
     ]
+    return [*own, *keys_of_group("plan")]
 
 
 def _default(entry: Field[Any]) -> str:

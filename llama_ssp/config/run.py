@@ -49,9 +49,9 @@ class RunConf:
         speculation: How tokens are drafted and verified.
         task: What the run does.
         plan: The plan that the run is compared with.
-        engine: Whether steps are compiled; auto compiles where that pays.
+        engine: Whether steps are compiled; auto compiles on a CPU where that pays, and never on a GPU.
         download: Fetch models from the Hugging Face hub that are not on this machine.
-        document: The published write-up whose figures are shown beside the run's; experiment=NAME sets it.
+        document: The published write-up whose figures are printed next to the run's; experiment=NAME sets it.
         seed: The seed of all random numbers; null draws one.
         output: What goes to standard output: text, one json document at the end, or jsonl with a line a text.
         out: The folder for run folders; null writes none.

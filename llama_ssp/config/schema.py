@@ -180,9 +180,9 @@ class TimesConf:
         bandwidth_share: Share of the peak bandwidth that a GEMV attains.
         flops_share: Share of the peak FLOPS that a long GEMM attains.
         rows_cost: By tokens in one pass: the cost relative to one.
-        layer_us: Microseconds of a layer, beside its bytes.
-        step_us: Microseconds of a forward pass, beside its layers.
-        round_us: Microseconds of a round, beside its passes.
+        layer_us: Microseconds of a layer, in addition to the reading of its bytes.
+        step_us: Microseconds of a forward pass, in addition to its layers.
+        round_us: Microseconds of a round, in addition to its passes.
         check_us: Further microseconds of a round with drafts.
         law_ns: Nanoseconds of a distribution, for each token of the vocabulary.
         accept_ns: The same where drafts are verified.
@@ -337,7 +337,7 @@ class PlanningConf:
 
     Attributes:
         enforce: Refuse a run that does not fit, before anything is loaded.
-        acceptance: The acceptance probability that the plan assumes.
+        acceptance: The acceptance probability that a run is planned with; task=plan has a key of its own.
     """
 
     enforce: bool = True
