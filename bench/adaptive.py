@@ -155,8 +155,7 @@ def main() -> None:
         ]
     )  # fmt: skip
     print(text)
-    if asked.write:
-        write(asked.write, text)
+    write(asked.write, text)
     sys.exit(int(bool(missed[CLOCK])))
 
 

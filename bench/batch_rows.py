@@ -98,8 +98,7 @@ def main() -> None:
         ]
     )  # fmt: skip
     print(text)
-    if own["write"]:
-        write(own["write"], text)
+    write(own["write"], text)
     sys.exit(0 if met else 1)
 
 

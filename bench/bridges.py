@@ -148,8 +148,7 @@ def main() -> None:
     text = page(tables, asked.repeats, asked.new)
     print(text)
     print(json.dumps({"rows": [row for rows in tables.values() for row in rows], "versions": versions()}))
-    if asked.write:
-        write(asked.write, text)
+    write(asked.write, text)
 
 
 def page(tables: dict[float, list[dict]], repeats: int, new: int) -> str:

@@ -148,8 +148,7 @@ def main() -> None:
         ]
     )  # fmt: skip
     print(text)
-    if own["write"]:
-        write(own["write"], text)
+    write(own["write"], text)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,7 @@ def main() -> None:
     text = page(rows, alike, asked.repeats, asked.new)
     print(text)
     print(json.dumps({"rows": rows, "coupled_texts_alike": alike, "versions": versions()}))
-    if asked.write:
-        write(asked.write, text)
+    write(asked.write, text)
     sys.exit(0 if alike else 1)
 
 

@@ -123,8 +123,7 @@ def main() -> None:
     text = report(found, job, group, groups, shard_s)
     print(text)
     print(json.dumps({"cases": [asdict(one) for one in found], "job": job.document()}))
-    if own["write"]:
-        write(own["write"], text)
+    write(own["write"], text)
     sys.exit(0 if all(one.within and one.sound for one in found) else 1)
 
 

@@ -168,8 +168,7 @@ def main() -> None:
             one.play(texts, asked.new, repeat)
     text = report(asked, pairs, each)
     print(text)
-    if asked.write:
-        write(asked.write, text)
+    write(asked.write, text)
 
 
 def report(asked: Asked, pairs: dict[str, PairSession], each: list[list[Contender]]) -> str:

@@ -56,8 +56,7 @@ def main() -> None:
             rows += loaded(way, world, model, checkpoint, Path(folder) / "found")
     text = table(rows, size, world)
     print(text)
-    if own["write"]:
-        write(own["write"], text)
+    write(own["write"], text)
     sys.exit(any(row["peak"] > allowed(row) or row["after"] > allowed(row) for row in rows))
 
 

@@ -61,8 +61,7 @@ def main() -> None:
     ])  # fmt: skip
     print(text)
     print(json.dumps({"times": times, "accepted": accepted}))
-    if own["write"]:
-        write(own["write"], text)
+    write(own["write"], text)
 
 
 def look_up(name: str, length: int, turns: int) -> dict:

@@ -211,8 +211,7 @@ def main() -> None:
         ]
         text = "\n".join([*head, f"Medians of {turns} rounds.", "", "```", *table, "```", ""])
         print(text)
-        if own["write"]:
-            write(own["write"], text)
+        write(own["write"], text)
         return
     rounds = [["vocabulary", "controls", "decided", *(f"K = {k}, ms" for k in ks)]]
     for vocab in vocabs:
@@ -243,8 +242,7 @@ def main() -> None:
         ]
     )  # fmt: skip
     print(text)
-    if own["write"]:
-        write(own["write"], text)
+    write(own["write"], text)
 
 
 if __name__ == "__main__":

@@ -251,8 +251,7 @@ def main() -> None:
     print(text)
     shown = ("agreement", "ratio", "k", "ms")
     print(json.dumps([{name: vars(one)[name] for name in shown} for one in found]))
-    if asked.write:
-        write(asked.write, text)
+    write(asked.write, text)
     sys.exit(int(not all(one.met for one in found)))
 
 

@@ -95,8 +95,7 @@ def main() -> None:
     text = table(rows, yaml.safe_dump(plain(cluster), sort_keys=False), asked)
     print(text)
     print(json.dumps({"rows": rows, "cluster": plain(cluster), "versions": versions()}))
-    if asked.write:
-        write(asked.write, text)
+    write(asked.write, text)
     sys.exit(int(max(abs(row["off"]) for row in rows) > ALLOWED))
 
 

@@ -75,8 +75,7 @@ def main() -> None:
     print(text)
     rows = [{"temperature": heat, **row} for heat, own_rows in found.items() for row in own_rows]
     print(json.dumps({"rows": rows, "versions": versions()}))
-    if own["write"]:
-        write(own["write"], text)
+    write(own["write"], text)
 
 
 def contenders(pair: PairSession, module: Any, run: RunConf, new: int, ks: list[int]) -> dict[str, Turn]:

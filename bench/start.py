@@ -92,8 +92,7 @@ def main() -> None:
         ]
     )  # fmt: skip
     print(text)
-    if asked.write:
-        write(asked.write, text)
+    write(asked.write, text)
     sys.exit(int(not all_met(asked_of)))
 
 

@@ -98,6 +98,8 @@ def without_folder(word: str) -> str:
 
 
 def write(place: str, text: str) -> None:
-    """Writes the results file; makes its folder."""
+    """Writes the results file and makes its folder, if a place is given."""
+    if not place:
+        return
     Path(place).parent.mkdir(parents=True, exist_ok=True)
     Path(place).write_text(text, encoding="utf-8")

@@ -29,7 +29,7 @@ from llama_ssp.batch.slurm.submit import submission as of_slurm
 from llama_ssp.batch.submission import execute as share_on_cluster
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
-from llama_ssp.config.completion import COMPLETION, completion
+from llama_ssp.config.completion import completion
 from llama_ssp.config.environment import RankEnvironment, rank_environment
 from llama_ssp.config.help import help_for
 from llama_ssp.config.overrides import (
@@ -42,6 +42,7 @@ from llama_ssp.config.overrides import (
     translated,
 )
 from llama_ssp.config.presets import CONF
+from llama_ssp.config.short_forms import COMPLETION
 from llama_ssp.config.validation.cluster import check_scheduler_keys, check_sharing
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code

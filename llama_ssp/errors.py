@@ -81,7 +81,7 @@ def machine_error(error: BaseException, where: object = "") -> DistributedError 
 
     Of torch's text the first line counts: it names the GPU and the error. What follows is the same for all.
     """
-    found = f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
+    found = first_line(error)
     if lacks_memory(error) and is_gpu_error(error):
         fix = "ask for less: a smaller batch, prompt or model; or use more ranks (task=plan says how many)"
         return DistributedError("the GPU's memory is full", where, found, fix=fix)
@@ -104,6 +104,11 @@ def exit_code_of(run: Callable[[], int]) -> int:
     except OSError as error:
         print(f"error: {error.strerror}; {error.filename}", file=sys.stderr)
         return INPUT_OUTPUT
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
 
 
 def one_line(text: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from llama_ssp import cli
 from llama_ssp.config import TASKS, GenerateConf, PromptedConf, RunConf
-from llama_ssp.config.completion import COMPLETION, candidates, completion
+from llama_ssp.config.completion import candidates, completion
 from llama_ssp.config.compose import composed
 from llama_ssp.config.describe import descriptions, keys_of_group, keys_of_task
 from llama_ssp.config.environment import RankEnvironment
@@ -35,6 +35,7 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     TimesConf,
 )
+from llama_ssp.config.short_forms import COMPLETION
 from llama_ssp.errors import RunError
 from llama_ssp.report import commands
 from llama_ssp.text.prompts import read_prompts

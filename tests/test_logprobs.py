@@ -171,8 +171,8 @@ def test_given_texts(numbers: int, models: Any, monkeypatch: pytest.MonkeyPatch)
         text = list(prompt.token_ids)
         state = State([Prompt("x", tuple(text[:1]))], len(text), torch.device("cpu"))
         state.append(0, text[1:])
-        state.logprobs = [scores]
-        assert off(state, target, target.vocab) < NEAR_64
+        state.logprobs = [scores[1:]]
+        assert scores[0].logprob is None and off(state, target, target.vocab) < NEAR_64
 
 
 TEXTS = ["hello", "a longer prompt", "x"]

@@ -16,7 +16,7 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.rng import prompt_key
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, ratio
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.detokenizer import Decode, Writing
 from llama_ssp.text.logprobs import ScoredToken
 
@@ -76,7 +76,7 @@ class ContinuousBatch:
     def _scored(
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
     ) -> Iterator[tuple[int, list[ScoredToken]]]:
-        """Each prompt's log-probabilities; nothing stands before its first token."""
+        """Each prompt's log-probabilities."""
         for start in range(0, len(requests), rows):
             batch = requests[start : start + rows]
             begin([request.index for request in batch])
@@ -85,8 +85,7 @@ class ContinuousBatch:
                 self.engine.transform.assign(row, request.sampling)
                 reader.by_row[row] = request.logprobs
             found = self.engine.score([request.prompt for request in batch], reader)
-            for request, after in zip(batch, found, strict=True):
-                yield request.index, [ScoredToken(request.prompt.token_ids[0], None), *after]
+            yield from zip((request.index for request in batch), found, strict=True)
 
     def _write(
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
@@ -148,5 +147,5 @@ class ContinuousBatch:
             "draft_forwards": self.engine.draft_forwards,
             "overlap": self.engine.overlap,
             **self._counts.figures(),
-            "tokens_per_s": ratio(self._counts.committed.total(), self._counts.decode_s),
+            "tokens_per_s": self._counts.tokens_per_s,
         }

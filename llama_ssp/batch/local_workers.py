@@ -31,6 +31,7 @@ from llama_ssp.errors import OK, UsageError
 from llama_ssp.planner.gpus import gpus_here
 from llama_ssp.planner.storage import CPU
 from llama_ssp.report.console import Console, Progress
+from llama_ssp.report.machine import SOURCES
 from llama_ssp.report.tables import figure
 from llama_ssp.speculative.stats import ratio
 
@@ -64,7 +65,7 @@ class WorkerGroup:
         """Starts the command; `finished` counts the job's finished records."""
         self.began = finished
         self._code_file.unlink(missing_ok=True)
-        path = os.pathsep.join(filter(None, [str(workers.SOURCES), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
         own = {CODE_FILE: str(self._code_file), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         if self.devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)

@@ -15,8 +15,7 @@ from llama_ssp.config.tasks import MAX_LOGPROBS
 from llama_ssp.config.validation import check, check_context
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
-
-Message = dict[str, str]
+from llama_ssp.text.tokenizer import Message
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROLES = ("system", "user", "assistant")

@@ -23,7 +23,6 @@ from llama_ssp.planner.run_plan import predict, require_fit
 from llama_ssp.report.run_folder import config_sha256, versions
 from llama_ssp.report.tables import aligned, figure
 
-SOURCES = Path(__file__).resolve().parents[2]  # groups import this very package from there
 LOGS = "logs"  # in the job's folder
 SUMMARY = '{"task": "batch"'
 COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "wall_s")

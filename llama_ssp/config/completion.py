@@ -8,12 +8,10 @@ from dataclasses import replace
 from llama_ssp.config.describe import Key, keys_of_group, keys_of_run, keys_of_task
 from llama_ssp.config.overrides import FLAGS
 from llama_ssp.config.presets import GROUPS, ROLES, options
-from llama_ssp.config.short_forms import PROMPT
+from llama_ssp.config.short_forms import COMMANDS, PROMPT
 from llama_ssp.config.tasks import TASKS, PromptedConf
 from llama_ssp.errors import UsageError
 
-COMPLETION = "completion"
-OTHERS = (COMPLETION, "diff", "report")  # what the first word may also be
 # bash breaks words at = and :, and replaces what follows the last break. The program sees whole words.
 BASH = """\
 # Tab completion of llama-ssp for bash: source <(llama-ssp completion bash)
@@ -70,7 +68,7 @@ def candidates(words: Sequence[str]) -> list[str]:
         found = sorted(FLAGS)
     else:
         names = options(ROLES[0]) if 1 <= len(bare) <= len(ROLES) else []
-        found = names if bare or named else sorted({*TASKS, *OTHERS})
+        found = names if bare or named else sorted({*TASKS, *COMMANDS})
         found += [f"{name}=" for name in _keys(word, task)]
     return [one for one in found if one.startswith(word)]
 

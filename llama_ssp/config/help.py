@@ -9,10 +9,10 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from llama_ssp.config.completion import COMPLETION
 from llama_ssp.config.describe import Key, descriptions, intro, keys_of_group, keys_of_run, keys_of_task
 from llama_ssp.config.presets import GROUPS, nearest, options
 from llama_ssp.config.run import RunConf
+from llama_ssp.config.short_forms import COMPLETION
 from llama_ssp.config.tasks import TASKS
 from llama_ssp.errors import UsageError
 

@@ -28,7 +28,7 @@ LISTS = {  # of numbers, or of pairs
     for entry in fields(conf)
     if str(entry.type).startswith("list[") and ("range" in entry.metadata or entry.name == "pairs")
 }
-COMMANDS = ("runs", "report", "diff", "completion")  # first words that are no tasks (cli.py)
+RUNS, REPORT, DIFF, COMPLETION = COMMANDS = "runs", "report", "diff", "completion"  # first words, too
 SHIPPED = "demo"  # the default target, which has a default draft
 SOURCES = ("path", "repo", "name")  # of a model that is named by its folder or id
 

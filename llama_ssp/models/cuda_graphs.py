@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama_ssp.errors import first_line
 from llama_ssp.models.decoder import KeysValues
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.models.slot_cache import SlotCache
@@ -116,8 +117,7 @@ class GraphedModel(SteppedModel):
         try:
             return Function(buffers, self._captured(call))
         except Exception as error:  # whatever CUDA raises
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            log.warning("engine: rounds are decided without graphs: %s", said[0][:200])
+            log.warning("engine: rounds are decided without graphs: %s", first_line(error)[:200])
             return Function(buffers, call)
 
     def _capture(self, size: int, memory: Memory) -> None:
@@ -129,8 +129,7 @@ class GraphedModel(SteppedModel):
             graph.replay = self._captured(step)
             memory.graphs[size] = graph
         except Exception as error:  # whatever CUDA and its libraries raise
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            log.warning("engine: %s runs without graphs: %s", self.name, said[0][:200])
+            log.warning("engine: %s runs without graphs: %s", self.name, first_line(error)[:200])
         self._refused = not self._on_all_ranks([size in memory.graphs])[0]
 
     def _warm(self, step: Call) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llama_ssp.config import ModelConf, home_expanded
 from llama_ssp.config.environment import rank_environment
-from llama_ssp.errors import ModelError, RunError, StorageError
+from llama_ssp.errors import ModelError, RunError, StorageError, first_line
 
 # Of a repository: no pickle, no code, and no second copy of the weights in another layout.
 WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
@@ -112,7 +112,7 @@ def _reason(
         if isinstance(cause, errors.OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set", None, "unset it, or fetch the model elsewhere and give its folder"
         if isinstance(cause, errors.RemoteEntryNotFoundError):
-            return "it lacks a file", _first_line(cause), "check that it is a model of transformers"
+            return "it lacks a file", first_line(cause), "check that it is a model of transformers"
         if status is not None:
             fix = f"try again later{log_in}" if status == TOO_MANY else "try again later"
             return "the hub refuses", f"status {status} of {endpoint}", fix
@@ -121,14 +121,10 @@ def _reason(
             fix = "check the network and its proxy; HF_ENDPOINT names a mirror; or give a folder: "
             if os.environ.get("HF_ENDPOINT"):
                 fix = "check HF_ENDPOINT and the network; or give a folder: "
-            return f"{endpoint} cannot be reached", _first_line(cause), f"{fix}{role}=PATH"
-    return "the hub's library gave up", _first_line(causes[0]), "run it again: what is complete is kept"
+            return f"{endpoint} cannot be reached", first_line(cause), f"{fix}{role}=PATH"
+    return "the hub's library gave up", first_line(causes[0]), "run it again: what is complete is kept"
 
 
 def _is_of_the_network(cause: BaseException) -> bool:
     names = {kind.__name__ for kind in type(cause).__mro__}
     return bool(names & {"ConnectionError", "TimeoutException", "TransportError", "ProxyError", "gaierror"})
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"

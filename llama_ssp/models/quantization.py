@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from llama_ssp.config import Dtype
 from llama_ssp.errors import ModelError
+from llama_ssp.models.formats.activation_schemes import LLM_INT8_THRESHOLD
 from llama_ssp.models.formats.coded import DECODED_AT_ONCE, Coded, Codes, joined, packed
 from llama_ssp.models.sharding import NF4_BLOCK
 
-OUTLIERS = 6.0  # activations beyond it are multiplied in 16 bit (LLM.int8)
 PACKED_ROWS = 32  # outputs at a time in bitsandbytes' fast CPU kernel for 4 bit
 QUANTISED = (Dtype.int8, Dtype.int4, Dtype.nf4)
 LLM_INT8 = Codes("int8", unit=1 / 127)
@@ -31,12 +31,14 @@ def settings(dtype: Dtype) -> dict[str, Any]:
     from transformers import BitsAndBytesConfig
 
     _quiet()
+    how: dict[str, Any]
     if dtype is Dtype.int8:
-        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIERS)}
-    if dtype is Dtype.nf4:
-        how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-        return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **how)}
-    return {}
+        how = {"load_in_8bit": True, "llm_int8_threshold": LLM_INT8_THRESHOLD}
+    elif dtype is Dtype.nf4:
+        how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    else:
+        return {}
+    return {"quantization_config": BitsAndBytesConfig(**how)}
 
 
 def quantised(dtype: Dtype, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Linear:
@@ -49,7 +51,7 @@ def quantised(dtype: Dtype, weight: Tensor, bias: Tensor | None, device: torch.d
     outputs, inputs = weight.shape
     if dtype is Dtype.int8:
         kind = {"has_fp16_weights": False}
-        layer = Linear8bitLt(inputs, outputs, bias=False, threshold=OUTLIERS, device="meta", **kind)
+        layer = Linear8bitLt(inputs, outputs, bias=False, threshold=LLM_INT8_THRESHOLD, device="meta", **kind)
         layer.weight = Int8Params(weight, requires_grad=False, **kind)
     else:
         kind = {"compress_statistics": False, "quant_type": "nf4"}

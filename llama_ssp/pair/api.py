@@ -209,9 +209,8 @@ class Pair:
             engine = pair.engine(0, run)
             for first in range(0, len(read), rows):
                 batch = read[first : first + rows]
-                for number, (text, after) in enumerate(zip(batch, engine.score(batch, reader), strict=True)):
-                    scores = [ScoredToken(text.token_ids[0], None), *after]
-                    found.append(ScoredText(self._text(texts[first + number]), self._spelled(scores)))
+                for number, scores in enumerate(engine.score(batch, reader), start=first):
+                    found.append(ScoredText(self._text(texts[number]), self._spelled(scores)))
                 self._ranks.broadcast_ints([0])  # a rank without a part in the target waits here
         return found if self._ranks.is_leader else []
 

@@ -14,7 +14,7 @@ from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, Step, generate
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, ratio
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.detokenizer import Decode, Writing
 from llama_ssp.text.logprobs import ScoredToken
 from llama_ssp.text.prompts import TextPrompt
@@ -77,7 +77,7 @@ class TimedRun:
         return {
             **self.counts.figures(),
             "time_to_first_token_ms": None if first_s is None else 1000 * first_s,
-            "tokens_per_s": ratio(self.counts.committed.total(), self.counts.decode_s),
+            "tokens_per_s": self.counts.tokens_per_s,
         }
 
 
@@ -117,8 +117,7 @@ class Batches:
     def score(self, prompts: list[Prompt]) -> list[list[ScoredToken]]:
         """The log-probabilities of given texts, if the run asks for some: an entry a token, on the leader."""
         reader = self._engine.logprobs or LogprobReader()
-        found = self._engine.score(prompts, reader)
-        return [[ScoredToken(p.token_ids[0], None), *after] for p, after in zip(prompts, found, strict=True)]
+        return self._engine.score(prompts, reader)
 
     def figures(self) -> dict[str, Any]:
         """The counters and clocks under the names of the JSON interface."""

@@ -19,7 +19,7 @@ from llama_ssp.pair.batches import TimedRun, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession
 from llama_ssp.speculative.generate import Limits
 from llama_ssp.speculative.state import Prompt, State
-from llama_ssp.speculative.stats import Counts, ratio
+from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.detokenizer import Writing
 from llama_ssp.text.prompts import TextPrompt, problem_of
 from llama_ssp.text.tokenizer import Message
@@ -106,7 +106,7 @@ class Conversation:
             "prompt_tokens": sum(reply.prompt_tokens for reply in self.replies),
             "prompt_tokens_kept": sum(reply.kept for reply in self.replies),
             **counts.figures(),
-            "tokens_per_s": ratio(counts.committed.total(), counts.decode_s),
+            "tokens_per_s": counts.tokens_per_s,
         }
 
     def _is_stopped(self, number: int) -> bool:

@@ -21,7 +21,7 @@ from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.resolve import PairSpec
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit, warn_of_codes
 from llama_ssp.planner.weights import ModelPart, held
-from llama_ssp.planner.workload import Role
+from llama_ssp.planner.workload import GIB, Role
 from llama_ssp.text.pairing import Pairing
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
 
@@ -142,7 +142,7 @@ def _require_capacity(found: list[ModelPlacement], run: RunConf, rows: int, slot
             name, capacity = "all devices together", sum(map(memory_of, every_device()))
         else:
             name, gib = str(device), run.cluster.gib
-            capacity = memory_of(device) if gib is None else int(gib * 2**30)
+            capacity = memory_of(device) if gib is None else int(gib * GIB)
         require_capacity(roles, rows, slots, name, capacity, run.cluster.reserve)
 
 

@@ -54,6 +54,11 @@ class PairSpec:
     def drafter(self) -> str | None:
         return self.run.drafter_name
 
+    @property
+    def name(self) -> str:
+        """TARGET, or TARGET/DRAFTER."""
+        return self.target if self.drafter is None else f"{self.target}/{self.drafter}"
+
 
 def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec, ...]:
     """Every pair of the run on `world` ranks; `folders` are private ones that may hold presets, too."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llama_ssp.config import RunConf, home_expanded
+from llama_ssp.config.short_forms import DIFF, REPORT, RUNS
 from llama_ssp.errors import OK, DataError, StorageError, UsageError
 from llama_ssp.report.console import Console
 from llama_ssp.report.differences import differences
@@ -15,7 +16,6 @@ from llama_ssp.report.page import page
 from llama_ssp.report.saved_run import open_run
 from llama_ssp.report.tables import Column, Row, Table
 
-RUNS, REPORT, DIFF = "runs", "report", "diff"
 USAGE = {
     RUNS: "llama-ssp runs [FOLDER]",
     REPORT: "llama-ssp report RUN... [out=FILE.html]",

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llama_ssp.config.documents import REGULAR, SPECULATIVE
 from llama_ssp.report.statistics import Estimate
-from llama_ssp.report.tables import Row
+from llama_ssp.report.tables import GIB, Row
 
 PACE = {"ms_per_token": "ms/token", "tokens_per_s": "tokens/s"}
 QUESTIONS = {"speedup": "times as fast", "tokens_per_round": "tokens a round"}
@@ -68,7 +69,7 @@ def _scored(found: Row) -> Iterator[Figure]:
 def _compared(found: Row) -> Iterator[Figure]:
     yield from _figures(found, {"speedup": "times as fast"})
     for one in found["comparisons"]:
-        for side in ("regular", "speculative"):
+        for side in (REGULAR, SPECULATIVE):
             yield from _figures(one[side], {"ms_per_token": "ms/token"}, f"prompt {one['id']}, {side}")
 
 
@@ -88,7 +89,7 @@ def _certified(found: Row) -> Iterator[Figure]:
 
 def _planned(found: Row) -> Iterator[Figure]:
     yield from _figures(found["best"], {"ms_per_token": "ms/token", "speedup": "times as fast", "k": "K"})
-    yield Figure("fullest GPU, GiB", max(gpu["total_bytes"] for gpu in found["per_gpu"]) / 2**30)
+    yield Figure("fullest GPU, GiB", max(gpu["total_bytes"] for gpu in found["per_gpu"]) / GIB)
 
 
 FIGURES: dict[str, Callable[[dict[str, Any]], Iterator[Figure]]] = {

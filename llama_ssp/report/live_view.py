@@ -18,7 +18,6 @@ from rich.text import Text
 
 from llama_ssp.errors import StorageError
 from llama_ssp.report.timeline import Track, speedup
-from llama_ssp.speculative.stats import ratio
 from llama_ssp.text.detokenizer import visible
 
 FRAMES_PER_S = 20
@@ -153,8 +152,8 @@ def figures(track: Track) -> list[str]:
     counts, found = track.counts, track.counts.summary()
     if not found["tokens_committed"]:
         return [""] * FIGURE_LINES
-    seconds, rate = counts.prefill_s + counts.decode_s, ratio(found["tokens_committed"], counts.decode_s)
-    speed = f"{found['tokens_committed']} tokens  {rate or 0:.0f} tokens/s  {seconds:.2f} s"
+    seconds, rate = counts.prefill_s + counts.decode_s, counts.tokens_per_s or 0
+    speed = f"{found['tokens_committed']} tokens  {rate:.0f} tokens/s  {seconds:.2f} s"
     if not found["tokens_drafted"]:
         return [speed, *[""] * (FIGURE_LINES - 1)]
     words = (

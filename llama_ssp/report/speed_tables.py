@@ -7,9 +7,7 @@ import io
 from collections.abc import Iterator
 
 from llama_ssp.report.speed_stats import Record
-from llama_ssp.report.tables import Column, Items, Row, Table
-
-MIB = 2**20
+from llama_ssp.report.tables import MIB, Column, Items, Row, Table
 
 FIRST = Column("contender", "", is_text=True)
 SPEEDS = (

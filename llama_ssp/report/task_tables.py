@@ -8,9 +8,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from llama_ssp.report.speed_tables import speeds
-from llama_ssp.report.tables import Column, Items, Row, Table
-
-MIB, GIB = 2**20, 2**30
+from llama_ssp.report.tables import GIB, MIB, Column, Items, Row, Table
 
 SCORES = (
     Column("pair", is_text=True),

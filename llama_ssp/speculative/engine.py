@@ -122,7 +122,7 @@ class RankEngine(ABC):
 
     @torch.inference_mode()
     def score(self, texts: list[Prompt], reader: LogprobReader) -> list[list[ScoredToken]]:
-        """Log-probabilities of each text's tokens but the first; on other ranks than the leader none.
+        """Log-probabilities of each text's tokens, None of its first; on other ranks than the leader none.
 
         Caches are used anew: what was prefilled before must be prefilled again.
         """

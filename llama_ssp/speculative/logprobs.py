@@ -73,12 +73,12 @@ class LogprobReader:
 def scored(
     target: ModelRunner, state: State, transform: SamplingTransform, reader: LogprobReader, leads: bool
 ) -> list[list[ScoredToken]]:
-    """The log-probabilities of each text's tokens but the first, given those before it.
+    """The log-probabilities of each text's tokens, given those before it; None of the first one.
 
     Every rank of the target computes; only where `leads` is set there are values. `target` begins anew.
     """
     target.start(state.rows, state.capacity)
-    found: list[list[ScoredToken]] = [[] for _ in state.texts]
+    found = [[ScoredToken(text[0], None)] if leads else [] for text in state.texts]
     width = max(1, min(target.prefill_chunk, NUMBERS // (state.rows * target.model.vocab)))
     last = [length - 1 for length in state.lengths]
     while target.cached != last:

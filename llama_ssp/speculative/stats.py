@@ -88,6 +88,10 @@ class Counts:
     decode_s: float = 0.0
 
     @property
+    def tokens_per_s(self) -> float | None:
+        return ratio(self.committed.total(), self.decode_s)
+
+    @property
     def decided(self) -> int:
         """How many drafts were each accepted or rejected, not just behind a rejection."""
         return self.reached.total()

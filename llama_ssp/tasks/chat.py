@@ -17,7 +17,6 @@ from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import nothing_run
 from llama_ssp.pair.conversation import STOPPED, ChatReply, Conversation
 from llama_ssp.report.tables import figure
-from llama_ssp.speculative.stats import ratio
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines
 from llama_ssp.text.detokenizer import visible
@@ -142,7 +141,7 @@ def _record(reply: ChatReply) -> dict[str, Any]:
 def in_words(reply: ChatReply, limit: int) -> str:
     """What a reply took, as one line."""
     counted, tokens = reply.counts.figures(), reply.counts.committed.total()
-    words = [f"{tokens} tokens", f"{figure(ratio(tokens, reply.counts.decode_s), 1)} tokens/s"]
+    words = [f"{tokens} tokens", f"{figure(reply.counts.tokens_per_s, 1)} tokens/s"]
     if counted["acceptance_rate"] is not None:
         words.append(f"{counted['acceptance_rate']:.0%} of drafts accepted")
     words.append(f"context {reply.prompt_tokens + tokens} of {limit}")

@@ -12,6 +12,7 @@ from datetime import date
 from typing import Any
 
 from llama_ssp.config import CompareConf, Output, home_expanded
+from llama_ssp.config.documents import REGULAR, SPECULATIVE
 from llama_ssp.errors import DataError
 from llama_ssp.pair.batches import require_numbers, texts_of
 from llama_ssp.pair.session import PairSession, regular
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 TYPED_TOKENS = 1024  # what a typed prompt is taken to have at most, when memory is checked
 WARM_UP_TOKENS = 24
 RECORDED = 100  # columns of a picture where there is no terminal
-SIDES = ("regular", "speculative")
+SIDES = REGULAR, SPECULATIVE
 
 
 class CompareTask(Task[CompareConf]):

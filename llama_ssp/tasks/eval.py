@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_ssp.config import EvalConf
+from llama_ssp.config.documents import REGULAR, SPECULATIVE
 from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.batches import Batches, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, regular
@@ -24,7 +25,6 @@ from llama_ssp.tasks.common import Task, longest
 from llama_ssp.text.prompts import TextPrompt
 
 QUICK = 10  # prompts of a quick run
-REGULAR, SPECULATIVE = "regular", "speculative"
 QuestionBlock = list[tuple[Question, Prompt]]
 
 
@@ -46,8 +46,7 @@ class ScoredPair:
 
     @property
     def name(self) -> str:
-        target, drafter = self.pair.spec.target, self.pair.spec.drafter
-        return target if drafter is None else f"{target}/{drafter}"
+        return self.pair.spec.name
 
     @property
     def modes(self) -> list[str]:

@@ -63,8 +63,7 @@ class MeasuredPair:
 
     @property
     def name(self) -> str:
-        target, drafter = self.pair.spec.target, self.pair.spec.drafter
-        return target if drafter is None else f"{target}/{drafter}"
+        return self.pair.spec.name
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -19,12 +19,11 @@ from typing import Any
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.bounds import require_short_text
 from llama_ssp.models.folder import is_gguf, read_json
-from llama_ssp.text.gguf_tokenizer import end_ids, read_content
+from llama_ssp.text.gguf_tokenizer import SPACE_MARK, end_ids, read_content
 
 Encode = Callable[[str], list[int]]
 PANIC = "PanicException"
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-SPACE_MARK = "\u2581"
 NUMBERED = re.compile(r"<0x([0-9A-F]{2})>")
 OWN_LETTERS = (range(33, 127), range(161, 173), range(174, 256))  # bytes written as their own letters
 

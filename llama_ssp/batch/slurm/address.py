@@ -19,6 +19,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from llama_ssp.distributed.draft_link import own_address_towards
 from llama_ssp.errors import OK, DistributedError, exit_code_of
 
 SIOCGIFADDR = 0x8915
@@ -48,10 +49,7 @@ def of_interface(name: str) -> str:
 def towards(address: str) -> tuple[str, str]:
     """This node's address on the route to another one, and its interface; "" where that is not found."""
     try:
-        route = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(route[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(route[4])  # sends nothing
-            own = str(probe.getsockname()[0])
+        own = own_address_towards(address)
     except OSError as error:
         raise DistributedError("no route to the first node", address, error.strerror, fix=FIX) from error
     names = [name for _, name in socket.if_nameindex() if _ipv4(name) == own]

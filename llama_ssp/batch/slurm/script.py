@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_ssp import __version__
-from llama_ssp.batch.workers import LOGS, SOURCES
+from llama_ssp.batch.workers import LOGS
 from llama_ssp.config import ClusterConf
 from llama_ssp.errors import UsageError
 from llama_ssp.planner.storage import CPU
+from llama_ssp.report.machine import SOURCES
 
 LOG = '"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID".out'  # behind the job's name; restarts append to it
 PLAIN = re.compile(r"[\w./=:,@%+-]+")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST_PATTERN, MOST_REPEATS = 200, 4  # of a pattern of names: bounds the time of a search
-LLM_INT8_THRESHOLD = 6.0  # where config.json names none
+LLM_INT8_THRESHOLD = 6.0  # greater inputs are multiplied in 16 bit, unless config.json says otherwise
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.formats import coded
 from llama_ssp.models.formats.coded import Coded, Codes, gathered, packed, taken, unpacked
+from llama_ssp.models.formats.kept import BYTE_TABLES
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, length
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the codes of eight outputs are in their word
-BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
 WORD = 32  # bits of the integers that hold codes
 
 

@@ -22,12 +22,12 @@ from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.siblings import CHAIN
 from llama_ssp.speculative.state import Prompt, Proposal, State
 from llama_ssp.tasks.certify.recorder import Round, Witness
+from llama_ssp.tasks.certify.replay import Numbers
 from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 ROUNDS = 24  # for each text that is sampled: 24,576 at the default size
 PREFIXES = 8  # recorded rounds that are drawn from
 LIKELIEST = 4  # tokens of the target that are counted one by one
-Numbers = NDArray[np.float64]
 
 
 class FirstTokens:
