@@ -7,21 +7,11 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import traceback
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
-from llama_ssp import config
 from llama_ssp.batch import local_workers, status
 from llama_ssp.batch.job import chosen_seed, job_of
 from llama_ssp.batch.kubernetes.submit import submission as of_kubernetes
@@ -30,18 +20,10 @@ from llama_ssp.batch.submission import execute as share_on_cluster
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config import validation as checks
 from llama_ssp.config.completion import completion
+from llama_ssp.config.compose import ComposedJob, composed_jobs
 from llama_ssp.config.environment import RankEnvironment, rank_environment
 from llama_ssp.config.help import help_for
-from llama_ssp.config.overrides import (
-    HELP,
-    QUIET,
-    VERBOSE,
-    VERSION,
-    check_arguments,
-    check_sources,
-    translated,
-)
-from llama_ssp.config.presets import CONF
+from llama_ssp.config.overrides import HELP, QUIET, SWEEP, VERBOSE, VERSION, check_sources
 from llama_ssp.config.short_forms import COMPLETION
 from llama_ssp.config.validation.cluster import check_scheduler_keys, check_sharing
 from llama_ssp.distributed.placement import LEADER
@@ -123,7 +105,9 @@ def _guarded() -> int:
             code = OK
             sys.stdout.write(text if _environment().is_leader else "")
         else:
-            code = _run_jobs(_compose())
+            with GUARD.held():  # Hydra makes other errors of an interruption
+                jobs = composed_jobs()
+            code = _run_jobs(jobs)
         sys.stdout.flush()
         return code
     except Exception as error:
@@ -185,62 +169,13 @@ def _stopped(stop: KeyboardInterrupt) -> int:
     return _fail("; ".join(["stopped by a signal", *getattr(stop, "__notes__", [])]), 128 + number, stop)
 
 
-@dataclass(frozen=True)
-class ComposedJob:
-    """A job's merged config, the private folders with presets for it, and its overrides."""
-
-    cfg: DictConfig
-    folders: list[Path]
-    words: list[str]
-
-
-def _compose() -> list[ComposedJob]:
-    """The jobs of a sweep, or the one; none if Hydra only printed something."""
-    sys.argv[1:] = check_arguments(sys.argv[1:])
-    config.register()
-    GlobalHydra.instance().clear()
-    found: list[ComposedJob] = []
-
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
-    def keep(cfg: DictConfig) -> None:
-        hydra_ = HydraConfig.get()
-        private = [Path(s.path) for s in hydra_.runtime.config_sources if s.provider == "command-line"]
-        found.append(ComposedJob(cfg, private, list(hydra_.overrides.task)))
-
-    try:
-        with tempfile.TemporaryDirectory() as scratch, config.few_resolvers():
-            if {"--multirun", "-m"} & set(sys.argv):  # Hydra keeps a record of a sweep, the user none
-                sys.argv.insert(1, f"hydra.sweep.dir={scratch}")
-            with GUARD.held():  # Hydra makes other errors of an interruption
-                keep()
-    except (RecursionError, MemoryError):
-        raise
-    except SystemExit as end:  # Hydra exits after --help; what it printed is still to be flushed
-        if end.code:
-            raise
-    except OverrideParseException as error:
-        found_words = " ".join(str(error).split()).partition(" See ")[0]
-        fix = "quote a value that holds blanks or signs: 'task.stop=[\"a b\"]'; a prompt is prompt='any text'"
-        what = "an override cannot be read"
-        raise UsageError(what, error.override[:80], found_words, fix=fix) from error
-    except Exception as error:  # what Hydra cannot merge is the user's mistake, whatever its class
-        if isinstance(error, OSError) and not isinstance(error, HydraException):
-            raise
-        raise translated(error) from error
-    return found
-
-
 def run(job: ComposedJob, place: Path | None = None) -> int:
     """One run: checks everything that needs no model, then imports torch; the exit code.
 
     `place` is a sweep's folder for the run.
     """
-    folders = job.folders
-    try:
-        with GUARD.held():
-            checked = checks.to_run(job.cfg)
-    except OmegaConfBaseException as error:
-        raise translated(error) from error
+    with GUARD.held():
+        checked = checks.to_run(job.cfg)
     check_sources(checked, sys.argv[1:])
     check_sharing(checked)
     check_scheduler_keys(checked, sys.argv[1:])
@@ -249,10 +184,10 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
         from llama_ssp.tasks import plan as planning
 
         return planning.execute(checked, rank_environment().world, leads, place)
-    if isinstance(task, BatchConf) and (code := _shared(checked, folders)) is not None:
+    if isinstance(task, BatchConf) and (code := _shared(checked, job.folders)) is not None:
         return code
     check_pictures(task.pictures)
-    pairs = pair_specs(checked, folders, rank_environment().world)
+    pairs = pair_specs(checked, job.folders, rank_environment().world)
     recorded = checked if task.named_pairs else pairs[0].run
     # The leader reads prompts and draws the seed, and broadcasts both.
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
@@ -271,7 +206,7 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
     task, words = run.task, sys.argv[1:]
     assert isinstance(task, BatchConf)
     shared = run.cluster.scheduler is not Scheduler.none or run.cluster.groups > 1
-    if shared and {"--multirun", "-m"} & set(words):
+    if shared and SWEEP & set(words):
         raise UsageError("a sweep cannot be shared by groups", fix="loop over the command in the shell")
     if task.status:
         return status.execute(run)

@@ -1,18 +1,67 @@
-"""From Hydra overrides to a checked run, without a command line. No torch."""
+"""Has Hydra merge overrides: those of the command line into its jobs, others into a checked run. No torch."""
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import hydra
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.config import RunConf, few_resolvers, register
-from llama_ssp.config.overrides import check_arguments, translated
+from llama_ssp.config.overrides import SWEEP, check_arguments, translated
 from llama_ssp.config.presets import CONF, quoted
 from llama_ssp.config.validation import to_run
+
+
+@dataclass(frozen=True)
+class ComposedJob:
+    """A job's merged config, the private folders with presets for it, and its overrides."""
+
+    cfg: DictConfig
+    folders: list[Path]
+    words: list[str]
+
+
+def composed_jobs() -> list[ComposedJob]:
+    """The jobs of the command line: of a sweep, or the one; none if Hydra only printed something.
+
+    Changes sys.argv. Raises UsageError.
+    """
+    sys.argv[1:] = check_arguments(sys.argv[1:])
+    register()
+    GlobalHydra.instance().clear()
+    found: list[ComposedJob] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="run")
+    def keep(cfg: DictConfig) -> None:
+        hydra_ = HydraConfig.get()
+        private = [Path(s.path) for s in hydra_.runtime.config_sources if s.provider == "command-line"]
+        found.append(ComposedJob(cfg, private, list(hydra_.overrides.task)))
+
+    try:
+        with tempfile.TemporaryDirectory() as scratch, few_resolvers():
+            if SWEEP & set(sys.argv):  # Hydra keeps a record of a sweep, the user none
+                sys.argv.insert(1, f"hydra.sweep.dir={scratch}")
+            keep()
+    except (RecursionError, MemoryError):
+        raise
+    except SystemExit as end:  # Hydra exits after --cfg; what it printed is still to be flushed
+        if end.code:
+            raise
+    except Exception as error:  # what Hydra cannot merge is the user's mistake, whatever its class
+        if isinstance(error, OSError) and not isinstance(error, HydraException):
+            raise
+        raise translated(error) from error
+    return found
 
 
 def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:

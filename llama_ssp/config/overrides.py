@@ -13,6 +13,7 @@ from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
+from hydra.errors import OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
@@ -111,6 +112,10 @@ def check_sources(run: config.RunConf, arguments: list[str]) -> None:
 
 def translated(error: Exception) -> UsageError:
     """A message of Hydra or OmegaConf in one line: the key, what was found, what is allowed."""
+    if isinstance(error, OverrideParseException):
+        found_words = " ".join(str(error).split()).partition(" See ")[0]
+        fix = "quote a value that holds blanks or signs: 'task.stop=[\"a b\"]'; a prompt is prompt='any text'"
+        return UsageError("an override cannot be read", error.override[:80], found_words, fix=fix)
     text = f"{error}\n{error.__cause__ or ''}"
     key = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "full_key:" in line), "")
     if found := NO_RESOLVER.search(text):
@@ -128,7 +133,9 @@ def translated(error: Exception) -> UsageError:
         return _not_of_the_task(tasks[found["schema"]], found["key"])
     if found := WRONG_TYPE.search(text):
         allowed = TYPE_NAMES.get(found["wanted"], found["wanted"])
-        return UsageError(f"{key} is of the wrong type", "", repr(found["found"]), allowed)
+        return UsageError(
+            f"{key} is of the wrong type", "", repr(found["found"]), allowed, "write it as --help shows"
+        )
     if found := NOT_IN_ENUM.search(text):
         fix = "the file of answers of task=batch is task.output=FILE" if key == "output" else ""
         return UsageError(f"{key} has no such choice", "", repr(found["found"]), found["wanted"], fix)
@@ -199,7 +206,7 @@ def _check_override(key: str, value: str | None, known: list[str]) -> None:
         raise UsageError(what, "", value, ", ".join(options(bare)), fix)
     for name, example in ADDED_TO.items():
         if bare.startswith(f"{name}.") or key == name:  # Hydra reads keys after a point as text
-            raise UsageError(f"{key} cannot be set so", fix=f"write '+{name}={example}")
+            raise UsageError(f"{key} cannot be set this way", fix=f"write '+{name}={example}")
     if bare in known or bare in GROUPS:
         return
     if leaf in LOSSY:

@@ -6,9 +6,11 @@ import math
 import re
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.config import SIZES, TASKS, ModelConf, PlacementConf, RunConf, SpeculationConfig, few_resolvers
 from llama_ssp.config.documents import DOCUMENTS
+from llama_ssp.config.overrides import translated
 from llama_ssp.config.schema import MAX_INT, MAX_K, Drafting, Output, Splitting, Verification, Weights
 from llama_ssp.config.validation.cluster import check_cluster
 from llama_ssp.config.validation.values import between, check_values
@@ -20,8 +22,11 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
 def to_run(cfg: DictConfig) -> RunConf:
     """Hydra's merged config as dataclasses, checked. Raises UsageError."""
-    with few_resolvers():
-        run = OmegaConf.to_object(cfg)
+    try:
+        with few_resolvers():
+            run = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise translated(error) from error
     if not isinstance(run, RunConf):
         raise UsageError("the configuration does not start from the schema", "conf/run.yaml")
     check(run)
@@ -33,7 +38,7 @@ def check(run: RunConf) -> None:
     check_values(run)
     if TASKS.get(run.task.name) is not type(run.task):  # the name becomes part of a folder's name
         fix = "choose a task with task=NAME, and leave task.name"
-        raise UsageError("task.name is no task", "", repr(run.task.name), ", ".join(TASKS), fix)
+        raise UsageError("task.name is not a task", "", repr(run.task.name), ", ".join(TASKS), fix)
     spec, sampling, most = run.speculation, run.sampling, getattr(run.task, "max_new_tokens", math.inf)
     if sampling.temperature != 0:  # a smaller divisor would turn logits into infinities
         between("sampling.temperature", sampling.temperature, 1e-5, 100.0, "0 means argmax")
@@ -54,7 +59,7 @@ def check(run: RunConf) -> None:
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
     if run.document is not None and run.document not in DOCUMENTS:
-        what, fix = "document names no write-up", "leave it out; conf/experiment sets it"
+        what, fix = "document names an unknown write-up", "leave it out; conf/experiment sets it"
         raise UsageError(what, "", repr(run.document), ", ".join(DOCUMENTS), fix)
     check_cluster(run.cluster)
     _check_placement(run.placement)
@@ -72,7 +77,7 @@ def _check_tree(spec: SpeculationConfig) -> None:
 def _check_placement(placement: PlacementConf) -> None:
     for role, device in (("target", placement.target_device), ("draft", placement.draft_device)):
         if not DEVICE.fullmatch(device):
-            what, allowed = f"placement.{role}_device names no device", "auto, cpu, cuda, cuda:N"
+            what, allowed = f"placement.{role}_device is not a device", "auto, cpu, cuda, cuda:N"
             raise UsageError(what, "", repr(device), allowed, "correct it")
     if placement.splitting is not Splitting.layers and (placement.max_memory or placement.offload_folder):
         what = "placement.max_memory and offload_folder are for splitting by layers"
