@@ -130,7 +130,7 @@ def test_on_several_ranks_the_draft_of_another_tokenizer_sits_with_the_leader() 
     assert tokens_of(model_placements(entry)).paired is not None
     elsewhere = replace(run, placement=PlacementConf(draft=DraftSeat.sharded))
     (entry,) = pair_specs(elsewhere, [], 2)
-    with pytest.raises(UsageError, match=r"sits with the leader.*placement=leader"):
+    with pytest.raises(UsageError, match=r"is on the leader.*placement=leader"):
         tokens_of(model_placements(entry))
 
 

@@ -67,7 +67,7 @@ SETTINGS = [
     usage(1, "unknown-option", "model=llama7", holds=("there is no model=llama7", "did you mean model=")),
     usage(1, "unknown-task", "task=talk", holds=("there is no task=talk", "generate")),
     usage(1, "unknown-flag", "--loud", holds=("unknown flag --loud",)),
-    usage(1, "no-value", "hello", holds=("the first word is no task", "hello", "generate")),
+    usage(1, "no-value", "hello", holds=("the first word is not a task", "hello", "generate")),
     usage(1, "group-null", "draft=null", holds=("draft=null", "draft=none")),
     usage(1, "group-empty", "sampling=", holds=("sampling=", "greedy")),
     usage(1, "deleted", "~speculation.k", holds=("~speculation.k is refused",)),
@@ -165,7 +165,7 @@ SETTINGS = [
     usage(32, "no-gib", "cluster.gib=nan", holds=("cluster.gib", "found nan")),
     usage(36, "no-patience", "placement.timeout_s=0.5", holds=("placement.timeout_s", "[1.0, 86400.0]")),
     usage(46, "hydra-run-dir", "hydra.run.dir=../../x", holds=("Hydra's own settings", "out=FOLDER")),
-    usage(46, "task-name", "task.name=../../x", holds=("task.name is no task", "generate")),
+    usage(46, "task-name", "task.name=../../x", holds=("task.name is not a task", "generate")),
     usage(1, "unknown-experiment", "experiment=chen", holds=("experiment=chen", "mean experiment=chen2023")),
     usage(
         10, "overlap-beside", "speculation.overlap=ahead", holds=("on ranks of its own only", "placement=own")
@@ -319,7 +319,7 @@ PROMPTS = [
     prompt_file(
         43, "twice", "a.jsonl", '{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}', "twice", "'1'",
     ),
-    prompt_file(43, "twin-key", "a.jsonl", '{"prompt": "a", "prompt": "b"}', "a key stands twice"),
+    prompt_file(43, "twin-key", "a.jsonl", '{"prompt": "a", "prompt": "b"}', "a key is given twice"),
     prompt_file(43, "nan", "a.jsonl", '{"prompt": "a", "x": NaN}', "NaN is not JSON"),
     prompt_file(43, "long-line", "a.jsonl", LONG, "too long", "16777217 bytes"),
     prompt_file(43, "deep", "a.jsonl", DEEP, "nested too deeply", "line 1"),

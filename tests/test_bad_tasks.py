@@ -90,9 +90,9 @@ EVALUATIONS = [
 
 COMPARED, MEASURED = ("task=compare", PROMPT), ("task=measure", PROMPT)
 SIDE_BY_SIDE = [
-    Case(0, "compare-no-draft", (*COMPARED, "draft=none"), 2, ("nobody drafts", "speculation=ngram")),
-    Case(0, "compare-none", (*COMPARED, "speculation=none"), 2, ("nobody drafts", "drafter none")),
-    Case(0, "compare-k-0", (*COMPARED, "speculation.k=0"), 2, ("nobody drafts", "k 0")),
+    Case(0, "compare-no-draft", (*COMPARED, "draft=none"), 2, ("nothing drafts", "speculation=ngram")),
+    Case(0, "compare-none", (*COMPARED, "speculation=none"), 2, ("nothing drafts", "drafter none")),
+    Case(0, "compare-k-0", (*COMPARED, "speculation.k=0"), 2, ("nothing drafts", "k 0")),
     Case(0, "picture-kind", (*COMPARED, "task.plot=a.gif"), 2, ("task.plot", "'a.gif'", ".svg")),
     Case(0, "picture-empty", (*COMPARED, "task.plot="), 2, ("task.plot is empty",)),
     Case(0, "picture-nowhere", (*COMPARED, "task.plot=no/a.svg"), 2, ("task.plot is in no folder",)),

@@ -223,7 +223,7 @@ def test_or_are_answered_with_their_errors(command: Command):
     first, *bad = lines("out.jsonl")
     assert first["finish_reason"] == "length"
     assert [line["id"] for line in bad] == ["b", "a", "line-4"]
-    for line, why in zip(bad, ("fills the model's context", "stands twice", "not JSON"), strict=True):
+    for line, why in zip(bad, ("fills the model's context", "used twice", "not JSON"), strict=True):
         assert why in line["error"]["message"]
     assert (done.code, summary(done)["records_refused_here"]) == (0, 3)
 

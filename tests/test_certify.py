@@ -683,7 +683,7 @@ def test_a_run_that_was_stopped_gives_no_verdict(command: Command, monkeypatch: 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("speculation=none", "nobody drafts"),
+        ("speculation=none", "nothing drafts"),
         ("task.samples=3", "task.samples"),
         ("task.false_alarm=1e-9", "task.false_alarm"),
         ("speculation.k=32", "up to 32 drafts a round"),

@@ -239,7 +239,7 @@ def test_keys_that_stand_twice_are_refused(saved: Saved, tmp_path: Path) -> None
     path = copied(saved.whole, tmp_path / "model")
     text = (path / "config.json").read_text()
     (path / "config.json").write_text(text.replace("{", '{"vocab_size": 7,', 1))
-    with pytest.raises(ModelError, match="'vocab_size' stands twice"):
+    with pytest.raises(ModelError, match="'vocab_size' is given twice"):
         inspect(path)
 
 

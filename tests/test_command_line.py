@@ -108,7 +108,7 @@ def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("30B", "the first word is no task; found '30B'"),
+        ("30B", "the first word is not a task; found '30B'"),
         ("compar 30B", "did you mean compare"),
         *((f"{name}x", f"did you mean {name}") for name in (*commands.USAGE, COMPLETION)),
         ("plan 7b", "did you mean model=7B"),

@@ -122,7 +122,7 @@ class Told:
 def test_ranks_say_once_how_they_exchange_tensors(
     own: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the rank's GPU is the current one: what names no device would make a context on GPU 0."""
+    """And the rank's GPU is the current one: what is not a device would make a context on GPU 0."""
     current: list[torch.device] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "set_device", current.append)

@@ -325,7 +325,7 @@ def local(folder: Path) -> ModelConf:
 def test_where_a_head_may_sit(tmp_path: Path) -> None:
     """Beside the target that it was trained for, on the leader."""
     folder = head_of(tmp_path)
-    with pytest.raises(ModelError, match="no model of its own"):
+    with pytest.raises(ModelError, match="not a model of its own"):
         complete(local(folder), "model")
     head, _ = complete(local(folder), "draft")
     assert (head.head_inputs, head.head_vocab, head.vocab, head.n_layers) == (3 * DIM, VOCAB, VOCAB, 1)

@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[dict[str, str], bool, Dtype, type[Exception], str]] = {
     "no-room": (LITTLE, False, Dtype.fp32, DistributedError, "does not fit.*placement.offload_folder"),
     "no-gpu": ({"7": "1GiB"}, True, Dtype.fp32, DistributedError, "does not exist; found 7, allowed cpu"),
     "no-device": ({"tpu": "1GiB"}, True, Dtype.fp32, DistributedError, "found tpu"),
-    "no-size": ({"cpu": "much"}, True, Dtype.fp32, UsageError, "text that is no size; found much"),
+    "no-size": ({"cpu": "much"}, True, Dtype.fp32, UsageError, "text that is not a size; found much"),
     "int8-disk": (LITTLE, True, Dtype.int8, DistributedError, "quantised layers cannot be kept away.*int8"),
     "nf4-disk": ({"cpu": "20KB"}, True, Dtype.nf4, DistributedError, "quantised layers cannot.*nf4.*disk"),
 }  # fmt: skip

@@ -303,7 +303,7 @@ def test_of_a_batch(command: Command) -> None:
         ("completions", {"echo": 1}, "echo is unusable"),
         ("completions", {"max_tokens": 0}, "max_new_tokens is out of range"),
         ("chat/completions", {"logprobs": 2}, "logprobs is unusable"),
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs stands without"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs is given without"),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs is out of range"),
         ("chat/completions", {"echo": True}, "asks for echo"),
     ],

@@ -178,7 +178,7 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 
 def test_a_damaged_layer_is_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, "glm4_moe")
-    with pytest.raises(ModelError, match="no model of its own"):
+    with pytest.raises(ModelError, match="not a model of its own"):
         complete(layer_of(folder), "model")
     head, _ = complete(layer_of(folder), "draft")
     assert (head.head_inputs, head.head_vocab, head.n_layers) == (DIM, VOCAB, 1)

@@ -104,7 +104,7 @@ def test_skipping_keeps_the_good_rows_and_says_what_was_wrong() -> None:
         "the line is not JSON",
         "the line is not UTF-8",
         "the prompt holds a NUL character",
-        "an id stands twice",
+        "an id is used twice",
     ]
 
 

@@ -153,7 +153,7 @@ class Reader:
         stop = changes.get("stop", list(usual.stop))
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-            raise DataError("stop is no list of texts", where, repr(stop), fix='write ["\\n"]')
+            raise DataError("stop is not a list of texts", where, repr(stop), fix='write ["\\n"]')
         logprobs, echo = _logprobs(changes, usual, where), changes.get("echo", False)
         if not isinstance(echo, bool) or (echo and usual.form is Form.plain and logprobs is None):
             allowed = "true or false" + ", and logprobs with true" * (usual.form is Form.plain)
@@ -209,7 +209,7 @@ def _logprobs(record: dict[str, Any], usual: Request, where: str) -> int | None:
             raise DataError("logprobs is unusable", where, repr(value), allowed, "correct it")
         key, value = "top_logprobs", record.get("top_logprobs", 0) if value else None
     elif "top_logprobs" in record:
-        raise DataError("top_logprobs stands without logprobs", where, fix='add "logprobs": true')
+        raise DataError("top_logprobs is given without logprobs", where, fix='add "logprobs": true')
     if value is None or value is False:
         return None
     if isinstance(value, int) and value is not True and 0 <= value <= MAX_LOGPROBS:
@@ -221,7 +221,7 @@ def _biases(value: object, where: str) -> dict[int, float]:
     """JSON has texts for keys."""
     if isinstance(value, dict) and all(TOKEN_ID.fullmatch(token) for token in value):
         return {int(token): bias for token, bias in value.items()}
-    what, fix = "logit_bias is no map of tokens to numbers", 'write {"42": -1.5}'
+    what, fix = "logit_bias is not a map of tokens to numbers", 'write {"42": -1.5}'
     raise DataError(what, where, repr(value), fix=fix)
 
 

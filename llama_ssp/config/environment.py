@@ -46,7 +46,7 @@ def number_of(name: str, least: int, most: int, default: int | None = None) -> i
         return default
     if not NUMBER.fullmatch(text) or not least <= int(text) <= most:
         allowed = f"{least}..{most}" if least < most else str(least)
-        raise refused(f"{name} is no usable number", text, START, allowed)
+        raise refused(f"{name} is not a usable number", text, START, allowed)
     return int(text)
 
 

@@ -91,7 +91,7 @@ def _keys(file: Path) -> list[str]:
             raise UsageError("the file holds too many values", file, found, allowed, "take aliases out")
         content = None if root is None else loader.construct_document(root)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError("the file is not yaml", file, error) from None
+        raise UsageError("the file is not yaml", file, error, fix="correct it, or take it out") from None
     keys = PACKAGE_HEADER.findall(text)
     if isinstance(content, dict) and "defaults" in content:
         keys += _entries(content["defaults"], file)

@@ -82,7 +82,7 @@ def _named(words: Sequence[str]) -> list[str]:
     if bare[0] not in TASKS:
         near = nearest(bare[0], [*TASKS, *COMMANDS])
         fix = f"did you mean {near}?" if near else f"write {usage}; a text is prompt='...'"
-        raise UsageError("the first word is no task", "", repr(bare[0]), ", ".join(TASKS), fix)
+        raise UsageError("the first word is not a task", "", repr(bare[0]), ", ".join(TASKS), fix)
     if len(bare) > 1 + len(ROLES):
         found = " ".join(bare[1 + len(ROLES) :])
         fix = "quote a value that holds blanks, as in prompt='two words'"

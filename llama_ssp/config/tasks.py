@@ -72,7 +72,9 @@ class TaskConf:
             endings = entry.metadata.get("endings")
             if endings and value is not None and not value.endswith(endings):
                 fix = "let its ending say which kind of picture it is"
-                raise UsageError(f"{key} is no picture's name", "", repr(value), ", ".join(endings), fix)
+                raise UsageError(
+                    f"{key} is not the name of a picture", "", repr(value), ", ".join(endings), fix
+                )
             if entry.name == "stop" and "" in value:
                 fix = "an empty stop string would end every text at once; drop it"
                 raise UsageError("task.stop holds an empty string", "", "''", "non-empty strings", fix)
@@ -167,7 +169,7 @@ def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
     for name in pairs:
         if not PAIR.fullmatch(name):
             allowed, fix = "TARGET or TARGET/DRAFT", "use the names under conf/model, such as 13B/7B"
-            raise UsageError("a task.pairs entry names no pair", "", repr(name), allowed, fix)
+            raise UsageError("a task.pairs entry is not a pair", "", repr(name), allowed, fix)
     drafted = [name for name in pairs if "/" in name and not name.endswith("/none")]
     if drafted and (spec.drafter is not Drafting.model or not spec.may_draft):
         what, found = "task.pairs names a draft model, but none drafts", f"drafter {spec.drafter.value}"
@@ -245,7 +247,7 @@ class CompareConf(TextConf):
         super().check(spec, has_draft)
         idle = spec.drafter is Drafting.none or not spec.may_draft
         if idle or (spec.drafter is Drafting.model and not has_draft):
-            what, model = "task=compare has nothing to compare: nobody drafts", "a" if has_draft else "no"
+            what, model = "task=compare has nothing to compare: nothing drafts", "a" if has_draft else "no"
             found = f"drafter {spec.drafter.value}, k {spec.k}, {model} draft model"
             fix = "name a draft model (draft=NAME), or choose speculation=ngram"
             raise UsageError(what, "draft, speculation", found, fix=fix)

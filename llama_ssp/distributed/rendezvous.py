@@ -150,7 +150,7 @@ def _reach(address: Address, until: float, patience_s: float) -> None:
                 where = f"rank {address.rank} of {address.world}, {address}"
                 found = f"{error.strerror or error}, for {patience_s:g} s"
                 fix = "check MASTER_ADDR, MASTER_PORT and that rank 0 was started"
-                absent = DistributedError("nobody is where the ranks meet", where, found, fix=fix)
+                absent = DistributedError("no process listens where the ranks meet", where, found, fix=fix)
                 absent.speaks = True  # the leader may not be there to say it
                 raise absent from error
             time.sleep(RETRY_S)

@@ -73,7 +73,10 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
     """The model with the shape of the folder's head; it is tied if it embeds by the target's table."""
     mtp = model.weights is Weights.mtp
     if role != "draft":
-        what, fix = "a trained head is no model of its own", "give it as the draft of its target: draft.path"
+        what, fix = (
+            "a trained head is not a model of its own",
+            "give it as the draft of its target: draft.path",
+        )
         raise ModelError(what, path, "mtp" if mtp else kind_of(path), fix=fix)
     head: HeadSettings = mtp_settings(path) if mtp else head_settings(path)
     found = with_shape(model, Checkpoint(path, head.block, {}), role)

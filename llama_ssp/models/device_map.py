@@ -89,7 +89,7 @@ def _limits(max_memory: dict[str, str]) -> dict[int | str, int]:
         wanted = {int(key) if key.isdigit() else key: size for key, size in max_memory.items()}
         limits: dict[int | str, int] = get_max_memory(wanted or None)
     except ValueError:
-        what, found = "placement.max_memory holds a text that is no size", ", ".join(max_memory.values())
+        what, found = "placement.max_memory holds a text that is not a size", ", ".join(max_memory.values())
         raise UsageError(what, "", found, "such as 20GiB or 500MB", "correct it") from None
     return limits
 

@@ -27,9 +27,9 @@ def device_of(name: str, key: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"{key} names no device", "", name, ALLOWED, "correct it") from None
+        raise UsageError(f"{key} is not a device", "", name, ALLOWED, "correct it") from None
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"{key} names a device this program does not use", "", name, ALLOWED)
+        raise UsageError(f"{key} names a device this program does not use", "", name, ALLOWED, "choose one")
     count = torch.cuda.device_count()
     if device.type == "cuda" and device.index is None:
         # By its number: one name a device, or two roles would each count it as theirs.

@@ -292,6 +292,6 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict[str, Any]()
     for name, value in pairs:
         if name in record:
-            raise _TwinsError(f"where {name!r} stands twice")
+            raise _TwinsError(f"where {name!r} is given twice")
         record[name] = value
     return record

@@ -232,7 +232,9 @@ class Pair:
         """The run with these settings, checked."""
         run = self._session.run
         if logprobs_of not in tuple(LogprobsOf):
-            raise UsageError("logprobs_of is unknown", "", repr(logprobs_of), ", ".join(LogprobsOf))
+            raise UsageError(
+                "logprobs_of is unknown", "", repr(logprobs_of), ", ".join(LogprobsOf), "choose one"
+            )
         assert isinstance(run.task, GenerateConf)
         task = replace(run.task, max_new_tokens=max_new_tokens, stop=list(stop), chat=chat, system=system)
         task = replace(task, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of))

@@ -98,7 +98,7 @@ def tokens_of(found: list[ModelPlacement]) -> Tokens:
         is_odd = match.notes or match.bridge
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", match.in_words())
         if match.bridge is not None and placed.ranks != (LEADER,):  # the leader decides, and translates
-            what, ranks = "a draft of another tokenizer sits with the leader, whole", map(str, placed.ranks)
+            what, ranks = "a draft of another tokenizer is on the leader, whole", map(str, placed.ranks)
             found_ranks, fix = f"ranks {', '.join(ranks)}", "use placement=leader"
             raise UsageError(what, "placement.draft", found_ranks, f"rank {LEADER}", fix)
     return target

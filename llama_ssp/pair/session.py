@@ -31,7 +31,7 @@ from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.measure_costs import measured
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import Rule
-from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.prompts import CORRECT_PROMPTS, TextPrompt
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class PairSession:
                 log.warning("skipped: %s", problem)
                 skipped.append(str(problem))
         if texts and not usable:
-            raise DataError("no usable prompt is left", found=f"{len(skipped)} bad ones")
+            raise DataError("no usable prompt is left", found=f"{len(skipped)} bad ones", fix=CORRECT_PROMPTS)
         return usable
 
     def check(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> None:

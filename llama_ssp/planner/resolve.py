@@ -102,10 +102,10 @@ def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, 
     """Refuses a head of another target, and a place where it has no hidden states."""
     require_head_of(target, draft)
     if placement.splitting is not Splitting.tensor:
-        what, found = "a head drafts beside a target that is split by tensors", placement.splitting.value
+        what, found = "a head drafts only for a target that is split by tensors", placement.splitting.value
         raise UsageError(what, "placement.splitting", found, "tensor", "use placement=auto")
     if world > 1 and placement.draft not in (DraftSeat.auto, DraftSeat.leader):
-        what, found = "a head reads the target's hidden states: it sits on the leader", placement.draft.value
+        what, found = "a head reads the target's hidden states: it is on the leader", placement.draft.value
         raise UsageError(what, "placement.draft", found, "leader", "use placement=leader or placement=auto")
 
 

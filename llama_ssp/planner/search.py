@@ -133,7 +133,7 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
     if placement.splitting is Splitting.layers:
         require_transformers(request.target.model.name, request.target.dtype)
     if request.draft is not None and request.draft.model.is_head and placement.draft != (LEADER,):
-        what, found = "a head reads the target's hidden states: it sits on the leader", placement.in_words()
+        what, found = "a head reads the target's hidden states: it is on the leader", placement.in_words()
         raise DistributedError(what, "placement.draft", found, "leader", "use placement=leader")
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):

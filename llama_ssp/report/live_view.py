@@ -135,7 +135,8 @@ def save(scenes: list[Scene], path: Path, width: int, title: str) -> None:
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"cannot write the picture: {error.strerror}", where=str(path)) from None
+        fix = "choose another place with task.plot"
+        raise StorageError(f"cannot write the picture: {error.strerror}", path, fix=fix) from None
 
 
 def verdict(scene: Scene) -> str:

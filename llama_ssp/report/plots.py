@@ -305,7 +305,8 @@ def save(figure: Figure, path: Path) -> None:
     try:
         _write(figure, path, None)
     except OSError as error:
-        raise StorageError(f"cannot write the plot: {error.strerror}", where=str(path)) from None
+        fix = "choose another place with task.plot"
+        raise StorageError(f"cannot write the plot: {error.strerror}", path, fix=fix) from None
 
 
 def _write(figure: Figure, place: Any, kind: str | None) -> None:

@@ -124,4 +124,4 @@ def _new_folder(base: Path, name: str) -> Path:
         with suppress(FileExistsError):
             path.mkdir()
             return path
-    raise StorageError("a thousand runs began in one second", base)
+    raise StorageError("a thousand runs began in one second", base, fix="give each a place with out=FOLDER")

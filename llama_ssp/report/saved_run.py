@@ -55,7 +55,9 @@ FIX = "give folders of runs: outputs/DATE/TIME-TASK"
 def _read(file: Path, parse: Any) -> Any:
     try:
         if file.stat().st_size > MOST_BYTES:
-            raise DataError("the file is too large for a run's", file, f"{file.stat().st_size} bytes")
+            raise DataError(
+                "the file is too large for a run's", file, f"{file.stat().st_size} bytes", fix=FIX
+            )
         return parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError("this is not the folder of a run", file.parent, error.strerror, fix=FIX) from None

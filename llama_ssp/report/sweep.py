@@ -48,7 +48,11 @@ class Sweep:
             (self._folder / f"{NAME}.csv").write_text(table.csv(), encoding="utf-8")
             (self._folder / f"{NAME}.md").write_text(table.markdown(), encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"cannot write the sweep's table: {error.strerror}", self._folder) from None
+            what, fix = (
+                f"cannot write the sweep's table: {error.strerror}",
+                "choose another place with out=FOLDER",
+            )
+            raise StorageError(what, self._folder, fix=fix) from None
         if console.is_terminal:
             console.show([table])
         log.info("sweep: %s", self._folder / f"{NAME}.csv")

@@ -34,6 +34,7 @@ MAX_FILE_BYTES = 2**30
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")  # of files with an object a line, in upper or lower case
 MAX_ID_LENGTH = 256
 STDIN = "-"  # as the name of a prompt file
+CORRECT_PROMPTS = "correct them; the log names each"
 BOM = b"\xef\xbb\xbf"  # some editors put it before UTF-8
 SHORT = [  # for tasks that compare models; the shipped pair was trained on such text
     "def hello",
@@ -162,7 +163,8 @@ def _stdin_bytes() -> bytes:
     try:
         data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
     except OSError as error:
-        raise StorageError(f"cannot read standard input: {error.strerror}") from None
+        fix = "put the prompts into a file: prompt_file=FILE"
+        raise StorageError(f"cannot read standard input: {error.strerror}", fix=fix) from None
     if len(data) > MAX_INPUT_BYTES:
         allowed, fix = f"{MAX_INPUT_BYTES} bytes", "put the prompts into a file, and use task=batch"
         raise DataError("standard input is too large", "", f"more than {allowed}", allowed, fix)
@@ -183,7 +185,9 @@ def file_bytes(key: str, name: str) -> bytes:
     except FileNotFoundError:
         raise DataError(f"{key} does not exist", path, fix="check the path") from None
     except OSError as error:
-        raise StorageError(f"cannot read {key}: {error.strerror}", path) from None
+        raise StorageError(
+            f"cannot read {key}: {error.strerror}", path, fix="check its permissions"
+        ) from None
 
 
 def lines_of(data: bytes, file: str) -> Iterator[Line]:
@@ -258,7 +262,7 @@ def _no_constant(name: str) -> NoReturn:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key is given twice")
     return record
 
 
@@ -277,7 +281,7 @@ def _checked(found: Iterator[TextPrompt | DataError] | Iterator[TextPrompt], pol
             reading.skipped.append(str(problem))
     if reading.skipped and not reading.prompts:
         bad = f"{len(reading.skipped)} bad ones, first: {reading.skipped[0]}"
-        raise DataError("no usable prompt is left", found=bad)
+        raise DataError("no usable prompt is left", found=bad, fix=CORRECT_PROMPTS)
     if not reading.prompts:
         fix = "write prompt='your prompt' or pipe one prompt a line"
         raise UsageError("there is no prompt", "prompt, prompt_file, standard input", fix=fix)
@@ -294,7 +298,7 @@ def problem_of(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
     where = prompt.where
     if prompt.id in seen:
         places, fix = f"{seen[prompt.id]} and {where}", "give every prompt an id of its own"
-        return DataError("an id stands twice", places, repr(prompt.id), fix=fix)
+        return DataError("an id is used twice", places, repr(prompt.id), fix=fix)
     if not is_usable(prompt.id):
         allowed = f"1 to {MAX_ID_LENGTH} printable characters"
         return DataError("an id is unusable", where, repr(prompt.id[:40]), allowed, "shorten or clean it")

@@ -229,7 +229,7 @@ def test_a_port_in_use(tmp_path: Path):
 
 @pytest.mark.parametrize("port", ["0", "70000", "many"])
 def test_a_bad_port(port: str, tmp_path: Path):
-    assert "MASTER_PORT is no usable number" in refusal(*rank_by_hand(0, port, tmp_path))
+    assert "MASTER_PORT is not a usable number" in refusal(*rank_by_hand(0, port, tmp_path))
 
 
 def test_ranks_that_never_come(tmp_path: Path):
@@ -238,7 +238,7 @@ def test_ranks_that_never_come(tmp_path: Path):
     leader, other = (rank_by_hand(rank, at, tmp_path, world=3) for rank, at in ((0, port), (2, free_port())))
     said = refusal(*leader)
     assert "not all ranks have come" in said and "ranks 0 of 3 after 3 s" in said and "start 1, 2 too" in said
-    assert "nobody is where the ranks meet; rank 2 of 3" in refusal(*other)
+    assert "no process listens where the ranks meet; rank 2 of 3" in refusal(*other)
 
 
 ROUND = " at 0: "  # in the line of a first round in a trace

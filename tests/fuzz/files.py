@@ -261,7 +261,7 @@ def _one_line(found: object) -> list[str]:
 
 def _unusable(prompts: list[tuple[str, str]]) -> list[str]:
     ids = [name for name, _ in prompts]
-    wrong = ["an id stands twice"] if len(set(ids)) < len(ids) else []
+    wrong = ["an id is used twice"] if len(set(ids)) < len(ids) else []
     wrong += [f"id {name!r:.50}" for name in ids if not (0 < len(name) <= 256 and name.isprintable())]
     return wrong + [f"text {text!r:.50}" for _, text in prompts if "\0" in text or not _encodes(text)]
 

@@ -226,7 +226,7 @@ SAFETENSORS = [
     hostile(20, "huge-fraction", lambda p: join(p / WEIGHTS, HUGE_FRACTION, b""), "not a table of tensors"),
     hostile(20, "three-offsets", first_tensor(data_offsets=[0, 256, 512]), "not a table of tensors"),
     hostile(20, "text-offsets", first_tensor(data_offsets=["0", "256"]), "not a table of tensors"),
-    hostile(21, "twice", lambda p: join(p / WEIGHTS, b'{"a": {}, "a": {}}', b""), "'a' stands twice"),
+    hostile(21, "twice", lambda p: join(p / WEIGHTS, b'{"a": {}, "a": {}}', b""), "'a' is given twice"),
     hostile(
         20, "name-with-escapes",
         reworked(lambda t: t.update({"\x1b[2J\nerror: all is well" + "x" * 10**5: torch.ones(1)})),
@@ -587,7 +587,7 @@ ARCHITECTURES = [
 ]  # fmt: skip
 
 SIZES = [
-    hostile(22, "many-twins", twins, "config.json is not JSON", "'k399999' stands twice"),
+    hostile(22, "many-twins", twins, "config.json is not JSON", "'k399999' is given twice"),
     hostile(22, "endless-labels", config_sets(num_labels=10**9), "num_labels 1000000000", "at most 100000"),
     hostile(22, "endless-labels-within", config_sets(text_config={"num_labels": 10**9}), "num_labels 1000000000"),
     hostile(22, "endless-attention", config_sets(model_type="gpt_neo", attention_types=[[["global"], 10**9]]),
@@ -675,7 +675,7 @@ GGUF = [
     lying_gguf("endless-head", "do not fit", row=22, code=5, reach=FILES, **{"llama.attention.key_length": 2**30}),
     lying_gguf("scaling", "rope.scaling.type", "found evil", row=22, **{"llama.rope.scaling.type": "evil"}),
     lying_gguf("theta", "rope.freq_base", "found 0.0", row=22, **{"llama.rope.freq_base": 0.0}),
-    lying_gguf("factors", "a factor is no positive number", row=22, tensors=[TABLE, ("rope_freqs.weight", (8,), 0, 1024)], data=2048),
+    lying_gguf("factors", "a factor is not a positive number", row=22, tensors=[TABLE, ("rope_freqs.weight", (8,), 0, 1024)], data=2048),
     lying_gguf("one-token", "tokenizer cannot be read", row=15, reach=FILES, **{"tokenizer.ggml.tokens": ["a"] * 4, "tokenizer.ggml.merges": []}),
     lying_gguf("few-scores", "no score for each token", row=15, reach=FILES, **{"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": listed(6, 2, bytes(8))}),
     lying_gguf("other-tokenizer", "tokenizer is not known", "'rwkv'", row=15, reach=FILES, **{"tokenizer.ggml.model": "rwkv"}),

@@ -156,7 +156,7 @@ class _HeaderConfig:
             stream.seek(tensor.start)
             found = array("f", stream.read(tensor.n_bytes)).tolist()
         if not all(math.isfinite(factor) and factor > 0 for factor in found):
-            raise ModelError("a factor is no positive number", f"{self.path}: {name}", fix=REFETCH)
+            raise ModelError("a factor is not a positive number", f"{self.path}: {name}", fix=REFETCH)
         return found
 
     def optional(self, name: str) -> Any:

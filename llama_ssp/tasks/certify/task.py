@@ -43,7 +43,7 @@ class CertifyTask(Task[CertifyConf]):
         task, run = self._task, self._run
         if self._inputs.pairs[0].drafter is None:
             found = f"drafter {run.speculation.drafter.value}, k {run.speculation.k}"
-            what = "nobody drafts, so there is nothing to certify"
+            what = "nothing drafts, so there is nothing to certify"
             raise UsageError(
                 what, "speculation", found, fix="choose a draft with draft=NAME, or speculation=ngram"
             )
