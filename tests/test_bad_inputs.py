@@ -378,7 +378,8 @@ class OutOfMemoryError(RuntimeError):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
-    "reached", ["llama_ssp.cli.config.register", "llama_ssp.cli.pair_specs", "llama_ssp.tasks.runner.execute"]
+    "reached",
+    ["llama_ssp.config.compose.register", "llama_ssp.cli.pair_specs", "llama_ssp.tasks.runner.execute"],
 )
 @pytest.mark.parametrize(
     "error",

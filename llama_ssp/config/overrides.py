@@ -46,7 +46,7 @@ HYDRA_NOISE = ("object_type", "reference_type", "Set the env", "Config search pa
 QUIET, VERBOSE = ("--quiet", "-q"), ("--verbose", "-v")
 HELP, VERSION = ("--help", "-h"), ("--version",)
 SWEEP, CONFIG_DIR = {"--multirun", "-m"}, ("--config-dir", "-cd")
-SOURCES = ("path", "repo", "revision")  # of a model's files
+FILES_FROM = ("path", "repo", "revision")  # of a model's files
 FLAGS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys((*HELP, *VERSION, *QUIET, *VERBOSE, *SWEEP, "--resolve"), ()),
     **dict.fromkeys(("--cfg", "-c"), ("job",)),
@@ -96,7 +96,7 @@ def check_sources(run: config.RunConf, arguments: list[str]) -> None:
     """Refuses a folder, a repository or a revision on the command line that the run does not read."""
     for role, model in (("model", run.model), ("draft", run.draft)):
         given = [word.lstrip("+").partition("=")[0] for word in arguments]
-        unused = [key for key in SOURCES if f"{role}.{key}" in given]
+        unused = [key for key in FILES_FROM if f"{role}.{key}" in given]
         if model is None or not unused:
             continue
         if model.weights is config.Weights.synthetic:

@@ -30,7 +30,7 @@ LISTS = {  # of numbers, or of pairs
 }
 RUNS, REPORT, DIFF, COMPLETION = COMMANDS = "runs", "report", "diff", "completion"  # first words, too
 SHIPPED = "demo"  # the default target, which has a default draft
-SOURCES = ("path", "repo", "name")  # of a model that is named by its folder or id
+NAMED_BY = ("path", "repo", "name")  # of a model that is named by its folder or id
 
 
 def in_full(words: Sequence[str], folders: Sequence[Path] = (), sweeps: bool = False) -> list[str]:
@@ -92,7 +92,7 @@ def _named(words: Sequence[str]) -> list[str]:
 
 def _require_one_source(role: str, value: str, chosen: list[str], keys: list[str]) -> None:
     """Refuses a folder, an id or a name beside those that the model's own name gives."""
-    given = [f"{role}.{key}" for key in SOURCES if f"{role}.{key}" in keys]
+    given = [f"{role}.{key}" for key in NAMED_BY if f"{role}.{key}" in keys]
     if len(chosen) > 1 and given:
         what = f"{given[0]} is given, and {role}={value} names a model already"
         raise UsageError(what, allowed=f"{role}={NAMES_OF_A_MODEL}", fix="drop one of the two")

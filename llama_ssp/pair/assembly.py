@@ -131,27 +131,9 @@ class ModelCache:
         return self._roles[key]
 
     def _head_of(self, found: list[ModelPlacement], target: Model) -> HeadModel:
-        """The pair's head, with the target's tables if it has none of its own."""
-        above, placed = found
-        if self._head is None and placed.model.weights is Weights.mtp:
-            assert isinstance(target, CausalModel)  # no family with a row in families.py has such a layer
-            self._head = (
-                found,
-                load_mtp(placed.path or Path(), placed.dtype, placed.device, target, placed.model.name),
-            )
+        """The pair's head."""
         if self._head is None:
-
-            def tables(output: bool) -> tuple[Tensor, bool]:
-                table = table_of(target, output)
-                if table is not None:
-                    return table, True
-                return table_on_disk(above.path, above.model, output), False
-
-            head = load_head(
-                placed.path or Path(), placed.dtype, placed.device, above.model.n_layers, tables,
-                placed.model.name, placed.compiled,
-            )  # fmt: skip
-            self._head = found, head
+            self._head = found, _loaded_head(found, target)
         return self._head[1]
 
     def _model(self, placed: ModelPlacement, roles: Roles) -> Model | None:
@@ -199,6 +181,24 @@ def _loaded(placed: ModelPlacement, group: Ranks) -> Model:
         with waiting(f"{name}: reading weights"):
             return load_deepspeed(*what, placed.device, placed.role, group)
     return load(*what, placed.device, placed.role, group, placed.compiled, _reading)
+
+
+def _loaded_head(found: list[ModelPlacement], target: Model) -> HeadModel:
+    """A head without tables of its own is given the target's."""
+    above, placed = found
+    path, name = placed.path or Path(), placed.model.name
+    if placed.model.weights is Weights.mtp:
+        assert isinstance(target, CausalModel)  # no family with a row in families.py has such a layer
+        return load_mtp(path, placed.dtype, placed.device, target, name)
+
+    def tables(output: bool) -> tuple[Tensor, bool]:
+        table = table_of(target, output)
+        if table is not None:
+            return table, True
+        return table_on_disk(above.path, above.model, output), False
+
+    layers = above.model.n_layers
+    return load_head(path, placed.dtype, placed.device, layers, tables, name, placed.compiled)
 
 
 @contextmanager

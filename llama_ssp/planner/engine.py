@@ -16,8 +16,9 @@ COMPILED_DTYPES = (Dtype.bf16, Dtype.fp32, Dtype.int8, Dtype.int4, Dtype.packed)
 # What compiled steps save, and what compiling costs, on two cores (bench/fast.py).
 SAVED_S_PER_BYTE, SAVED_S_PER_LAYER = 1 / 20e9, 2e-4
 COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
-# On a GPU the host launches each operation of an eager step. The numbers of operations were counted (far.py,
-# Llama), the times are estimates: a launch by Python, and a sum over ranks by torch.distributed.
+# On a GPU the host launches each operation of an eager step. The numbers of operations were counted
+# (tests/far.py, Llama); the times are estimates, of a launch by Python and of a sum over ranks by
+# torch.distributed.
 LAYER_OPERATIONS, STEP_OPERATIONS = 45, 15
 LAUNCH_S, SUM_S = 8e-6, 22e-6
 
