@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from llama_ssp.report.machine import processor, said_by_git
+from llama_ssp.report.machine import processor_name, said_by_git
 from llama_ssp.report.run_folder import versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +66,7 @@ def surroundings(devices: dict[str, str], command: str = "", watch: Watch = STAR
     on = "".join(f"; {name}: {device}" for name, device in devices.items())
     return [
         f"Command: `{command or this_command()}`",
-        f"Hardware: {processor()}, {os.cpu_count()} cores{on}",
+        f"Hardware: {processor_name()}, {os.cpu_count()} cores{on}",
         f"Versions: python {found['python']}, torch {found['torch']}, transformers {found['transformers']}",
         f"Commit {commit()}, {time.strftime('%Y-%m-%d')}. {watch.line()}",
     ]

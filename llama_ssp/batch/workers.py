@@ -17,6 +17,7 @@ from llama_ssp.batch.job import Job, chosen_seed, job_of, longest_in
 from llama_ssp.batch.requests import Request
 from llama_ssp.config import RunConf
 from llama_ssp.config.environment import rank_environment
+from llama_ssp.config.overrides import CONFIG_DIR
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.planner.run_plan import predict, require_fit
@@ -27,7 +28,6 @@ LOGS = "logs"  # in the job's folder
 SUMMARY = '{"task": "batch"'
 COUNTED = ("tokens_committed", "tokens_drafted", "tokens_accepted", "wall_s")
 BYTES_PER_TOKEN = 4  # of usual text: for a plan that is made without the tokenizer
-VALUED = ("--config-dir", "-cd")  # flags whose value is a word of its own
 LASTING = (USAGE, DATA, MODEL)  # exit codes that another run would end with again
 
 
@@ -60,7 +60,7 @@ def words_of_one(words: list[str], seed: int, *more: str) -> tuple[str, ...]:
     """The command for one group. Hydra wants all overrides together, with flags before or behind."""
     own = ("cluster.scheduler=none", "cluster.groups=1", "task.submit=false", f"seed={seed}", *more)
     pairs = enumerate(pairwise(["", *words]), start=1)
-    overrides = [end for end, (flag, word) in pairs if not word.startswith("-") and flag not in VALUED]
+    overrides = [end for end, (flag, word) in pairs if not word.startswith("-") and flag not in CONFIG_DIR]
     end = max(overrides, default=len(words))
     return (*words[:end], *own, *words[end:])
 

@@ -16,11 +16,11 @@ def host() -> dict[str, str | int | None]:
     """The machine's name, system, processor and cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     system = f"{platform.system()} {platform.release()}"
-    return {"name": platform.node(), "system": system, "processor": processor(), "cores": cores}
+    return {"name": platform.node(), "system": system, "processor": processor_name(), "cores": cores}
 
 
 @cache
-def processor() -> str:
+def processor_name() -> str:
     """The processor's name, if the system reports it."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []

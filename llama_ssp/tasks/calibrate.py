@@ -41,7 +41,7 @@ from llama_ssp.planner.search import PlanRequest, round_times
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
-from llama_ssp.report.machine import processor
+from llama_ssp.report.machine import processor_name
 from llama_ssp.report.run_folder import versions
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.microbench import (
@@ -214,7 +214,7 @@ def predicted(case: Case, machine: Machine, dtype: Dtype, world: int) -> RoundTi
 
 
 def _source(device: torch.device) -> str:
-    where = f"{processor()}, " * (device.type == "cpu") + describe(device)
+    where = f"{processor_name()}, " * (device.type == "cpu") + describe(device)
     return f"task=calibrate, {where}, torch {versions()['torch']}, {time.strftime('%Y-%m-%d')}"
 
 

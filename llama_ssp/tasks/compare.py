@@ -19,7 +19,7 @@ from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.run_plan import RunMeasurement
 from llama_ssp.report.console import rich_console
 from llama_ssp.report.live_view import ONE_PROMPT, Scene, Screen, figures, save, verdict
-from llama_ssp.report.machine import processor
+from llama_ssp.report.machine import processor_name
 from llama_ssp.report.timeline import Track
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import ratio
@@ -145,7 +145,7 @@ class CompareTask(Task[CompareConf]):
             self._scenes,
             path,
             width,
-            f"{pair.spec.target} with {pair.spec.drafter}; {processor()}; {date.today()}",
+            f"{pair.spec.target} with {pair.spec.drafter}; {processor_name()}; {date.today()}",
         )
         self._saved = str(path)
 

@@ -23,7 +23,7 @@ from llama_ssp.report.suite_stats import answer_lines
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.measured_pair import MeasuredPair, PromptBatch
 from llama_ssp.tasks.profiling import MEANING, Stopwatch, timed_ranks
-from llama_ssp.tasks.rank_memory import memory_here, process_bytes
+from llama_ssp.tasks.rank_memory import memory_of_rank, process_bytes
 from llama_ssp.text.prompts import TextPrompt
 
 
@@ -115,6 +115,6 @@ class MeasureTask(Task[MeasureConf]):
 
 def peak_memory(device: torch.device, ranks: Ranks) -> list[dict[str, int]]:
     """The most that each rank's process and its device have held."""
-    held = memory_here(0, device)[TENSORS] or 0
+    held = memory_of_rank(0, device)[TENSORS] or 0
     every = ranks.gather_ints([process_bytes(), held])
     return [{"rank": n, "process_bytes": own, "device_bytes": its} for n, (own, its) in enumerate(every)]

@@ -16,12 +16,12 @@ STATUS = Path("/proc/self/status")
 
 def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes]:
     """The most that each rank has held; `held` are this rank's weights and caches. All ranks call it."""
-    own = memory_here(held, device)
+    own = memory_of_rank(held, device)
     every = ranks.gather_ints([own[name] or 0 for name in COUNTED])
     return [{name: size or None for name, size in zip(COUNTED, sizes, strict=True)} for sizes in every]
 
 
-def memory_here(held: int, device: torch.device) -> Bytes:
+def memory_of_rank(held: int, device: torch.device) -> Bytes:
     """Of this rank. On a CPU torch does not count what tensors take, so only the process is measured."""
     found: Bytes = {HELD_BYTES: held, TENSORS: None, RESERVED: None}
     if device.type == "cuda":
