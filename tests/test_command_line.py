@@ -194,7 +194,7 @@ def test_help_fits_a_screen_and_a_task_s_help_is_about_the_task(monkeypatch: pyt
 
 def test_version_and_help_are_printed(command: Command) -> None:
     said = command("--version").out
-    assert said.startswith("llama-ssp 0.1.0 (python 3.") and "torch 2." in said and "transformers" in said
+    assert said.startswith("llama-ssp 0.2.0 (python 3.") and "torch 2." in said and "transformers" in said
     assert command("--help").out == overview() == command("--help", "--config-dir=x").out
 
 
