@@ -384,7 +384,8 @@ class SpeculationConfig:
 
     Attributes:
         k: Drafted tokens a round (K); 0 is regular sampling.
-        siblings: Further tokens drawn at each draft's position, which makes a tree; the most with adaptive.
+        siblings: Further tokens drawn at each draft's position, which makes a tree; with adaptive=true the
+            largest number.
         drafter: What proposes tokens: the draft model, n-grams of the text so far, or nothing.
         verification: The exact rule: block accepts at least as many tokens as token, the reference; with
             coupled a seed gives the same text for any draft and any K, in fp32.

@@ -145,7 +145,7 @@ class GenerateConf(TextConf):
     Attributes:
         batch_size: Prompts at a time.
         trace: Show every round: drafted, accepted and corrected tokens.
-        logprobs: Print each token's log-probability, and those of the N likeliest tokens in its place; 0 is
+        logprobs: Print each token's log-probability, and those of the N likeliest tokens in its place; 0 gives
             its own alone.
         logprobs_of: The distribution of the log-probabilities: the target's own at temperature 1, or the one
             sampled from.
@@ -299,11 +299,11 @@ class MeasureConf(PromptedConf):
 class CertifyConf(PromptedConf):
     """Does speculation sample the target's distribution? A verdict.
 
-    Of each prompt texts are sampled regularly, speculatively, and by a rule that is wrong on purpose. Their
-    distributions are compared, and those of rounds computed exactly.
+    Texts of each prompt are sampled regularly, speculatively, and by a rule that is wrong on purpose, and
+    their distributions are compared. Distributions of rounds are computed exactly.
 
     Attributes:
-        samples: Sampled texts of each prompt and way.
+        samples: Sampled texts of each prompt, for each way of sampling.
         max_new_tokens: Tokens of each sampled text.
         law_tokens: Tokens of the texts with rounds that are computed exactly.
         law_rounds: Rounds that are computed exactly, at most.
@@ -331,7 +331,7 @@ class CertifyConf(PromptedConf):
 
 @dataclass
 class AgreeConf(PromptedConf):
-    """How many tokens draft and target agree on greedily, and why not.
+    """How many greedy tokens draft and target agree on, and where they differ.
 
     The draft writes a chunk at a time, which the target reads in one pass, until they differ.
 
@@ -428,8 +428,8 @@ class BatchConf(TaskConf):
         batch_size: Rows at a time.
         prefill_chunk: Tokens of a prompt that one forward pass reads.
         shard_size: Records of a shard.
-        retries: Attempts, alone, after which a record that ends them is set aside.
-        logprobs: Give each token's log-probability, and those of the N likeliest tokens in its place; 0 is
+        retries: Attempts with a record alone; a record that ends all of them is answered with an error.
+        logprobs: Give each token's log-probability, and those of the N likeliest tokens in its place; 0 gives
             its own alone.
         logprobs_of: The distribution of the log-probabilities: the target's own at temperature 1, or the one
             sampled from.
