@@ -145,8 +145,8 @@ class GenerateConf(TextConf):
     Attributes:
         batch_size: Prompts at a time.
         trace: Show every round: drafted, accepted and corrected tokens.
-        logprobs: Print each token's log-probability, and those of the N likeliest tokens in its place; 0 gives
-            its own alone.
+        logprobs: Print each token's log-probability, and those of the N likeliest tokens in its place; 0
+            gives its own alone.
         logprobs_of: The distribution of the log-probabilities: the target's own at temperature 1, or the one
             sampled from.
         echo: Also give the prompt's tokens; with max_new_tokens=0 nothing else.
@@ -331,7 +331,7 @@ class CertifyConf(PromptedConf):
 
 @dataclass
 class AgreeConf(PromptedConf):
-    """How many greedy tokens draft and target agree on, and where they differ.
+    """How many greedy tokens draft and target agree on; where they differ.
 
     The draft writes a chunk at a time, which the target reads in one pass, until they differ.
 
@@ -429,8 +429,8 @@ class BatchConf(TaskConf):
         prefill_chunk: Tokens of a prompt that one forward pass reads.
         shard_size: Records of a shard.
         retries: Attempts with a record alone; a record that ends all of them is answered with an error.
-        logprobs: Give each token's log-probability, and those of the N likeliest tokens in its place; 0 gives
-            its own alone.
+        logprobs: Give each token's log-probability, and those of the N likeliest tokens in its place; 0
+            gives its own alone.
         logprobs_of: The distribution of the log-probabilities: the target's own at temperature 1, or the one
             sampled from.
         status: Only report the job's progress.
