@@ -145,11 +145,8 @@ class CompiledDraws(HostDraws):
 
 def whole_rounds(vocab: int, k: int, rows: int, turns: int) -> list[float]:
     """Median milliseconds of CPU time of a round: as defined, by the kernel, compiled; they take turns."""
-    work, rule, transform = (
-        torch.zeros(12 * 2**20),
-        RULES["block"],
-        SamplingTransform(SamplingConfig(), (), vocab),
-    )
+    work, rule = torch.zeros(12 * 2**20), RULES["block"]
+    transform = SamplingTransform(SamplingConfig(), (), vocab)
     engines, taken = [], [[], [], []]
     for draws in (CounterDraws(0), HostDraws(0), CompiledDraws(0)):
         target, draft = Instant(vocab, k + 1, rows, work), Instant(vocab, k + 1, rows)

@@ -73,15 +73,12 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
     """The model with the shape of the folder's head; it is tied if it embeds by the target's table."""
     mtp = model.weights is Weights.mtp
     if role != "draft":
-        what, fix = (
-            "a trained head is not a model of its own",
-            "give it as the draft of its target: draft.path",
-        )
-        raise ModelError(what, path, "mtp" if mtp else kind_of(path), fix=fix)
+        what, found = "a trained head is not a model of its own", "mtp" if mtp else kind_of(path)
+        raise ModelError(what, path, found, fix="give it as the draft of its target: draft.path")
     head: HeadSettings = mtp_settings(path) if mtp else head_settings(path)
-    found = with_shape(model, Checkpoint(path, head.block, {}), role)
-    found = replace(found, head_inputs=head.inputs, head_vocab=head.vocab, head_block=head.drafts)
-    return replace(found, tied=not head.embeds)
+    shaped = with_shape(model, Checkpoint(path, head.block, {}), role)
+    shaped = replace(shaped, head_inputs=head.inputs, head_vocab=head.vocab, head_block=head.drafts)
+    return replace(shaped, tied=not head.embeds)
 
 
 def _with_codes(model: ModelConf, role: str) -> ModelConf:

@@ -173,11 +173,9 @@ def require_deepspeed(model: ModelConf, world: int) -> None:
     """Refuses a model that DeepSpeed would not cut: on every rank, before a file is opened."""
     where = f"model {model.name}"
     if model.family not in DEEPSPEED_FAMILIES:
-        what, fix = (
-            "DeepSpeed does not cut the architecture",
-            "use placement.splitting=tensor, or one process",
-        )
-        raise ModelError(what, where, model.family, ", ".join(DEEPSPEED_FAMILIES), fix)
+        what, allowed = "DeepSpeed does not cut the architecture", ", ".join(DEEPSPEED_FAMILIES)
+        fix = "use placement.splitting=tensor, or one process"
+        raise ModelError(what, where, model.family, allowed, fix)
     if model.dtype in (Dtype.int8, Dtype.int4, Dtype.nf4, Dtype.packed):
         what, fix = "DeepSpeed would lose the scales of quantised layers", "use placement.splitting=tensor"
         raise DistributedError(what, where, model.dtype.value, "fp32, bf16, fp16", fix)

@@ -48,10 +48,7 @@ class Sweep:
             (self._folder / f"{NAME}.csv").write_text(table.csv(), encoding="utf-8")
             (self._folder / f"{NAME}.md").write_text(table.markdown(), encoding="utf-8")
         except OSError as error:
-            what, fix = (
-                f"cannot write the sweep's table: {error.strerror}",
-                "choose another place with out=FOLDER",
-            )
+            what, fix = f"cannot write the sweep's table: {error.strerror}", "give another place: out=FOLDER"
             raise StorageError(what, self._folder, fix=fix) from None
         if console.is_terminal:
             console.show([table])

@@ -24,10 +24,7 @@ def question_of(record: dict[str, Any], usual_id: str, where: str) -> tuple[Any,
         case {"question": question, "answer": _}:
             found = usual_id, "gsm8k", [question]
         case _:
-            what, fix = (
-                "the line is not a question of a known suite",
-                "other prompts go into task.prompt_file",
-            )
+            what, fix = "the line is not a known suite's question", "other prompts go into task.prompt_file"
             raise DataError(what, where, ", ".join(record), FORMATS, fix)
     if not all(isinstance(text, str) for text in [found[1], *found[2]]):
         what, fix = "a question's turns or category are not text", "use the published file as it is"

@@ -50,11 +50,8 @@ def check(run: RunConf) -> None:
             _check_model(role, model)
     run.task.check(spec, run.draft is not None)
     if run.output is Output.jsonl and run.task.name != "generate":
-        what, fix = (
-            "output=jsonl is for task=generate",
-            "use output=json; task=batch writes JSONL to its file",
-        )
-        raise UsageError(what, "output", f"task={run.task.name}", fix=fix)
+        fix = "use output=json; task=batch writes JSONL to its file"
+        raise UsageError("output=jsonl is for task=generate", "output", f"task={run.task.name}", fix=fix)
     if sampling.min_new_tokens > most:
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)

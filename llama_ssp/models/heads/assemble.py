@@ -36,10 +36,8 @@ class HeadAssembly(Assembly):
             embedding_VH = self.read(EMBEDDING, (self.shape.vocab, dim))
         if output_EH is None:
             output_EH = self.read(OUTPUT, (settings.vocab, dim))
-        fc, output = (
-            self.head(self.read("fc.weight", (dim, settings.inputs)), None),
-            self.head(output_EH, None),
-        )
+        fc = self.head(self.read("fc.weight", (dim, settings.inputs)), None)
+        output = self.head(output_EH, None)
         if isinstance(settings, DFlashSettings):
             return self._dflash(embedding_VH, fc, output)
         assert isinstance(settings, Eagle3Settings)

@@ -44,10 +44,8 @@ class MtpModel(ChainedHead):
         layers = nn.ModuleDict({**norms, "both": both, "block": block.module})
         super().__init__(layers, block.module.config, (NORMED,), name, None, shared)
         self._block, self._own = block, layers
-        self._embedding, self._output = (
-            block.module.get_input_embeddings(),
-            block.module.get_output_embeddings(),
-        )
+        self._embedding = block.module.get_input_embeddings()
+        self._output = block.module.get_output_embeddings()
 
     def new_cache(self, rows: int, capacity: int) -> RaggedCache:
         return RaggedCache(rows, capacity, self.caches)

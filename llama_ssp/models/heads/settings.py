@@ -125,16 +125,13 @@ def head_settings(path: Path) -> HeadSettings:
 
 def mtp_settings(path: Path) -> HeadSettings:
     """Of the layer behind the last of a target's folder; a ModelError if there is none that is read."""
-    allowed, fix = (
-        f"{MTP_LAYERS}: 1 of {' or '.join(MTP)}, not quantised",
-        "use a draft model, or another head",
-    )
     content = {} if is_gguf(path) else read_json(path / "config.json")
     family, count, coded = (content.get(key) for key in ("model_type", MTP_LAYERS, "quantization_config"))
     if family not in MTP or count != 1 or coded:
         what = "the target has no layer for multi-token prediction that is read"
         found = f"{count} of {family or 'a GGUF file'}{', quantised' if coded else ''}"
-        raise ModelError(what, path, found, allowed, fix)
+        allowed = f"{MTP_LAYERS}: 1 of {' or '.join(MTP)}, not quantised"
+        raise ModelError(what, path, found, allowed, "use a draft model, or another head")
     require_whole(path)
     require_counts(path, content)
     shapes, first = _shapes(path), f"{family_of(family).names.blocks}.{content.get('num_hidden_layers')}."

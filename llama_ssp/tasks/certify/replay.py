@@ -130,10 +130,8 @@ def _outcomes(block: DraftBlock, result: RoundResult) -> list[int]:
     """What stands in each row, as `accepted` of the rule counts it, or `outcome` where there are siblings."""
     if block.branches is None:
         return result.accepted
-    size, rows = (
-        block.branches.token_BKS.shape[-1] + 1,
-        zip(result.accepted, siblings_that_stand(block, result), strict=True),
-    )
+    size = block.branches.token_BKS.shape[-1] + 1
+    rows = zip(result.accepted, siblings_that_stand(block, result), strict=True)
     return [accepted * size + (size - 1 - sibling[1] if sibling else 0) for accepted, sibling in rows]
 
 
