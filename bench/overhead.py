@@ -101,7 +101,7 @@ def round_ms(vocab: int, k: int, sampling: SamplingConfig, turns: int, draws: Co
 
 
 class PlainBlock:
-    """A `Block` without cached properties, which cannot be compiled."""
+    """A `DraftBlock` without cached properties, which cannot be compiled."""
 
 
 def compiled(rule: Rule, draws: HostDraws) -> Any:

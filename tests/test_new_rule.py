@@ -20,14 +20,14 @@ class HalfRule(TokenRule):
 
     name, expectation = "half", "half the sum of min(target, draft)"
 
-    def accept_chances(self, block: Block) -> Array:
+    def accept_chances(self, block: DraftBlock) -> Array:
         return super().accept_chances(block) / 2
 
-    def correction_probs(self, block: Block, accepted_B: Array) -> Array:
+    def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
         target_BV, draft_BV = _probs_after(block, accepted_B)
         return _probs_of(target_BV - smaller(target_BV, draft_BV) / 2, target_BV, block, accepted_B)
 
-    def expected(self, block: Block) -> Array:
+    def expected(self, block: DraftBlock) -> Array:
         return acceptance_prob(block) / 2
 
 

@@ -21,7 +21,7 @@ def save(
     optimizers: list[torch.optim.Optimizer],
     progress: dict[str, Any],
 ) -> None:
-    """Write beside and rename: a kill at any time leaves a whole checkpoint."""
+    """Write another file and rename it: a kill at any time leaves a whole checkpoint."""
     tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
     for i, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():

@@ -1,4 +1,4 @@
-"""What is written beside the weights: how they came about, and the picture of the loss."""
+"""What is written next to the weights: how they came about, and the picture of the loss."""
 
 import hashlib
 import json

@@ -31,7 +31,7 @@ def execute(run: RunConf) -> int:
     has_begun = Journal.held(work) is not None or not (jobs or on_pods)
     journal = Journal.find(work) if has_begun else None
     standing, at = journal.standing() if journal else NOTHING, Pace(0, None, None, None)
-    queued: list[client.Queued] | None = None  # what waits or runs; None: nobody says
+    queued: list[client.Queued] | None = None  # what waits or runs; None: unknown
     try:
         queued = client.queued(jobs)
     except DistributedError as silent:  # the files tell what is done all the same

@@ -91,7 +91,7 @@ def _named(words: Sequence[str]) -> list[str]:
 
 
 def _require_one_source(role: str, value: str, chosen: list[str], keys: list[str]) -> None:
-    """Refuses a folder, an id or a name beside those that the model's own name gives."""
+    """Refuses a folder, an id or a name where the model's own name gives them already."""
     given = [f"{role}.{key}" for key in NAMED_BY if f"{role}.{key}" in keys]
     if len(chosen) > 1 and given:
         what = f"{given[0]} is given, and {role}={value} names a model already"

@@ -116,7 +116,7 @@ class CausalModel:
         return state_BWH
 
     def _inputs(self, feed: Feed, cache: RaggedCache) -> dict[str, Any]:
-        """What a pass is given beside its tokens."""
+        """What a pass is given in addition to its tokens."""
         masks = {kind: self._mask(feed.visible(window)) for kind, window in self.windows.items()}
         cache.expect(feed, masks)
         mask = masks if self.mask_by_kind else next(iter(masks.values()))

@@ -285,7 +285,7 @@ def damaged(file: Path, found: str) -> ModelError:
 
 
 class _TwinsError(ValueError):
-    """A key stands twice in a JSON object."""
+    """A JSON object has the same key twice."""
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def peaks(own: RankWork) -> dict[str, Parts]:
 
 
 def loading_bytes(role: RolePart) -> int:
-    """Bytes beside the weights while they are loaded: a layer, or the matrix that is to be quantised."""
+    """Bytes on top of the weights while they are loaded: a layer, or the matrix that is to be quantised."""
     if role.dtype is Dtype.packed:
         groups = held(role.part, role.dtype)
         return sum(groups.get(group, 0) for group in IN_LAYERS) // role.part.layers

@@ -1,4 +1,4 @@
-"""A document's own figures beside those of the run that makes its table anew. No torch."""
+"""A document's own figures next to those of the run that makes its table anew. No torch."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _siblings(rows: list[tuple[str, Row]]) -> Iterator[Table]:
             body.append({"contender": name, "sibling": j + 1, **shares})
     if body:
         columns = [Column(str(n), optional=n - 1) for n in range(1, most + 1)]
-        title = "siblings that stood, of those drawn beside the draft at each position"
+        title = "siblings that stood, of those drawn with the draft at each position"
         yield Table("siblings_by_position", [FIRST, Column("sibling"), *columns], body, title)
 
 

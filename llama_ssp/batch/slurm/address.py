@@ -58,7 +58,7 @@ def towards(address: str) -> tuple[str, str]:
 
 
 def bracketed(address: str) -> str:
-    """The address as it stands before a port."""
+    """The address as it is written before a port."""
     return f"[{address}]" if ":" in address else address
 
 

@@ -112,7 +112,7 @@ class _HeaderConfig:
         return self.whole("rope.dimension_count", usual) if self.row.rotary_size else usual
 
     def _scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:
-        """How rotary positions are scaled; sets what transformers has beside it."""
+        """How rotary positions are scaled; sets the keys of transformers that belong to it."""
         tensors, kind = self.header.tensors, self.optional("rope.scaling.type")
         if FACTORS in tensors:
             return self._llama_3(config)
