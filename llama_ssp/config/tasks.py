@@ -331,7 +331,7 @@ class CertifyConf(PromptedConf):
 
 @dataclass
 class AgreeConf(PromptedConf):
-    """How many greedy tokens draft and target agree on; where they differ.
+    """How many greedy tokens draft and target agree on, and where not.
 
     The draft writes a chunk at a time, which the target reads in one pass, until they differ.
 
