@@ -20,7 +20,7 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
@@ -36,8 +36,13 @@ using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t LANES = 16, BLOCK = 2 * LANES;  // outputs
-constexpr int64_t ROWS = 6;     // of x at a time: their sums stay in registers
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16, ROWS = 6;  // sums of a register; rows of x at a time: their sums stay in registers
+#else
+constexpr int64_t LANES = 8, ROWS = 2;
+#endif
+constexpr int64_t BLOCK = 32;     // outputs
+constexpr int64_t SIDE = 2 * LANES;  // those that are summed at a time
 constexpr int64_t TOGETHER = 32;  // inputs
 constexpr int64_t AHEAD = 64;   // words of an output: prefetched this far ahead of the multiplication
 constexpr int CHAINS = 2;       // sums of a row and an output: one would wait for its own last addition
@@ -51,6 +56,7 @@ struct Table {
   alignas(64) uint8_t lower[256], upper[256];  // the bytes of the number in 16 bits
   alignas(64) uint16_t pair[32];               // numbers of 4-bit codes in 16 bits, twice
   bool brief;                                  // whether 16 bits have the numbers exactly
+  bool whole = true;                           // whether a byte is its number, as a signed integer
 
   Table(const float* numbers, int codes) {
     std::memcpy(number, numbers, codes * sizeof *numbers);
@@ -59,6 +65,7 @@ struct Table {
       uint32_t bits;
       std::memcpy(&bits, &number[i], sizeof bits);
       rest |= bits << 16, lower[i] = bits >> 16, upper[i] = bits >> 24;
+      whole = whole && number[i] == static_cast<int8_t>(i);
     }
     brief = rest == 0;
     for (int i = 0; i < 32; i++) pair[i] = lower[i % 16] | upper[i % 16] << 8;
@@ -83,6 +90,17 @@ struct Single {
         numbers[i] = (Sums)_mm512_permutexvar_ps((__m512i)code, _mm512_load_ps(table.number));
       else
         numbers[i] = (Sums)_mm512_i32gather_ps((__m512i)code, table.number, 4);
+#elif defined(__AVX2__)
+      if constexpr (bits == 4) {
+        const auto found = [code](const float* half) {
+          return _mm256_permutevar8x32_ps(_mm256_load_ps(half), (__m256i)code);
+        };
+        numbers[i] = (Sums)_mm256_blendv_ps(found(table.number), found(table.number + 8), (__m256)(code << 28));
+      } else if (table.whole) {
+        numbers[i] = __builtin_convertvector(codes << (24 - 8 * i) >> 24, Sums);
+      } else {
+        numbers[i] = (Sums)_mm256_i32gather_ps(table.number, (__m256i)code, 4);
+      }
 #else
       for (int lane = 0; lane < LANES; lane++) numbers[i][lane] = table.number[code[lane]];
 #endif
@@ -152,8 +170,9 @@ struct Factors {
     return found;
   }
 
-  Sums of(int64_t block, int64_t group, int half) const {
-    const int64_t at = (block * groups + group) * BLOCK + half * LANES;
+  // From output `from` of the block on.
+  Sums of(int64_t block, int64_t group, int64_t from) const {
+    const int64_t at = (block * groups + group) * BLOCK + from;
     switch (kind) {
       case ScalarType::Float: return read<float>(at);
       case ScalarType::BFloat16: return read<BFloat16>(at);
@@ -172,8 +191,8 @@ struct Weight {
 
   int64_t end_of(int64_t number) const { return std::min(words, (number + 1) * group); }
 
-  Sums offset(int64_t block, int64_t number, int half, Sums scale) const {
-    const Sums found = offsets->of(block, number, half);
+  Sums offset(int64_t block, int64_t number, int64_t from, Sums scale) const {
+    const Sums found = offsets->of(block, number, from);
     return offsets->kind == ScalarType::Byte ? found * scale : found;
   }
 };
@@ -233,12 +252,13 @@ struct Rows {
   }
 };
 
-// Up to ROWS rows, from number `first` on, with one block.
+// Up to ROWS rows, from number `first` on, with the SIDE outputs of one block from number `side` on.
 template <class Kind, int count, class Number>
-void multiply(const Kind kind, const Rows<Kind>& x, const Weight& weight, int64_t block, int64_t first, Number* y) {
+void multiply(const Kind kind, const Rows<Kind>& x, const Weight& weight, int64_t block, int64_t side, int64_t first,
+              Number* y) {
   constexpr int COUNT = Kind::COUNT;
   const int64_t groups = weight.scales.groups;
-  const int32_t* codes = weight.codes + block * weight.words * BLOCK;
+  const int32_t* codes = weight.codes + block * weight.words * BLOCK + side;
   const int32_t* from = x.words.data() + first * x.length;
   Sums totals[count][2] = {};
   for (int64_t group = 0, word = 0; group < groups; group++) {
@@ -259,22 +279,22 @@ void multiply(const Kind kind, const Rows<Kind>& x, const Weight& weight, int64_
           }
     }
     UNROLLED for (int half = 0; half < 2; half++) {
-      const Sums scale = weight.scales.of(block, group, half);
+      const Sums scale = weight.scales.of(block, group, side + half * LANES);
       UNROLLED for (int row = 0; row < count; row++)
         totals[row][half] += scale * (sums[row][half][0] + sums[row][half][1]);
       if (weight.offsets) {
-        const Sums offset = weight.offset(block, group, half, scale);
+        const Sums offset = weight.offset(block, group, side + half * LANES, scale);
         UNROLLED for (int row = 0; row < count; row++)
           totals[row][half] -= offset * x.sums[(first + row) * groups + group];
       }
     }
   }
-  const int64_t real = std::min(BLOCK, weight.outputs - block * BLOCK);
-  const Number* bias = weight.bias ? weight.bias->const_data_ptr<Number>() + block * BLOCK : nullptr;
+  const int64_t begin = block * BLOCK + side, real = std::min(SIDE, weight.outputs - begin);
+  const Number* bias = weight.bias ? weight.bias->const_data_ptr<Number>() + begin : nullptr;
   for (int row = 0; row < count; row++)
     for (int64_t i = 0; i < real; i++) {
       const float sum = totals[row][i / LANES][i % LANES];
-      y[(first + row) * weight.outputs + block * BLOCK + i] = bias ? sum + static_cast<float>(bias[i]) : sum;
+      y[(first + row) * weight.outputs + begin + i] = bias ? sum + static_cast<float>(bias[i]) : sum;
     }
 }
 
@@ -292,7 +312,8 @@ void run(const Tensor& x, const Table& table, const Weight& weight, int64_t bloc
     for (int64_t block = begin; block < end; block++)
       for (int64_t part = 0; part < from.parts; part++) {  // the block stays in the cache for the next rows
         const int64_t first = from.first(part), together = from.first(part + 1) - first;
-        by_count[together - 1]({table}, from, weight, block, first, to);
+        for (int64_t side = 0; side < BLOCK; side += SIDE)
+          by_count[together - 1]({table}, from, weight, block, side, first, to);
       }
   });
 }
