@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from llama_ssp.planner.hardware import cpu_has_bf16
 from llama_ssp.report.machine import processor_name, said_by_git
 from llama_ssp.report.run_folder import versions
 
@@ -62,11 +63,11 @@ STARTED = Watch()  # a benchmark imports this module before it measures
 
 def surroundings(devices: dict[str, str], command: str = "", watch: Watch = STARTED) -> list[str]:
     """Lines for the head of a results file; `command` where it is not this process's script and arguments."""
-    found = versions()
+    found, lacks = versions(), "" if cpu_has_bf16() else ", no AVX-512"
     on = "".join(f"; {name}: {device}" for name, device in devices.items())
     return [
         f"Command: `{command or this_command()}`",
-        f"Hardware: {processor_name()}, {os.cpu_count()} cores{on}",
+        f"Hardware: {processor_name()}, {os.cpu_count()} cores{lacks}{on}",
         f"Versions: python {found['python']}, torch {found['torch']}, transformers {found['transformers']}",
         f"Commit {commit()}, {time.strftime('%Y-%m-%d')}. {watch.line()}",
     ]
