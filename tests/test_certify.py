@@ -663,7 +663,8 @@ def test_a_wrong_rule_fails_the_command(command: Command) -> None:
 
 @pytest.mark.slow
 def test_a_greedy_run_needs_no_samples(command: Command) -> None:
-    found = document(command("task=certify", "seed=1", "sampling=greedy", "output=json", *SMALL))
+    words = "task=certify", "seed=1", "sampling=greedy", "output=json", *SMALL, "task.greedy_tokens=24"
+    found = document(command(*words))
     assert [c["name"] for c in found["checks"]] == [*BY_ROUNDS, "greedy", "negative control"]
     assert found["verdict"] == "same"
 

@@ -125,7 +125,7 @@ def test_states_of_named_layers_are_those_of_eager_steps():
         runner.logits(token_BS, [10, 9, 8], [6, 6, 6])
         found.append(model.tapped_TX)
     assert graphed.captures and graphed._step is graphed_step
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)  # a padded step's sums are in another order
     graphed.tap(())
     assert graphed._step is None and graphed.tapped_TX is None
     assert not any(memory.graphs for memory in graphed._memories)
@@ -144,7 +144,7 @@ def test_large_functions_and_those_that_cannot_be_captured_run_as_they_are(monke
             model.replayed(torch.add, number, number[:0].sum() + factor).tolist()
             == (number + factor).tolist()
         )
-    assert caplog.text.count("without graphs: no") == 1
+    assert caplog.text.count("without graphs: RuntimeError: no") == 1
 
 
 def _refused(_: Call) -> Call:
@@ -234,9 +234,8 @@ def test_without_graphs_steps_run_all_the_same(caplog):
     found = speculate(model_of(Refusing), prompts(2), "ngram", k=3)
     assert found.texts == speculate(model_of(DecoderModel), prompts(2), "ngram", k=3).texts
     lines = [record.getMessage() for record in caplog.records if "without graphs" in record.getMessage()]
-    assert lines == [
-        "engine: model runs without graphs: CUDA error: operation not permitted when stream is capturing"
-    ]
+    said = "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+    assert lines == [f"engine: model runs without graphs: {said}"]
 
 
 def test_ranks_capture_together():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,9 +50,10 @@ class Held:
 
 @dataclass
 class Watcher:
-    """Looks at one process again and again, from another thread, until it has ended."""
+    """Looks at one process again and again, from another thread, once it is `ready` and until it has ended."""
 
     pid: int
+    ready: Callable[[], bool]
     every_s: float = 0.2
     seen: list[Held] = field(default_factory=list)
 
@@ -61,7 +63,11 @@ class Watcher:
         self._thread.start()
 
     def _watch(self) -> None:
+        is_ready = False
         while not self._ended.wait(self.every_s):
+            is_ready = is_ready or self.ready()
+            if not is_ready:
+                continue
             with suppress(OSError, IndexError):
                 resident = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE
                 handles = len(os.listdir(f"/proc/{self.pid}/fd"))

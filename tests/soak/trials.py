@@ -263,7 +263,7 @@ def twice_done(parts: Path) -> list[str]:
 
 
 def watched(scenario: Scenario, folder: Path, records: int) -> tuple[list[Any], Ended]:
-    """A long job in one process: what it held from beginning to end, and how it ended."""
+    """A long job in one process: what it held from its first answer to its end, and how it ended."""
     folder.mkdir(parents=True)
     (folder / "in.jsonl").write_text("".join(json.dumps(record(i)) + "\n" for i in range(records)))
     began = time.monotonic()
@@ -271,6 +271,7 @@ def watched(scenario: Scenario, folder: Path, records: int) -> tuple[list[Any], 
         command(scenario), cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    watcher = Watcher(process.pid)
+    parts = folder / "out.jsonl.work" / "parts"
+    watcher = Watcher(process.pid, lambda: any(read_part(path).finished for path in parts.glob("*.jsonl")))
     out, err = process.communicate(timeout=PATIENCE_S * 4)
     return watcher.stop(), Ended(process.returncode, out, err, time.monotonic() - began, False)
