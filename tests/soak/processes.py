@@ -50,7 +50,7 @@ class Held:
 
 @dataclass
 class Watcher:
-    """Looks at one process again and again, from another thread, once it is `ready` and until it has ended."""
+    """Looks at one process again and again, from another thread, once it is `ready` until it has ended."""
 
     pid: int
     ready: Callable[[], bool]
