@@ -198,13 +198,13 @@ def report(found: list[Outcome], job: JobPlan, group: GroupPlan, groups: int, sh
         right = "right" if one.sound else "WRONG"
         rows.append([one.case.name, *seconds, off, *limits, str(one.again), right])
     within = sum(one.within for one in found)
-    seconds = group.shard_s(job.size.largest, job.request.work.rows)
+    planned_s = group.shard_s(job.size.largest, job.request.work.rows)
     return "\n".join(
         [
             f"# A planned batch job against {groups} groups", "",
             *surroundings({"groups": "processes that sleep"}),
             f"{job.size.shards} shards of {RECORDS} records. Planned: {group.option.placement.in_words()}, "
-            f"{job.request.machine.in_words()}; a shard takes {seconds:.1f} s, here {shard_s:g} s.",
+            f"{job.request.machine.in_words()}; a shard takes {planned_s:.1f} s, here {shard_s:g} s.",
             f"A killed group comes back after {RESTART_S:g} s; a slow one takes {SLOWER:g} times as long. "
             "`least` and `most` are the limits of any order of shards (bench/groups.py).",
             f"{within} of {len(found)} within these limits, give or take {ALLOWED:.0%}.", "",
