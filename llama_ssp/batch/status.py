@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from llama_ssp.batch.history import PODS, ends, submissions
+from llama_ssp.batch.history import PODS, End, ends, submissions
 from llama_ssp.batch.job import folders_of
 from llama_ssp.batch.journal import NOTHING, Journal
 from llama_ssp.batch.pace import Pace, pace
@@ -30,24 +30,16 @@ def execute(run: RunConf) -> int:
     jobs, on_pods = submissions(work), submissions(work, PODS)
     has_begun = Journal.held(work) is not None or not (jobs or on_pods)
     journal = Journal.find(work) if has_begun else None
-    standing, at = journal.standing() if journal else NOTHING, Pace(0, None, None, None)
-    queued: list[client.Queued] | None = None  # what waits or runs; None: unknown
-    try:
-        queued = client.queued(jobs)
-    except DistributedError as silent:  # the files tell what is done all the same
-        log.warning("%s", silent)
-    merged = standing.whole and journal is not None and output.is_file()
-    working = journal is not None and journal.claimed() > 0
-    status = "unfinished"
-    if merged:
-        status = "done"
-    elif queued or (working and (queued is None or not jobs)):
-        status = "running"
-    elif queued is None:
-        status = "unknown"
+    queued, ended, counts = _queued(jobs), ends(work), counted((work / LOGS).glob("*.out"))
+    standing, at = NOTHING, Pace(0, None, None, None)
+    status = "unknown" if queued is None else "running" if queued else "unfinished"
     if journal:
+        standing = journal.standing()
         at = pace(journal, standing, time.time())
-    ended, counts = ends(work), counted((work / LOGS).glob("*.out"))
+        if standing.whole and output.is_file():
+            status = "done"
+        elif journal.claimed() and (queued is None or not jobs):
+            status = "running"
     summary: dict[str, Any] = {
         "task": run.task.name,
         "status": status,
@@ -64,16 +56,31 @@ def execute(run: RunConf) -> int:
     }
     console = Console()
     if run.output is not Output.json:
-        lines = table(summary, f"{figure(at.tokens_per_s, 1)} a second")
-        if summary["eta_s"] is not None:
-            lines.append(f"at this pace it ends in {_in_words(summary['eta_s'])}")
-        lines += _queue(queued)
-        if failed := [end for end in ended if end.failed][-5:]:  # their logs say why
-            rows = [[end.job[-20:], str(end.restart)[:8], end.host, str(end.code)] for end in failed]
-            lines += ["", *aligned([["failed", "restart", "host", "code"], *rows], words=4)]
-        console.write("\n".join([*lines, ""]))
+        failed = [end for end in ended if end.failed][-5:]  # their logs say why
+        console.write("\n".join([*_lines(summary, queued, failed), ""]))
     console.document(summary, run.output is Output.json)
     return OK
+
+
+def _queued(jobs: list[str]) -> list[client.Queued] | None:
+    """What waits or runs; None where the scheduler does not answer."""
+    try:
+        return client.queued(jobs)
+    except DistributedError as silent:  # the files tell what is done all the same
+        log.warning("%s", silent)
+        return None
+
+
+def _lines(summary: dict[str, Any], queued: list[client.Queued] | None, failed: list[End]) -> list[str]:
+    """The summary, for people."""
+    lines = table(summary, f"{figure(summary['tokens_per_s'], 1)} a second")
+    if summary["eta_s"] is not None:
+        lines.append(f"at this pace it ends in {_in_words(summary['eta_s'])}")
+    lines += _queue(queued)
+    if failed:
+        rows = [[end.job[-20:], str(end.restart)[:8], end.host, str(end.code)] for end in failed]
+        lines += ["", *aligned([["failed", "restart", "host", "code"], *rows], words=4)]
+    return lines
 
 
 def _queue(queued: list[client.Queued] | None) -> list[str]:
