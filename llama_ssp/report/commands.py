@@ -42,15 +42,7 @@ def execute(command: str, words: Sequence[str]) -> int:
     if wrong:
         raise UsageError(f"unknown argument {wrong[0]}", allowed=USAGE[command])
     if command == RUNS:
-        if len(places) > 1:
-            raise UsageError("name one folder", found=f"{len(places)} named", fix=USAGE[RUNS])
-        folder = home_expanded([*places, str(RunConf().out)][0])
-        try:
-            console.show([listed(folder)])
-        except DataError:
-            if places:
-                raise
-            console.line(f"no runs yet in {folder}")
+        _list_runs(places, console)
         return OK
     if not places or (command == DIFF and len(places) != 2):
         what = "name two runs" if command == DIFF else "name one run or several"
@@ -58,15 +50,28 @@ def execute(command: str, words: Sequence[str]) -> int:
     runs = [open_run(place) for place in places]
     if command == DIFF:
         console.show(differences(*runs))
-        return OK
-    asked = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    file = home_expanded(asked[-1]) if asked else runs[0].folder / "report.html"
-    try:
-        file.write_text(page(runs), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write the report: {error.strerror}", file, fix="out=FILE.html") from None
-    console.line(str(file))
+    else:
+        asked = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+        file = home_expanded(asked[-1]) if asked else runs[0].folder / "report.html"
+        try:
+            file.write_text(page(runs), encoding="utf-8")
+        except OSError as error:
+            what, fix = f"cannot write the report: {error.strerror}", "give another place: out=FILE.html"
+            raise StorageError(what, file, fix=fix) from None
+        console.line(str(file))
     return OK
+
+
+def _list_runs(places: list[str], console: Console) -> None:
+    if len(places) > 1:
+        raise UsageError("name one folder", found=f"{len(places)} named", fix=USAGE[RUNS])
+    folder = home_expanded([*places, str(RunConf().out)][0])
+    try:
+        console.show([listed(folder)])
+    except DataError:
+        if places:
+            raise
+        console.line(f"no runs yet in {folder}")
 
 
 def listed(folder: Path) -> Table:

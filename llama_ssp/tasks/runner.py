@@ -20,6 +20,7 @@ from llama_ssp.config import (
     GenerateConf,
     MeasureConf,
     Output,
+    RunConf,
     TaskConf,
 )
 from llama_ssp.distributed.comm import Ranks, broadcast_json
@@ -125,16 +126,29 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
         try:
             folder.close(summary)
         finally:  # a full disk must not cost what was done
-            if run.output is Output.text:
-                console.show(document_items(summary))
-            if (compared := plan_against_actual(summary)) and log.isEnabledFor(logging.INFO):
-                if run.output is Output.text and console.is_terminal:
-                    console.show([compared])
-                elif ranks.is_leader:
-                    log.info("%s", "\n".join(compared.lines()))
+            _show_tables(run, summary, console, ranks.is_leader)
             if status in ("done", "failed", "partial") or task.has_output():
-                is_json = run.output is Output.json
-                is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped
-                if is_json or not (is_alone or run.output is Output.jsonl):
-                    console.document(summary, is_json)
+                _write_document(run, summary, console)
     return FAILED_CHECK if status == "failed" else OK
+
+
+def _show_tables(run: RunConf, summary: dict[str, Any], console: Console, leads: bool) -> None:
+    """The tables of every task: published figures next to the run's, the plan next to what was measured."""
+    is_text = run.output is Output.text
+    if is_text:
+        console.show(document_items(summary))
+    compared = plan_against_actual(summary)
+    if not compared or not log.isEnabledFor(logging.INFO):
+        return
+    if is_text and console.is_terminal:
+        console.show([compared])
+    elif leads:
+        log.info("%s", "\n".join(compared.lines()))
+
+
+def _write_document(run: RunConf, summary: dict[str, Any], console: Console) -> None:
+    """The JSON document, unless standard output is for the text or the lines of the task."""
+    is_json = run.output is Output.json
+    is_alone = run.task.name == "generate" and not console.is_terminal  # the text, piped
+    if is_json or not (is_alone or run.output is Output.jsonl):
+        console.document(summary, is_json)
