@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import fmean
+from statistics import fmean, median
 
 from llama_ssp.config import RunConf
 from llama_ssp.models.heads.model import DFlashModel, HeadModel
@@ -70,7 +70,8 @@ class Rounds:
 def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, slots: int) -> Costs | None:
     """Seconds of whole rounds, from the choice to the commit; None where texts are too short to tell.
 
-    Shapes take turns, and the lower quartile of each counts. A target step over more drafts never costs less.
+    Shapes take turns, and the median of each counts: less would favour shapes whose times vary much. A target
+    step over more drafts never costs less.
     On a CPU costs rise in steps, as kernels read weights again for every few rows: there each K is measured,
     if rounds are short.
     """
@@ -95,12 +96,12 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
         for shape in [*trees, *((k, 0) for k in sorted(tried, reverse=True))]:
             taken[shape].append(rounds.seconds(*shape))
     at_once = isinstance(draft, DFlashModel)
-    whole_s = {shape: usually(spent for spent, _ in own) for shape, own in taken.items()}
-    drafting_s = {k: usually(drafts for _, drafts in taken[k, 0]) for k in tried}
+    whole_s = {shape: median(spent for spent, _ in own) for shape, own in taken.items()}
+    drafting_s = {k: median(drafts for _, drafts in taken[k, 0]) for k in tried}
     first = 1 if at_once else 0  # from there on each draft costs the same
     draft_s = max(drafting_s[k_max] - drafting_s[first], 0.0) / max(k_max - first, 1)
     once_s = max(drafting_s[1] - drafting_s[0] - draft_s, 0.0) if at_once else 0.0
-    verify_s = {k: drafting_s[0] + usually(spent - drafts for spent, drafts in taken[k, 0]) for k in tried}
+    verify_s = {k: drafting_s[0] + median(spent - drafts for spent, drafts in taken[k, 0]) for k in tried}
     costs = Costs.between(draft_s, rising(verify_s), run.speculation.k_max, once_s)
     costs = costs.with_trees({shape: whole_s[shape] for shape in trees}, siblings)
     log.info(
@@ -110,12 +111,6 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
         (draft_s + once_s) / costs.verify[0],
     )  # fmt: skip
     return costs
-
-
-def usually(times: Iterable[float]) -> float:
-    """The lower quartile: other load only adds, and the least would favour shapes with luck."""
-    ordered = sorted(times)
-    return ordered[len(ordered) // 4]
 
 
 def rising(found: dict[int, float]) -> dict[int, float]:
