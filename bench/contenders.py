@@ -7,7 +7,7 @@ so its time for one token is subtracted. Tokens are counted the same for all: th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
-from llama_ssp.speculative.generate import Limits
+from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.tasks.microbench import shape
@@ -52,26 +52,32 @@ def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
     return PairSession(PairSpec(run, None, None, placement), ranks).load(1, slots)
 
 
-def by_us(
-    opened: PairSession, new: int, seed: int, k: int | None,
-    seen: Callable[[RowStep, float], None] = lambda step, spent: None, siblings: int = 0,
-    prompts: Sequence[tuple[int, ...]] = PROMPTS,
-) -> tuple[float, Counts]:  # fmt: skip
-    """Milliseconds a token, decoding only; K null is adaptive, 0 is regular sampling.
+def begun(
+    opened: PairSession, new: int, seed: int, k: int | None, prompt: Prompt, siblings: int = 0
+) -> tuple[TimedRun, Iterator[tuple[Step, float]]]:
+    """A text, prefilled, and its rounds with their seconds, as they are asked for.
 
-    `seen` gets every round and its seconds. `siblings` of each draft; the most with an adaptive K.
+    K null is adaptive, 0 is regular sampling. `siblings` of each draft; the most with an adaptive K.
     """
     drafting = Drafting.none if k == 0 else Drafting.model
     spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None, siblings=siblings)
-    run, counts, spent = replace(opened.run, speculation=spec), Counts(), 0.0
-    for number, ids in enumerate(prompts):
-        engine = opened.engine(seed, run, frozenset())
-        timed = TimedRun(engine, [Prompt(str(number), ids)], new)
-        for step, round_s in timed.rounds(Limits(new), lookahead_for(run, 1, opened.costs)):
+    run = replace(opened.run, speculation=spec)
+    timed = TimedRun(opened.engine(seed, run, frozenset()), [prompt], new)
+    return timed, timed.rounds(Limits(new), lookahead_for(run, 1, opened.costs))
+
+
+def by_us(
+    opened: PairSession, new: int, seed: int, k: int | None,
+    seen: Callable[[RowStep, float], None] = lambda step, spent: None,
+) -> tuple[float, Counts]:  # fmt: skip
+    """Milliseconds a token, decoding only; `k` as `begun` has it. `seen` gets every round and its seconds."""
+    counts = Counts()
+    for number, ids in enumerate(PROMPTS):
+        timed, rounds = begun(opened, new, seed, k, Prompt(str(number), ids))
+        for step, round_s in rounds:
             seen(step.rows[0], round_s)
         counts.merge(timed.counts)
-        spent += timed.counts.decode_s
-    return 1000 * spent / (new * len(prompts)), counts
+    return 1000 * counts.decode_s / (new * len(PROMPTS)), counts
 
 
 def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: int) -> tuple[float, Counts]:

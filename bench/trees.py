@@ -8,31 +8,31 @@ A draft of LxH is synthetic, with L layers and H hidden numbers: these three tak
 a target step. `shipped` is the pair that ships, at each temperature; any other name is that of a draft or a
 head of its target (`draft=NAME`). `trees` are drafts x siblings, 8x2 at most.
 
-All contenders write `texts` texts, in turn, each time beginning with another one. Then adaptive trees and the
-chains that are nearly the best write `more` texts. Each text has draws of its own, the same for all
-contenders. Of trained pairs, which are fast, there are several times as many texts.
+All contenders write `texts` texts. Then adaptive trees and the chains that are nearly the best write `more`
+texts. All write a text at the same time, by turns: the next round is of the one with the fewest tokens. So a
+machine whose speed changes is the same for all. Each text has draws of its own, the same for all contenders.
+Of trained pairs, which are fast, there are several times as many texts.
 
 The next token of a synthetic pair depends on the last one alone. So what rounds of each shape bring is
 `predicted` by many rounds of tables, without forward passes (without_forwards.py). What is counted must be
 within three standard errors of it.
 
-By the clock luck decides: in some hundred rounds the tokens differ by several per cent. So times are given
-three ways: `clock`, per token; `fair`, the same time per token that these rounds bring on average: what is
-predicted of their shapes, or of a trained pair, what their drafts bring on average; and `evened`, where each
-round also takes the median time of all rounds of its shape. Speeds are medians over texts, of both
-contenders' times of the same text. Required of adaptive trees: 0.98 of the best chain's speed, fair; and by
-the clock not less by more than two standard errors. The exit code is 1 if something is missed.
+Times are given three ways: `clock`, per token; `fair`, per token that these rounds bring on average, without
+the luck of draws (as predicted of their shapes, or of a trained pair, as their drafts say); and `evened`,
+where each round also takes the median time of all rounds of its shape. Speeds compare what both contenders
+took for the same texts. Required of adaptive trees: 0.98 of the best chain's speed, by the clock. The exit
+code is 1 if something is missed.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -58,7 +58,7 @@ K_MAX, MOST = 8, 2  # the most that adaptive speculation may choose
 TIMES = 8  # as many texts of trained pairs
 NEAR = 0.98  # of the best chain's speed
 NEARLY = 0.95  # chains that may be the best after some texts
-SIGMAS, SURE = 3.0, 2.0  # standard errors
+SIGMAS = 3.0  # standard errors
 CHAINS, TREES = "adaptive, chains", "adaptive, trees"
 
 
@@ -73,7 +73,7 @@ class Ours(Asked):
     trees: str = "2x1,4x2"
     new: int = 64
     texts: int = 3
-    more: int = 16
+    more: int = 48
 
 
 def trained(draft: str, temperature: str, new: int) -> Cell:
@@ -120,7 +120,7 @@ def cells(asked: Ours) -> Iterable[Cell]:
 
 
 def played(cell: Cell, asked: Ours) -> dict[str, Way]:
-    """All contenders, text by text."""
+    """All contenders, text by text, each time beginning with another one."""
     ways = {f"K = {k}": Way(int(k), 0) for k in asked.ks.split(",")}
     for tree in asked.trees.split(","):
         k, s = map(int, tree.split("x"))
@@ -135,9 +135,20 @@ def played(cell: Cell, asked: Ours) -> dict[str, Way]:
         if number in (0, first):
             log.info("%s, %s, texts from %d on: %s", cell.draft, cell.dial, number, "; ".join(names))
         begin = number % len(names)
-        for name in names[begin:] + names[:begin]:
-            ways[name].play(cell, asked.new, number)
+        by_turns({name: ways[name].play(cell, asked.new, number) for name in names[begin:] + names[:begin]})
     return ways
+
+
+def by_turns(texts: dict[str, Iterator[int]]) -> None:
+    """Writes texts at the same time, all about as far."""
+    written = dict.fromkeys(texts, 0)
+    while written:
+        name = min(written, key=written.__getitem__)
+        tokens = next(texts[name], None)
+        if tokens is None:
+            del written[name]
+        else:
+            written[name] += tokens
 
 
 def usual_ms(ways: dict[str, Way]) -> dict[Shape, float]:
@@ -168,19 +179,17 @@ def judged(cell: Cell, ways: dict[str, Way]) -> tuple[list[list[str]], list[str]
             if abs(counted - mean) > SIGMAS * (error**2 + uncertain**2) ** 0.5:
                 off = " *"
                 missed.append(f"tokens a round of {way_name}, {name}")
-        ms = median(way.clock().values()), median(way.fair().values()), way.evened(usual)
+        ms = fmean(way.clock().values()), fmean(way.fair().values()), way.evened(usual)
         count = f"{counted:.2f} +- {SIGMAS * error:.2f}{off}"
         speed = f"{over(ways[best].fair(), way.fair())[0]:.3f}"
         lines.append([name, way_name, *(f"{each:.2f}" for each in ms), count, predicted, speed, way.shapes()])
-    fair, clock = (over(how(ways[best]), how(ways[TREES])) for how in (Way.fair, Way.clock))
-    if fair[0] < NEAR:
+    clock, fair = (over(how(ways[best]), how(ways[TREES])) for how in (Way.clock, Way.fair))
+    if clock[0] < NEAR:
         missed.append(f"adaptive, {name}")
-    if clock[0] + SURE * clock[1] < NEAR:
-        missed.append(f"adaptive by the clock, {name}")
     costs = cell.ready.costs
     assert costs is not None
     shares = (costs.draft + costs.once) / costs.verify[0], (costs.verify[4] / costs.verify[0] - 1) / 4
-    speeds = [f"{middle:.3f} +- {error:.3f}" for middle, error in (fair, clock)]
+    speeds = [f"{ratio:.3f} +- {error:.3f}" for ratio, error in (clock, fair)]
     evened = chains[best] / ways[TREES].evened(usual)
     gain = over(ways[CHAINS].fair(), ways[TREES].fair())[0]
     pair = [name, *(f"{share:.3f}" for share in shares), best, *speeds, f"{evened:.3f}", f"{gain:.3f}"]
@@ -204,7 +213,7 @@ def main() -> None:
         "shapes",
     ]
     rows: list[list[str]] = [head]
-    pairs = [["pair", "draft step", "column", "best chain", "fair", "clock", "evened", "over chains"]]
+    pairs = [["pair", "draft step", "column", "best chain", "clock", "fair", "evened", "over chains"]]
     missed, devices = [], {}
     for cell in cells(asked):
         devices = cell.ready.models.devices
@@ -216,11 +225,11 @@ def main() -> None:
             f"{asked.new} new tokens, batch 1, {asked.threads} threads. {asked.texts} texts of each way "
             f"and {asked.more} of the best, {TIMES} times as many of trained pairs. Synthetic ones are named "
             "by draft and agreement.",
-            f"Asked: adaptive trees at least {NEAR} times as fast as the best chain, fair, and by the clock "
-            f"not less by over {SURE:g} standard errors; tokens a round within {SIGMAS:g} standard errors of "
-            f"the predicted. Missed: {', '.join(missed) or 'nothing'}.",
+            f"Asked: adaptive trees at least {NEAR} times as fast as the best chain, by the clock; tokens a "
+            f"round within {SIGMAS:g} standard errors of the predicted. Missed: "
+            f"{', '.join(missed) or 'nothing'}.",
             "", "`draft step` and `column` (of the first four): shares of a target step. Then how many times "
-            "as fast adaptive trees are as the best chain, fair, by the clock and evened (bench/trees.py "
+            "as fast adaptive trees are as the best chain, by the clock, fair and evened (bench/trees.py "
             "says what that is), with standard errors; and as adaptive chains, fair.",
             "", "```", *aligned(pairs, 1), "```",
             "", "Each contender, ms a token; `over best`: over the best chain, fair; `shapes`: drafts x "

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
-from contenders import by_us
+from contenders import begun
 from without_forwards import Shape, expected_of, shape_of
 
 from llama_ssp.pair.session import PairSession
-from llama_ssp.speculative.stats import RowStep
+from llama_ssp.speculative.state import Prompt
 
 Brought = Callable[[Shape], tuple[float, float]]  # tokens a round, and their standard error
 VOCAB, TOKENS = 2048, 16  # of a synthetic pair, and of its prompts
-MEDIAN = 1.25  # a median's standard error over a mean's
 
 
 @dataclass
@@ -54,17 +53,17 @@ class Way:
     siblings: int
     texts: dict[int, list[Round]] = field(default_factory=dict)
 
-    def play(self, cell: Cell, new: int, number: int) -> None:
-        """Writes a text. The first does not count."""
+    def play(self, cell: Cell, new: int, number: int) -> Iterator[int]:
+        """Writes a text, round by round; the tokens of each. The first text does not count."""
         rounds: list[Round] = []
-
-        def seen(step: RowStep, spent: float) -> None:
-            shape = shape_of(step)
-            mean = cell.brought(shape)[0] if cell.brought else expected_of(step)
-            rounds.append(Round(shape, 1000 * spent, len(step.tokens), mean))
-
-        seed, prompt = cell.text(number)
-        by_us(cell.ready, new, seed, self.k, seen, self.siblings, [prompt])
+        seed, ids = cell.text(number)
+        _, steps = begun(cell.ready, new, seed, self.k, Prompt(str(number), ids), self.siblings)
+        for step, spent in steps:
+            row = step.rows[0]
+            shape = shape_of(row)
+            mean = cell.brought(shape)[0] if cell.brought else expected_of(row)
+            rounds.append(Round(shape, 1000 * spent, len(row.tokens), mean))
+            yield len(row.tokens)
         if number:
             self.texts[number] = rounds
 
@@ -109,6 +108,8 @@ def brings(rounds: list[Round]) -> float:
 
 
 def over(theirs: dict[int, float], ours: dict[int, float]) -> tuple[float, float]:
-    """How many times as fast ours is: the median over the texts of both, and its standard error."""
-    ratios = [theirs[number] / ours[number] for number in theirs.keys() & ours.keys()]
-    return median(ratios), MEDIAN * stdev(ratios) / len(ratios) ** 0.5
+    """How many times as fast ours is on the texts of both, together, and the standard error."""
+    both = sorted(theirs.keys() & ours.keys())
+    ratio = sum(theirs[text] for text in both) / sum(ours[text] for text in both)
+    apart = [theirs[text] - ratio * ours[text] for text in both]
+    return ratio, stdev(apart) / len(both) ** 0.5 / fmean(ours[text] for text in both)
