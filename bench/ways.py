@@ -9,10 +9,11 @@ from random import Random
 from statistics import fmean, stdev
 
 from contenders import begun
-from without_forwards import Shape, expected_of, shape_of
+from without_forwards import expected_of
 
 from llama_ssp.pair.session import PairSession
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Shape
 
 Brought = Callable[[Shape], tuple[float, float]]  # tokens a round, and their standard error
 VOCAB, TOKENS = 2048, 16  # of a synthetic pair, and of its prompts
@@ -60,9 +61,8 @@ class Way:
         _, steps = begun(cell.ready, new, seed, self.k, Prompt(str(number), ids), self.siblings)
         for step, spent in steps:
             row = step.rows[0]
-            shape = shape_of(row)
-            mean = cell.brought(shape)[0] if cell.brought else expected_of(row)
-            rounds.append(Round(shape, 1000 * spent, len(row.tokens), mean))
+            mean = cell.brought(row.shape)[0] if cell.brought else expected_of(row)
+            rounds.append(Round(row.shape, 1000 * spent, len(row.tokens), mean))
             yield len(row.tokens)
         if number:
             self.texts[number] = rounds

@@ -26,10 +26,9 @@ from llama_ssp.speculative.native import by_kernel
 from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.stats import RowStep, expected_tokens
+from llama_ssp.speculative.stats import RowStep, Shape, expected_tokens
 from llama_ssp.speculative.verification import TREE, Branches, DraftBlock
 
-Shape = tuple[int, int]  # of a round: its drafts, and siblings of each
 MOST_SIBLINGS = 64  # of a round; tables keep nothing of them
 APART = 16  # tokens between two contexts
 PART = 250  # trees at once
@@ -90,10 +89,6 @@ def expected_of(step: RowStep) -> float:
     """The tokens that a round brings on average over the draws that decide it."""
     siblings = step.tree.gain[-1] if step.tree and step.tree.gain else 0.0
     return 1 + sum(standing for _, standing in step.standing) + siblings
-
-
-def shape_of(step: RowStep) -> Shape:
-    return len(step.drafted), len(step.tree.siblings[0]) if step.tree and step.tree.siblings else 0
 
 
 def in_the_long_run(target: Table, draft: Table, shape: Shape) -> tuple[float, float]:

@@ -10,8 +10,15 @@ import pytest
 
 from llama_ssp.config import USUAL_COST_RATIO, ModelConf, RunConf, SpeculationConfig
 from llama_ssp.pair.assembly import lookahead_for
-from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
+from llama_ssp.speculative.draft_length import (
+    REMEMBERED,
+    AdaptiveDraftLength,
+    Costs,
+    Experience,
+    FixedDraftLength,
+)
 from llama_ssp.speculative.measure_costs import Rounds, engine_of, measured, rising
+from llama_ssp.speculative.stats import RowStep
 from tests.toy import toy
 
 RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConfig(adaptive=True, k_max=8))
@@ -67,3 +74,77 @@ def test_costs_rise_with_the_number_of_drafts():
     assert rising({0: 1.0, 4: 3.0, 1: 2.0}) == {0: 1.0, 1: 2.0, 4: 3.0}
     assert rising({0: 3.0, 1: 1.0, 2: 5.0, 3: 4.0}) == {0: 2.0, 1: 2.0, 2: 4.5, 3: 4.5}
     assert rising({0: 3.0, 1: 2.0, 2: 1.0}) == {0: 2.0, 1: 2.0, 2: 2.0}
+
+
+def ran(costs: Costs, true: dict[int, float], rounds: int, kept: float) -> list[int]:
+    """The K of each round where K drafts take `true[K]`, and a draft stands with this chance."""
+    lookahead, found = AdaptiveDraftLength(costs, 1), []
+    for _ in range(rounds):
+        k = lookahead.choose()[0]
+        step = RowStep(
+            0, [0], [0] * k, 0, [kept] * k, 0, None, standing=[(kept**n, kept ** (n + 1)) for n in range(k)]
+        )
+        lookahead.observe([step])
+        lookahead.took([step], true[k])
+        found.append(k)
+    return found
+
+
+@pytest.mark.parametrize("wrong", [{1: 1.42}, {2: 1.6}, {0: 0.8}])
+def test_what_was_measured_wrong_is_corrected_by_rounds(wrong: dict[int, float]):
+    """K = 1 is best, by 4 %. It was measured as 5 % dearer, or another K as cheaper than it is."""
+    true = {0: 1.0, 1: 1.35, 2: 1.72}
+    learned = Costs(0.0, tuple((true | wrong).values()), experience=Experience(0.1, 4))
+    chosen, without = (ran(costs, true, 600, 0.6) for costs in (learned, replace(learned, experience=None)))
+    assert chosen[300:].count(1) > 0.9 * 300
+    assert without[300:].count(1) < 0.1 * 300
+
+
+def test_one_stalled_round_says_little_and_old_ones_are_forgotten():
+    times = Experience(0.1, 4)
+    before = times.factor((1, 0))
+    times.see((1, 0), 1000.0)
+    assert before < times.factor((1, 0)) < 1.15 * before
+    for _ in range(4 * REMEMBERED):
+        times.see((1, 0), 2.0)
+    assert times.factor((1, 0)) == pytest.approx(2.0, rel=0.02)
+    for _ in range(10 * REMEMBERED):
+        times.see((1, 0), 0.5)
+    assert times.factor((1, 0)) == pytest.approx(0.5, rel=0.03)
+
+
+def test_only_rounds_as_they_were_measured_correct_costs():
+    """With every row, all of one shape; and never costs that were given."""
+    one, other = (RowStep(row, [0], [0] * k, 0, [], 0, None) for row, k in ((0, 1), (1, 2)))
+    same = replace(other, drafted=[0])
+    costs = Costs(0.0, (1.0, 1.2, 1.4), experience=Experience(0.1, 4))
+    lookahead, times = AdaptiveDraftLength(costs, 2), costs.experience
+    for rows in ([one], [one, other]):
+        lookahead.took(rows, 9.0)
+    assert times.factor((1, 0)) == times.factor((2, 0)) == Experience(0.1, 4).factor((1, 0))
+    lookahead.took([one, same], 9.0)
+    known = times.factor((1, 0))
+    assert known > times.factor((2, 0))
+    none = [replace(step, drafted=[]) for step in (one, same)]
+    for _ in range(4):
+        lookahead.took(none, 1.0)
+    lookahead.took([one, same], 9.0)
+    assert times.factor((1, 0)) == known  # behind rounds without drafts the draft model has more to read
+    assert 1.5 < times.reading < 9.0 / 4
+    lookahead.took([one, same], 9.0)
+    assert times.factor((1, 0)) > known
+    given = replace(costs, experience=None)
+    AdaptiveDraftLength(given, 1).took([one], 9.0)
+    assert given.best(0.5, 0.5) == replace(given).best(0.5, 0.5)
+
+
+@pytest.mark.parametrize(("reading", "tries"), [(0.0, 5), (0.01, 5), (0.03, 0)])
+def test_a_row_that_does_not_draft_tries_where_reading_for_it_is_cheap(reading: float, tries: int):
+    """What a draft model has missed takes 0, 1 and 3 % of a round; the last is too much."""
+    costs = Costs(0.5, (1.0, 1.5, 2.0), experience=Experience(0.0, 4))
+    assert costs.experience is not None
+    costs.experience.reading = reading
+    lookahead = AdaptiveDraftLength(costs, 1)
+    for _ in range(100):
+        lookahead.observe([RowStep(0, [0], [0], 0, [0.0], 0, None, standing=[(1.0, 0.0)])])
+    assert [lookahead.choose()[0] for _ in range(300)].count(1) == tries

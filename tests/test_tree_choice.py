@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.without_forwards import APART, Table, brings, in_the_long_run, rounds, shape_of
+from bench.without_forwards import APART, Table, brings, in_the_long_run, rounds
 from llama_ssp.speculative.draft_length import AcceptanceStats, AdaptiveDraftLength, Costs, FixedDraftLength
 
 VOCAB, K_MAX, MOST, ROUNDS = 16, 8, 2, 300
@@ -50,11 +50,12 @@ def regret(pair: Pair, ratio: float) -> tuple[float, float]:
     best = max(brought[k, 0] / clock.round(k) for k in range(K_MAX + 1))
     lookahead = AdaptiveDraftLength(clock, 1)
     steps = islice(rounds(*tables, lookahead, [(0,)], ROUNDS * (K_MAX + 1), 0), ROUNDS)
-    shapes = [shape_of(step) for step in steps]
+    shapes = [step.shape for step in steps]
     rate = sum(brought[shape] for shape in shapes) / sum(clock.round(*shape) for shape in shapes)
     return 1 - rate / best, sum(s > 0 for _, s in shapes) / ROUNDS
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("agreement", "ratio"), CELLS)
 def test_finding_out_costs_less_than_two_hundredths(agreement: float, ratio: float) -> None:
     """Beside the best chain, with a draft whose siblings stand often, and one whose siblings never do."""
@@ -71,6 +72,7 @@ def test_without_finding_out_it_costs_more() -> None:
     assert lost > ALLOWED and shares > 0.9
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("noise", [0.7, 1.5, 3.0])
 def test_rounds_bring_what_is_predicted(noise: float) -> None:
     """First rounds of many texts by the loop, against what `brings` computes of the two tables alone."""

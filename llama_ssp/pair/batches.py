@@ -66,6 +66,7 @@ class TimedRun:
             self.counts.decode_s += spent
             if self.first_token_s is None:
                 self.first_token_s = self.seconds
+            lookahead.took(step.rows, spent)
             for row in step.rows:
                 self.counts.add(row)
             yield step, spent

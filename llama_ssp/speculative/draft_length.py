@@ -1,9 +1,8 @@
 """How many tokens to draft next, row by row.
 
-A row's choice depends on that row's past and on given costs, never on its neighbours, and is made before
-anything of the round is drawn: so the output distribution stays exact. With given costs
-(`speculation.cost_ratio`) and in fp32, a row chooses the same K in any batch; measured costs differ from run
-to run.
+A row's choice is made before anything of the round is drawn: so the output distribution stays exact. It
+depends on that row's past and on costs. With given costs (`speculation.cost_ratio`) and in fp32, a row
+chooses the same K in any batch. Measured costs differ from run to run, and what rounds take corrects them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from functools import cached_property
 from statistics import fmean
 
 from llama_ssp.config import MAX_SIBLINGS
-from llama_ssp.speculative.stats import RowStep
+from llama_ssp.speculative.stats import RowStep, Shape
 
 
 @dataclass
@@ -37,15 +36,23 @@ class FixedDraftLength:
     def observe(self, rows: Sequence[RowStep]) -> None:
         """Learns from a round."""
 
+    def took(self, rows: Sequence[RowStep], seconds: float) -> None:
+        """Learns from a round's time."""
+
     def restart(self, row: int) -> None:
         """Another text was admitted to the row."""
+
+
+JUMP = 1.5  # a round's time counts as at most so many times what is known
+REMEMBERED = 400  # rounds of a shape; earlier ones are forgotten
 
 
 @dataclass(frozen=True)
 class Costs:
     """A round's cost, in any unit: `draft` a drafted token, `verify[n]` the target's step over n tokens more
     than one, `sibling` what a sibling costs besides its token. A draft has at most `most` siblings. `once` is
-    what drafts cost however many there are: the pass of a head that gives all at once.
+    what drafts cost however many there are: the pass of a head that gives all at once. `experience` corrects
+    costs that are measured, in seconds.
     """
 
     draft: float
@@ -53,6 +60,7 @@ class Costs:
     most: int = 0
     sibling: float = 0.0
     once: float = 0.0
+    experience: Experience | None = field(default=None, compare=False)
 
     @property
     def k_max(self) -> int:
@@ -93,7 +101,26 @@ class Costs:
     def _rounds(self) -> list[list[float]]:
         """What a round of each K costs, by siblings: a choice reads them all."""
         each = [range(1 + (self.most if k else 0)) for k in range(self.k_max + 1)]
-        return [[self.round(k, siblings) for siblings in own] for k, own in enumerate(each)]
+        return [[self._corrected((k, siblings)) for siblings in own] for k, own in enumerate(each)]
+
+    def _corrected(self, shape: Shape) -> float:
+        return self.round(*shape) * (self.experience.factor(shape) if self.experience else 1.0)
+
+    def see(self, shape: Shape, seconds: float) -> None:
+        """Corrects what a round of this shape costs, if costs are measured."""
+        if self.experience:
+            self.experience.see(shape, seconds / self.round(*shape))
+            self._rounds[shape[0]][shape[1]] = self._corrected(shape)
+
+    @property
+    def reading(self) -> float:
+        """What it costs a draft model to read a token of a round without drafts, later."""
+        return self.experience.reading if self.experience else 0.0
+
+    def see_late(self, shape: Shape, seconds: float, missed: int) -> None:
+        """Takes in a round whose draft model first read what it had missed in so many rounds."""
+        if self.experience:
+            self.experience.reading = max(seconds - self._rounds[shape[0]][shape[1]], 0.0) / missed
 
     @staticmethod
     def of_ratio(cost_ratio: float, k_max: int, siblings: int = 0, at_once: bool = False) -> Costs:
@@ -118,7 +145,7 @@ class Costs:
 
     def of_chains(self) -> Costs:
         """The same without siblings."""
-        return Costs(self.draft, self.verify[: self.k_max + 1], once=self.once)
+        return replace(self, verify=self.verify[: self.k_max + 1], most=0, sibling=0.0)
 
     def with_trees(self, rounds: dict[tuple[int, int], float], most: int) -> Costs:
         """The same costs where drafts may have `most` siblings, from rounds measured with some shapes.
@@ -145,49 +172,53 @@ TRIALS = 0.01  # as long as all that is tried takes this share of the time
 PRIOR = 0.7  # the assumed overlap of a row's distributions before anything was seen
 GUESS = 3.0  # observations that the guess of a chance counts as: a few bad rounds say little of a text
 MEMORY = 0.97  # the weight of earlier rounds shrinks by this factor with each round of drafts
+MEMORY_OF_ALL = 0.998  # of the run's earlier rounds, of all texts
 PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they double
+READING = 0.02  # of a row's time: the most that the draft model may read for a try
 
 
 @dataclass
 class Mean:
     """A fading weighted mean; a guess counts as more observations, which fade like others."""
 
+    memory: float = 1.0
     weight: float = 0.0
     total: float = 0.0
     fresh: float = 1.0
 
     def see(self, total: float, weight: float) -> None:
-        self.weight, self.total = MEMORY * self.weight + weight, MEMORY * self.total + total
-        self.fresh *= MEMORY
+        self.weight, self.total = self.memory * self.weight + weight, self.memory * self.total + total
+        self.fresh *= self.memory
 
     def with_guess(self, guess: float, weight: float = GUESS) -> float:
         weight *= self.fresh
         return (self.total + weight * guess) / (self.weight + weight)
 
 
-@dataclass
 class AcceptanceStats:
     """How likely a row's drafts stand: the first of a round, and each later one if those before it do.
 
     The two differ. A first draft follows a token that the draft model may just have missed; a later one
     follows tokens that both models like, and the block rule makes up there for what it lost before. Both are
     computed from the distributions of every draft, accepted or not, so a few rounds tell as much as the
-    outcomes of many. What is not known yet is guessed: the first draft's chance from all overlaps, the later
-    ones' from the first's.
+    outcomes of many. What is not known yet is as in `before`, other texts of the run; or else it is guessed:
+    the first draft's chance from all overlaps, the later ones' from the first's.
     """
 
-    overlap: Mean = field(default_factory=Mean)
-    at_first: Mean = field(default_factory=Mean)
-    behind: Mean = field(default_factory=Mean)
-    beside: list[Mean] = field(default_factory=lambda: [Mean() for _ in range(MAX_SIBLINGS)])
+    def __init__(self, before: AcceptanceStats | None = None, memory: float = MEMORY) -> None:
+        self._before = before
+        self.overlap, self.at_first, self.behind = Mean(memory), Mean(memory), Mean(memory)
+        self.beside = [Mean(memory) for _ in range(MAX_SIBLINGS)]
 
     @property
     def first(self) -> float:
-        return self.at_first.with_guess(self.overlap.with_guess(PRIOR))
+        usual = self._before.first if self._before else self.overlap.with_guess(PRIOR)
+        return self.at_first.with_guess(usual)
 
     @property
     def later(self) -> float:
-        return self.behind.with_guess(math.sqrt(self.first))
+        usual = self._before.later if self._before else math.sqrt(self.first)
+        return self.behind.with_guess(usual)
 
     def gain(self, most: int, hope: float = 1.0) -> list[float]:
         """The tokens that 1, 2, ... siblings of each draft bring where a draft fails.
@@ -215,23 +246,58 @@ class AcceptanceStats:
         self.behind.see(with_it, before)
 
 
+class Experience:
+    """What a run has learned of its pair, for all texts: how likely drafts stand, and what rounds take.
+
+    Only where costs are measured, as such a run is not repeatable anyway. A few rounds were measured when the
+    run began, on a machine that may change, so each round corrects what its shape costs. A shape that was
+    timed n times may cost less than its mean says, by about `spread` over the root of n, and is taken for
+    that. So what may be the best shape is tried, and seldom if it was often tried.
+    """
+
+    def __init__(self, apart: float, timed: int) -> None:
+        """`apart`: the standard deviation of a shape's times over their mean; each was timed so often."""
+        self.spread = 2 * apart  # a slow round seldom comes alone: n rounds say less than n
+        self._over: dict[Shape, tuple[float, int]] = {}
+        self._before = 1.0, timed
+        self.acceptance = AcceptanceStats(memory=MEMORY_OF_ALL)
+        self.reading = 0.0  # seconds that a draft model reads a token that it missed; not known at first
+
+    def factor(self, shape: Shape) -> float:
+        """By which a round's cost is multiplied."""
+        over, timed = self._over.get(shape, self._before)
+        return over * (1 - min(self.spread / math.sqrt(timed), 0.5))
+
+    def see(self, shape: Shape, over: float) -> None:
+        """Takes in a round that took so many times its cost."""
+        known, timed = self._over.get(shape, self._before)
+        timed = min(timed + 1, REMEMBERED)
+        over = min(max(over, known / JUMP), known * JUMP)
+        self._over[shape] = known + (over - known) / timed, timed
+
+
 class AdaptiveDraftLength:
     """The K with the most tokens per unit of time, at the row's recent acceptance.
 
-    A row whose best K is 0 tries one token from time to time, to notice when drafting pays again. One whose
-    best is a chain tries siblings where they may pay. These bring tokens or nothing: what they add to the
-    time is the most that is lost, and it stays a small share of it.
+    A row whose best K is 0 tries one token from time to time, to notice when drafting pays again, if what the
+    draft model has to read for it takes a small share of the row's time. One whose best is a chain tries
+    siblings where they may pay. These bring tokens or nothing: what they add to the time is the most that is
+    lost, and it stays a small share of it.
     """
 
     def __init__(self, costs: Costs, rows: int) -> None:
         self.costs = costs
-        self.acceptance = [AcceptanceStats() for _ in range(rows)]
+        self.acceptance = [self._unknown() for _ in range(rows)]
         self._idle, self._pause = [0] * rows, [PROBE_FIRST] * rows
         self._siblings = [0] * rows
+        self._missed = 0  # rounds without drafts, before the next
         self._spent, self._tried = [0.0] * rows, [0.0] * rows  # the time of all rounds, and what trials added
 
+    def _unknown(self) -> AcceptanceStats:
+        return AcceptanceStats(self.costs.experience.acceptance if self.costs.experience else None)
+
     def restart(self, row: int) -> None:
-        self.acceptance[row] = AcceptanceStats()
+        self.acceptance[row] = self._unknown()
         self._idle[row], self._pause[row] = 0, PROBE_FIRST
         self._spent[row], self._tried[row] = 0.0, 0.0
 
@@ -243,7 +309,8 @@ class AdaptiveDraftLength:
                 self._idle[row], self._pause[row] = 0, PROBE_FIRST
                 continue
             self._idle[row] += 1
-            if self._idle[row] >= self._pause[row]:
+            reading = self._idle[row] * self.costs.reading
+            if self._idle[row] >= self._pause[row] and reading <= READING * self._spent[row]:
                 wanted[row], self._idle[row] = 1, 0
                 self._pause[row] = min(2 * self._pause[row], PROBE_LAST)
         return wanted
@@ -268,8 +335,21 @@ class AdaptiveDraftLength:
         for step in rows:
             if step.overlap:
                 self.acceptance[step.row].observe(step.overlap, step.standing)
+                if self.costs.experience:
+                    self.costs.experience.acceptance.observe(step.overlap, step.standing)
             if step.tree:
                 self.acceptance[step.row].observe_siblings(step.tree.gain, step.tree.missed)
+
+    def took(self, rows: Sequence[RowStep], seconds: float) -> None:
+        shapes = {step.shape for step in rows}
+        drafts = any(k for k, _ in shapes)
+        if len(shapes) == 1 and len(rows) == len(self.acceptance):  # as rounds are measured
+            shape = shapes.pop()
+            if drafts and self._missed:
+                self.costs.see_late(shape, seconds, self._missed)
+            else:
+                self.costs.see(shape, seconds)
+        self._missed = 0 if drafts else self._missed + 1
 
 
 DraftLength = FixedDraftLength | AdaptiveDraftLength

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from statistics import fmean, median
+from dataclasses import replace
+from statistics import fmean, median, pstdev
 
 from llama_ssp.config import RunConf
 from llama_ssp.models.heads.model import DFlashModel, HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.decision import draws_for
-from llama_ssp.speculative.draft_length import Costs, FixedDraftLength
+from llama_ssp.speculative.draft_length import JUMP, Costs, Experience, FixedDraftLength
 from llama_ssp.speculative.drafters.block_head import head_drafter
 from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import DRAFT, Engine
@@ -21,6 +22,7 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import Shape
 from llama_ssp.speculative.verification import rule_for
 
 log = logging.getLogger(__name__)
@@ -28,8 +30,6 @@ log = logging.getLogger(__name__)
 TURNS, MOST_TURNS = 4, 25  # of all shapes: the least, and the most
 ENOUGH_S = 1.5  # more than the least only until they have taken this together
 SHORT_S = 0.1  # if all rounds are shorter, every K is measured
-
-Shape = tuple[int, int]  # of a round: its drafts, and siblings of each
 
 
 class Rounds:
@@ -70,8 +70,8 @@ class Rounds:
 def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, slots: int) -> Costs | None:
     """Seconds of whole rounds, from the choice to the commit; None where texts are too short to tell.
 
-    Shapes take turns, and the median of each counts: less would favour shapes whose times vary much. A target
-    step over more drafts never costs less.
+    Shapes take turns, and the mean of each counts. A target step over more drafts never costs less. The run's
+    own rounds correct these times.
     On a CPU costs rise in steps, as kernels read weights again for every few rows: there each K is measured,
     if rounds are short.
     """
@@ -96,21 +96,31 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
         for shape in [*trees, *((k, 0) for k in sorted(tried, reverse=True))]:
             taken[shape].append(rounds.seconds(*shape))
     at_once = isinstance(draft, DFlashModel)
-    whole_s = {shape: median(spent for spent, _ in own) for shape, own in taken.items()}
-    drafting_s = {k: median(drafts for _, drafts in taken[k, 0]) for k in tried}
+    each_s = {shape: usual(spent for spent, _ in own) for shape, own in taken.items()}
+    whole_s = {shape: fmean(own) for shape, own in each_s.items()}
+    drafting_s = {k: fmean(usual(drafts for _, drafts in taken[k, 0])) for k in tried}
     first = 1 if at_once else 0  # from there on each draft costs the same
     draft_s = max(drafting_s[k_max] - drafting_s[first], 0.0) / max(k_max - first, 1)
     once_s = max(drafting_s[1] - drafting_s[0] - draft_s, 0.0) if at_once else 0.0
-    verify_s = {k: drafting_s[0] + median(spent - drafts for spent, drafts in taken[k, 0]) for k in tried}
+    verify_s = {k: whole_s[k, 0] - k * draft_s - (once_s if k else 0.0) for k in tried}
     costs = Costs.between(draft_s, rising(verify_s), run.speculation.k_max, once_s)
     costs = costs.with_trees({shape: whole_s[shape] for shape in trees}, siblings)
+    apart = fmean(pstdev(own) / whole_s[shape] for shape, own in each_s.items())
+    costs = replace(costs, experience=Experience(apart, TURNS))
     log.info(
         "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms; K depends "
-        "on these times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
+        "on such times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
         1000 * (draft_s + once_s), 1000 * costs.verify[0], k_max, 1000 * costs.verify[k_max],
         (draft_s + once_s) / costs.verify[0],
     )  # fmt: skip
     return costs
+
+
+def usual(seconds: Iterable[float]) -> list[float]:
+    """The same, each at most `JUMP` times the median: a stall says nothing of a shape."""
+    found = list(seconds)
+    most = JUMP * median(found)
+    return [min(each, most) for each in found]
 
 
 def rising(found: dict[int, float]) -> dict[int, float]:

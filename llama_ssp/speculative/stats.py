@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+Shape = tuple[int, int]  # of a round: its drafts, and siblings of each
 SiblingPlace = tuple[int, int]  # of a sibling: its draft's position, and its own number
 
 
@@ -52,6 +53,11 @@ class RowStep:
     standing: list[tuple[float, float]] = field(default_factory=list)
     aside: bool = False
     tree: TreeResult | None = None
+
+    @property
+    def shape(self) -> Shape:
+        each = len(self.tree.siblings[0]) if self.tree and self.tree.siblings else 0
+        return len(self.drafted) + self.discarded, each
 
     def origin(self, position: int) -> str:
         """Where the token at this position of the block came from."""
