@@ -1,6 +1,6 @@
 # make demo     installs what a run needs, then shows on one screen what it does
-# make test     everything a change must pass; make test-fast takes some three minutes
-.PHONY: demo test test-fast lint figures mutants soak fuzz coverage clean
+# make test     the tests; make test-fast is the quick part, make test-long has the long ones besides
+.PHONY: demo test test-fast test-long lint figures mutants soak fuzz coverage clean
 
 PY := .venv/bin/python
 # A worker takes neighbouring tests: they share fixtures. Four workers on two cores: many tests wait.
@@ -20,7 +20,11 @@ demo: .venv/.installed
 	@$(PY) bench/demo.py
 
 test: .venv/.installed-dev
-	$(PYTEST) -n 4
+	$(PYTEST) -n 4 -m "not long"
+
+# More cases of what `make test` has a few of, and tests of half a minute and more: half an hour on two cores.
+test-long: .venv/.installed-dev
+	$(PYTEST) -n 4 -m long
 
 test-fast: .venv/.installed-dev
 	$(PYTEST) -n auto --maxprocesses 4 -m "not slow and not gpu"

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,7 +40,7 @@ gc.disable()  # while modules are imported and tests collected: what they make s
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Chooses the quick cases, then deals the tests out to the workers."""
+    """Finds the long cases, then deals the tests out to the workers."""
     import torch
 
     from llama_ssp.models import programs
@@ -48,12 +49,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     programs.HEADERS_FIRST = bool(shutil.which("openssl"))  # torch's way to tell headers apart
     gc.freeze()
     gc.enable()
-    choose_quick(items)
+    find_long(items)
+    if seed := os.environ.get("LLAMA_SSP_TEST_ORDER"):
+        items[:] = shuffled(items, Random(seed))
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
-def choose_quick(items: list[pytest.Item]) -> None:
-    """Of a test marked few(n), n cases stay quick: spread evenly, so that each kind of case is met."""
+def find_long(items: list[pytest.Item]) -> None:
+    """Of a test marked few(n), all but n cases are long: these are spread evenly, so each kind is met.
+
+    What is long is slow, too.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few"):
@@ -61,10 +67,23 @@ def choose_quick(items: list[pytest.Item]) -> None:
     for found in cases.values():
         marker = found[0].get_closest_marker("few")
         assert marker is not None
-        quick = {found[len(found) * number // marker.args[0]].nodeid for number in range(marker.args[0])}
+        kept = {found[len(found) * number // marker.args[0]].nodeid for number in range(marker.args[0])}
         for item in found:
-            if item.nodeid not in quick:
-                item.add_marker(pytest.mark.slow)
+            if item.nodeid not in kept:
+                item.add_marker(pytest.mark.long)
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
+
+
+def shuffled(items: list[pytest.Item], random: Random) -> list[pytest.Item]:
+    """The files in another order, and the tests of each: does one need what another leaves?"""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    order = [random.sample(own, len(own)) for own in files.values()]
+    random.shuffle(order)
+    return [item for own in order for item in own]
 
 
 def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:

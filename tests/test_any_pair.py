@@ -48,6 +48,7 @@ def test_greedy_texts_are_the_target_s(bridge: str, command: Command) -> None:
     assert found["vocabulary"]["verdict"] == "different" and found["vocabulary"]["bridge"] == bridge
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [("speculation=adaptive",), ("task.batch_size=1",)])
 def test_k_changes_and_batches_come_and_go(overrides: tuple[str, ...], command: Command) -> None:
@@ -180,6 +181,7 @@ def neo_pair(folder: Path) -> list[str]:
     return [*arguments, *FP32, "seed=1", "out=null"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("bridge", ["auto", "intersection", "text"])
 def test_a_neox_target_with_a_neo_draft(bridge: str, command: Command, tmp_path: Path) -> None:

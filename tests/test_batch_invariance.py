@@ -89,6 +89,7 @@ MEETINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "controls", "drafter"), MEETINGS)
 def test_no_text_depends_on_its_batch(family: int, controls: int, drafter: str) -> None:

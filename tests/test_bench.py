@@ -40,6 +40,7 @@ def test_growth_is_measured_at_every_point(tmp_path: Path):
     assert report.with_suffix(".svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.long
 def test_two_ranks_and_their_parts():
     """Figures of little models mean nothing; every one is there, and those that are asked are judged."""
     small = ("small=true", "engine=eager", "turns=1", "repeats=1", "new=4")
@@ -52,6 +53,7 @@ def test_two_ranks_and_their_parts():
     assert text.count("NO, by") == sum(bar["found"] > bar["asked"] for bar in judged)
 
 
+@pytest.mark.long
 def test_all_that_is_required_of_one_process_is_measured():
     few = ("small=true", "repeats=1", "new=4", "ks=4", "peers=4", "threads=1")
     _, text, found = bench("fast.py", *few)
@@ -60,6 +62,7 @@ def test_all_that_is_required_of_one_process_is_measured():
     assert all(bar["found"] > 0 for bar in found["bars"]) and "A round beside its parts" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["faults", "large"])
 def test_a_part_for_a_gpu(part: str, tmp_path: Path):
     """Two of them, on little models: one of each kind. Figures are kept as JSON, too."""

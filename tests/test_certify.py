@@ -320,6 +320,7 @@ def law_check(rule: str = "block", plan: CertifyConf = PLAN, **settings: Any) ->
     return found
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("rule", "controls"),
     [

@@ -81,6 +81,7 @@ def laws_checked(shipped: Shipped, sampling: SamplingConfig) -> Check:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [SamplingConfig(), NUCLEUS], ids=["plain", "nucleus"])
 def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConfig) -> None:
     found = laws_checked(shipped, sampling)
@@ -88,6 +89,7 @@ def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConfig) -> None:
     assert found.figures["positions"] > 250
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.check == "law"], ids=lambda fault: fault.name)
 def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
     with fault.planted():
@@ -98,6 +100,7 @@ def test_faults_of_the_laws(shipped: Shipped, fault: Fault) -> None:
     assert shown or found.figures["positions_rule_wrong"] + found.figures["positions_astray"] > 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault", [None, *(f for f in FAULTS if f.check == "drafts")], ids=["none", "mixture"]
 )
@@ -138,12 +141,14 @@ def by_rounds(shipped: Shipped, sampling: SamplingConfig, kernel: bool, texts: i
     return {check.name: check.outcome for check in found}
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("kernel", [False, True], ids=["rule", "kernel"])
 def test_sound_rounds_pass(shipped: Shipped, kernel: bool) -> None:
     assert set(by_rounds(shipped, NUCLEUS, kernel, 256).values()) == {Outcome.passed}
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.name)
 def test_faults_of_rounds(shipped: Shipped, fault: Fault | KernelFault) -> None:
@@ -154,6 +159,7 @@ def test_faults_of_rounds(shipped: Shipped, fault: Fault | KernelFault) -> None:
     assert {name for name, outcome in found.items() if outcome is Outcome.failed} == {fault.check}
 
 
+@pytest.mark.long
 def test_transformers_with_another_tokenizer(shipped: Shipped) -> None:
     """A quarter of the default run's texts, and nothing but the texts: its distribution is far from the
     target's."""

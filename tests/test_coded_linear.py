@@ -119,6 +119,7 @@ def test_the_operator_is_one_that_torch_can_compile():
     torch.library.opcheck(torch.ops.llama_ssp.linear_coded.default, (rows_of(3, 320), *how))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_kernel_for_any_processor():
     """What is compiled where there are no instructions for such products."""
@@ -198,6 +199,7 @@ def test_in_4_bit_every_code_is_the_nearest():
     assert 0.05 < float(off_NK.norm() / weight_NK.norm()) < 0.1
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_draft_in_4_bit_is_near_to_its_target(tmp_path: Path, monkeypatch):
     """Compiled, decoded and over two ranks."""

@@ -119,6 +119,7 @@ def test_texts_are_those_of_eager_steps():
     assert fast._step is not None and quick._step is not None
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(
     ("family", "layers"), [("gemma2", 2), ("gpt_neox", 1), ("gpt_neo", 3), ("gpt_oss", 3)]
@@ -182,6 +183,7 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     assert kept.load() is None
 
 
+@pytest.mark.long
 @needs_compiler
 def test_groups_of_blocks_share_a_program(monkeypatch, tmp_path):
     """Each with its own weights: two blocks, two blocks, one block, with windows in turn."""
@@ -205,6 +207,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(("layers", "group", "taps"), [(5, 2, (0, 3, 4, 5)), (2, 8, (0, 1, 2))])
 def test_states_of_named_layers_are_those_of_eager_steps(layers, group, taps, monkeypatch, tmp_path):

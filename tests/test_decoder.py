@@ -133,6 +133,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     require_same(module, *walked(saved(module, tmp_path)))
 
 
+@pytest.mark.few(2)
 @needs_compiler
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt_neo", "gpt_oss", "mistral-window", "qwen3"])
 @torch.inference_mode()
@@ -192,6 +193,7 @@ def test_texts_are_those_of_the_module(name, tmp_path):
 STEPS = ((1, 0, 9, 9), (1, 4, 3, 20), (1, 7, 1, 20), (3, 5, 1, 33), (3, 5, 4, 48), (2, 0, 5, 5), (1, 0, 1, 9))
 
 
+@pytest.mark.long
 @needs_compiler
 @torch.inference_mode()
 def test_one_program_serves_every_width(tmp_path):

@@ -65,6 +65,7 @@ def test_every_preset_is_of_a_tested_family() -> None:
     assert {family for family, _ in FAMILIES.values()} == set(TESTED_FAMILIES)
 
 
+@pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_is_what_transformers_writes(name: str, command: Command, tmp_path: Path) -> None:
@@ -80,6 +81,7 @@ def test_greedy_is_what_transformers_writes(name: str, command: Command, tmp_pat
     assert output["token_ids"] == text
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: Path) -> None:

@@ -43,13 +43,13 @@ def test_inputs(kind: str, count: int, tmp_path: Path) -> None:
     assert faults(kind, range(count), tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "count"), [("overrides", 80), ("commands", 6)])
 def test_more_inputs(kind: str, count: int, tmp_path: Path) -> None:
     assert faults(kind, range(100, 100 + count), tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_assertions() -> None:
     """What refuses is no `assert`, and what judges neither."""
     asked = [sys.executable, "-O", "-m", "tests.fuzz", "inputs=30", "seed=3"]

@@ -197,6 +197,7 @@ def test_chosen_cases(case: Case) -> None:
     check("llama-gqa", case)
 
 
+@pytest.mark.few(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_full_matrix(case: Case) -> None:
@@ -204,6 +205,7 @@ def test_full_matrix(case: Case) -> None:
     check("llama-gqa", case)
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EVERY if name != "llama-gqa"])
 def test_pairwise_matrix(family: str) -> None:
@@ -251,6 +253,7 @@ def test_the_context_ends(family: str) -> None:
     check_context(family, 4, "sometimes", 3)
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "draft"),
@@ -277,6 +280,7 @@ def test_a_draft_whose_context_is_shorter_stops_drafting(k: int) -> None:
     assert 0 < run.accepted == run.drafted
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral-window", "qwen2-window", "gemma2", "gpt_neo"])
 @pytest.mark.parametrize("draft", ["always", "sometimes", "ngram"])

@@ -110,7 +110,7 @@ def ranks_of(parent: int) -> list[int]:
     return [int(child) for child in children]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_groups_one_of_which_is_killed(tmp_path: Path):
     for name in ("calm", "shared"):
         (tmp_path / name).mkdir()
@@ -129,6 +129,7 @@ def test_two_groups_one_of_which_is_killed(tmp_path: Path):
     assert 0 < document["tokens_committed"] <= 48 * RECORDS and f"records     {RECORDS} of" in out
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_groups_end_with_the_command_and_go_on_with_the_next(number: int, tmp_path: Path):

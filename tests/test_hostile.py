@@ -25,12 +25,14 @@ def by(row: Hostile, engine: str, saved: Saved, folder: Path) -> Result:
     return tried(row, engine, saved.whole, saved.sharded, folder / "trial")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("engine", THERE)
 @pytest.mark.parametrize("row", EACH, ids=str)
 def test_each_engine(row: Hostile, engine: str, saved: Saved, tmp_path: Path) -> None:
     assert wrong(row, by(row, engine, saved, tmp_path)) == []
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("row", RUNS, ids=str)
 def test_what_runs_after_all(row: Hostile, saved: Saved, tmp_path: Path) -> None:
     assert wrong(row, by(row, "own", saved, tmp_path)) == []
@@ -41,6 +43,7 @@ def test_every_row_is_tried() -> None:
     assert {*APART} <= {*EACH, *RUNS, *TEMPLATES}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("row", TEMPLATES, ids=str)
 def test_templates(row: Hostile, saved: Saved, tmp_path: Path) -> None:
     assert wrong(row, by(row, "own", saved, tmp_path)) == []

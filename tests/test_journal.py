@@ -133,7 +133,7 @@ class _Handle:
             self.closed = True
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kill_at_two_hundred_points(tmp_path: Path):
     """At any byte of any file or between steps, again and again: the end is the undisturbed end."""
     expected = undisturbed(tmp_path)

@@ -47,6 +47,7 @@ def on_disk(causal: Any) -> int:
     return sum(device == "disk" for device in getattr(causal.module, "hf_device_map", {}).values())
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_on_disk_change_no_bit(name: str, tmp_path: Path):

@@ -69,6 +69,7 @@ def test_joint_law_of_whole_texts(name, rule):
     assert branches >= FOLLOWED.get(name, 8), "too few branches to prove anything"
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rule"), [("llama-gqa", rule) for rule in RULES] + [("gemma2", "block"), ("gpt_neo", "block")]

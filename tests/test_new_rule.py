@@ -63,6 +63,7 @@ def document(checkout: Path, *overrides: str) -> dict:
     return found
 
 
+@pytest.mark.long
 def test_a_new_rule_is_certified(tmp_path: Path) -> None:
     found = document(checkout(tmp_path), "task=certify", *SMALL)
     outcomes = {check["name"]: check["outcome"] for check in found["checks"]}

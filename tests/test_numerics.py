@@ -66,6 +66,7 @@ def test_a_bf16_run_is_explained() -> None:
     assert judge("llama-gqa", True, torch.bfloat16).count(Finding.unexplained) == 0
 
 
+@pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("mild", [True, False], ids=["mild", "sharp"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "falcon"])  # repeats one token

@@ -130,6 +130,7 @@ def readme_commands() -> list[str]:
     return [command for command in commands if not re.search(others, command)]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("command", readme_commands())
 def test_readme_command(command, tmp_path):
     words = [str(ROOT / "launch" / "run.py"), *shlex.split(command)[1:]]
@@ -143,6 +144,7 @@ def test_the_readme_has_commands():
     assert len(readme_commands()) >= 12
 
 
+@pytest.mark.long
 def test_make_demo_shows_all_three_parts(tmp_path: Path) -> None:
     done = python([ROOT / "bench" / "demo.py", "small=true", "new=4", "questions=2"], tmp_path)
     assert done.returncode == 0, done.stderr[-800:]

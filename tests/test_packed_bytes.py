@@ -58,6 +58,7 @@ def same(path: Path, fast: bool = False, most: int = 3) -> None:
         assert off(model, folder, Dtype.packed, world, fast) == [0] * world, world
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", KEPT)
 def test_folders(name: str, folders: Path) -> None:
     same(quantised(name, folders / name))
@@ -180,6 +181,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [Dtype.packed, Dtype.bf16])
 @pytest.mark.parametrize("name", SIZES)
 def test_loading_takes_at_most_a_layer_more(

@@ -18,7 +18,7 @@ from tests.plan_bytes import CASES, PHASES, Case, planned
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_case_is_bounded() -> None:
     """Both roles, all phases, three number formats, one and two ranks.
 

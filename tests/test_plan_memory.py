@@ -78,6 +78,7 @@ def hydra() -> Iterator[None]:
 PRESETS = sorted(file.stem for file in (presets.CONF / "model").glob("*.yaml") if file.stem != "local")
 
 
+@pytest.mark.few(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_holds_what_the_real_model_holds(name: str, hydra: None) -> None:

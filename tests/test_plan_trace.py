@@ -79,6 +79,7 @@ def test_a_llama_is_bounded(world: int) -> None:
     compare(model("llama"), Dtype.bf16, ROWS, CAPACITY, world, 0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1)])
@@ -97,6 +98,7 @@ def test_windows_are_planned_where_the_family_has_them(family: str, window: int 
     compare(model(family, sliding_window=window), Dtype.fp32, ROWS, CAPACITY, 1, 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kvs", [1, 2, 4])
@@ -106,6 +108,7 @@ def test_rows_and_key_heads(rows: int, kvs: int) -> None:
     compare(model(family, n_kv_heads=kvs), Dtype.fp32, rows, CAPACITY, 1, 0)
 
 
+@pytest.mark.few(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_bounded(name: str) -> None:

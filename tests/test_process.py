@@ -88,6 +88,7 @@ def test_a_signal_ends_the_run_with_its_code(number: int, code: int, tmp_path: P
     assert content["outputs"][0]["output_tokens"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [LONG, ["--help"]], ids=["run", "help"])
 def test_a_reader_that_went_away(arguments: list[str], tmp_path: Path) -> None:
     reading, writing = os.pipe()
@@ -102,6 +103,7 @@ def test_a_reader_that_went_away(arguments: list[str], tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [LONG, ["--help"]], ids=["run", "help"])
 def test_a_full_disk(arguments: list[str], tmp_path: Path) -> None:
     """Row 47, with the device that is always full."""

@@ -123,6 +123,7 @@ def test_experts_are_multiplied_by_the_kernel(name: str, folders: Path) -> None:
         same(folder, fast)
 
 
+@pytest.mark.long
 @needs_compiler
 @torch.inference_mode()
 def test_experts_in_codes_are_compiled(folders: Path) -> None:

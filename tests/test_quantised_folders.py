@@ -174,6 +174,7 @@ def greedy(part: Decoder) -> list[int]:
     return text
 
 
+@pytest.mark.few(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
@@ -187,7 +188,7 @@ def test_greedy_texts_of_ranks_are_those_of_one_process(name: str, folders: Path
     assert len({*map(tuple, texts)}) == 1 and len({*texts[0][-GREEDY_TOKENS:]}) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["int4-groups-of-32", "w8a8"])
 def test_a_packed_target_gives_its_own_distribution_with_a_draft(
     name: str, command: Command, tmp_path: Path

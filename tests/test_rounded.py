@@ -163,6 +163,7 @@ def by_transformers(folder: Path, texts: list[list[int]], counts: list[int], sin
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ROUNDED)
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(name: str, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

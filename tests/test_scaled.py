@@ -91,7 +91,7 @@ def test_scaled_positions_go_on_as_in_transformers(name: str, draft: str) -> Non
     assert run.accepted < run.drafted or draft in ("always", "none")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scaled_positions_in_compiled_steps() -> None:
     assert has_kernels("phi3", Dtype.fp32, torch.device("cpu"))
     module = scaled("phi3")

@@ -45,7 +45,7 @@ def test_the_head_is_that_of_its_record_and_fits_into_6_mib() -> None:
     assert head.is_head and path == folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_certify_proves_the_head(command: Command) -> None:
     words = (
         "task=certify",

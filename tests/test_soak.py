@@ -112,7 +112,7 @@ def test_who_outlives_its_command_is_found() -> None:
         child.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_soak_passes(tmp_path: Path) -> None:
     """Its beginning alone: the long job, and as many scenarios as begin within ten seconds."""
     soak = Soak(seed=11)

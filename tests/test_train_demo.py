@@ -125,7 +125,7 @@ def test_kill_while_saving_keeps_the_old_checkpoint(bpe: Tokenizer, tmp_path: Pa
     assert checkpoint.load(tmp_path, model, []) == {"step": 3}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_small_budget_lowers_the_loss(tmp_path: Path) -> None:
     train_demo.main(["--out", str(tmp_path), "--small", "--device", "cpu"])
     for name in RECIPES:

@@ -170,7 +170,7 @@ def by_kernel(
     )
 
 
-@pytest.mark.slow  # a minute in the interpreter
+@pytest.mark.long  # a minute in the interpreter
 def test_kernels_are_those_of_the_reference():
     """In one process of its own: triton decides at its import whether to interpret."""
     code = "\n".join(

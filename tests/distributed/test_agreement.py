@@ -133,6 +133,7 @@ def test_every_placement_writes_what_one_process_writes(name: str, models: Model
     assert expected.drafted > expected.accepted > 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_placement_in_every_case(name: str, models: Models):
@@ -316,6 +317,7 @@ def test_layers_write_what_one_device_writes(models: Models):
         assert same(written(*pair, case), models.expected(case))
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_real_ranks_write_what_one_process_writes(name: str, models: Models):

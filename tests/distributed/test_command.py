@@ -108,6 +108,7 @@ def compile_late(rank: int) -> None:
         session.prepare = late
 
 
+@pytest.mark.long
 def test_a_rank_that_compiles_is_waited_for(saved: Any, tmp_path: Path):
     run = (*pair(saved), 'task.prompts=["hello"]', "task.max_new_tokens=4", "placement.timeout_s=15")
     leader, other = Started(tmp_path / "run", 2, *run, fault=compile_late).finish()

@@ -61,6 +61,7 @@ def alone(folders: tuple[Path, dict[str, Path]]) -> Texts:
     return written(ALONE, *folders, PlacementConf(), "coupled")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seat", [DraftSeat.leader, DraftSeat.sharded, DraftSeat.own])
 def test_one_text(folders: tuple[Path, dict[str, Path]], alone: Texts, seat: DraftSeat) -> None:
     assert len({str(texts) for texts in alone.values()}) == 1

@@ -57,6 +57,7 @@ def cut(ranks: Ranks, folders: dict[str, Path]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_real_ranks_give_the_whole_models_logits(

@@ -73,6 +73,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list
     return whole
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world"), [*((name, 3) for name in LOSSES), ("killed while it drafts", 2), ("stopped", 2)]

@@ -45,6 +45,7 @@ SOME = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cell", SOME, ids=str)
 def test_all_end_with_one_cause(cell: Cell, tmp_path: Path):
     assert outcome(cell, tmp_path / "run").wrong == []
@@ -148,6 +149,7 @@ def fail_at_start(own: dict[int, str], port: int, rank: int) -> None:
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["launched", "by-hand"])
 @pytest.mark.parametrize(
     ("own", "codes", "said"),
@@ -306,6 +308,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path):
     ended(launcher, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_torchrun_stops_the_run_in_good_order(number: int, tmp_path: Path):
     """What is done is reported."""

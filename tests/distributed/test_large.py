@@ -91,6 +91,7 @@ def expected(model: ModelConf, world: int, rank: int) -> int:
     return 2 * (bottom - top) * model.dim + model.n_layers * layer + model.dim
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_every_ranks_shapes_and_bytes(name: str, world: int):

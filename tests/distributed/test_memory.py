@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BESIDES = 300
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_never_holds_more_than_its_share():
     """Of a model, from files and from a seed, that would not fit beside the bound if it were held whole."""
     command = ["bench/load_memory.py", "gib=0.9", "ranks=2", "ways=files:bf16,seed:bf16"]

@@ -86,6 +86,7 @@ def rows_of(config: Any, world: int, rank: int) -> dict[str, Cut]:
     return {"attention.qkv": Cut(ROWS, qkv), "mlp.up": Cut(ROWS, up)}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", QUANTISED)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)

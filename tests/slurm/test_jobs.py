@@ -25,6 +25,7 @@ def test_an_array_of_groups_shares_the_work(batches: Batches, expected: bytes):
     }
 
 
+@pytest.mark.long
 def test_stopped_in_good_order_a_job_goes_on(batches: Batches, lab: Lab, expected: bytes):
     """Requeued; then near its time limit: by Slurm's own signal, which comes when less than signal_s is left.
 
@@ -47,6 +48,7 @@ def test_stopped_in_good_order_a_job_goes_on(batches: Batches, lab: Lab, expecte
     assert batches.attempts() < 3 * 4 and batches.blamed() == 0
 
 
+@pytest.mark.long
 def test_two_ranks_are_killed_then_preempted(batches: Batches, lab: Lab, expected: bytes):
     """One of them, then torchrun, which takes its ranks with it; then another job takes all nodes."""
     job = batches.submit("cluster.gpus=2")
@@ -65,6 +67,7 @@ def test_two_ranks_are_killed_then_preempted(batches: Batches, lab: Lab, expecte
     assert batches.blamed() == 2  # who was preempted left in good order
 
 
+@pytest.mark.long
 def test_a_cancelled_job_goes_on_when_it_is_submitted_again(batches: Batches, lab: Lab, expected: bytes):
     """At once: what the cancelled ranks had claimed waits for nobody."""
     first = batches.submit("cluster.groups=2")
@@ -76,6 +79,7 @@ def test_a_cancelled_job_goes_on_when_it_is_submitted_again(batches: Batches, la
     assert batches.whole() == expected
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_two_nodes(batches: Batches, lab: Lab, expected: bytes):
     """And before: the controller is down while the first node's address is looked up."""
     here, go = batches.home / "here", batches.home / "go"
@@ -109,6 +113,7 @@ parts.Attempt.begin = deadly
 """
 
 
+@pytest.mark.long
 def test_a_record_that_kills_its_ranks_is_set_aside(batches: Batches, expected: bytes):
     """The very first, so that the goes it ends finish nothing: the element is not given up for that."""
     (batches.home / "sitecustomize.py").write_text(DEADLY)  # python imports it before anything else
@@ -120,6 +125,7 @@ def test_a_record_that_kills_its_ranks_is_set_aside(batches: Batches, expected: 
     assert [end.finished for end in batches.ends] == [0, 0, RECORDS]
 
 
+@pytest.mark.long
 def test_slurm_itself_is_lost(batches: Batches, lab: Lab, expected: bytes):
     """Its controller comes and goes: a job that runs does not mind, and one that is killed waits for it.
 

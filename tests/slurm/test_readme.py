@@ -24,7 +24,7 @@ def commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.slurm
 def test_the_section_as_a_new_user_would(lab: Lab, tmp_path: Path):
     lines, said = commands(), ""
