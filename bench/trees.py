@@ -168,7 +168,8 @@ def chains_evened(ways: dict[str, Way]) -> dict[str, float]:
 def judged(cell: Cell, ways: dict[str, Way]) -> tuple[list[list[str]], list[str], list[str]]:
     """A line for each contender, one for the pair, and what is missed."""
     usual, chains = usual_ms(ways), chains_evened(ways)
-    best = min(chains, key=lambda name: chains[name])
+    written = {name: len(ways[name].texts) for name in chains}
+    best = min((name for name in chains if written[name] == max(written.values())), key=chains.__getitem__)
     name, lines, missed = f"{cell.draft}, {cell.dial}", [], []
     for way_name, way in ways.items():
         counted, error = way.counted()
