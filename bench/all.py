@@ -52,7 +52,7 @@ FIGURES = [
     Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
     Figure("adaptive", 4, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
     Figure("heads", 4, "bench/heads.py repeats=3 new=64"),
-    Figure("trees", 10, "bench/trees.py"),
+    Figure("trees", 20, "bench/trees.py"),
     Figure("batch_rows", 6, "bench/batch_rows.py"),
     Figure("groups", 3, "bench/groups.py"),
     Figure("overlap", 3.5, "bench/overlap.py"),

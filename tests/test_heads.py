@@ -249,7 +249,7 @@ def test_damaged_logits_are_noticed(tmp_path: Path) -> None:
     assert drive(engine_with(folder), PROMPTS[:1], k=2, max_new=4).finish == ["error"]
 
 
-@pytest.mark.slow  # the kernels and the programs are compiled
+@pytest.mark.long  # the kernels and the programs are compiled
 def test_compiled_steps_are_those_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published formulas hold, and one program serves all numbers of tokens."""
     monkeypatch.setattr(programs, "cache_folder", lambda: tmp_path / "kept")

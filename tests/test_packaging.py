@@ -98,6 +98,7 @@ def test_the_installed_wheel_runs_in_an_empty_folder(built: Path, tmp_path: Path
     assert ran(where, empty).startswith(str(site))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
@@ -130,7 +131,7 @@ def readme_commands() -> list[str]:
     return [command for command in commands if not re.search(others, command)]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("command", readme_commands())
 def test_readme_command(command, tmp_path):
     words = [str(ROOT / "launch" / "run.py"), *shlex.split(command)[1:]]

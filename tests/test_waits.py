@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST = 60  # launches of a round of one row and four drafts; each pass is one of them
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_round_has_the_host_wait_once_launches_little_and_gives_the_same_texts():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -320,7 +320,7 @@ class AdaptiveDraftLength:
         costs, one = self.costs, self.acceptance[row]
         chances = one.first, one.later
         k, siblings = costs.best(*chances, one.gain(costs.most))
-        if k and costs.most and not siblings:
+        if k and costs.most and not siblings and self._tried[row] < TRIALS * self._spent[row]:
             hoped = costs.best(*chances, one.gain(costs.most, HOPE), k)
             more = costs.round(*hoped) - costs.round(k)
             if self._tried[row] + more <= TRIALS * self._spent[row]:

@@ -121,6 +121,7 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("interface", [None, "eth7"])
 def test_two_nodes_of_a_group_meet(nodes: Nodes, interface: str | None):
