@@ -22,6 +22,7 @@ from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.pair.batches import TimedRun
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.generate import Limits, Step
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Counts, RowStep
@@ -53,17 +54,24 @@ def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
 
 
 def begun(
-    opened: PairSession, new: int, seed: int, k: int | None, prompt: Prompt, siblings: int = 0
+    opened: PairSession,
+    new: int,
+    seed: int,
+    k: int | None,
+    prompt: Prompt,
+    siblings: int = 0,
+    costs: Costs | None = None,
 ) -> tuple[TimedRun, Iterator[tuple[Step, float]]]:
     """A text, prefilled, and its rounds with their seconds, as they are asked for.
 
-    K null is adaptive, 0 is regular sampling. `siblings` of each draft; the most with an adaptive K.
+    K null is adaptive, 0 is regular sampling. `siblings` of each draft; the most with an adaptive K, which
+    goes by `costs`, or by those of the pair.
     """
     drafting = Drafting.none if k == 0 else Drafting.model
     spec = replace(opened.run.speculation, k=k or 0, drafter=drafting, adaptive=k is None, siblings=siblings)
     run = replace(opened.run, speculation=spec)
     timed = TimedRun(opened.engine(seed, run, frozenset()), [prompt], new)
-    return timed, timed.rounds(Limits(new), lookahead_for(run, 1, opened.costs))
+    return timed, timed.rounds(Limits(new), lookahead_for(run, 1, costs or opened.costs))
 
 
 def by_us(

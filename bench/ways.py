@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from random import Random
 from statistics import fmean, stdev
@@ -12,6 +13,7 @@ from contenders import begun
 from without_forwards import expected_of
 
 from llama_ssp.pair.session import PairSession
+from llama_ssp.speculative.draft_length import Costs
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import Shape
 
@@ -53,12 +55,15 @@ class Way:
     k: int | None
     siblings: int
     texts: dict[int, list[Round]] = field(default_factory=dict)
+    costs: Costs | None = None  # each contender learns from its own rounds
 
     def play(self, cell: Cell, new: int, number: int) -> Iterator[int]:
         """Writes a text, round by round; the tokens of each. The first text does not count."""
         rounds: list[Round] = []
         seed, ids = cell.text(number)
-        _, steps = begun(cell.ready, new, seed, self.k, Prompt(str(number), ids), self.siblings)
+        self.costs = self.costs or deepcopy(cell.ready.costs)
+        prompt = Prompt(str(number), ids)
+        _, steps = begun(cell.ready, new, seed, self.k, prompt, self.siblings, self.costs)
         for step, spent in steps:
             row = step.rows[0]
             mean = cell.brought(row.shape)[0] if cell.brought else expected_of(row)

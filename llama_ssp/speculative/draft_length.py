@@ -2,7 +2,8 @@
 
 A row's choice is made before anything of the round is drawn: so the output distribution stays exact. It
 depends on that row's past and on costs. With given costs (`speculation.cost_ratio`) and in fp32, a row
-chooses the same K in any batch. Measured costs differ from run to run, and what rounds take corrects them.
+chooses the same K in any batch. Measured costs differ from run to run; with them, the run's other rounds
+and texts count, too.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Costs:
         """
         best, most, tokens, standing = (0, 0), 0.0, 1.0, first
         stand, gains = 1.0, (0.0, *gain)  # the chance that all K stand
-        for k, costs in enumerate(self._rounds):
+        for k, costs in enumerate(self.experience.rounds if self.experience else self.rounds):
             if only in (None, k):
                 for siblings, (more, cost) in enumerate(zip(gains, costs, strict=False)):
                     expected = tokens + (1 - stand) * more
@@ -98,29 +99,10 @@ class Costs:
         return best
 
     @cached_property
-    def _rounds(self) -> list[list[float]]:
+    def rounds(self) -> list[list[float]]:
         """What a round of each K costs, by siblings: a choice reads them all."""
         each = [range(1 + (self.most if k else 0)) for k in range(self.k_max + 1)]
-        return [[self._corrected((k, siblings)) for siblings in own] for k, own in enumerate(each)]
-
-    def _corrected(self, shape: Shape) -> float:
-        return self.round(*shape) * (self.experience.factor(shape) if self.experience else 1.0)
-
-    def see(self, shape: Shape, seconds: float) -> None:
-        """Corrects what a round of this shape costs, if costs are measured."""
-        if self.experience:
-            self.experience.see(shape, seconds / self.round(*shape))
-            self._rounds[shape[0]][shape[1]] = self._corrected(shape)
-
-    @property
-    def reading(self) -> float:
-        """What it costs a draft model to read a token of a round without drafts, later."""
-        return self.experience.reading if self.experience else 0.0
-
-    def see_late(self, shape: Shape, seconds: float, missed: int) -> None:
-        """Takes in a round whose draft model first read what it had missed in so many rounds."""
-        if self.experience:
-            self.experience.reading = max(seconds - self._rounds[shape[0]][shape[1]], 0.0) / missed
+        return [[self.round(k, siblings) for siblings in own] for k, own in enumerate(each)]
 
     @staticmethod
     def of_ratio(cost_ratio: float, k_max: int, siblings: int = 0, at_once: bool = False) -> Costs:
@@ -175,6 +157,8 @@ MEMORY = 0.97  # the weight of earlier rounds shrinks by this factor with each r
 MEMORY_OF_ALL = 0.998  # of the run's earlier rounds, of all texts
 PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they double
 READING = 0.02  # of a row's time: the most that the draft model may read for a try
+READS, FADE = 5, 0.8  # reads that count; by which their mean shrinks when it keeps a text from a try
+UNKNOWN = 2.5  # the weight of the rounds that a text drafts at least, whatever earlier texts say
 
 
 @dataclass
@@ -201,8 +185,8 @@ class AcceptanceStats:
     The two differ. A first draft follows a token that the draft model may just have missed; a later one
     follows tokens that both models like, and the block rule makes up there for what it lost before. Both are
     computed from the distributions of every draft, accepted or not, so a few rounds tell as much as the
-    outcomes of many. What is not known yet is as in `before`, other texts of the run; or else it is guessed:
-    the first draft's chance from all overlaps, the later ones' from the first's.
+    outcomes of many. What is not known yet is as in `before`, all texts of the run so far; or else it is
+    guessed: the first draft's chance from all overlaps, the later ones' from the first's.
     """
 
     def __init__(self, before: AcceptanceStats | None = None, memory: float = MEMORY) -> None:
@@ -255,32 +239,42 @@ class Experience:
     that. So what may be the best shape is tried, and seldom if it was often tried.
     """
 
-    def __init__(self, apart: float, timed: int) -> None:
-        """`apart`: the standard deviation of a shape's times over their mean; each was timed so often."""
-        self.spread = 2 * apart  # a slow round seldom comes alone: n rounds say less than n
-        self._over: dict[Shape, tuple[float, int]] = {}
-        self._before = 1.0, timed
+    def __init__(self, costs: Costs, apart: float, timed: int, rows: int) -> None:
+        """Shapes were timed so often, with so many rows; `apart`: the standard deviation over the mean."""
         self.acceptance = AcceptanceStats(memory=MEMORY_OF_ALL)
         self.reading = 0.0  # seconds that a draft model reads a token that it missed; not known at first
+        self._rows, self._reads, self._most = rows, 0, costs.draft + costs.once  # as a step of its own takes
+        self._spread = 2 * apart  # a slow round seldom comes alone: n rounds say less than n
+        self._known = [[(cost, timed) for cost in own] for own in costs.rounds]  # means, and of how many
+        self.rounds = [
+            [self._hoped(*known) for known in own] for own in self._known
+        ]  # seconds a round may take
 
-    def factor(self, shape: Shape) -> float:
-        """By which a round's cost is multiplied."""
-        over, timed = self._over.get(shape, self._before)
-        return over * (1 - min(self.spread / math.sqrt(timed), 0.5))
+    def _hoped(self, mean: float, timed: int) -> float:
+        return mean * (1 - min(self._spread / math.sqrt(timed), 0.5))
 
-    def see(self, shape: Shape, over: float) -> None:
-        """Takes in a round that took so many times its cost."""
-        known, timed = self._over.get(shape, self._before)
-        timed = min(timed + 1, REMEMBERED)
-        over = min(max(over, known / JUMP), known * JUMP)
-        self._over[shape] = known + (over - known) / timed, timed
+    def see(self, shape: Shape, seconds: float, missed: Sequence[int]) -> None:
+        """Takes in a round with all rows of this shape; their draft model first read what it had missed."""
+        k, siblings = shape
+        mean, timed = self._known[k][siblings]
+        if len(missed) != self._rows or (k and len(set(missed)) > 1):
+            return  # not as rounds were measured
+        if k and missed[0]:
+            self._reads = min(self._reads + 1, READS)
+            reading = min(max(seconds - mean, 0.0) / missed[0], self._most)
+            self.reading += (reading - self.reading) / self._reads
+        else:
+            timed = min(timed + 1, REMEMBERED)
+            mean += (min(max(seconds, mean / JUMP), mean * JUMP) - mean) / timed
+            self._known[k][siblings] = mean, timed
+            self.rounds[k][siblings] = self._hoped(mean, timed)
 
 
 class AdaptiveDraftLength:
     """The K with the most tokens per unit of time, at the row's recent acceptance.
 
-    A row whose best K is 0 tries one token from time to time, to notice when drafting pays again, if what the
-    draft model has to read for it takes a small share of the row's time. One whose best is a chain tries
+    A row whose best K is 0 tries one token from time to time, to notice when drafting pays again. It does not
+    where the draft model would read for long what it has missed. One whose best is a chain tries
     siblings where they may pay. These bring tokens or nothing: what they add to the time is the most that is
     lost, and it stays a small share of it.
     """
@@ -290,29 +284,40 @@ class AdaptiveDraftLength:
         self.acceptance = [self._unknown() for _ in range(rows)]
         self._idle, self._pause = [0] * rows, [PROBE_FIRST] * rows
         self._siblings = [0] * rows
-        self._missed = 0  # rounds without drafts, before the next
-        self._spent, self._tried = [0.0] * rows, [0.0] * rows  # the time of all rounds, and what trials added
+        self._missed = [0] * rows  # tokens that the draft model did not read
+        self._spent = [0.0] * rows  # the time of all rounds,
+        self._tried, self._read = (
+            [0.0] * rows,
+            [0.0] * rows,
+        )  # what trials added, and what the draft model read
 
     def _unknown(self) -> AcceptanceStats:
         return AcceptanceStats(self.costs.experience.acceptance if self.costs.experience else None)
 
     def restart(self, row: int) -> None:
         self.acceptance[row] = self._unknown()
-        self._idle[row], self._pause[row] = 0, PROBE_FIRST
-        self._spent[row], self._tried[row] = 0.0, 0.0
+        self._idle[row], self._pause[row], self._missed[row] = 0, PROBE_FIRST, 0
+        self._spent[row], self._tried[row], self._read[row] = 0.0, 0.0, 0.0
 
     def choose(self) -> list[int]:
         shapes = [self._shape(row) for row in range(len(self.acceptance))]
         wanted, self._siblings = (list(column) for column in zip(*shapes, strict=True))
+        experience = self.costs.experience
         for row, k in enumerate(wanted):
             if k:
                 self._idle[row], self._pause[row] = 0, PROBE_FIRST
                 continue
             self._idle[row] += 1
-            reading = self._idle[row] * self.costs.reading
-            if self._idle[row] >= self._pause[row] and reading <= READING * self._spent[row]:
+            if self._idle[row] < self._pause[row]:
+                continue
+            reading = self._idle[row] * experience.reading if experience else 0.0
+            if self._read[row] + reading <= READING * self._spent[row]:
                 wanted[row], self._idle[row] = 1, 0
                 self._pause[row] = min(2 * self._pause[row], PROBE_LAST)
+                self._read[row] += reading
+            elif experience:
+                experience.reading *= FADE if self._pause[row] <= PROBE_LAST else 1.0  # once a text
+                self._pause[row] += PROBE_LAST
         return wanted
 
     def _shape(self, row: int) -> tuple[int, int]:
@@ -320,6 +325,8 @@ class AdaptiveDraftLength:
         costs, one = self.costs, self.acceptance[row]
         chances = one.first, one.later
         k, siblings = costs.best(*chances, one.gain(costs.most))
+        if not k and costs.experience and one.at_first.weight < UNKNOWN:
+            k = 1  # others' texts may be unlike this one, and the draft model has nothing to read yet
         if k and costs.most and not siblings and self._tried[row] < TRIALS * self._spent[row]:
             hoped = costs.best(*chances, one.gain(costs.most, HOPE), k)
             more = costs.round(*hoped) - costs.round(k)
@@ -342,14 +349,11 @@ class AdaptiveDraftLength:
 
     def took(self, rows: Sequence[RowStep], seconds: float) -> None:
         shapes = {step.shape for step in rows}
-        drafts = any(k for k, _ in shapes)
-        if len(shapes) == 1 and len(rows) == len(self.acceptance):  # as rounds are measured
-            shape = shapes.pop()
-            if drafts and self._missed:
-                self.costs.see_late(shape, seconds, self._missed)
-            else:
-                self.costs.see(shape, seconds)
-        self._missed = 0 if drafts else self._missed + 1
+        if self.costs.experience and len(shapes) == 1:  # as rounds are measured
+            missed = [self._missed[step.row] for step in rows]
+            self.costs.experience.see(shapes.pop(), seconds, missed)
+        for step in rows:
+            self._missed[step.row] = 0 if step.shape[0] else self._missed[step.row] + 1
 
 
 DraftLength = FixedDraftLength | AdaptiveDraftLength

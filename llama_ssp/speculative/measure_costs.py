@@ -102,11 +102,12 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
     first = 1 if at_once else 0  # from there on each draft costs the same
     draft_s = max(drafting_s[k_max] - drafting_s[first], 0.0) / max(k_max - first, 1)
     once_s = max(drafting_s[1] - drafting_s[0] - draft_s, 0.0) if at_once else 0.0
-    verify_s = {k: whole_s[k, 0] - k * draft_s - (once_s if k else 0.0) for k in tried}
+    drafts_s = {k: k * draft_s + (once_s if k else 0.0) for k in tried}
+    verify_s = {k: max(whole_s[k, 0] - drafts_s[k], whole_s[0, 0]) for k in tried}
     costs = Costs.between(draft_s, rising(verify_s), run.speculation.k_max, once_s)
     costs = costs.with_trees({shape: whole_s[shape] for shape in trees}, siblings)
     apart = fmean(pstdev(own) / whole_s[shape] for shape, own in each_s.items())
-    costs = replace(costs, experience=Experience(apart, TURNS))
+    costs = replace(costs, experience=Experience(costs, apart, len(each_s[0, 0]), rows))
     log.info(
         "adaptive: a draft step takes %.2f ms, a target step %.2f ms, one over %d drafts %.2f ms; K depends "
         "on such times: another run of this seed may differ, unless speculation.cost_ratio=%.2g is given",
