@@ -246,9 +246,8 @@ class Experience:
         self._rows, self._reads, self._most = rows, 0, costs.draft + costs.once  # as a step of its own takes
         self._spread = 2 * apart  # a slow round seldom comes alone: n rounds say less than n
         self._known = [[(cost, timed) for cost in own] for own in costs.rounds]  # means, and of how many
-        self.rounds = [
-            [self._hoped(*known) for known in own] for own in self._known
-        ]  # seconds a round may take
+        # Seconds that a round of each K may take, by siblings.
+        self.rounds = [[self._hoped(*known) for known in own] for own in self._known]
 
     def _hoped(self, mean: float, timed: int) -> float:
         return mean * (1 - min(self._spread / math.sqrt(timed), 0.5))
