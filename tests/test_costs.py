@@ -50,6 +50,8 @@ def test_k_is_chosen_by_what_is_known_of_costs():
     assert by(RUN, known) == known
     assert by(pinned, None) == by(pinned, known) == Costs.of_ratio(0.25, 8)
     assert by(RUN, None) == Costs.of_ratio(USUAL_COST_RATIO, 8)
+    shorter = replace(RUN, speculation=replace(RUN.speculation, k_max=4))
+    assert by(shorter, known) == Costs.of_ratio(USUAL_COST_RATIO, 4)  # measured for another k_max
     fixed = lookahead_for(replace(RUN, speculation=SpeculationConfig(k=3)), 2, known)
     assert isinstance(fixed, FixedDraftLength) and fixed.k == 3
 
@@ -141,7 +143,10 @@ def test_only_rounds_as_they_were_measured_correct_costs():
     assert rounds[1] == [1.2] and costs.experience.reading == pytest.approx((9.0 - 1.2) / 4)
     lookahead.took([one, same], 9.0)
     assert rounds[1][0] > 1.2 and rounds[2] == [1.4]
-    AdaptiveDraftLength(replace(costs, experience=None), 1).took([one], 9.0)
+    capped = learning(Costs(0.5, (1.0, 1.2)), apart=0.0).experience
+    assert capped
+    capped.see((1, 0), 900.0, [4])
+    assert capped.reading == 0.5  # a token takes no longer to read than a draft step
 
 
 @pytest.mark.parametrize(("reading", "tries"), [(0.0, 10), (0.01, 10), (0.03, 0)])

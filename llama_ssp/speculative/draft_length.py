@@ -284,11 +284,8 @@ class AdaptiveDraftLength:
         self._idle, self._pause = [0] * rows, [PROBE_FIRST] * rows
         self._siblings = [0] * rows
         self._missed = [0] * rows  # tokens that the draft model did not read
-        self._spent = [0.0] * rows  # the time of all rounds,
-        self._tried, self._read = (
-            [0.0] * rows,
-            [0.0] * rows,
-        )  # what trials added, and what the draft model read
+        # The time of all rounds, what trials of siblings added, and what the draft model read for tries.
+        self._spent, self._tried, self._read = [0.0] * rows, [0.0] * rows, [0.0] * rows
 
     def _unknown(self) -> AcceptanceStats:
         return AcceptanceStats(self.costs.experience.acceptance if self.costs.experience else None)
