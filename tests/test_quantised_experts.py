@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from llama_ssp.config import Dtype, ModelConf
@@ -15,6 +18,7 @@ from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.experts import Experts, apply_on_gpu
 from llama_ssp.models.kernels import expert_stacks
 from llama_ssp.models.kernels.coded import operators
+from llama_ssp.models.kernels.expert_stacks import Stack
 from llama_ssp.models.linear import formats
 from llama_ssp.models.loader import load
 from llama_ssp.models.steps import SteppedModel
@@ -102,6 +106,30 @@ def test_chosen_experts_are_decoded_where_the_choice_is_not_waited_for(
         weights = list(experts.up), list(experts.down), *experts.hows
         found = apply_on_gpu(x_TH, *experts._chosen(x_TH), *weights, None, None, "silu", 0.0, 0.0)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operations that read a tensor of the host, on a model that is on another device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.count += any(tensor.device.type == "cpu" for tensor in tensors)
+        return op(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def test_chosen_experts_are_decoded_without_copies_from_the_host() -> None:
+    """The first call may copy a table of codes; a CUDA graph is captured later, and cannot."""
+    how = torch.device("meta")
+    codes_ENC, scale_ENG = torch.empty(4, 8, 32, dtype=torch.uint8), torch.empty(4, 8, 2)
+    stack = Stack([codes_ENC.to(how), scale_ENG.to(how)], "e2m1 32 1.0 8 False False")
+    given = torch.empty(5, 64, device=how), torch.empty(10, dtype=torch.int64, device=how), stack, None
+    expert_stacks.products(*given)
+    with Copies() as copies:
+        assert expert_stacks.products(*given).shape == (10, 8)
+    assert copies.count == 0
 
 
 @needs_compiler

@@ -24,6 +24,7 @@ from torch.nn import functional
 from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.sharding import COLUMNS, Cut
 
+CPU = torch.device("cpu")
 DECODED_AT_ONCE = 1 << 22  # weights: bounds the memory of intermediate results
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4 = (
@@ -52,9 +53,9 @@ TABLES: dict[str, Callable[[], Tensor]] = {
 
 
 @cache
-def values(table: str) -> Tensor:
-    """The value of each code of the table, in fp32."""
-    return TABLES[table]()
+def values(table: str, device: torch.device = CPU) -> Tensor:
+    """The value of each code of the table, in fp32; one tensor for a device: a copy has the host wait."""
+    return TABLES[table]().to(device)
 
 
 def _bytes() -> Tensor:
@@ -111,7 +112,8 @@ class Coded:
         codes_NK, scale_NG = self.codes_NC, self.scale_NG
         if self.kind.bits == 4:
             codes_NK = unpacked(codes_NK)[:, : self.inputs]
-        table = values(self.kind.table).to(scale_NG)  # every table is exact in 16 bit, but for nf4 and fp4
+        # Every table is exact in 16 bit, but for nf4 and fp4.
+        table = values(self.kind.table, scale_NG.device).to(scale_NG.dtype)
         # Not `table[codes]`, which takes ten times as long.
         weight_NK = table.index_select(0, codes_NK.int().flatten()).view(codes_NK.shape)
         if self.zero_NG is not None:

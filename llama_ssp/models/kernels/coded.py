@@ -79,7 +79,7 @@ class CodedLinear(nn.Module):
             if part is not None:
                 part = blocks(part, WORD if name == "codes" else 1, memory) if device.type == "cpu" else part
             self.register_buffer(name, None if part is None else part.to(device), persistent=False)
-        self.register_buffer("table", _values(weight.kind.table, device), persistent=False)
+        self.register_buffer("table", values(weight.kind.table, device), persistent=False)
 
     def extra_repr(self) -> str:
         """As above."""
@@ -118,12 +118,6 @@ def available(device: torch.device) -> bool:
     if device.type == "cpu":
         return True
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@functools.cache
-def _values(table: str, device: torch.device) -> Tensor:
-    """One tensor for all layers."""
-    return values(table).to(device)
 
 
 @functools.cache

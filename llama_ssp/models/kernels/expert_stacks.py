@@ -115,7 +115,7 @@ def product(x: Tensor, stack: Stack, bias_EN: Tensor | None, expert: int, output
     offset = own[2] if len(own) > 2 else None
     sizes = outputs, group or x.shape[-1], list(TABLES).index(table)
     found: Tensor = torch.ops.llama_ssp.linear_coded(
-        x, own[0], values(table).to(x.device), own[1], offset, bias, *sizes
+        x, own[0], values(table, x.device), own[1], offset, bias, *sizes
     )
     return found
 
