@@ -118,7 +118,17 @@ def _store(address: Address, until: float, patience_s: float) -> Store:
     if listener is None:
         _reach(address, until, patience_s)
     where = address.host, address.port, address.world, address.hosts, timedelta(seconds=patience_s)
-    tcp = stores.TCPStore(*where, wait_for_workers=False, master_listen_fd=listener)
+    what, fix = "no store of the ranks answers where they meet", "choose another MASTER_PORT"
+    refused = DistributedError(what, f"rank {address.rank} of {address.world}, {address}", fix=fix)
+    refused.speaks = True  # the leader may not be there to say it
+    # TCPStore waits without end for a process that accepts the connection and is silent.
+    GUARD.arm("meet", patience_s, refused.code, str(refused))
+    try:
+        tcp = stores.TCPStore(*where, wait_for_workers=False, master_listen_fd=listener)
+    except RuntimeError as error:
+        raise refused from error
+    finally:
+        GUARD.disarm("meet")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Store(stores.PrefixStore(f"llama_ssp/{attempt}", tcp), address.rank, address.world)
 

@@ -229,6 +229,17 @@ def test_a_port_in_use(tmp_path: Path):
     assert "port at which the ranks meet is in use" in said and f"127.0.0.1:{port}" in said
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["answers", "is silent"])
+def test_another_program_listens_where_the_ranks_meet(answer: bytes, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other, err = rank_by_hand(1, server.getsockname()[1], tmp_path)
+        server.accept()[0].close()  # the rank only looks whether anything listens
+        with server.accept()[0] as connection:
+            connection.sendall(answer)
+            said = refusal(other, err)
+    assert "no store of the ranks answers where they meet; rank 1 of 2" in said
+
+
 @pytest.mark.parametrize("port", ["0", "70000", "many"])
 def test_a_bad_port(port: str, tmp_path: Path):
     assert "MASTER_PORT is not a usable number" in refusal(*rank_by_hand(0, port, tmp_path))
