@@ -30,6 +30,7 @@ class Peers:
 
     def __init__(self, everyone: dict[int, Identity], own: int) -> None:
         self._handles: dict[int, int] = {}
+        self._ended: set[int] = set()  # ranks that `wait` has found gone
         self._waiting, self._waking = os.pipe()
         if not hasattr(os, "pidfd_open"):
             return
@@ -44,11 +45,13 @@ class Peers:
         return set(self._handles)
 
     def wait(self, seconds: float) -> set[int]:
-        """Ranks that are gone; returns as soon as there is one, upon `wake`, or after this time."""
-        ready = _ready([self._waiting, *self._handles.values()], seconds)
+        """Ranks that are gone; returns as soon as there is another one, upon `wake`, or after this time."""
+        running = {rank: handle for rank, handle in self._handles.items() if rank not in self._ended}
+        ready = _ready([self._waiting, *running.values()], seconds)
         if self._waiting in ready:
             os.read(self._waiting, 64)
-        return {rank for rank, handle in self._handles.items() if handle in ready}
+        self._ended |= {rank for rank, handle in running.items() if handle in ready}
+        return set(self._ended)
 
     def wake(self) -> None:
         """Ends the `wait` that is going on, or the next one."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
 import pytest
 
+from llama_ssp.distributed import peers as processes
 from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.distributed.store import END, Cause, Place, View
@@ -80,3 +83,16 @@ def test_the_first_of_a_machine_ends_who_does_not_leave(
     peers = Peers(here)
     Watch(Board(END), peers, rank, 3, PATIENCE_S, True).see_off()  # type: ignore[arg-type]
     assert peers.killed == killed
+
+
+def test_a_rank_that_is_gone_ends_one_wait_only():
+    """The watch of a run that goes on without its draft would look twenty times a second."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    own = processes.own_identity()
+    other = processes.Identity(own.machine, child.pid, processes._started(child.pid))
+    peers = processes.Peers({0: own, 1: other}, 0)
+    assert peers.wait(0.0) == set()
+    child.communicate()
+    assert peers.wait(10.0) == {1}
+    began = time.monotonic()
+    assert peers.wait(0.2) == {1} and time.monotonic() - began >= 0.2
