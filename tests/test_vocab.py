@@ -89,6 +89,11 @@ def test_surfaces_of_a_text_add_up_to_it(text: str) -> None:
         assert known.text_of(known.cut(text.encode())) == text.encode()
 
 
+def test_bytes_that_are_no_text_are_encoded_however_many(words: Vocabulary) -> None:
+    text = b"a\xffb" * 2000 + "é".encode()[:1]
+    assert words.text_of(words.encoded(text)) == text
+
+
 def test_tokens_of_other_notations_match_by_bytes(tmp_path: Path, words: Vocabulary) -> None:
     sp = marked(tmp_path)
     found = match(words, sp)

@@ -147,15 +147,19 @@ class Vocabulary:
 
     def encoded(self, text: bytes) -> list[int]:
         """Tokens for bytes, by the tokenizer itself where they are UTF-8."""
-        try:
-            written = text.decode("utf-8")
-        except UnicodeDecodeError as error:  # half a character, usually at the end
-            good = error.start
-            bad = self.cut(text[good : error.end])
-            return [*(self.encoded(text[:good]) if good else []), *bad, *self.encoded(text[error.end :])]
+        ids: list[int] = []
+        while True:
+            try:
+                return [*ids, *self._encoded(text.decode("utf-8"))]
+            except UnicodeDecodeError as error:  # half a character, usually at the end
+                ids += self._encoded(text[: error.start].decode("utf-8"))
+                ids += self.cut(text[error.start : error.end])
+                text = text[error.end :]
+
+    def _encoded(self, text: str) -> list[int]:
         if self.begins_with_space:
-            written = written.removeprefix(" ")  # the tokenizer adds it again
-        return self.encode(written) if written else []
+            text = text.removeprefix(" ")  # the tokenizer adds it again
+        return self.encode(text) if text else []
 
     def _surface(self, i: int) -> bytes | None:
         name = self.names.get(i)
