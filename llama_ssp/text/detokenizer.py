@@ -32,6 +32,8 @@ class Detokenizer:
         self._tokens.append(token)
         known = self._decode(self._tokens[: self._read])
         grown = self._decode(self._tokens)
+        if not grown.startswith(known):
+            known = known.rstrip(INCOMPLETE)  # of a prompt that ends within a character
         if len(grown) <= len(known) or grown.endswith(INCOMPLETE):
             return ""
         self._tokens = self._tokens[self._read :]
