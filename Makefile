@@ -10,6 +10,7 @@ export PYTHONDONTWRITEBYTECODE := # each worker, and each process of a test, wou
 # Installs what is missing; instant if nothing changed.
 .venv/.installed: requirements.lock pyproject.toml machine-install.sh
 	@./machine-install.sh $(INSTALL)
+	@touch $@
 
 # The same with what tests and lint need.
 .venv/.installed-dev: requirements-dev.lock .venv/.installed

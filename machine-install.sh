@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets a machine up: checks it, makes .venv, installs exact versions. Run it as often as you like.
 #
-#   ./machine-install.sh                 the build of torch for this machine: without a GPU the CPU's, which is small
+#   ./machine-install.sh                 the build of torch for this machine: without an NVIDIA GPU the CPU's
 #   ./machine-install.sh --dev           what tests and lint need, too
 #   ./machine-install.sh --cpu           the CPU build of torch
 #   ./machine-install.sh --cuda[=cu130]  the build for that CUDA version
@@ -20,8 +20,9 @@ die() { say "error: $*"; exit 5; }
 
 index=()
 dev=no
-# Without a GPU, plain pip would fetch gigabytes of CUDA on Linux x86-64.
-if [ "$(uname -sm)" = "Linux x86_64" ] && ! ls /dev/nvidia0 /dev/kfd >/dev/null 2>&1 && ! command -v nvidia-smi >/dev/null; then
+has_nvidia() { [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null; }
+# Without an NVIDIA GPU, plain pip would fetch gigabytes of CUDA on Linux x86-64.
+if [ "$(uname -sm)" = "Linux x86_64" ] && ! has_nvidia; then
     index=(--index-url "$WHEELS/cpu")
 fi
 asked=no
@@ -43,12 +44,12 @@ check_python() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         die "$("$PYTHON" --version) is too old; install Python 3.11 or later, or set PYTHON=python3.12"
     "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
-        die "Python lacks venv; install it (Debian, Ubuntu: apt-get install python3-venv)"
+        die "$PYTHON lacks venv; install it (Debian, Ubuntu: apt-get install $(basename "$PYTHON")-venv)"
 }
 
 # Hints only: a machine without a working GPU still plans, tests and runs on its CPU.
 check_nvidia() {
-    ls /dev/nvidia0 >/dev/null 2>&1 || command -v nvidia-smi >/dev/null || return 0
+    has_nvidia || return 0
     if ! nvidia-smi >/dev/null 2>&1; then
         say "hint: an NVIDIA GPU but no working driver; install one (Ubuntu: ubuntu-drivers install), then reboot"
         return 0
@@ -64,14 +65,15 @@ check_nvidia() {
 
 check_amd() {
     [ -e /dev/kfd ] || return 0
-    [ -r /dev/kfd ] || say "hint: an AMD GPU you may not use; add yourself to its groups: usermod -aG render,video $USER"
-    [ "${#index[@]}" -gt 0 ] || say "hint: an AMD GPU; install with --rocm"
+    [ -r /dev/kfd ] || say "hint: an AMD GPU you may not use; add yourself to its groups: usermod -aG render,video $(id -un)"
+    [ "$asked" = yes ] || say "hint: an AMD GPU; install with --rocm"
 }
 
 check_python
 check_nvidia
 check_amd
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+# A run that was stopped may have left Python without pip, which comes last.
+[ -x "$VENV/bin/python" ] && [ -x "$VENV/bin/pip" ] || "$PYTHON" -m venv "$VENV"
 quiet=(-q)  # in a log; on a terminal pip shows its progress
 [ ! -t 2 ] || quiet=()
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
