@@ -201,6 +201,8 @@ class Engine(RankEngine):
             self._rounds.ask(state, count)
             proposal = self.drafter.propose(state, count)
             if siblings and any(siblings):
+                over = map(self.target.crosses, state.lengths, proposal.count)
+                siblings = [0 if crosses else n for n, crosses in zip(siblings, over, strict=True)]
                 proposal = with_siblings(proposal, state, self.draws, siblings)
             self._rounds.submit(state, proposal)
             return proposal

@@ -8,6 +8,7 @@ after full acceptance is fed it next round.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -82,20 +83,30 @@ class ModelRunner:
         self._begin(ends, first)
         if self.limit is None or not any(f <= self.limit < e for f, e in zip(first, ends, strict=True)):
             return self._last(token_BS, ends, wanted, siblings)
-        return self._over(self.limit, token_BS, ends, wanted)
+        return self._over(self.limit, token_BS, ends, wanted, siblings)
 
-    def _over(self, limit: int, token_BS: Tensor, ends: list[int], wanted: list[int]) -> Tensor:
+    def crosses(self, length: int, drafts: int) -> bool:
+        """Whether a text grows over the limit inside its drafts: they can have no siblings."""
+        return self.limit is not None and length <= self.limit < length + drafts
+
+    def _over(
+        self, limit: int, token_BS: Tensor, ends: list[int], wanted: list[int], siblings: Siblings | None
+    ) -> Tensor:
         """The same where rows grow over the limit: up to it, then beyond it, for which they begin anew."""
         pairs = list(zip(ends, wanted, strict=True))
         before = [w if e <= limit or e - w >= limit else w - (e - limit) for e, w in pairs]
         behind = [w - b for w, b in zip(wanted, before, strict=True)]
         stops = [limit if n else e for e, n in zip(ends, behind, strict=True)]
-        near_BWV = self._last(token_BS, stops, before)
+        columns = wanted
+        if siblings:
+            columns = [w + k * each for w, (k, each) in zip(wanted, siblings.shapes, strict=True)]
+            siblings = replace(siblings, drafts=tuple(b - 1 for b in before))
+        near_BWV = self._last(token_BS, stops, before, siblings)
         self._begin(ends, [limit + 1] * len(ends))
         far_BWV = self._last(token_BS, ends, behind)
         rows = [
-            torch.cat([near_V[:b], far_V[:n], near_V.new_zeros(max(wanted) - b - n, near_V.shape[1])])
-            for near_V, far_V, b, n in zip(near_BWV, far_BWV, before, behind, strict=True)
+            torch.cat([near_V[: c - n], far_V[:n], near_V.new_zeros(max(columns) - c, near_V.shape[1])])
+            for near_V, far_V, c, n in zip(near_BWV, far_BWV, columns, behind, strict=True)
         ]
         return torch.stack(rows)
 
