@@ -165,6 +165,20 @@ def test_shards_hold_what_the_whole_holds(mark: bytes, tmp_path: Path):
     assert job.manifest.input_sha256 == hashlib.sha256(content).hexdigest()
 
 
+def test_a_job_with_biases_goes_on(tmp_path: Path):
+    """As whole numbers their tokens are in another order than as the texts that JSON has for keys."""
+    path, output = tmp_path / "in.txt", str(tmp_path / "out.jsonl")
+    path.write_text("a prompt\n")
+    run = run_of(path, output=output)
+    run = replace(run, sampling=replace(run.sampling, logit_bias={9: 1.0, 10: 2.0}))
+    job_of(run, {}, seed=1).begin(9)
+    assert not job_of(run, {}, seed=1).is_new
+    other = replace(run, sampling=replace(run.sampling, temperature=0.5))
+    with pytest.raises(DataError) as refused:
+        job_of(other, {}, seed=1)
+    assert "temperature" in str(refused.value) and "logit_bias" not in str(refused.value)
+
+
 REPLY = Reply(0, "text", [5, 6], "eos", 3)
 
 

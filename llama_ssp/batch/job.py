@@ -7,6 +7,7 @@ journal = job.begin(longest)         # run.json is written, once
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import secrets
 from collections.abc import Sequence
@@ -156,4 +157,6 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
         chosen[f"{role}.files"] = fingerprint(path) if path else None
     for group in ("sampling", "speculation"):
         chosen |= {f"{group}.{key}": value for key, value in plain[group].items()}
-    return chosen | {f"task.{key}": plain["task"][key] for key in OF_TASK}
+    chosen |= {f"task.{key}": plain["task"][key] for key in OF_TASK}
+    as_kept: dict[str, Any] = json.loads(json.dumps(chosen))  # in run.json the keys of `logit_bias` are texts
+    return as_kept
