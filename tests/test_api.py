@@ -10,12 +10,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 import llama_ssp
 from llama_ssp import RunError, SamplingConfig, SpeculationConfig, load_pair, plan
+from llama_ssp.config.compose import composed
+from llama_ssp.pair.batches import usable
+from llama_ssp.text.prompts import TextPrompt
 from tests.conftest import Command
 from tests.warm import ROOT, python
 
@@ -84,6 +89,8 @@ def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
         (lambda: load_pair("tiny").generate(["x"], sampling=SamplingConfig(top_p=2.0)), "sampling.top_p"),
         (lambda: load_pair("tiny").generate(["x"], max_new_tokens=0), "task.max_new_tokens"),
         (lambda: load_pair("tiny").generate(["x" * 99999], max_new_tokens=2), "fills the model"),
+        (lambda: load_pair("tiny").generate([[3, -1]], max_new_tokens=2), "prompt 0; found id -1"),
+        (lambda: load_pair("tiny").score([[3, -1, 4]]), "prompt 0; found id -1"),
         (lambda: plan("65B", cluster="p9"), "p9"),
     ],
 )
@@ -92,6 +99,15 @@ def test_errors_are_raised_as_one_line(call: object, says: str) -> None:
     with pytest.raises(RunError, match=says) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+def test_only_the_tokenizer_s_tokens_are_scored() -> None:
+    """A model's vocabulary may be larger: it can read such a token, which has no log-probability."""
+    run, tokens = composed(["model=tiny", "draft=none"]), SimpleNamespace(size=200, bos_id=None)
+    text, ids = TextPrompt("0", "", "prompt 0"), [3, 201]
+    assert usable(text, ids, cast(Any, tokens), run).token_ids == (3, 201)
+    with pytest.raises(RunError, match="id 201, allowed ids from 0, below 200"):
+        usable(text, ids, cast(Any, tokens), run, beyond=2)
 
 
 def test_nothing_of_the_process_is_changed() -> None:

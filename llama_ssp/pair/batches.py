@@ -186,9 +186,11 @@ def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyon
     """The prompt of these tokens; of none, the model's own first token, if there is one.
 
     Raises DataError where the model cannot continue it. A text that is only scored may be longer: its last
-    token is not read, and none follows it, so `beyond` is 2.
+    token is not read, and none follows it, so `beyond` is 2. Its tokens must be the tokenizer's: logits that
+    only fill up the model's vocabulary have no probability.
     """
     context, vocab = run.model.context, run.model.vocab
+    vocab = min(vocab, tokens.size) if beyond else vocab
     if not ids and tokens.bos_id is not None:
         ids = [tokens.bos_id]
     if not ids:
@@ -196,10 +198,10 @@ def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyon
         raise DataError(what, text.where, fix="give the prompt some text")
     if len(ids) >= context + beyond:
         raise _too_long(text, f"{len(ids)} tokens", context)
-    if max(ids) >= vocab:
+    if (odd := next((i for i in ids if not 0 <= i < vocab), None)) is not None:
         raise DataError(
-            "the prompt has a token that the model does not know", text.where, f"id {max(ids)}",
-            f"ids below {vocab}", "remove the tokenizer's added tokens from the text",
+            "the prompt has a token that the model does not know", text.where, f"id {odd}",
+            f"ids from 0, below {vocab}", "remove the tokenizer's added tokens from the text",
         )  # fmt: skip
     return Prompt(text.id, tuple(ids))
 
