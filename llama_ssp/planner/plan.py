@@ -59,6 +59,10 @@ class Plan:
         return len(self.chosen.times.verify) > 1
 
     @property
+    def band(self) -> float:
+        return self.request.band(self.chosen.placement)
+
+    @property
     def speedup(self) -> float | None:
         """Over the best regular sampling; None where the chosen placement does not fit."""
         return self.speedup_of(self.chosen)
@@ -123,7 +127,7 @@ class Plan:
             "draft_step_ms": 1000 * times.proposal_s(1) if self.runs else None,
             "verify_ms": 1000 * times.verify[k] if self.runs else None,
             "prefill_ms": self.prefill_ms if self.runs else None,
-            "band": self.request.band,
+            "band": self.band,
             "overlap": self.overlap() if self.runs else None,
             "eager_steps": self.eager,
             "slower_than_16_bit": self.slower,

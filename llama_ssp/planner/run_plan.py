@@ -166,7 +166,7 @@ def compare_with_plan(runs: Sequence[RunMeasurement], measured: Sequence[Bytes])
     return {
         "verdict": verdict.value,
         "placement": fullest.option.placement.in_words(),
-        "band": max(one.request.band for one in predictions),
+        "band": max(one.request.band(one.option.placement) for one in predictions),
         "ways": [_speed(one, one.prediction) for one in runs if one.prediction],
         "memory": [_memory(rank, held, predictions) for rank, held in enumerate(measured)],
     }

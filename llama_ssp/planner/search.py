@@ -50,11 +50,11 @@ class PlanRequest:
     def roles(self) -> list[Role]:
         return [self.target] if self.draft is None else [self.target, self.draft]
 
-    @property
-    def band(self) -> float:
-        """How far off the predicted times may be."""
+    def band(self, placement: Placement) -> float:
+        """How far off the predicted times with this placement may be."""
         quantised = any(BYTES[role.dtype] < BYTES[Dtype.bf16] for role in self.roles)
-        launched = self.engine is Steps.eager and not self.machine.is_cpu  # what a launch takes is estimated
+        eager = any(self.why_eager(role, placement) is not None for role in self.roles)
+        launched = eager and not self.machine.is_cpu  # what a launch takes is estimated
         return WIDE_BAND if quantised or launched else self.machine.times.band
 
     def why_eager(self, role: Role, placement: Placement) -> str | None:

@@ -223,7 +223,7 @@ def _words(plan: Plan) -> Iterator[str]:
         yield f"steps run eagerly: {'; '.join(f'{who}, {why}' for why, who in roles.items())}"
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
-    yield f"times within {plan.request.band:.0%}, constants of {machine.times.source}"
+    yield f"times within {plan.band:.0%}, constants of {machine.times.source}"
     if machine.nodes > 1 and not machine.is_cpu and plan.chosen.placement.world > machine.gpus:
         yield BETWEEN_NODES
     if machine.is_cpu and machine.times.band > BAND:
