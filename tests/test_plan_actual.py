@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config import (
+    MAX_K,
     ClusterConf,
     Drafting,
     DraftSeat,
@@ -19,7 +20,9 @@ from llama_ssp.config import (
     SpeculationConfig,
     Steps,
 )
+from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DistributedError
+from llama_ssp.planner.advice import largest
 from llama_ssp.planner.memory import rank_work, tensor_lines
 from llama_ssp.planner.resolve import choose_placement
 from llama_ssp.planner.run_plan import (
@@ -32,7 +35,7 @@ from llama_ssp.planner.run_plan import (
     request_of,
     require_fit,
 )
-from llama_ssp.planner.search import round_times, search
+from llama_ssp.planner.search import option, round_times, search
 from llama_ssp.planner.workload import GIB, TARGET, Workload
 from llama_ssp.report.task_tables import plan_against_actual
 from tests.plans import cluster, model
@@ -204,3 +207,15 @@ def test_text_drafts():
     conf = run(speculation=SpeculationConfig(drafter=Drafting.ngram, k=8), draft=None)
     found = predicted(conf, 8)
     assert found.request.text_drafts and found.option.times.draft == 0 and found.option.k == 8
+
+
+def test_siblings_follow_from_k():
+    """The plan takes the best K, not the configured one, and no K that a run refuses."""
+    request = request_of(run(speculation=SpeculationConfig(k=4, siblings=8)), slots=SLOTS)
+    assert request.k_max == MAX_K // 9
+    place = resolve(PlacementConf(), 8, drafts=True)
+    held = [counted(option(request, place, k).ranks[0])["held_bytes"] for k in (1, 7)]
+    layers, heads, head_dim = 80, 8, 128
+    assert held[1] - held[0] == 2 * layers * heads * head_dim * 2 * 6 * 8  # 6 drafts more, 8 siblings each
+    chosen = option(request, place)
+    assert largest(request, chosen).k <= MAX_K // 9

@@ -252,7 +252,7 @@ def test_broken_numbers_are_told_wherever_they_are():
 def test_the_plan_knows_siblings():
     """Their columns, their slots in the cache, and the tokens that they are assumed to bring."""
     chain = planned("llama2-70b", "llama2-7b", machine("dgx_h100"))
-    tree = replace(chain, siblings=2, work=replace(chain.work, siblings=8))
+    tree = replace(chain, work=replace(chain.work, siblings=2))
     placement = search(chain, [8])[0].placement
     plain, wide = (round_times(request, placement) for request in (chain, tree))
     assert wide.verify[0] == plain.verify[0] and plain.verify[4] < wide.verify[4]

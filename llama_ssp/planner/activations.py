@@ -211,7 +211,7 @@ class RankWork:
             phases[DRAFT_PREFILL] = _largest(self._prefill(draft))
             phases[DRAFT_STEPS] = _largest(self._drafting(draft))
         if target is not None:
-            phases[VERIFY] = _sum(_largest(self._verifying(target)), self._shown(self.work.k + 1))
+            phases[VERIFY] = _sum(_largest(self._verifying(target)), self._shown(self.work.columns))
         tokens = {TOKENS: INT * self.work.rows * (self.room + 1) + ROUNDING}
         return {phase: _sum(tokens, parts) for phase, parts in phases.items()}
 
@@ -260,7 +260,7 @@ class RankWork:
     def _verifying(self, target: RolePart) -> Iterator[Parts]:
         """The target over K + 1 positions; then its distributions, in fp32 and, with drafts, in fp64."""
         k, one, small = self.work.k, self.work.rows * self.vocab, self._small()
-        columns, siblings = k + 1 + self.work.siblings, self.work.siblings
+        columns, aside = self.work.columns, self.work.aside
         model, wide = self._step(target, columns), max(width(target.dtype), FP32)
         own = wide if self.draft is None else max(width(self.draft.dtype), FP32)
         has_probs = self.decides or (self.drafts and self.draft is not None)
@@ -276,7 +276,7 @@ class RankWork:
         # In fp64: both distributions; the residual or the minimum at the drafts; four distributions of one
         # position. With siblings: those behind them, and what is left of both distributions at each draft.
         double = (2 * k + 1 + max(k + 1, 4)) * one * FP64 if k else 2 * one * FP64
-        double += (siblings + 4 * k) * one * FP64 if siblings else 0
+        double += (aside + 4 * k) * one * FP64 if aside else 0
         yield {LOGITS: logits, PROBS: drafted + probs + double + small}
 
     def _small(self) -> int:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from llama_ssp.config import Dtype, Splitting
+from llama_ssp.config import MOST_ROWS, Dtype, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError
 from llama_ssp.planner.fit import FitVerdict, worst
@@ -16,7 +16,7 @@ from llama_ssp.planner.search import Option, PlanRequest, search
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.workload import Role, Workload
 
-MOST_ROWS, MOST_K, LEAST_CONTEXT, SMALL_CHUNK = 4096, 64, 64, 128
+LEAST_CONTEXT, SMALL_CHUNK = 64, 128
 MOST_ADVICE = 4
 
 
@@ -43,7 +43,7 @@ def largest(request: PlanRequest, chosen: Option) -> Largest:
         is_model_limit=0 < prompt == context - new,
         context_tokens=prompt + new if prompt else 0,
         rows=_most(lambda n: fits(rows=n), MOST_ROWS),
-        k=_most(lambda n: fits(k=n), MOST_K) if request.draft is not None or request.text_drafts else 0,
+        k=_most(lambda n: fits(k=n), work.most_k) if request.draft is not None or request.text_drafts else 0,
     )
 
 

@@ -215,7 +215,7 @@ def _spent(request: PlanRequest, found: Option) -> Spent:
     """Seconds of a record: its rounds, shared by all rows, and its prompt, which the others wait for."""
     work, times, place = request.work, found.times, found.placement
     rounds = work.new_tokens / times.tokens(request.acceptance, found.k) / work.rows
-    columns = found.k * (1 + request.siblings) + 1
+    columns = found.k * (1 + work.siblings) + 1
     spent = _step(request, request.target, place, columns)
     if request.draft is not None and found.k:
         width = request.draft.model.head_block

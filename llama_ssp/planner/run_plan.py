@@ -86,14 +86,15 @@ def request_of(
     new = min(getattr(task, "max_new_tokens", USUAL_TOKENS), most - 1)
     prompt = getattr(task, "prompt_tokens", min(USUAL_TOKENS, most - new)) if slots is None else slots - new
     rows = getattr(task, "batch_size", 1) if rows is None else rows
-    work = Workload(rows, prompt, new, spec.k, getattr(task, "prefill_chunk", USUAL_TOKENS), *caches)
-    work = replace(work, siblings=spec.most_siblings)
+    chunk = getattr(task, "prefill_chunk", USUAL_TOKENS)
+    work = Workload(rows, prompt, new, spec.k, chunk, *caches, siblings=spec.siblings)
     target = Role(TARGET, run.model, target_dtype or machine.dtype(run.model.dtype))
     drafter = Role(DRAFT, draft, draft_dtype or machine.dtype(draft.dtype)) if draft is not None else None
-    acceptance, k_max = getattr(task, "acceptance", run.plan.acceptance), max(spec.k_max, spec.k)
+    acceptance = getattr(task, "acceptance", run.plan.acceptance)
+    k_max = max(min(spec.k_max, work.most_k), spec.k)
     return PlanRequest(
         machine, target, drafter, work, acceptance, k_max, run.drafts_from_text, spec.overlap, run.engine,
-        tokens_generated(run), spec.siblings,
+        tokens_generated(run),
     )  # fmt: skip
 
 
