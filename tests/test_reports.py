@@ -82,6 +82,8 @@ def test_a_table_writes_every_form() -> None:
         ["ms", "ms_low", "ms_high"], ["1.25", "1.0", "2.0"], ["", "", ""],
     ]  # fmt: skip
     assert "| b | - | - |" in table.markdown() and "\\|" in table.markdown()
+    lines = Table("texts", [Column("text")], [{"text": "a\nb"}]).markdown().splitlines()
+    assert lines[2:] == ["| a<br>b |"], "a row is one line"
     assert "<script" not in table.html() and "1.00..2.00" in table.html()
 
 

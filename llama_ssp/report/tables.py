@@ -118,7 +118,7 @@ class Table:
 
     def markdown(self) -> str:
         marks = ["---" if column.is_text else "---:" for column in self.columns]
-        cells = [[column.cell(row).replace("|", "\\|") for column in self.columns] for row in self.rows]
+        cells = [[_in_markdown(column.cell(row)) for column in self.columns] for row in self.rows]
         lines = [[column.head for column in self.columns], marks, *cells]
         title = f"{self.title}\n\n" if self.title else ""
         return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -197,6 +197,11 @@ def _plain_table() -> RichTable:
 
 def _side(is_text: bool) -> Literal["left", "right"]:
     return "left" if is_text else "right"
+
+
+def _in_markdown(cell: str) -> str:
+    """A row is one line: other lines of the cell are behind a break."""
+    return "<br>".join(cell.replace("|", "\\|").splitlines())
 
 
 def _kind(column: Column) -> str:
