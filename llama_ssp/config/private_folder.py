@@ -22,6 +22,7 @@ MAX_VALUES = 10_000  # of a file in it
 ENTRY = re.compile(r"(?:(?:optional|override) )*/?[\w-][\w.-]*(?:/[\w-][\w.-]*)*(?:@[\w.:-]+)?")
 # Of cluster.slurm, where they end in a shell script, and of cluster.kubernetes.
 RUN_ON_NODES = {"setup", "options", "torchrun", "python", "image"}
+POD_KEYS = ("image", "python")  # of these, cluster.kubernetes has
 PACKAGE_HEADER = re.compile(r"@package\s+(\S+)")  # anywhere in a line, as Hydra may read it
 
 
@@ -39,7 +40,7 @@ def check_folder(folder: Path, groups: Sequence[str]) -> None:
             unsafe.append("a hydra/ group, or a file so named")
         if running := sorted(RUN_ON_NODES & keys):
             what = "a private config may not set what runs on the nodes of a cluster"
-            scheduler = "kubernetes" if running[0] == "image" else "slurm"
+            scheduler = "kubernetes" if running[0] in POD_KEYS and {"image", "kubernetes"} & keys else "slurm"
             fix = f"write cluster.{scheduler}.{running[0]}=... on the command line"
             raise UsageError(what, file, ", ".join(running), fix=fix)
         if unsafe:
