@@ -107,10 +107,8 @@ def _allowed(hint: Any, entry: Field[Any]) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "|".join(choice.value for choice in hint)
     if "range" in entry.metadata:
-        low, high = entry.metadata["range"][:2]
-        return f"{_number(low)}..{_number(high)}" if high < 2**20 else f"from {_number(low)}"
+        low, high, _, above, _ = entry.metadata["range"]
+        if high >= 2**20:
+            return f"{'above' if above else 'from'} {low:g}"
+        return f"above {low:g}, up to {high:g}" if above else f"{low:g}..{high:g}"
     return ""
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"
