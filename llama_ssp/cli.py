@@ -1,4 +1,7 @@
-"""The command line: overrides in, exit code out. Torch enters with the task, after all checks."""
+"""The command line: overrides in, exit code out. Torch enters with the task, after all checks.
+
+What --help does not need is imported where it is used: Hydra and the planner take half a second.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,13 @@ import sys
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from llama_ssp.batch import local_workers, status
-from llama_ssp.batch.job import chosen_seed, job_of
-from llama_ssp.batch.kubernetes.submit import submission as of_kubernetes
-from llama_ssp.batch.slurm.submit import submission as of_slurm
-from llama_ssp.batch.submission import execute as share_on_cluster
 from llama_ssp.config import BatchConf, PlanConf, PromptedConf, RunConf, Scheduler
-from llama_ssp.config import validation as checks
-from llama_ssp.config.completion import completion
-from llama_ssp.config.compose import ComposedJob, composed_jobs
 from llama_ssp.config.environment import RankEnvironment, rank_environment
 from llama_ssp.config.help import help_for
 from llama_ssp.config.overrides import HELP, QUIET, SWEEP, VERBOSE, VERSION, check_sources
-from llama_ssp.config.short_forms import COMPLETION
-from llama_ssp.config.validation.cluster import check_scheduler_keys, check_sharing
+from llama_ssp.config.short_forms import COMMANDS, COMPLETION
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, end_with_launcher, leave, leave_code
 from llama_ssp.errors import (
@@ -41,14 +35,10 @@ from llama_ssp.errors import (
     machine_error,
     one_line,
 )
-from llama_ssp.planner.resolve import pair_specs
-from llama_ssp.report import commands
 from llama_ssp.report.console import Console, LogHandler, waiting
-from llama_ssp.report.plots import check_pictures
-from llama_ssp.report.run_folder import versions
-from llama_ssp.report.sweep import Sweep
-from llama_ssp.tasks.inputs import RunInputs
-from llama_ssp.text.prompts import Reading, read_prompts
+
+if TYPE_CHECKING:
+    from llama_ssp.config.compose import ComposedJob
 
 GRACE_S = 4.0  # for a rank to obey a signal
 
@@ -99,13 +89,15 @@ def _guarded() -> int:
         rank_environment()
         _prepare_output()
         words = sys.argv[1:]
-        if words and words[0] in commands.USAGE:
+        if words and words[0] in COMMANDS and words[0] != COMPLETION:
             code = _read_runs(words)
         elif (text := _answer(words)) is not None:
             code = OK
             sys.stdout.write(text if _environment().is_leader else "")
         else:
             with GUARD.held():  # Hydra makes other errors of an interruption
+                from llama_ssp.config.compose import composed_jobs
+
                 jobs = composed_jobs()
             code = _run_jobs(jobs)
         sys.stdout.flush()
@@ -120,6 +112,8 @@ def _guarded() -> int:
 
 def _read_runs(words: list[str]) -> int:
     """The commands that read run folders; the exit code."""
+    from llama_ssp.report import commands
+
     return commands.execute(words[0], words[1:]) if _environment().is_leader else OK
 
 
@@ -127,6 +121,8 @@ def _run_jobs(jobs: list[ComposedJob]) -> int:
     """Runs each job; a sweep ends with a table of all. The greatest exit code."""
     if len(jobs) < 2:
         return max((run(job) for job in jobs), default=OK)
+    from llama_ssp.report.sweep import Sweep
+
     sweep = Sweep([job.words for job in jobs], jobs[0].cfg.out)
     try:
         return max(run(job, sweep.place(number)) for number, job in enumerate(jobs))
@@ -137,12 +133,17 @@ def _run_jobs(jobs: list[ComposedJob]) -> int:
 def _answer(arguments: list[str]) -> str | None:
     """What --help, --version and the completion of words print; None for a run."""
     words = [word for word in arguments if not word.startswith("-")]
-    if {*HELP} & set(arguments):
+    is_line = arguments[:2] == [COMPLETION, "words"]  # a line to complete, which may hold --help
+    if {*HELP} & set(arguments) and not is_line:
         return help_for(arguments)
-    if {*VERSION} & set(arguments):
+    if {*VERSION} & set(arguments) and not is_line:
+        from llama_ssp.report.run_folder import versions
+
         own, *others = versions().items()
         return f"llama-ssp {own[1]} ({', '.join(' '.join(pair) for pair in others)})\n"
     if words[:1] == [COMPLETION]:
+        from llama_ssp.config.completion import completion
+
         return completion(arguments[arguments.index(COMPLETION) + 1 :])
     return None
 
@@ -175,6 +176,14 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
     `place` is a sweep's folder for the run.
     """
     with GUARD.held():
+        from llama_ssp.batch.job import chosen_seed, job_of
+        from llama_ssp.config import validation as checks
+        from llama_ssp.config.validation.cluster import check_scheduler_keys, check_sharing
+        from llama_ssp.planner.resolve import pair_specs
+        from llama_ssp.report.plots import check_pictures
+        from llama_ssp.tasks.inputs import RunInputs
+        from llama_ssp.text.prompts import Reading, read_prompts
+
         checked = checks.to_run(job.cfg)
     check_sources(checked, sys.argv[1:])
     check_sharing(checked)
@@ -203,6 +212,10 @@ def run(job: ComposedJob, place: Path | None = None) -> int:
 
 def _shared(run: RunConf, folders: list[Path]) -> int | None:
     """Shares a batch job among groups of ranks, or shows its status; None where this process does the job."""
+    from llama_ssp.batch import local_workers, status, submission
+    from llama_ssp.batch.kubernetes.submit import submission as of_kubernetes
+    from llama_ssp.batch.slurm.submit import submission as of_slurm
+
     task, words = run.task, sys.argv[1:]
     assert isinstance(task, BatchConf)
     shared = run.cluster.scheduler is not Scheduler.none or run.cluster.groups > 1
@@ -212,7 +225,7 @@ def _shared(run: RunConf, folders: list[Path]) -> int | None:
         return status.execute(run)
     if run.cluster.scheduler is not Scheduler.none:
         made = of_slurm if run.cluster.scheduler is Scheduler.slurm else of_kubernetes
-        return share_on_cluster(run, folders, words, made)
+        return submission.execute(run, folders, words, made)
     return local_workers.execute(run, folders, words) if run.cluster.groups > 1 else None
 
 

@@ -379,7 +379,11 @@ class OutOfMemoryError(RuntimeError):
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "reached",
-    ["llama_ssp.config.compose.register", "llama_ssp.cli.pair_specs", "llama_ssp.tasks.runner.execute"],
+    [
+        "llama_ssp.config.compose.register",
+        "llama_ssp.planner.resolve.pair_specs",
+        "llama_ssp.tasks.runner.execute",
+    ],
 )
 @pytest.mark.parametrize(
     "error",

@@ -196,6 +196,8 @@ def test_version_and_help_are_printed(command: Command) -> None:
     said = command("--version").out
     assert said.startswith("llama-ssp 0.2.0 (python 3.") and "torch 2." in said and "transformers" in said
     assert command("--help").out == overview() == command("--help", "--config-dir=x").out
+    assert cli._answer(["completion", "words", "generate", "--help"]) == "--help\n", "a line to complete"
+    assert "[above 0, up to 1]" in " ".join(command("sampling", "--help").out.split()), "top_p=0 is refused"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_outside_of_its_environment_it_says_what_to_do() -> None:
     alone = [sys.executable, "-S", "-E", str(ROOT / "launch" / "run.py"), "--help"]
     done = subprocess.run(alone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 5 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: hydra is not installed") and "machine-install.sh" in done.stderr
+    assert done.stderr.startswith("error: omegaconf is not installed") and "machine-install.sh" in done.stderr
 
 
 def test_a_prompt_file_may_be_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

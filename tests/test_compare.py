@@ -148,7 +148,7 @@ def test_a_typing_slip_is_said_and_asked_again(
 ) -> None:
     lines = ["hello", "word " * 5000, "half \udcff", "a fox"]
     monkeypatch.setattr(compare, "Terminal", lambda: Typist(lines))
-    monkeypatch.setattr("llama_ssp.cli.read_prompts", lambda _: Reading([], []))
+    monkeypatch.setattr("llama_ssp.text.prompts.read_prompts", lambda _: Reading([], []))
     with caplog.at_level(logging.WARNING):
         answer = command(*COMPARE)
     assert answer.code == 0

@@ -25,7 +25,10 @@ try:
     cli.main()
 except SystemExit as left:
     code = left.code
-heavy = {"torch", "transformers", "accelerate", "numpy", "huggingface_hub"} & set(sys.modules)
+heavy = {"torch", "transformers", "accelerate", "numpy", "huggingface_hub"}
+if "--help" in sys.argv:
+    heavy.add("hydra")  # half of what the command imports
+heavy &= set(sys.modules)
 print("heavy:", sorted(heavy), file=sys.stderr)
 sys.exit(code)
 """

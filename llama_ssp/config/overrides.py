@@ -13,7 +13,6 @@ from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
-from hydra.errors import OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import config
@@ -112,6 +111,8 @@ def check_sources(run: config.RunConf, arguments: list[str]) -> None:
 
 def translated(error: Exception) -> UsageError:
     """A message of Hydra or OmegaConf in one line: the key, what was found, what is allowed."""
+    from hydra.errors import OverrideParseException
+
     if isinstance(error, OverrideParseException):
         found_words = " ".join(str(error).split()).partition(" See ")[0]
         fix = "quote a value that holds blanks or signs: 'task.stop=[\"a b\"]'; a prompt is prompt='any text'"

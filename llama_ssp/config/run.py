@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from omegaconf.basecontainer import BaseContainer
 
 from llama_ssp.config.schema import (
@@ -94,6 +93,8 @@ class RunConf:
 @cache
 def register() -> None:
     """Gives Hydra the schemas, under the names that `conf/` refers to."""
+    from hydra.core.config_store import ConfigStore  # Hydra's import takes longer than --help
+
     store = ConfigStore.instance()
     store.store(name="schema", node=RunConf)
     for name, schema in TASKS.items():
