@@ -52,7 +52,7 @@ class Group(Ranks):
         """
         self._backend, self._watch, self.patience_s = backend, watch, watch.patience_s
         self._join(members)
-        self._staying: dict[tuple[int, ...], Group] = {}  # by the ranks that may be lost
+        self._staying: dict[frozenset[int], Group] = {}  # by the ranks that may be lost
         self._lost: tuple[int, ...] = ()
         # Messages and barriers use gloo also where tensors use NCCL: a stuck kernel is still reported.
         ranks, self._inner = list(members), list[Group]()
@@ -109,20 +109,20 @@ class Group(Ranks):
         return connect(host, port, secret, self.patience_s) if self.rank == one else None
 
     def may_lose(self, members: tuple[int, ...]) -> None:
-        if members and members not in self._staying:
-            staying = tuple(rank for rank in self._members if rank not in members)
-            self._staying[members] = Group(staying, self._backend, self._watch)
-        self._watch.spare = frozenset(members)
+        spare = frozenset(members)
+        if spare and spare not in self._staying:
+            staying = tuple(rank for rank in self._members if rank not in spare)
+            self._staying[spare] = Group(staying, self._backend, self._watch)
+        self._watch.spare = spare
 
     def drop_lost(self) -> None:
-        lost = tuple(sorted(self._watch.spare))
-        staying = self._staying.get(lost)
+        staying = self._staying.get(self._watch.spare)
         if staying is not None and not self._lost:
-            self._lost = lost
+            self._lost = tuple(self._watch.spare)
             self._join(staying._members)
             self._messages, self._waiting = staying._messages, staying._waiting
             self._tensors = staying._tensors
-            self._watch.excuse(lost)
+            self._watch.excuse(self._lost)
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         self._sent += 1

@@ -127,3 +127,11 @@ def test_who_wants_it_stops_with_the_draft(tmp_path: Path):
     found = answers(tmp_path / "run", 2, GREEDY, "placement.on_draft_loss=stop", fault=strike)
     assert [answer.code for answer in found] == [5, 7]
     assert len(found[0].errors) == 1 and "rank 1 is gone" in found[0].errors[0]
+
+
+@pytest.mark.slow
+def test_the_draft_may_be_listed_in_any_order(tmp_path: Path, undisturbed: dict[int, list[list[int]]]):
+    strike = partial(strike_at, 2, "draft", partial(kill, signal.SIGKILL))
+    found = answers(tmp_path / "run", 3, GREEDY, "placement.draft_ranks=[2,1]", fault=strike)
+    assert [answer.code for answer in found] == [0, 0, -9], found
+    assert texts(found[0]) == undisturbed[2] and LOST in found[0].err
