@@ -58,6 +58,14 @@ def test_what_is_wrong_is_said(answer: Ended, said: str) -> None:
     assert said in wrong
 
 
+@pytest.mark.parametrize(("file", "wrong"), [("torch/__init__.py", 0), ("llama_ssp/cli.py", 1)])
+def test_a_launcher_struck_while_it_imports_torch_may_say_so(file: str, wrong: int) -> None:
+    """Workers of a job are started with -m, too: their tracebacks count."""
+    frames = f'  File "<frozen runpy>", line 189, in _run_module_as_main\n  File "{file}", line 4\n'
+    trace = f"Traceback (most recent call last):\n{frames}KeyboardInterrupt\n"
+    assert len(judged(CALM, ended(err=trace))) == wrong
+
+
 def test_what_is_right_is_not() -> None:
     struck = Scenario("batch", "demo", 1, "auto", "T = 1", "K = 1", 2, "SIGTERM", 0.5, 1)
     assert judged(CALM, ended()) == []

@@ -51,6 +51,12 @@ TRACE = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)+.*", r
 LAUNCHERS = ("torch/distributed/elastic", "torch/distributed/launcher")
 
 
+def of_launcher(trace: str) -> bool:
+    """Whether torchrun failed, not a rank. Struck early, it still imports torch (`python -m torch...`)."""
+    importing = "<frozen runpy>" in trace and "llama_ssp/" not in trace
+    return importing or any(name in trace for name in LAUNCHERS)
+
+
 @dataclass
 class Ended:
     """How one run of the command ended."""
@@ -77,7 +83,7 @@ class Ended:
     @property
     def traces(self) -> list[str]:
         """Python's tracebacks, but for the launcher's own."""
-        return [one for one in TRACE.findall(self.err) if not any(name in one for name in LAUNCHERS)]
+        return [one for one in TRACE.findall(self.err) if not of_launcher(one)]
 
 
 @dataclass
