@@ -52,6 +52,10 @@ def test_k_is_chosen_by_what_is_known_of_costs():
     assert by(RUN, None) == Costs.of_ratio(USUAL_COST_RATIO, 8)
     shorter = replace(RUN, speculation=replace(RUN.speculation, k_max=4))
     assert by(shorter, known) == Costs.of_ratio(USUAL_COST_RATIO, 4)  # measured for another k_max
+    trees = Costs(0.5, (1.0,) * 25, most=2)
+    narrower = replace(RUN, speculation=replace(RUN.speculation, siblings=1))
+    assert by(narrower, trees) == Costs.of_ratio(USUAL_COST_RATIO, 8, 1)  # two would have no slots
+    assert by(RUN, trees) == trees.of_chains()
     fixed = lookahead_for(replace(RUN, speculation=SpeculationConfig(k=3)), 2, known)
     assert isinstance(fixed, FixedDraftLength) and fixed.k == 3
 

@@ -290,7 +290,8 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     if spec.adaptive:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
         at_once = run.draft is not None and run.draft.head_block > 0
-        if costs is None or spec.cost_ratio is not None or costs.k_max != spec.k_max:
+        measured = costs is not None and costs.k_max == spec.k_max and spec.siblings in (0, costs.most)
+        if costs is None or not measured or spec.cost_ratio is not None:
             costs = Costs.of_ratio(ratio, spec.k_max, spec.siblings, at_once)
         return AdaptiveDraftLength(costs if spec.siblings else costs.of_chains(), rows)
     return FixedDraftLength(spec.k, rows, spec.siblings)
