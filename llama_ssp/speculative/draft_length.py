@@ -81,8 +81,7 @@ class Costs:
     def best(
         self, first: float, later: float, gain: Sequence[float] = (), only: int | None = None
     ) -> tuple[int, int]:
-        """The K, if it is not to be `only` that, and the siblings of each draft, with the most expected
-        tokens per cost.
+        """The K and the siblings of each draft with the most expected tokens per cost; `only` fixes K.
 
         The first draft stands with chance `first`, each later one, if all before it do, with `later`. If not
         all K stand, s siblings bring `gain[s - 1]` tokens.

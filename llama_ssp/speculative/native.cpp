@@ -14,9 +14,9 @@
 
 namespace {
 
-// A law as it is given, in single or double precision, read as numbers that sum to one.
+// A distribution as it is given, in single or double precision, read as numbers that sum to one.
 template <class Number>
-struct Law {
+struct Probs {
   const Number* chance;
   double scale = 1;
   double operator[](int64_t token) const { return static_cast<double>(chance[token]) * scale; }
@@ -33,7 +33,7 @@ double sum(int64_t count, Of of) {
 double positive(double x) { return x > 0 ? x : 0; }
 
 template <class Number>
-Law<Number> normalised(const Number* chance, int64_t vocab) {
+Probs<Number> normalised(const Number* chance, int64_t vocab) {
   return {chance, 1 / sum(vocab, [=](int64_t i) { return static_cast<double>(chance[i]); })};
 }
 
@@ -49,7 +49,7 @@ int64_t first(const double* clock, int64_t count, Rate rate) {
   return found;
 }
 
-// draws.race: heats of `heat` tokens race by their sums, then the tokens of the one that won.
+// rng.race: heats of `heat` tokens race by their sums, then the tokens of the one that won.
 template <class Rate>
 int64_t race(const double* clock, int64_t heat, int64_t vocab, Rate rate) {
   const int64_t heats = (vocab + heat - 1) / heat;
@@ -60,11 +60,11 @@ int64_t race(const double* clock, int64_t heat, int64_t vocab, Rate rate) {
   return won * heat + first(clock + heat, inside, [=](int64_t i) { return rate(won * heat + i); });
 }
 
-// draws.inverse_cdf: the token at which the cumulated law first exceeds the uniform; never one of probability 0.
+// rng.inverse_cdf: the token at which the cumulated probabilities first exceed the uniform; never one of probability 0.
 template <class Number>
-int64_t inverse_cdf(const Number* law, int64_t vocab, double uniform) {
+int64_t inverse_cdf(const Number* probs, int64_t vocab, double uniform) {
   constexpr int64_t SOME = 256;  // tokens that are summed at once
-  const Law<Number> chance{law};
+  const Probs<Number> chance{probs};
   const auto of_some = [=](int64_t from) {
     return sum(std::min(SOME, vocab - from), [=](int64_t i) { return chance[from + i]; });
   };
@@ -97,8 +97,8 @@ struct Rows {
   int64_t coin_row, coin_step, clock_row;
 };
 
-// One row's decision: accepted, token, damaged, then of each draft itself, the laws' overlap, and the chances that
-// those before it stand, and that it does with them (engine.Verdict).
+// One row's decision: accepted, token, damaged, then of each draft itself, its acceptance probability, and the
+// chances that those before it stand, and that it stands as well (RoundResult.of).
 template <class Target, class Draft>
 void decide_row(const Rows& given, int64_t row, bool block, const Target* targets, const Draft* drafts,
                 double* decided) {
@@ -110,16 +110,16 @@ void decide_row(const Rows& given, int64_t row, bool block, const Target* target
   bool damaged = std::isnan(targets[count * vocab]);
   for (int64_t i = 0; i < count; i++) damaged |= std::isnan(targets[i * vocab]) || std::isnan(drafts[i * vocab]);
 
-  std::vector<Law<Target>> target;
-  std::vector<Law<Draft>> draft;
+  std::vector<Probs<Target>> target;
+  std::vector<Probs<Draft>> draft;
   for (int64_t i = 0; i <= count; i++) target.push_back(normalised(targets + i * vocab, vocab));
   for (int64_t i = 0; i < count; i++) draft.push_back(normalised(drafts + i * vocab, vocab));
 
   int64_t accepted = 0;
   double weight = 1, carried = 1, alive = 1;
   for (int64_t i = 0; i < count; i++) {
-    const Law<Target> p = target[i];
-    const Law<Draft> q = draft[i];
+    const Probs<Target> p = target[i];
+    const Probs<Draft> q = draft[i];
     const double ratio = q[drafted[i]] > 0 ? p[drafted[i]] / q[drafted[i]] : 0;
     overlap[i] = sum(vocab, [=](int64_t z) { return std::min(p[z], q[z]); });
     if (block) {
@@ -127,8 +127,8 @@ void decide_row(const Rows& given, int64_t row, bool block, const Target* target
       carried = std::min(carried * ratio, 1.0);
       double chance = carried;  // of the whole block
       if (i + 1 < count) {
-        const Law<Target> next = target[i + 1];
-        const Law<Draft> other = draft[i + 1];
+        const Probs<Target> next = target[i + 1];
+        const Probs<Draft> other = draft[i + 1];
         const double spare = sum(vocab, [=](int64_t z) { return positive(carried * next[z] - other[z]); });
         const double whole = spare + 1 - carried;
         chance = spare / (whole > 0 ? whole : 1);
@@ -148,10 +148,10 @@ void decide_row(const Rows& given, int64_t row, bool block, const Target* target
   int64_t token = 0;
   if (!given.idle[row]) {
     const double* clock = given.clock + row * given.clock_row;
-    const Law<Target> p = target[accepted];
-    double rest = 0;  // of the target's law, what the draft did not cover
+    const Probs<Target> p = target[accepted];
+    double rest = 0;  // of the target's distribution, what the draft did not cover
     if (accepted < count) {
-      const Law<Draft> q = draft[accepted];
+      const Probs<Draft> q = draft[accepted];
       const auto left = [=](int64_t z) { return positive(weight * p[z] - q[z]); };
       rest = sum(vocab, left);
       if (rest > 0) token = race(clock, given.heat, vocab, left);
@@ -176,30 +176,29 @@ struct Trees {
 template <class Target, class Draft>
 class Node {
  public:
-  std::vector<double> law, rest;  // of the draft's distribution and of the target's, what is left
-  double total = 0;               // of the rest
+  std::vector<double> child, rest;  // of the draft's distribution and of the target's, what is left
 
   // The weight after each of the children, and the chance of each sibling's draw.
-  void close(Law<Target> p, Law<Draft> q, int64_t vocab, double weight, int64_t draft, const int64_t* sibling,
+  void close(Probs<Target> p, Probs<Draft> q, int64_t vocab, double weight, int64_t draft, const int64_t* sibling,
              int64_t each, double* weights, double* chances) {
-    law.resize(vocab), rest.resize(vocab);
-    for (int64_t z = 0; z < vocab; z++) law[z] = q[z], rest[z] = p[z];
-    double mass = 1, left = 1;  // of the law, and of the rest
+    child.resize(vocab), rest.resize(vocab);
+    for (int64_t z = 0; z < vocab; z++) child[z] = q[z], rest[z] = p[z];
+    double mass = 1, left = 1;  // of the child's distribution, and of the rest
     for (int64_t j = 0; j <= each; j++) {
       if (j) {
-        law[j == 1 ? draft : sibling[j - 2]] = 0;
-        mass = sum(vocab, [this](int64_t z) { return law[z]; });
+        child[j == 1 ? draft : sibling[j - 2]] = 0;
+        mass = sum(vocab, [this](int64_t z) { return child[z]; });
         if (!(mass > 0)) {
           std::fill(weights + j, weights + each + 1, weight);
           return;
         }
         const int64_t token = sibling[j - 1];
-        const double given = law[token] / mass;
+        const double given = child[token] / mass;
         chances[j - 1] = given > 0 ? std::min(weight * (rest[token] / left) / given, 1.0) : 0;
       }
       const double grown = weight / left, shrunk = 1 / mass;
-      const auto next = [=, this](int64_t z) { return positive(grown * rest[z] - shrunk * law[z]); };
-      total = sum(vocab, next);
+      const auto next = [=, this](int64_t z) { return positive(grown * rest[z] - shrunk * child[z]); };
+      const double total = sum(vocab, next);
       if (total > 0) {
         for (int64_t z = 0; z < vocab; z++) rest[z] = next(z);
         left = total;
@@ -223,8 +222,8 @@ void decide_tree_row(const Rows& given, const Trees& trees, int64_t row, const T
   double *chances = told + k * most, *weights = chances + k * most, *last = weights + k * size;
 
   bool damaged = std::isnan(targets[main[count] * vocab]);
-  std::vector<Law<Target>> target;
-  std::vector<Law<Draft>> draft;
+  std::vector<Probs<Target>> target;
+  std::vector<Probs<Draft>> draft;
   for (int64_t i = 0; i <= count; i++) target.push_back(normalised(targets + main[i] * vocab, vocab));
   for (int64_t i = 0; i < count; i++) {
     draft.push_back(normalised(drafts + i * vocab, vocab));
@@ -235,8 +234,8 @@ void decide_tree_row(const Rows& given, const Trees& trees, int64_t row, const T
   Node<Target, Draft> node;
   std::vector<double> carried{1};
   for (int64_t i = 0; i < count; i++) {
-    const Law<Target> p = target[i];
-    const Law<Draft> q = draft[i];
+    const Probs<Target> p = target[i];
+    const Probs<Draft> q = draft[i];
     const double weight = carried.back(), ratio = q[drafted[i]] > 0 ? p[drafted[i]] / q[drafted[i]] : 0;
     overlap[i] = sum(vocab, [=](int64_t z) { return std::min(p[z], q[z]); });
     node.close(p, q, vocab, weight, drafted[i], tokens + i * most, each, weights + i * size, chances + i * most);
@@ -260,8 +259,7 @@ void decide_tree_row(const Rows& given, const Trees& trees, int64_t row, const T
   int64_t token = 0;
   if (!given.idle[row]) {
     const double* clock = given.clock + row * given.clock_row;
-    node.total = 0;
-    Law<Target> p = target[accepted];
+    Probs<Target> p = target[accepted];
     if (place)
       p = normalised(targets + aside[accepted * most + size - 1 - place] * vocab, vocab);
     else if (accepted < count) {
@@ -299,9 +297,9 @@ void decide_tree_rows(const Rows& given, const Trees& trees, const void* targets
 }
 
 template <class Number>
-void draw_rows(const void* laws, int64_t rows, int64_t vocab, const double* uniform, int64_t step, int64_t* token) {
-  const auto* law = static_cast<const Number*>(laws);
-  for (int64_t row = 0; row < rows; row++) token[row] = inverse_cdf(law + row * vocab, vocab, uniform[row * step]);
+void draw_rows(const void* probs, int64_t rows, int64_t vocab, const double* uniform, int64_t step, int64_t* token) {
+  const auto* chance = static_cast<const Number*>(probs);
+  for (int64_t row = 0; row < rows; row++) token[row] = inverse_cdf(chance + row * vocab, vocab, uniform[row * step]);
 }
 
 // Philox4x64-10 (Salmon et al. 2011), as numpy counts: the first block is that of counter 1.
@@ -344,13 +342,14 @@ void numbers(bool of_race, int64_t rows, const uint64_t* seed, const uint64_t* k
   }
 }
 
-// A token a row, from laws of (rows, vocab).
-void draw(bool wide, const void* laws, int64_t rows, int64_t vocab, const double* uniform, int64_t step,
+// A token a row, from probabilities of (rows, vocab).
+void draw(bool wide, const void* probs, int64_t rows, int64_t vocab, const double* uniform, int64_t step,
           int64_t* token) {
-  (wide ? draw_rows<double> : draw_rows<float>)(laws, rows, vocab, uniform, step, token);
+  (wide ? draw_rows<double> : draw_rows<float>)(probs, rows, vocab, uniform, step, token);
 }
 
-// The target's laws are (rows, k + 1, vocab), the draft's (rows, k, vocab); `decided` is (rows, 3 + 4 k), of zeros.
+// The target's probabilities are (rows, k + 1, vocab), the draft's (rows, k, vocab); `decided` is zeros,
+// (rows, 3 + 4 k).
 void decide(bool block, bool wide, const void* targets, bool draft_wide, const void* drafts, int64_t rows, int64_t k,
             int64_t vocab, int64_t heat, const int64_t* drafted, const int64_t* count, const int64_t* idle,
             const double* coin, int64_t coin_row, int64_t coin_step, const double* clock, int64_t clock_row,
@@ -362,7 +361,7 @@ void decide(bool block, bool wide, const void* targets, bool draft_wide, const v
     (draft_wide ? decide_rows<float, double> : decide_rows<float, float>)(given, block, targets, drafts, decided);
 }
 
-// The same of trees, by the block rule: the target's laws are (rows, columns, vocab); `decided` has `width` columns.
+// The same of trees, by the block rule: the target's are (rows, columns, vocab); `decided` has `width` columns.
 void decide_tree(bool wide, const void* targets, bool draft_wide, const void* drafts, int64_t rows, int64_t k,
                  int64_t vocab, int64_t heat, const int64_t* drafted, const int64_t* count, const int64_t* idle,
                  const double* coin, int64_t coin_row, int64_t coin_step, const double* clock, int64_t clock_row,
