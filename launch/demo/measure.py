@@ -75,8 +75,8 @@ def perplexity(model: PreTrainedModel, tokenizer: Tok, texts: list[str], tokens:
 
 def overlaps(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
     """The chance that a draft's token is accepted, at each position."""
-    laws = [(logits / TEMPERATURE).softmax(-1) for logits in (target, draft)]
-    return torch.minimum(*laws).sum(-1)
+    probs = [(logits / TEMPERATURE).softmax(-1) for logits in (target, draft)]
+    return torch.minimum(*probs).sum(-1)
 
 
 @torch.inference_mode()

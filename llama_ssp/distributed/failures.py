@@ -19,7 +19,7 @@ from llama_ssp.distributed.draft_messages import Dismissed
 from llama_ssp.distributed.peers import Peers
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, PAUSED_S
-from llama_ssp.distributed.store import END, EXCUSED, READ, Cause, Place, Store, View, stopped
+from llama_ssp.distributed.store import END, EXCUSED, READ, Cause, Place, Store, View, interrupted, stopped
 from llama_ssp.errors import (
     DISTRIBUTED,
     INPUT_OUTPUT,
@@ -179,7 +179,7 @@ class Watch(threading.Thread):
         """This rank's error as a cause."""
         where = f"rank {self.rank} failed during {self.place}"
         if isinstance(error, KeyboardInterrupt):
-            return stopped(self.rank, error.args[0], self.place)
+            return interrupted(self.rank, error, self.place)
         if isinstance(error, LostPeer | LinkLost):
             places = self._view.places if self._view else []  # ranks out of step show
             where = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))

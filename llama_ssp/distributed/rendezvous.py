@@ -21,7 +21,7 @@ from llama_ssp.distributed.failures import Watch
 from llama_ssp.distributed.peers import Identity, Peers, own_identity
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.distributed.store import READ, Cause, Place, Store, stopped
+from llama_ssp.distributed.store import READ, Cause, Place, Store, interrupted
 from llama_ssp.errors import DistributedError, JointError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -63,7 +63,7 @@ def meet(patience_s: float) -> tuple[Any, Watch]:
         peers = Peers(_arrived(store, address, until, patience_s), address.rank)
         watch = Watch(store, peers, address.rank, address.world, patience_s, not address.launched)
     except KeyboardInterrupt as stop:
-        cause, speaks = store.settle(stopped(address.rank, stop.args[0], Place("start")), stopped=True)
+        cause, speaks = store.settle(interrupted(address.rank, stop, Place("start")), stopped=True)
         if address.hosts:
             store.linger()
         raise JointError(cause.line, cause.code, speaks) from stop

@@ -125,6 +125,11 @@ class Store:
                 time.sleep(LOOK_S)
 
 
+def interrupted(rank: int, stop: BaseException, place: Place) -> Cause:
+    """A KeyboardInterrupt: the guard's has the signal's number, Python's own, in a script, has none."""
+    return stopped(rank, stop.args[0] if stop.args else signal.SIGINT, place)
+
+
 def stopped(rank: int, number: int, place: Place) -> Cause:
     """A signal, which comes from outside."""
     return Cause(f"rank {rank} was stopped by {signal.Signals(number).name} during {place}", 128 + number)

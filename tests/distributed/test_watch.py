@@ -85,6 +85,14 @@ def test_the_first_of_a_machine_ends_who_does_not_leave(
     assert peers.killed == killed
 
 
+def test_a_script_s_own_interrupt_is_a_cause(monkeypatch: pytest.MonkeyPatch):
+    """Without the guard, which the command line starts, it has no number."""
+    monkeypatch.setattr(GUARD, "on_signal", [])
+    watch = Watch(Board("verify"), Peers(), 0, 2, PATIENCE_S, True)  # type: ignore[arg-type]
+    cause = watch._own(KeyboardInterrupt())
+    assert cause.code == 130 and cause.line == "rank 0 was stopped by SIGINT during start"
+
+
 def test_a_rank_that_is_gone_ends_one_wait_only():
     """The watch of a run that goes on without its draft would look twenty times a second."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
