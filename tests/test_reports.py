@@ -172,10 +172,18 @@ def test_runs_are_listed_by_date(tmp_path: Path, capsys: pytest.CaptureFixture[s
     saved(tmp_path / "2026-01-02" / "run", measured())
     saved(tmp_path / "2026-01-01" / "sweep" / "k=1", measured() | {"status": "interrupted"})
     saved(tmp_path / "other", {"name": "of another program"})
+    saved(tmp_path / "older", {"task": "eval", "status": "done"})
     assert commands.execute("runs", [str(tmp_path)]) == 0
     _, first, second = capsys.readouterr().out.splitlines()
     assert "k=1" in first and first.rstrip().endswith("interrupted")
     assert "measure, big with small: K = " in second and "times as fast" in second
+
+
+def test_a_summary_without_its_figures_is_an_error_in_one_line(tmp_path: Path) -> None:
+    older = saved(tmp_path / "older", {"task": "eval", "status": "done"})
+    for words in (["report", older], ["diff", older, older]):
+        with pytest.raises(DataError, match=r"lacks figures of its task; .*summary.json; found KeyError"):
+            commands.execute(words[0], words[1:])
 
 
 def test_before_the_first_run_the_list_is_empty(

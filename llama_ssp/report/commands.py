@@ -8,13 +8,15 @@ from pathlib import Path
 
 from llama_ssp.config import RunConf, home_expanded
 from llama_ssp.config.short_forms import DIFF, REPORT, RUNS
-from llama_ssp.errors import OK, DataError, StorageError, UsageError
+from llama_ssp.errors import OK, DataError, StorageError, UsageError, first_line
 from llama_ssp.report.console import Console
 from llama_ssp.report.differences import differences
+from llama_ssp.report.document_tables import document_items
 from llama_ssp.report.headline import headline
 from llama_ssp.report.page import page
-from llama_ssp.report.saved_run import open_run
+from llama_ssp.report.saved_run import SavedRun, open_run
 from llama_ssp.report.tables import Column, Row, Table
+from llama_ssp.report.task_tables import items_of
 
 USAGE = {
     RUNS: "llama-ssp runs [FOLDER]",
@@ -28,6 +30,7 @@ MEANING = {
 }
 COLUMNS = Column("run", is_text=True), Column("of", is_text=True)
 FIRST = 2  # figures of a run in the list
+INCOMPLETE = LookupError, TypeError, AttributeError  # of a summary without what its task writes
 
 
 def execute(command: str, words: Sequence[str]) -> int:
@@ -47,7 +50,7 @@ def execute(command: str, words: Sequence[str]) -> int:
     if not places or (command == DIFF and len(places) != 2):
         what = "name two runs" if command == DIFF else "name one run or several"
         raise UsageError(what, found=f"{len(places)} named", fix=USAGE[command])
-    runs = [open_run(place) for place in places]
+    runs = [_complete(open_run(place)) for place in places]
     if command == DIFF:
         console.show(differences(*runs))
     else:
@@ -60,6 +63,16 @@ def execute(command: str, words: Sequence[str]) -> int:
             raise StorageError(what, file, fix=fix) from None
         console.line(str(file))
     return OK
+
+
+def _complete(run: SavedRun) -> SavedRun:
+    """The run. Raises DataError where its summary is another program's, or another version's."""
+    try:
+        _ = headline(run.summary), items_of(run.summary), document_items(run.summary)
+    except INCOMPLETE as error:
+        what, fix = "the summary lacks figures of its task", "read it with the program that wrote it"
+        raise DataError(what, run.folder / "summary.json", first_line(error), fix=fix) from error
+    return run
 
 
 def _list_runs(places: list[str], console: Console) -> None:
@@ -78,7 +91,7 @@ def listed(folder: Path) -> Table:
     """The runs below a folder, by date. Raises DataError where there is none."""
     rows = list[Row]()
     for file in sorted(folder.rglob("summary.json")):
-        with suppress(DataError):  # another program's
+        with suppress(DataError, *INCOMPLETE):  # another program's
             run = open_run(str(file))
             status = str(run.summary.get("status", ""))
             figures = headline(run.summary)[:FIRST] if status == "done" else []
