@@ -82,8 +82,9 @@ def _check_placement(placement: PlacementConf) -> None:
         raise UsageError(what, found=found, fix="use placement=layers")
     for name, size in placement.max_memory.items():
         if not re.fullmatch(r"cpu|disk|\d{1,4}", str(name)) or not MEMORY.fullmatch(str(size)):
-            what, allowed = "a placement.max_memory entry cannot be read", "a device index or cpu, and a size"
-            raise UsageError(what, "", f"{name}: {size}", f'{allowed} such as "20GiB"', "correct it")
+            what = "a placement.max_memory entry cannot be read"
+            allowed = 'a device index, cpu or disk, and a size such as "20GiB"'
+            raise UsageError(what, "", f"{name}: {size}", allowed, "correct it")
 
 
 def _check_model(role: str, model: ModelConf) -> None:
