@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.config import Dtype
-from llama_ssp.planner import activations
+from llama_ssp.models import steps
+from llama_ssp.models.kernels import coded, linear
+from llama_ssp.planner import activations, memory, storage
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.speculative import model_runner as runner
 from tests.plan_bytes import CASES, PHASES, Case, planned
@@ -32,9 +34,11 @@ def test_every_case_is_bounded() -> None:
     assert not off
 
 
-def test_the_lag_of_a_draft_is_the_engines() -> None:
-    """The plan loads no torch, so it has a number of its own."""
-    assert activations.LAG == runner.LAG
+def test_the_plans_numbers_are_the_engines() -> None:
+    """The plan loads no torch, so it has numbers of its own."""
+    assert activations.LAG == runner.LAG and memory.STEP == steps.WIDEST
+    assert storage.BLOCK == linear.BLOCK
+    assert storage.WORD == {storage.CPU: coded.WORD, storage.CUDA: coded.LEAST}
 
 
 def test_the_cases_differ() -> None:
