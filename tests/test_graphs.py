@@ -17,6 +17,7 @@ from llama_ssp.models import cuda_graphs, steps
 from llama_ssp.models.attention import Feed, Scores, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel, padded
 from llama_ssp.models.decoder_model import DecoderModel
+from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
 from llama_ssp.speculative.decision import GraphedDraws, draws_for
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
@@ -185,6 +186,20 @@ def test_a_cache_in_use_keeps_its_memory():
             assert model.captures == [1, 1]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_steps_in_which_experts_run_one_after_the_other_are_not_captured():
+    """They wait for the router's choice: a capture would fail, and no step would have a graph any more."""
+    model, moe = model_of(Replayed), build("mixtral")
+    assert model.most_tokens == cuda_graphs.MOST
+    model.most_tokens = Replayed(model.decoder, moe.config, "moe", ALONE).most_tokens
+    assert model.most_tokens * moe.config.num_experts_per_tok == MOST_PAIRS
+    model.most_tokens = 3
+    runner = ModelRunner(model)
+    runner.start(1, 40)
+    for end, count in ((4, 4), (7, 3), (11, 4), (13, 2)):
+        runner.logits(torch.arange(3, 23)[None], [end], [count])
+    assert model.captures == [3, 2]
 
 
 def test_what_was_given_stays():

@@ -26,7 +26,9 @@ from torch import Tensor
 
 from llama_ssp.errors import first_line
 from llama_ssp.models.decoder import KeysValues
+from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
 from llama_ssp.models.kv_cache import Feed
+from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import Arguments, SteppedModel
 from llama_ssp.models.transfer import sent
@@ -51,6 +53,9 @@ class GraphedModel(SteppedModel):
         self._side: Any = None  # the stream of captures
         self._refused = False  # whether a capture has failed
         self._functions: dict[object, Function] = {}
+        shape = shape_of(self.config)
+        # Beyond that experts run one after the other, which waits for the choice and cannot be captured.
+        self.most_tokens = min(MOST, MOST_PAIRS // shape.top_k) if shape.experts else MOST
 
     @torch.inference_mode()
     def prepare(self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8) -> None:
@@ -91,16 +96,16 @@ class GraphedModel(SteppedModel):
         *given, layers = arguments
         memory = next(memory for memory in self._memories if memory.layers is layers)
         size = padded(len(given[0]))
-        if size not in memory.graphs and size <= MOST and not self._refused:
+        if size not in memory.graphs and size <= self.most_tokens and not self._refused:
             self._capture(size, memory)
-        if self._refused or size > MOST:
+        if self._refused or size > self.most_tokens:
             return super()._call(arguments)
         return memory.graphs[size](*given)
 
     def replayed(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """What a function gives of these tensors, by a graph for each set of shapes.
 
-        The function must not have the host wait. The next call with these shapes overwrites what it gives.
+        The function must not have the host wait. What it gives is valid until another graph of the model runs.
         """
         key = function, *((each.shape, each.dtype) for each in given)
         if sum(each.numel() for each in given) > LARGEST or self._refused:
