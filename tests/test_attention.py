@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_ssp.models.attention import NO_SIDES, Feed, Row, Scores, Sides, attend_rows
 from llama_ssp.models.kernels import attention as kernel
@@ -174,6 +177,24 @@ def in_place(
     for tensor in caches:
         tensor[:, first + position] = tensor[:, slot]
     return attend_rows(Feed.of([(first, position, 1)], CPU), query_THD[[token]], *caches, scores, sink_H)
+
+
+def test_masks_of_siblings_are_sent_without_waiting():
+    """To a device that is not the host, once in every layer."""
+    queued: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op is torch.ops.aten._to_copy.default:
+                queued.append(bool(kwargs.get("non_blocking")))
+            return op(*args, **kwargs or {})
+
+    device = torch.device("meta")
+    feed = Feed.of([(0, 5, 3)], device, sides=[Sides(2, 1, 20)])
+    cache_GND = torch.empty(1, 24, 8, device=device)
+    with Copies():
+        attend_rows(feed, torch.empty(5, 2, 8, device=device), cache_GND, cache_GND, Scores(1.0), None)
+    assert queued == [True]
 
 
 def test_long_caches_begin_at_large_pages():

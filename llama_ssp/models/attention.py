@@ -93,7 +93,7 @@ def attend_rows(
             own = slice(sides.slot, sides.slot + siblings)
             keys_GSD = torch.cat([keys_GSD, keys_GND[:, own]], 1)
             values_GSD = torch.cat([values_GSD, values_GND[:, own]], 1)
-            tree_WS = _tree_mask(row, sides, scores.window).to(query_THD.device)
+            tree_WS = sent(_tree_mask(row, sides, scores.window), query_THD.device)
             found.append(_attend_row(query_WHD, keys_GSD, values_GSD, tree_WS, scores, sink_H))
         elif plain and start == 0 and (scores.window is None or scores.window >= count):
             found.append(_attend_text(query_WHD, keys_GSD, values_GSD, scores.scale))
