@@ -174,10 +174,10 @@ def test_steps_are_kept_for_the_next_start(monkeypatch, caplog, tmp_path):
     found = speculate(ours("llama-gqa", fast=True, noise=0.05), prompts(1), "ngram", k=3).texts
     assert found == speculate(ours("llama-gqa", noise=0.05), prompts(1), "ngram", k=3).texts != texts
     other = ours("gpt_neox", fast=True)
-    part = steps.Part(steps.whole, other.decoder, (), steps.kinds_of(other.decoder, other.config))
-    assert ProgramFile(other, part).load() is None
+    spec = steps.ProgramSpec(steps.whole, other.decoder, (), steps.kinds_of(other.decoder, other.config))
+    assert ProgramFile(other, spec).load() is None
     kinds = steps.kinds_of(again.decoder, again.config)
-    kept = ProgramFile(again, replace(part, module=again.decoder, kinds=kinds))
+    kept = ProgramFile(again, replace(spec, module=again.decoder, kinds=kinds))
     assert kept.load() is not None
     kept.path.write_bytes(kept.path.read_bytes()[:1000])
     assert kept.load() is None

@@ -21,7 +21,7 @@ from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels import linear
 from llama_ssp.models.linear import Products, formats
 from llama_ssp.models.loader import load_module
-from llama_ssp.models.programs import Part, compiled
+from llama_ssp.models.programs import ProgramSpec, compiled
 from llama_ssp.models.safetensors_io import FileSource
 from llama_ssp.models.shape import reason_against
 from llama_ssp.models.steps import has_kernels, whole
@@ -221,7 +221,7 @@ def test_one_program_serves_every_width(tmp_path):
             expected, _ = found(token_T, feed, [(k.clone(), v.clone()) for k, v in caches])
             arguments = token_T, feed.position_T, feed.first_T, feed.slot_T, caches
             if number == len(steps):
-                steps.append(compiled(Part(whole, found, arguments, ())))
+                steps.append(compiled(ProgramSpec(whole, found, arguments, ())))
             (logit_TV,) = steps[number](found, *arguments)
             assert (logit_TV - expected).abs().max() <= TOLERANCE * expected.abs().max()
 

@@ -26,7 +26,7 @@ from llama_ssp.models.formats.coded import Coded, taken
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.kernels.coded import DecodedLinear
-from llama_ssp.models.linear import Beside
+from llama_ssp.models.linear import Concatenated
 from llama_ssp.models.loader import differences, read
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
@@ -217,7 +217,7 @@ def test_layers_of_other_formats_may_stand_beside_each_other(folders: Path, tmp_
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     expected, _ = walked(loaded(folder))
     kept = loaded(folder, keeps_codes=True)
-    assert isinstance(kept.blocks[0].attention.qkv, Beside)
+    assert isinstance(kept.blocks[0].attention.qkv, Concatenated)
     for ours, theirs in zip(walked(kept)[0], expected, strict=True):
         assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 

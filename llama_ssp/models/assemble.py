@@ -7,7 +7,6 @@ MLP, rows of the vocabulary, in shares that may differ (sharding.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,15 +20,26 @@ from llama_ssp.models.formats.activation_schemes import Rounding
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
-from llama_ssp.models.linear import Beside, Embedding, Head, Product, Products, Summed, dense, plain
+from llama_ssp.models.linear import Concatenated, Embedding, Head, Product, Products, Summed, dense, plain
 from llama_ssp.models.rounded import RoundedInputs
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, norms_of, rotary_parameters, shape_of
-from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, head_ranges, length, mlp_share, vocab_share
+from llama_ssp.models.sharding import (
+    COLUMNS,
+    ROWS,
+    Cut,
+    Span,
+    head_ranges,
+    length,
+    mlp_share,
+    qkv_rows,
+    shifted,
+    times,
+    vocab_share,
+)
 
 Sizes = tuple[int, ...]  # of a tensor
-# Of an expert: gate and up as one matrix (2F, H), and down (H, F).
-Pair = tuple[Tensor | Coded, Tensor | Coded]
+Pair = tuple[Tensor | Coded, Tensor | Coded]  # an expert's gate and up as one matrix (2F, H); down (H, F)
 ReadExperts = Callable[[str, Span, bool], Iterator[Pair]]
 ATTENTION, MLP = 0, 1  # parts of a block, in the order of Family.bias_keys
 
@@ -92,14 +102,13 @@ class Assembly:
         shape, names, world = self.shape, self.names, self.ranks.world
         shares = [vocab_share(shape.vocab, world, rank) for rank in range(world)]
         embedding, head_VH = self.tables(shares[self.ranks.rank])
-        product = self.head(head_VH, None)
         gather = self.ranks.all_gather if self.split else None
         offset = shape.family.position_rows
         found = Decoder(
             embedding, self.positions(), offset or 0,
             {} if offset is not None else self.rotaries(),
             [self.block(f"{names.blocks}.{number}.", block) for number, block in enumerate(shape.blocks)],
-            self.norm(names.norm), Head(product, list(map(length, shares)), gather),
+            self.norm(names.norm), Head(self.head(head_VH, None), list(map(length, shares)), gather),
             shape.logit_divisor, shape.logit_softcap,
         )  # fmt: skip
         return found.eval()
@@ -119,8 +128,7 @@ class Assembly:
             head_VH = self.read(head, whole, cut)
             if self.shape.tied and same_VH is not None and not same_VH.is_meta:
                 head_VH = same_VH if torch.equal(head_VH, same_VH) else head_VH
-        reduce = self.ranks.all_reduce if self.split else None
-        return Embedding(table_VH, self.shape.embedding_scale, first, reduce), head_VH
+        return Embedding(table_VH, self.shape.embedding_scale, first, self.reduce), head_VH
 
     def positions(self) -> Tensor | None:
         offset = self.shape.family.position_rows
@@ -152,8 +160,8 @@ class Assembly:
         sinks = None
         if names.sinks:
             sinks = self.read(prefix + names.sinks, (shape.n_heads,), Cut(ROWS, (heads.query,)))
-        qkv = [(prefix + name, *rows) for name, rows in zip(names.qkv, self._qkv(), strict=True)]
-        inputs, span = shape.n_heads * shape.head_dim, _times(heads.query, shape.head_dim)
+        qkv = [(prefix + name, *rows) for name, rows in zip(names.qkv, qkv_rows(shape, heads), strict=True)]
+        inputs, span = shape.n_heads * shape.head_dim, times(heads.query, shape.head_dim)
         return Attention(
             self.columns(qkv, ATTENTION, self.attention_inputs),
             self.rows(prefix + names.output, inputs, [span], ATTENTION), sizes,
@@ -169,7 +177,7 @@ class Assembly:
             return HeadNorms(*(self.norm(name, shape.head_dim) for name in names))
         query, key = (
             self.read(
-                f"{name}.weight", (count * shape.head_dim,), Cut(ROWS, (_times(span, shape.head_dim),))
+                f"{name}.weight", (count * shape.head_dim,), Cut(ROWS, (times(span, shape.head_dim),))
             ).view(-1, shape.head_dim)
             for name, span, count in zip(
                 names, (heads.query, heads.kv), (shape.n_heads, shape.n_kv), strict=True
@@ -182,7 +190,7 @@ class Assembly:
     def dense_mlp(self, prefix: str) -> Mlp:
         names, width = self.names, self.shape.ffn
         fused, gated = self.shape.family.fused_mlp, self.shape.family.gated
-        spans = [self.mlp, _behind(self.mlp, width)] if fused else [self.mlp]
+        spans = [self.mlp, shifted(self.mlp, width)] if fused else [self.mlp]
         parts = [(prefix + name, width * (1 + fused), spans) for name in names.up]
         up = self.columns(parts, MLP, self.shape.dim)
         return Mlp(up, self.rows(prefix + names.down, width, [self.mlp], MLP), self.activation(), gated)
@@ -228,7 +236,7 @@ class Assembly:
         up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
         experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
         for number in range(experts):
-            up = self._part(up_name, (experts, dim, 2 * width), Cut(2, (_times(share, 2),), number))
+            up = self._part(up_name, (experts, dim, 2 * width), Cut(2, (times(share, 2),), number))
             down = self._part(down_name, (experts, width, dim), Cut(1, (share,), number))
             if isinstance(up, Coded):  # which has outputs first
                 up = self._kept(up.changed(lambda part: _apart(part, 0)), keeps)
@@ -239,7 +247,7 @@ class Assembly:
     def _expert_biases(self, prefix: str, share: Span) -> tuple[Tensor, Tensor | None]:
         up_name, down_name = prefix + self.names.expert_up[0], prefix + self.names.expert_down
         experts, dim, width = self.shape.experts, self.shape.dim, self.shape.expert_ffn
-        up = self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, (_times(share, 2),)))
+        up = self.read(f"{up_name}_bias", (experts, 2 * width), Cut(1, (times(share, 2),)))
         down = self.read(f"{down_name}_bias", (experts, dim)) if self.ranks.rank == 0 else None
         return _apart(up, 1), down
 
@@ -271,7 +279,7 @@ class Assembly:
         sizes = [weight.shape[0] for weight in weights]
         each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         products = [self.product(weight, own) for weight, own in zip(weights, each, strict=True)]
-        return Beside(list(map(self._rounded, products, roundings)))
+        return Concatenated(list(map(self._rounded, products, roundings)))
 
     def rows(self, name: str, inputs: int, spans: list[Span], part: int) -> nn.Module:
         """A layer that is split by its inputs; the first rank has the bias."""
@@ -318,7 +326,7 @@ class Assembly:
         """
         part = self._part(name, shape, cut)
         rounding = part.rounding if isinstance(part, Coded) else None
-        return part if self.keeps_codes and isinstance(part, Coded) else self._numbers(part), rounding
+        return self._kept(part, self.keeps_codes), rounding
 
     def _part(self, name: str, shape: Sizes, cut: Cut | None) -> Tensor | Coded:
         self.wanted[name] = shape
@@ -332,39 +340,10 @@ class Assembly:
     def _numbers(self, part: Tensor | Coded) -> Tensor:
         return part.decoded(self.dtype) if isinstance(part, Coded) else part.to(self.dtype)
 
-    def _qkv(self) -> list[tuple[int, list[Span]]]:
-        """Of each weight on disk, in the order of queries, keys, values: its outputs, and this rank's."""
-        shape, heads, size = self.shape, self.heads, self.shape.head_dim
-        queries, keys = shape.n_heads * size, shape.n_kv * size
-        query, kv = _times(heads.query, size), _times(heads.kv, size)
-        if len(self.names.qkv) == 3:
-            return [(queries, [query]), (keys, [kv]), (keys, [kv])]
-        if not shape.family.qkv_by_group:
-            return [(queries + 2 * keys, [query, _behind(kv, queries), _behind(kv, queries + keys)])]
-        per = shape.n_heads // shape.n_kv  # queries of a group; its key and its value follow them
-        order = [head + 2 * (head // per) for head in range(*heads.query)]
-        places = [group * (per + 2) + per for group in range(*heads.kv)]
-        order += [*places, *(place + 1 for place in places)]
-        return [(queries + 2 * keys, [_times(span, size) for span in _runs(order)])]
-
 
 def _apart(part: Tensor, dim: int) -> Tensor:
     """Every second number of this dimension, then the others."""
     return torch.cat([part[(slice(None),) * dim + (slice(first, None, 2),)] for first in (0, 1)], dim)
-
-
-def _times(span: Span, size: int) -> Span:
-    return span[0] * size, span[1] * size
-
-
-def _behind(span: Span, before: int) -> Span:
-    return before + span[0], before + span[1]
-
-
-def _runs(order: list[int]) -> list[Span]:
-    """The numbers as runs: 3, 4, 5, 9 is (3, 6), (9, 10)."""
-    breaks = [0, *(i for i, (a, b) in enumerate(pairwise(order), start=1) if b != a + 1), len(order)]
-    return [(order[a], order[b - 1] + 1) for a, b in pairwise(breaks)]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

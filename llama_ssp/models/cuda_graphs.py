@@ -105,7 +105,7 @@ class GraphedModel(SteppedModel):
     def replayed(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """What a function gives of these tensors, by a graph for each set of shapes.
 
-        The function must not have the host wait. What it gives is valid until another graph of the model runs.
+        The function must not have the host wait. Its result is valid until the next graph of the model runs.
         """
         key = function, *((each.shape, each.dtype) for each in given)
         if sum(each.numel() for each in given) > LARGEST or self._refused:

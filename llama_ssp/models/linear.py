@@ -47,7 +47,7 @@ class Summed(nn.Module):
         return self.reduce(self.product(x))
 
 
-class Beside(nn.Module):
+class Concatenated(nn.Module):
     """Layers with the same inputs whose weights cannot be one: their outputs one after the other."""
 
     def __init__(self, products: list[nn.Module]) -> None:

@@ -46,8 +46,8 @@ TRACED = [  # the code that programs are made from
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a step: `function(module, *given)`, and all that its program depends on, as words."""
+class ProgramSpec:
+    """What a program is made of: `function(module, *given)`, and in words what else it depends on."""
 
     function: Program
     module: nn.Module
@@ -60,7 +60,7 @@ def sizes(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
 
-def compiled(part: Part) -> Any:
+def compiled(spec: ProgramSpec) -> Any:
     """The program; `save_compiled_function` writes it.
 
     torch keeps programs by code, and no guards are checked that would tell decoders apart: each has code of
@@ -68,13 +68,13 @@ def compiled(part: Part) -> Any:
     decoder's, and would take those for variables, unguarded: `dynamic=False` keeps it to the marked ones.
     """
     name = f"step_{next(NUMBERS)}"
-    code = part.function.__code__.replace(co_name=name, co_qualname=name)
-    own = types.FunctionType(code, part.function.__globals__, name)
+    code = spec.function.__code__.replace(co_name=name, co_qualname=name)
+    own = types.FunctionType(code, spec.function.__globals__, name)
     options = dict(OPTIONS)  # torch.compile takes the filter out of the dictionary that it is given
     program: Any = torch.compile(own, fullgraph=True, dynamic=False, options=options)
-    mark(part.given)
+    mark(spec.given)
     with quick_builds():
-        program = program.aot_compile(((part.module, *part.given), {}))
+        program = program.aot_compile(((spec.module, *spec.given), {}))
     program.disable_guard_check()
     return program
 
@@ -123,11 +123,11 @@ class ProgramFile:
     Its name is a hash of all that it was made from; weights are not in it. It may not exist yet.
     """
 
-    def __init__(self, model: Named, part: Part) -> None:
-        self.part, self._name = part, model.name
+    def __init__(self, model: Named, spec: ProgramSpec) -> None:
+        self.spec, self._name = spec, model.name
         versions = torch.__version__, transformers.__version__, torch.get_num_threads(), processor()
         config = model.config.to_json_string(use_diff=False)
-        module = part.module, sizes(part.module), part.kinds, part.function.__name__
+        module = spec.module, sizes(spec.module), spec.kinds, spec.function.__name__
         words = *versions, config, *module, model.device, model.ranks.label
         code = [file.read_text(encoding="utf-8") for file in TRACED]
         name = hashlib.sha256("\0".join([*map(str, words), *code]).encode()).hexdigest()[:16]

@@ -37,16 +37,16 @@ class RoundedInputs(nn.Module):
         self.product, self.first = product, first
         self.gather = None if rounding.static else gather
         self.groups = -(-inputs // rounding.group) if rounding.group else 1
-        self.law = rounding.table, rounding.symmetric, rounding.group, rounding.threshold
+        self.kind = rounding.table, rounding.symmetric, rounding.group, rounding.threshold
         numbers = torch.tensor([rounding.scale, rounding.zero], **where)
         self.static = numbers if rounding.static else None  # no buffer: plans count those
 
     def extra_repr(self) -> str:
         """A compiled step is kept by what its modules say of themselves."""
-        return f"{self.law}, {self.first}, {self.groups}"
+        return f"{self.kind}, {self.first}, {self.groups}"
 
     def forward(self, x: Tensor) -> Tensor:
-        table, symmetric, group, threshold = self.law
+        table, symmetric, group, threshold = self.kind
         if self.static is not None:
             range_ = self.static
         else:

@@ -7,10 +7,12 @@ Parts differ by one unit at most: 52 heads over 8 ranks are 7,7,7,7,6,6,6,6.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import DistributedError, ModelError
 from llama_ssp.models.families import DEEPSPEED_FAMILIES, TESTED, TESTED_FAMILIES
+from llama_ssp.models.shape import Shape
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = 64  # weights with one scale; bitsandbytes' CPU kernel needs rows of whole blocks
@@ -38,6 +40,36 @@ class Heads:
     @property
     def kvs(self) -> int:
         return length(self.kv)
+
+
+def times(span: Span, size: int) -> Span:
+    return span[0] * size, span[1] * size
+
+
+def shifted(span: Span, by: int) -> Span:
+    return by + span[0], by + span[1]
+
+
+def qkv_rows(shape: Shape, heads: Heads) -> list[tuple[int, list[Span]]]:
+    """Of each weight on disk, in the order of queries, keys, values: its outputs, and this rank's."""
+    size, family = shape.head_dim, shape.family
+    queries, keys = shape.n_heads * size, shape.n_kv * size
+    query, kv = times(heads.query, size), times(heads.kv, size)
+    if len(family.names.qkv) == 3:
+        return [(queries, [query]), (keys, [kv]), (keys, [kv])]
+    if not family.qkv_by_group:
+        return [(queries + 2 * keys, [query, shifted(kv, queries), shifted(kv, queries + keys)])]
+    per = shape.n_heads // shape.n_kv  # queries of a group; its key and its value follow them
+    order = [head + 2 * (head // per) for head in range(*heads.query)]
+    places = [group * (per + 2) + per for group in range(*heads.kv)]
+    order += [*places, *(place + 1 for place in places)]
+    return [(queries + 2 * keys, [times(span, size) for span in _runs(order)])]
+
+
+def _runs(order: list[int]) -> list[Span]:
+    """The numbers as runs: 3, 4, 5, 9 is (3, 6), (9, 10)."""
+    breaks = [0, *(i for i, (a, b) in enumerate(pairwise(order), start=1) if b != a + 1), len(order)]
+    return [(order[a], order[b - 1] + 1) for a, b in pairwise(breaks)]
 
 
 def share(total: int, world: int, rank: int, unit: int = 1) -> Span:

@@ -30,7 +30,7 @@ from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear
 from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kv_cache import Feed
-from llama_ssp.models.programs import Part, Program, ProgramFile, compiled, sizes
+from llama_ssp.models.programs import Program, ProgramFile, ProgramSpec, compiled, sizes
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.slot_cache import SlotCache
 
@@ -103,14 +103,14 @@ class SteppedModel(DecoderModel):
         began, compiles = time.perf_counter(), False
         programs: dict[Path, Program] = {}
         groups = groups_of(kinds := kinds_of(self.decoder, self.config))
-        found = parts(self.decoder, kinds, groups, bool(self.taps), *arguments)
-        files = [ProgramFile(self, part) for part in found]
+        specs = program_specs(self.decoder, kinds, groups, bool(self.taps), *arguments)
+        files = [ProgramFile(self, spec) for spec in specs]
         for file in files:
             program = programs.get(file.path) or file.load()
             if program is None:
                 if not compiles:
                     log.info("engine: compiling the step of %s", self.name)
-                compiles, program = True, compiled(file.part)
+                compiles, program = True, compiled(file.spec)
                 file.save(program)
             programs[file.path] = program
         how = f"compiled in {time.perf_counter() - began:.1f} s" if compiles else "loaded"
@@ -134,33 +134,33 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def parts(
+def program_specs(
     decoder: Decoder, kinds: tuple[str, ...], groups: list[slice], tapped: bool, token_T: Tensor,
     position_T: Tensor, first_T: Tensor, slot_T: Tensor, caches: list[KeysValues],
-) -> list[Part]:  # fmt: skip
+) -> list[ProgramSpec]:  # fmt: skip
     """The whole step, or what is before the groups, the groups, and what is behind them.
 
     Where the model has taps, all blocks' states come out of the programs: so groups share one all the same.
     """
     if len(groups) == 1:
         given = token_T, position_T, first_T, slot_T, caches
-        return [Part(whole_with_states if tapped else whole, decoder, given, kinds)]
+        return [ProgramSpec(whole_with_states if tapped else whole, decoder, given, kinds)]
     feed = attention.Feed(position_T, first_T, slot_T, attention_kernel.attend)
     x_TH = decoder.embedding.weight.new_empty(len(token_T), decoder.embedding.weight.shape[1])
     turns = {kind: rotary(feed) for kind, rotary in decoder.rotaries.items()}
     middle = [
-        Part(
+        ProgramSpec(
             through_with_states if tapped else through, decoder.blocks[own],
             (x_TH, turns, position_T, first_T, slot_T, caches[own]), kinds[own],
         )
         for own in groups
     ]  # fmt: skip
-    first = Part(opening, decoder, (token_T, position_T, first_T, slot_T), kinds)
-    return [first, *middle, Part(closing, decoder, (x_TH,), kinds)]
+    first = ProgramSpec(opening, decoder, (token_T, position_T, first_T, slot_T), kinds)
+    return [first, *middle, ProgramSpec(closing, decoder, (x_TH,), kinds)]
 
 
 def joined(decoder: Decoder, groups: list[slice], taps: tuple[int, ...], programs: list[Program]) -> Step:
-    """The step that calls the programs of `parts`."""
+    """The step that calls the programs of `program_specs`."""
     if len(programs) == 1:
         only = partial(programs[0], decoder)
         return partial(_chosen, only, taps) if taps else only

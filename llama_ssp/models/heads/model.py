@@ -18,7 +18,7 @@ from llama_ssp.models.heads.eagle3 import Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kv_cache import Tally
-from llama_ssp.models.programs import Part, Program, ProgramFile, compiled
+from llama_ssp.models.programs import Program, ProgramFile, ProgramSpec, compiled
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.slot_cache import SlotCache
 from llama_ssp.models.steps import WIDEST
@@ -199,12 +199,12 @@ class Eagle3Model(ChainedHead):
 
     def _compile(self, *given: Any) -> Program | None:
         """Loads or compiles the step; None if the head cannot be compiled."""
-        file = ProgramFile(self, Part(draft_step, self.head, given, (repr(self.settings),)))
+        file = ProgramFile(self, ProgramSpec(draft_step, self.head, given, (repr(self.settings),)))
         try:
             self._program = file.load()
             if self._program is None:
                 log.info("engine: compiling the step of %s", self.name)
-                self._program = compiled(file.part)
+                self._program = compiled(file.spec)
                 file.save(self._program)
         except torch.OutOfMemoryError:
             raise
