@@ -19,7 +19,8 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
 
 from llama_ssp import cli, config
-from llama_ssp.config import RunConf
+from llama_ssp.config import RunConf, compose
+from llama_ssp.config.validation import cluster
 from llama_ssp.config.validation.cluster import check_sharing
 from tests.fuzz.overrides import Words, as_written, misdeeds
 from tests.fuzz.trial import Said, Trial, command, ill_said
@@ -63,8 +64,8 @@ class Door:
         with (
             patch.object(FileConfigSource, "load_config", remembered),
             patch.object(Hydra, "get_mode", lambda *_, **__: None),  # composes all again; the flags decide
-            patch.object(config, "register", lambda: None),
-            patch.object(cli, "check_sharing", self._through),
+            patch.object(compose, "register", lambda: None),
+            patch.object(cluster, "check_sharing", self._through),
             patch.object(logging, "basicConfig", lambda **_: None),
         ):
             yield self
