@@ -28,7 +28,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from words import Words  # noqa: E402
 
-from llama_ssp.models.attention import Feed, Scores  # noqa: E402
+from llama_ssp.models.attention import Pass, Scores  # noqa: E402
 from llama_ssp.models.kernels import attention as kernel  # noqa: E402
 from llama_ssp.models.kernels import large_pages  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
@@ -58,7 +58,7 @@ def layers_of(settings: Settings, context: int) -> list[list[Tensor]]:
 
 def works(settings: Settings, context: int, tokens: int) -> tuple[Work, Work]:
     """Our attention and torch's, of a layer's keys and values."""
-    feed = Feed.of([(0, context - tokens, tokens)], CPU)
+    feed = Pass.of([(0, context - tokens, tokens)], CPU)
     query_THD = torch.randn(tokens, settings.heads, settings.size).bfloat16()
     scores = Scores(settings.size**-0.5)
     mask_TS = torch.arange(context) <= feed.position_T[:, None]

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bench.surroundings import surroundings, write
 from llama_ssp import cli
-from llama_ssp.models.attention import Feed, attend_rows
+from llama_ssp.models.attention import Pass, attend_rows
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.pair import assembly as pair
@@ -137,11 +137,11 @@ feed_of = DecoderModel._feed
 first_written = WeakIdKeyDictionary()  # of a cache's tensor: what its slots got first, and which have it
 
 
-def _keeps_stale(self: DecoderModel, *what: Any) -> Feed:
+def _keeps_stale(self: DecoderModel, *what: Any) -> Pass:
     """Slots that were written once stay as they are: rejected tokens leave their keys behind."""
     feed = feed_of(self, *what)
 
-    def attend(own: Feed, query: Tensor, keys: Tensor, values: Tensor, *how: Any) -> Tensor:
+    def attend(own: Pass, query: Tensor, keys: Tensor, values: Tensor, *how: Any) -> Tensor:
         for each in (keys, values):
             if each not in first_written:
                 first_written[each] = each.clone(), torch.zeros(each.shape[1], dtype=torch.bool)

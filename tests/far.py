@@ -26,7 +26,7 @@ torch.inference_mode = torch.no_grad  # of which views of tensors like these can
 from llama_ssp.config import SamplingConfig  # noqa: E402
 from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models import steps  # noqa: E402
-from llama_ssp.models.attention import Feed, Scores  # noqa: E402
+from llama_ssp.models.attention import Pass, Scores  # noqa: E402
 from llama_ssp.models.cuda_graphs import Call, GraphedModel  # noqa: E402
 from llama_ssp.models.decoder import Decoder  # noqa: E402
 from llama_ssp.models.decoder_model import DecoderModel  # noqa: E402
@@ -169,7 +169,7 @@ class Replayed(GraphedModel):
 
 
 def attend(
-    feed: Feed, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, _sinks: Tensor | None
+    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, _sinks: Tensor | None
 ) -> Tensor:
     """As the kernels of steps, of plain operations: every token against every slot, by a mask."""
     place_T1, first_T1 = feed.slot_T[:, None], feed.first_T[:, None]

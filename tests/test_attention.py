@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama_ssp.models.attention import NO_SIDES, Feed, Row, Scores, Sides, attend_rows
+from llama_ssp.models.attention import NO_SIDES, Pass, Row, Scores, Sides, attend_rows
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
 from llama_ssp.models.kv_cache import Tally
@@ -55,7 +55,7 @@ def parts(
 def test_results_are_those_of_torch(heads, size, kind):
     kernel.operators()
     scores, sinks = KINDS[kind]
-    feed = Feed.of(ROWS, CPU)
+    feed = Pass.of(ROWS, CPU)
     given = parts(*heads, size, torch.float32, sinks)
     found, expected = (attend(feed, *given[:3], scores, given[3]) for attend in (kernel.attend, attend_rows))
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
@@ -69,7 +69,7 @@ def test_in_bf16_they_are_as_near_to_the_exact_ones(size, kind):
     """Torch's attention rounds at the same places; exact is the result in fp64, of the rounded numbers."""
     kernel.operators()
     scores, sinks = KINDS[kind]
-    feed = Feed.of(ROWS, CPU)
+    feed = Pass.of(ROWS, CPU)
     given = parts(16, 2, size, torch.bfloat16, sinks)
     exact = attend_rows(feed, *(part.double() for part in given[:3]), scores, given[3])
     off = [
@@ -86,7 +86,7 @@ def test_in_bf16_they_are_as_near_to_the_exact_ones(size, kind):
 def test_prompts_have_the_results_of_torch_whatever_the_other_rows(heads, size, kind):
     kernel.operators()
     scores, sinks = KINDS[kind]
-    feed = Feed.of(PROMPTS, CPU)
+    feed = Pass.of(PROMPTS, CPU)
     query_THD, keys_GND, values_GND, sink_H = parts(*heads, size, torch.float32, sinks, PROMPTS)
     found, expected = (
         attend(feed, query_THD, keys_GND, values_GND, scores, sink_H)
@@ -97,7 +97,7 @@ def test_prompts_have_the_results_of_torch_whatever_the_other_rows(heads, size, 
     begin = 0
     for row in PROMPTS:
         own = slice(begin, begin + row[2])
-        by_itself = kernel.attend(Feed.of([row], CPU), query_THD[own], keys_GND, values_GND, scores, sink_H)
+        by_itself = kernel.attend(Pass.of([row], CPU), query_THD[own], keys_GND, values_GND, scores, sink_H)
         assert torch.equal(by_itself, found[own])
         begin += row[2]
     feed.position_T[begin - 1] -= 1  # control: the last token does not see itself
@@ -106,10 +106,10 @@ def test_prompts_have_the_results_of_torch_whatever_the_other_rows(heads, size, 
     ).abs().max() > most
 
 
-def alone(token: int) -> Feed:
+def alone(token: int) -> Pass:
     """A step of one of the tokens, whose row's slots have been written."""
     places = [(first, start + i, 1) for first, start, count in ROWS for i in range(count)]
-    return Feed.of([places[token]], CPU)
+    return Pass.of([places[token]], CPU)
 
 
 @needs_compiler
@@ -122,7 +122,7 @@ def test_a_tokens_result_does_not_depend_on_others(kind, heads, dtype):
     kernel.operators()
     scores, sinks = KINDS[kind]
     query_THD, keys_GND, values_GND, sink_H = parts(*heads, 64, dtype, sinks)
-    together = kernel.attend(Feed.of(ROWS, CPU), query_THD, keys_GND, values_GND, scores, sink_H)
+    together = kernel.attend(Pass.of(ROWS, CPU), query_THD, keys_GND, values_GND, scores, sink_H)
 
     def same(token: int) -> bool:
         own = kernel.attend(alone(token), query_THD[[token]], keys_GND, values_GND, scores, sink_H)
@@ -148,7 +148,7 @@ def test_a_sibling_sees_what_is_before_its_draft_and_itself(heads, size, kind):
     kernel.operators()
     scores, sinks = KINDS[kind]
     drafts, keys_GND, values_GND, sink_H = parts(*heads, size, torch.float32, sinks)
-    feed = Feed.of(ROWS, CPU, sides=SIDES)
+    feed = Pass.of(ROWS, CPU, sides=SIDES)
     aside_T = feed.slot_T != feed.first_T + feed.position_T
     query_THD = torch.randn(len(aside_T), *heads[:1], size)
     query_THD[~aside_T] = drafts
@@ -160,7 +160,7 @@ def test_a_sibling_sees_what_is_before_its_draft_and_itself(heads, size, kind):
     most = TOLERANCE * expected.abs().max()
     assert (found - expected).abs().max() <= most
     assert (by_torch - expected).abs().max() <= most
-    without = kernel.attend(Feed.of(ROWS, CPU), drafts, keys_GND, values_GND, scores, sink_H)
+    without = kernel.attend(Pass.of(ROWS, CPU), drafts, keys_GND, values_GND, scores, sink_H)
     assert torch.equal(found[~aside_T], without)
     values_GND[:, feed.slot_T[aside_T][0]] += 1  # control: the first sibling's own value
     changed_T = (kernel.attend(feed, *given) - found).abs().amax((1, 2)) > most
@@ -168,7 +168,7 @@ def test_a_sibling_sees_what_is_before_its_draft_and_itself(heads, size, kind):
 
 
 def in_place(
-    feed: Feed, token: int, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores,
+    feed: Pass, token: int, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores,
     sink_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """A token's result when its key and value are at its position, in a pass of its own."""
@@ -176,7 +176,7 @@ def in_place(
     caches = [tensor.clone() for tensor in (keys_GND, values_GND)]
     for tensor in caches:
         tensor[:, first + position] = tensor[:, slot]
-    return attend_rows(Feed.of([(first, position, 1)], CPU), query_THD[[token]], *caches, scores, sink_H)
+    return attend_rows(Pass.of([(first, position, 1)], CPU), query_THD[[token]], *caches, scores, sink_H)
 
 
 def test_masks_of_siblings_are_sent_without_waiting():
@@ -190,7 +190,7 @@ def test_masks_of_siblings_are_sent_without_waiting():
             return op(*args, **kwargs or {})
 
     device = torch.device("meta")
-    feed = Feed.of([(0, 5, 3)], device, sides=[Sides(2, 1, 20)])
+    feed = Pass.of([(0, 5, 3)], device, sides=[Sides(2, 1, 20)])
     cache_GND = torch.empty(1, 24, 8, device=device)
     with Copies():
         attend_rows(feed, torch.empty(5, 2, 8, device=device), cache_GND, cache_GND, Scores(1.0), None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.attention import Feed
+from llama_ssp.models.attention import Pass
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
@@ -108,7 +108,7 @@ def walked(found: Decoder, **how: Any) -> tuple[list[Tensor], list[list[int]]]:
         tokens = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in count]
         texts = [text[:s] + new for text, s, new in zip(texts, start, tokens, strict=True)]
         rows = [(row * CAPACITY, s, n) for row, (s, n) in enumerate(zip(start, count, strict=True))]
-        feed = Feed.of(rows, CPU, **how)
+        feed = Pass.of(rows, CPU, **how)
         token_T = torch.tensor([token for new in tokens for token in new])
         logit_TV, _ = found(token_T, feed, caches)
         logits += [part for part, n in zip(logit_TV.split(count), count, strict=True) if n]
@@ -159,7 +159,7 @@ def test_neighbours_do_not_change_a_row_by_a_bit(tmp_path):
             parts[0] = own[start[0] : start[0] + count[0]]
             order = sorted(range(3), key=lambda row: (row - place) % 3)
             rows = [(i * CAPACITY, start[row], count[row]) for i, row in enumerate(order)]
-            logit_TV, _ = found(torch.cat([parts[row] for row in order]), Feed.of(rows, CPU), caches)
+            logit_TV, _ = found(torch.cat([parts[row] for row in order]), Pass.of(rows, CPU), caches)
         return logit_TV.split([count[row] for row in order])[order.index(0)]
 
     expected = logits(0, 0, text)
@@ -211,7 +211,7 @@ def test_one_program_serves_every_width(tmp_path):
         models.append(saved(module, tmp_path / str(number), product=Products(CPU, fast=True)))
     steps: list[Any] = []
     for rows, start, count, capacity in STEPS:
-        feed = Feed.of([(row * capacity, start, count) for row in range(rows)], CPU)
+        feed = Pass.of([(row * capacity, start, count) for row in range(rows)], CPU)
         token_T = torch.arange(rows * count) + 5
         for number, found in enumerate(models):
             caches = caches_of(found, rows, capacity)
@@ -247,7 +247,7 @@ def test_named_layers_give_their_hidden_states(tmp_path):
     found = saved(module, tmp_path)
     token_T = torch.arange(3, 12)
     logit_RV, kept = found(
-        token_T, Feed.of([(0, 0, 9)], CPU), caches_of(found, 1), torch.tensor([8]), taps=(1, 2)
+        token_T, Pass.of([(0, 0, 9)], CPU), caches_of(found, 1), torch.tensor([8]), taps=(1, 2)
     )
     expected = module(token_T[None], use_cache=False, output_hidden_states=True)
     torch.testing.assert_close(logit_RV, expected.logits[0, -1:], rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from torch import Tensor
 from llama_ssp.config import SamplingConfig
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models import cuda_graphs, steps
-from llama_ssp.models.attention import Feed, Scores, attend_rows
+from llama_ssp.models.attention import Pass, Scores, attend_rows
 from llama_ssp.models.cuda_graphs import GraphedModel, padded
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels.expert_stacks import MOST_PAIRS
@@ -30,12 +30,12 @@ Call = Callable[[], Tensor]
 
 
 def one_by_one(
-    feed: Feed, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
+    feed: Pass, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
 ) -> Tensor:
     """Attention as on a GPU: of each token by its position and first slot alone."""
     found = []
     for token, place in enumerate(zip(feed.first_T.tolist(), feed.position_T.tolist(), strict=True)):
-        alone = Feed(feed.position_T, feed.first_T, feed.slot_T, attend_rows, ((*place, 1),))
+        alone = Pass(feed.position_T, feed.first_T, feed.slot_T, attend_rows, ((*place, 1),))
         found.append(attend_rows(alone, query[token : token + 1], keys, values, scores, sinks))
     return torch.cat(found)
 

@@ -18,7 +18,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.attention import Feed
+from llama_ssp.models.attention import Pass
 from llama_ssp.models.checkpoint import complete, inspect
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.devices import TORCH_DTYPES
@@ -168,7 +168,7 @@ def greedy(part: Decoder) -> list[int]:
     text = [1, 17, 4]
     caches = caches_of(part, 1)
     for first in (0, *range(3, 3 + GREEDY_TOKENS)):
-        feed = Feed.of([(0, first, len(text) - first)], torch.device("cpu"))
+        feed = Pass.of([(0, first, len(text) - first)], torch.device("cpu"))
         logit_TV, _ = part(torch.tensor(text[first:]), feed, caches)
         text.append(int(logit_TV[-1].argmax()))
     return text

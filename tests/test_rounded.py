@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models import assemble, rounded
-from llama_ssp.models.attention import Feed
+from llama_ssp.models.attention import Pass
 from llama_ssp.models.formats.activation_schemes import Rounding, rounding_of, schemes_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.rounded import RoundedInputs
@@ -242,7 +242,7 @@ def test_in_bf16_each_layer_is_that_of_transformers(
             given, gave = watched.of(number, *names)
             assert off([layer(given)], [gave]) < LAST_BITS, (number, names)
             assert off([layer.product(given)], [gave]) > LAST_BITS  # of inputs that are not rounded
-    feed = Feed.of([(0, 0, text.shape[1])], torch.device("cpu"))
+    feed = Pass.of([(0, 0, text.shape[1])], torch.device("cpu"))
     own, theirs = ours(text[0], feed, caches_of(ours, 1))[0], other(text).logits[0]
     assert LAST_BITS < off([own], [logits]) < 1.5 * off([theirs], [logits])
 

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from llama_ssp.models import experts  # noqa: E402
-from llama_ssp.models.attention import NO_SIDES, Feed, Scores, Sides, attend_rows  # noqa: E402
+from llama_ssp.models.attention import NO_SIDES, Pass, Scores, Sides, attend_rows  # noqa: E402
 from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
 
 tl = triton.language
@@ -143,11 +143,11 @@ CASES: list[tuple[int, int, int, int | None, float | None, bool, list[tuple[int,
 SIDES = [Sides(2, 2, 405), NO_SIDES, Sides(4, 1, 410), NO_SIDES]  # of RAGGED
 
 
-def inputs(case: int, siblings: bool = True) -> tuple[Feed, tuple[Any, ...]]:
+def inputs(case: int, siblings: bool = True) -> tuple[Pass, tuple[Any, ...]]:
     """Random arguments of `attend`; what has not been written, or is stale, is NaN."""
     size, heads, groups, window, softcap, sinks, rows = CASES[case]
     torch.manual_seed(case)
-    feed = Feed.of(rows, CPU, sides=SIDES if siblings and rows is RAGGED else None)
+    feed = Pass.of(rows, CPU, sides=SIDES if siblings and rows is RAGGED else None)
     query_THD = torch.randn(len(feed.position_T), heads, size)
     caches = [torch.full((groups, 420, size), torch.nan) for _ in "kv"]
     for first, start, count in rows:
@@ -161,9 +161,9 @@ def inputs(case: int, siblings: bool = True) -> tuple[Feed, tuple[Any, ...]]:
 
 
 def by_kernel(
-    feed: Feed, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
+    feed: Pass, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None
 ) -> Tensor:
-    """`Feed.attend` by the kernel for GPUs."""
+    """`Pass.attend` by the kernel for GPUs."""
     numbers = scores.scale, scores.window or 0, scores.softcap or 0.0
     return attention_triton.attend(
         query, keys, values, feed.first_T, feed.position_T, feed.slot_T, *numbers, sinks
@@ -284,6 +284,6 @@ def test_the_operator_of_gpus():
     with FakeTensorMode():
         query_THD, cache_GND = torch.empty(5, 8, 64, device="cuda"), torch.empty(2, 100, 64, device="cuda")
         place_T = torch.empty(5, dtype=torch.int64, device="cuda")
-        feed = Feed(place_T, place_T, place_T, attention.attend)
+        feed = Pass(place_T, place_T, place_T, attention.attend)
         found = attention.attend(feed, query_THD, cache_GND, cache_GND, Scores(1.0), None)
     assert found.shape == query_THD.shape and found.device.type == "cuda"

@@ -7,7 +7,7 @@ its own row from its own position back, all of them or a window. Slots behind it
 A draft may have siblings: tokens at its position, each of which sees the slots before it, and itself. They
 stand behind the draft, and have slots of their own elsewhere: `slot_T`.
 
-`Feed.attend` is how: `attend_rows` by torch's own attention, for eager models, prompts on a GPU and as the
+`Pass.attend` is how: `attend_rows` by torch's own attention, for eager models, prompts on a GPU and as the
 reference, or `kernels.attention.attend`, which reads the cache once.
 """
 
@@ -35,11 +35,11 @@ class Scores:
     softcap: float | None = None
 
 
-Attend = Callable[["Feed", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Tensor]
+Attend = Callable[["Pass", Tensor, Tensor, Tensor, Scores, "Tensor | None"], Tensor]
 
 
 @dataclass
-class Feed:
+class Pass:
     """The tokens of one pass, and how they attend.
 
     `slot_T` is where each token's key and value are written. `rows` and `sides`, if any row has siblings, are
@@ -65,18 +65,18 @@ class Feed:
     @staticmethod
     def of(
         rows: list[Row], device: torch.device, attend: Attend | None = None, sides: list[Sides] | None = None
-    ) -> Feed:
+    ) -> Pass:
         """A row that is fed nothing is left out."""
         alone = sides or [NO_SIDES] * len(rows)
         fed = [(row, own) for row, own in zip(rows, alone, strict=True) if row[2]]
         places = [(*place, row[0]) for row, own in fed for place in placed(row, own)]
         position_T, slot_T, first_T = sent([[place[i] for place in places] for i in range(3)], device)
         kept, aside = tuple(row for row, _ in fed), tuple(own for _, own in fed)
-        return Feed(position_T, first_T, slot_T, attend or attend_rows, kept, aside if sides else ())
+        return Pass(position_T, first_T, slot_T, attend or attend_rows, kept, aside if sides else ())
 
 
 def attend_rows(
-    feed: Feed, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
     """(T, H, D) of the rows of `feed.rows`, one after the other.
 
@@ -105,7 +105,7 @@ def attend_rows(
 
 
 def attend_blocks(
-    feed: Feed, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
     """As `attend_rows`, but each token also sees those behind it in its row."""
     found, begin = [], 0
@@ -154,7 +154,7 @@ def _attend_row(
     return y_GQD.view(groups, -1, width, size).permute(2, 0, 1, 3).reshape(width, heads, size)
 
 
-def _mask(feed: Feed, start: int, count: int, window: int | None) -> Tensor | None:
+def _mask(feed: Pass, start: int, count: int, window: int | None) -> Tensor | None:
     """Which slots each of a row's tokens sees; None: all of them. Made once a pass."""
     key = start, count, window
     if key not in feed.masks:
@@ -197,7 +197,7 @@ class Rotary(nn.Module):
         self.register_buffer("long_frequency", long_R, persistent=False)
         self.factor, self.limit = factor, limit
 
-    def forward(self, feed: Feed) -> tuple[Tensor, Tensor]:
+    def forward(self, feed: Pass) -> tuple[Tensor, Tensor]:
         """(T, 1, R) each, for pairs of numbers of all heads."""
         position_T11 = feed.position_T[:, None, None]
         frequency = self.frequency

@@ -1,7 +1,7 @@
 """A transformer decoder: tokens, positions and a cache in, logits out.
 
 The tokens of a pass stand in one dimension, T, one row of the batch after the other: there is no padding, and
-a step looks the same for one row and for several. `Feed` says where each token stands (attention.py). What
+a step looks the same for one row and for several. `Pass` says where each token stands (attention.py). What
 differs between architectures is in the shape (families.py, shape.py); what is cut over ranks, and in which
 number format weights are, in the linear layers (linear.py). All of it is traced as a whole by torch.compile.
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llama_ssp.models.attention import Feed, Rotary, Scores, rotate
+from llama_ssp.models.attention import Pass, Rotary, Scores, rotate
 from llama_ssp.models.linear import Embedding, Head, Reduce
 
 KeysValues = tuple[Tensor, Tensor]  # of one layer: (G, N, D) each
@@ -93,13 +93,13 @@ class Attention(nn.Module):
         self.sizes, self.head_dim, self.scores, self.rotary = sizes, head_dim, scores, rotary
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
-    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Feed) -> Tensor:
+    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
         query = self.remember(x_TH, turns, cache, feed)
         y_THD = feed.attend(feed, query, *cache, self.scores, self.sinks)
         found: Tensor = self.output(y_THD.flatten(1))
         return found
 
-    def remember(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Feed) -> Tensor:
+    def remember(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
         """Writes the tokens' keys and values into the cache; returns their queries, (T, H, D)."""
         query, key, value = self.qkv(x_TH).split(self.sizes, -1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
@@ -145,7 +145,7 @@ class Block(nn.Module):
         self.attention, self.mlp, self.norms = attention, mlp, nn.ModuleDict(norms)
         self.residual_scale, self.parallel, self.shared_norm = residual_scale, parallel, shared_norm
 
-    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Feed) -> Tensor:
+    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, feed: Pass) -> Tensor:
         norms = self.norms
         normed_TH = norms["before_attention"](x_TH)
         attended_TH = norms["after_attention"](self.attention(normed_TH, turns, cache, feed))
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         self.cache_shapes = [(each.sizes[1] // each.head_dim, each.head_dim) for each in attentions]
 
     def forward(
-        self, token_T: Tensor, feed: Feed, caches: list[KeysValues], wanted_R: Tensor | None = None,
+        self, token_T: Tensor, feed: Pass, caches: list[KeysValues], wanted_R: Tensor | None = None,
         taps: Collection[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Logits (R, V) of the tokens `wanted_R`, or of all; and what the blocks `taps` are given, (T, H)
@@ -193,7 +193,7 @@ class Decoder(nn.Module):
                 kept.append(x_TH)
         return self.closing(x_TH if wanted_R is None else x_TH[wanted_R]), kept
 
-    def opening(self, token_T: Tensor, feed: Feed) -> tuple[Tensor, Turns]:
+    def opening(self, token_T: Tensor, feed: Pass) -> tuple[Tensor, Turns]:
         """What the first block is given: (T, H), and the rotary tables."""
         x_TH = self.embedding(token_T)
         if self.positions is not None:

@@ -80,7 +80,7 @@ class DecoderModel:
         return logit_RV.view(rows, width, self.vocab)
 
     def _run(
-        self, token_T: Tensor, feed: attention.Feed, cache: SlotCache, last_only: bool
+        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, last_only: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits of all tokens, or of each row's last one; and what the taps are given."""
         wanted_R = None
@@ -90,7 +90,7 @@ class DecoderModel:
         found: tuple[Tensor, list[Tensor]] = self.decoder(token_T, feed, cache.layers, wanted_R, self.taps)
         return found
 
-    def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Feed:
+    def _feed(self, feed: Feed, cache: SlotCache, place_T: Tensor | None) -> attention.Pass:
         starts = zip(feed.start, feed.count, strict=True)
         rows = [
             (cache.first + row * cache.capacity, start, count) for row, (start, count) in enumerate(starts)
@@ -101,7 +101,7 @@ class DecoderModel:
                 Sides(drafts, each, end - drafts * each)
                 for end, (drafts, each) in zip(ends, feed.sides, strict=True)
             ]
-            made = attention.Feed.of(rows, self.device, self.attend, sides)
+            made = attention.Pass.of(rows, self.device, self.attend, sides)
         else:
             made = cache.feed(rows, self.attend)
         # A token's position alone says its scale, but while a long text is first read.

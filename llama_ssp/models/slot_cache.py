@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from llama_ssp.models.attention import Attend, Feed
+from llama_ssp.models.attention import Attend, Pass
 from llama_ssp.models.kernels import large_pages
 from llama_ssp.models.kv_cache import Row, Tally
 
@@ -62,13 +62,13 @@ class SlotCache:
         """The first row's first slot, for each of its positions."""
         return torch.full_like(self.position_S, self.first)
 
-    def feed(self, rows: list[Row], attend: Attend) -> Feed:
+    def feed(self, rows: list[Row], attend: Attend) -> Pass:
         """Where the tokens of these rows stand. Of the first row alone they are slices of what is there."""
         if len(rows) > 1 or rows[0][0] != self.first:
-            return Feed.of(rows, self.layers[0][0].device, attend)
+            return Pass.of(rows, self.layers[0][0].device, attend)
         _, start, count = rows[0]
         own = slice(start, start + count)
-        return Feed(self.position_S[own], self.first_S[:count], self.slot_S[own], attend, tuple(rows))
+        return Pass(self.position_S[own], self.first_S[:count], self.slot_S[own], attend, tuple(rows))
 
     def row(self, index: int) -> SlotCache:
         """One row as a cache of its own, in the same memory."""

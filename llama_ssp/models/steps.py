@@ -71,7 +71,7 @@ class SteppedModel(DecoderModel):
         super().tap(blocks)
 
     def _run(
-        self, token_T: Tensor, feed: attention.Feed, cache: SlotCache, last_only: bool
+        self, token_T: Tensor, feed: attention.Pass, cache: SlotCache, last_only: bool
     ) -> tuple[Tensor, list[Tensor]]:
         width = max(feed.widths)
         if last_only or width > WIDEST or feed.long_T is not None or self._failed:
@@ -145,7 +145,7 @@ def program_specs(
     if len(groups) == 1:
         given = token_T, position_T, first_T, slot_T, caches
         return [ProgramSpec(whole_with_states if tapped else whole, decoder, given, kinds)]
-    feed = attention.Feed(position_T, first_T, slot_T, attention_kernel.attend)
+    feed = attention.Pass(position_T, first_T, slot_T, attention_kernel.attend)
     x_TH = decoder.embedding.weight.new_empty(len(token_T), decoder.embedding.weight.shape[1])
     turns = {kind: rotary(feed) for kind, rotary in decoder.rotaries.items()}
     middle = [
@@ -212,7 +212,7 @@ def opening(
     decoder: Decoder, token_T: Tensor, position_T: Tensor, first_T: Tensor, slot_T: Tensor
 ) -> tuple[Tensor, Turns]:
     _never_empty(token_T)
-    return decoder.opening(token_T, attention.Feed(position_T, first_T, slot_T, attention_kernel.attend))
+    return decoder.opening(token_T, attention.Pass(position_T, first_T, slot_T, attention_kernel.attend))
 
 
 def through(blocks: Any, *given: Any) -> list[Tensor]:
@@ -226,7 +226,7 @@ def through_with_states(
     """What each of the blocks gives."""
     _never_empty(x_TH)
     _never_empty(caches[0][0][0])
-    feed = attention.Feed(position_T, first_T, slot_T, attention_kernel.attend)
+    feed = attention.Pass(position_T, first_T, slot_T, attention_kernel.attend)
     states = []
     for block, cache in zip(blocks, caches, strict=True):
         x_TH = block(x_TH, turns, cache, feed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from llama_ssp.models.attention import Feed, Rotary
+from llama_ssp.models.attention import Pass, Rotary
 from llama_ssp.models.decoder import Block, KeysValues, Norm, Turns
 
 
@@ -26,13 +26,13 @@ class DFlash(nn.Module):
         self.fc, self.state_norm, self.norm, self.rotary, self.head = fc, state_norm, norm, rotary, head
         self.blocks, self.attentions = nn.ModuleList(blocks), [block.attention for block in blocks]
 
-    def remember(self, state_TX: Tensor, feed: Feed, caches: list[KeysValues]) -> None:
+    def remember(self, state_TX: Tensor, feed: Pass, caches: list[KeysValues]) -> None:
         """Writes keys and values of these positions, of the target's hidden states."""
         g_TH, turns = self.state_norm(self.fc(state_TX)), self._turns(feed)
         for attention, cache in zip(self.attentions, caches, strict=True):
             attention.remember(g_TH, turns, cache, feed)
 
-    def forward(self, token_T: Tensor, feed: Feed, caches: list[KeysValues]) -> Tensor:
+    def forward(self, token_T: Tensor, feed: Pass, caches: list[KeysValues]) -> Tensor:
         """Logits of the head's own tokens, (T, E). What the pass writes into the caches never counts."""
         x_TH, turns = self.embedding[token_T], self._turns(feed)
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -40,5 +40,5 @@ class DFlash(nn.Module):
         found: Tensor = self.head(self.norm(x_TH))
         return found
 
-    def _turns(self, feed: Feed) -> Turns:
+    def _turns(self, feed: Pass) -> Turns:
         return {self.attentions[0].rotary or "": self.rotary(feed)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.models.attention import Feed, Rotary
+from llama_ssp.models.attention import Pass, Rotary
 from llama_ssp.models.decoder import Attention, KeysValues, Mlp, Norm
 from llama_ssp.models.heads.settings import Eagle3Settings
 
@@ -39,7 +39,7 @@ class Eagle3(nn.Module):
         found: Tensor = self.fc(state_TX)
         return found
 
-    def forward(self, token_T: Tensor, g_TH: Tensor, feed: Feed, cache: KeysValues) -> Tensor:
+    def forward(self, token_T: Tensor, g_TH: Tensor, feed: Pass, cache: KeysValues) -> Tensor:
         """z, (T, H); keys and values are written into the cache."""
         norms = self.norms
         normed_TH = norms["states"](g_TH)
@@ -53,7 +53,7 @@ class Eagle3(nn.Module):
         return z_TH
 
     def step(
-        self, token_T: Tensor, g_TH: Tensor, last_R: Tensor, feed: Feed, cache: KeysValues
+        self, token_T: Tensor, g_TH: Tensor, last_R: Tensor, feed: Pass, cache: KeysValues
     ) -> tuple[Tensor, Tensor]:
         """Logits (R, E) and z (R, H) of the tokens at places `last_R`; writes the cache as `forward`."""
         z_RH = self(token_T, g_TH, feed, cache)[last_R]

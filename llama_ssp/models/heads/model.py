@@ -75,7 +75,7 @@ def _ends(rows: Spans) -> list[int]:
     return [end - 1 for end in accumulate(count for _, _, count in rows)]
 
 
-def _feed_of(rows: Spans, cache: SlotCache, attend: attention.Attend) -> attention.Feed:
+def _feed_of(rows: Spans, cache: SlotCache, attend: attention.Attend) -> attention.Pass:
     return cache.feed([(row * cache.capacity, start, count) for row, start, count in rows], attend)
 
 
@@ -138,7 +138,7 @@ class DFlashModel(HeadModel):
         found: Tensor = logit_TE.view(len(rows), self.width, -1)[:, self.width - self.drafts :]
         return found
 
-    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Feed:
+    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
         return _feed_of(rows, cache, attention.attend_blocks)
 
 
@@ -187,7 +187,7 @@ class Eagle3Model(ChainedHead):
         logit_RE, z_RH = program(self.head, *given)
         return logit_RE, z_RH
 
-    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Feed:
+    def _feed(self, rows: Spans, cache: SlotCache) -> attention.Pass:
         return _feed_of(rows, cache, self.attend)
 
     def prepare(self) -> None:
@@ -223,5 +223,5 @@ def draft_step(
     check: Callable[..., None] = torch._check
     for tensor in (token_T, *last, caches[0][0][0]):
         check(tensor.shape[0] >= 1)
-    feed = attention.Feed(position_T, first_T, first_T + position_T, attention_kernel.attend)
+    feed = attention.Pass(position_T, first_T, first_T + position_T, attention_kernel.attend)
     return head.step(token_T, g_TH, *last, feed, *caches)

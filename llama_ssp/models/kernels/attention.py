@@ -12,13 +12,13 @@ from torch import Tensor
 from llama_ssp.models.kernels.build import load_library
 
 if TYPE_CHECKING:
-    from llama_ssp.models.attention import Feed, Scores
+    from llama_ssp.models.attention import Pass, Scores
 
 OPERATOR = "llama_ssp::attend"
 
 
 def attend(
-    feed: Feed, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
+    feed: Pass, query_THD: Tensor, keys_GND: Tensor, values_GND: Tensor, scores: Scores, sink_H: Tensor | None
 ) -> Tensor:
     """As `models.attention.attend_rows`; the tokens of a row stand together, at positions that never fall."""
     y_THD: Tensor = torch.ops.llama_ssp.attend(
