@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp import SamplingConfig, load_pair
+from llama_ssp.errors import DataError
 from tests.distributed.processes import on_ranks
 from tests.heads import loaded
 
@@ -157,6 +158,16 @@ def head_words(target: Path, folder: Path) -> list[str]:
     (file := folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sizes = "steps=20 row=24 batch_tokens=96 vocab=300 depth=3 new_tokens=12 threads=1"
     return ["head", f"out={folder / 'head'}", f"target={target}", f"data={file}", *sizes.split()]
+
+
+def test_the_lines_of_a_head_s_data(tmp_path: Path) -> None:
+    """Python's own lines end at more characters than those of JSON Lines."""
+    (file := tmp_path / "data.jsonl").write_text('{"text": "a\u2028b"}\r\n \n{"prompt": "c"}\n', newline="")
+    assert head_data.file_lines(file) == [{"text": "a\u2028b"}, {"prompt": "c"}]
+    for wrong in ('{"text": "a"', '{"txet": "a"}', "7"):
+        file.write_text('{"text": "a"}\n' + wrong)
+        with pytest.raises(DataError, match=r"data.jsonl:2; found"):
+            head_data.file_lines(file)
 
 
 def test_a_head_is_trained_goes_on_after_kills_and_drafts(

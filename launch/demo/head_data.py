@@ -54,8 +54,11 @@ def demo_lines(seed: int, count: int) -> list[dict[str, Any]]:
 def file_lines(path: Path) -> list[dict[str, Any]]:
     """A JSON Lines file; each object has a `text`, or a `prompt` or `messages` that the target answers."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        content = json.loads(line) if line.strip() else {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            content = json.loads(line.strip() or "{}")
+        except ValueError:
+            content = line
         if content and not (isinstance(content, dict) and any(key in content for key in KEYS)):
             what, where = "a line of the data cannot be used", f"{path}:{number}"
             raise DataError(what, where, line[:80], f"an object with one of {', '.join(KEYS)}")

@@ -36,7 +36,7 @@ class Recipe(Training):
     # The share of multiplications in a batch, from a step on: products are learnt after the look
     # of code, so they get more room in the middle, and the end goes to both.
     math_shares: tuple[tuple[int, float], ...] = ((0, 0.5),)
-    long_every: int = 8  # every so many steps the rows are as long as the context
+    long_every: int = 8  # one step in this many has rows as long as the context
     bpe_size: int = 4096
     files: int | None = None  # of the library; all of them by default
 

@@ -1,4 +1,1 @@
-"""From strings to token ids and back:
-
-prompts, tokenizers, how two vocabularies compare, translation between them.
-"""
+"""From strings to token ids and back: prompts, tokenizers, how two vocabularies compare, translation."""

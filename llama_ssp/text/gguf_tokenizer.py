@@ -152,7 +152,7 @@ class _HeaderTokenizer:
         }
 
     def sentencepiece(self) -> dict[str, Any]:
-        """BPE whose merges follow from scores, with bytes for characters that have no token."""
+        """BPE: merges follow from scores, with bytes for characters that have no token."""
         row = row_of(self.header)
         prefix = self.flag("add_space_prefix", row is None or row.space_before)
         marks: JsonStep = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}

@@ -120,7 +120,7 @@ class Line:
 def read_prompts(task: PromptedConf) -> Reading:
     """The prompts of a run, from the one source that the config names.
 
-    None where a comparison asks on the terminal, and where a measurement has lengths instead of texts.
+    There are none where a comparison asks on the terminal, or where a measurement has lengths instead.
     """
     if task.prompts is not None:
         found = [TextPrompt(str(i), text, f"task.prompts[{i}]") for i, text in enumerate(task.prompts)]

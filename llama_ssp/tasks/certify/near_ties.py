@@ -2,7 +2,7 @@
 
 A model that is fed K+1 tokens at once rounds differently from one that is fed them one by one, so in bf16 or
 fp16 two tokens of nearly equal logits may trade places. Exact speculation can show no other difference, and
-this module tells that one from every other:
+this module tells rounding from every other cause:
 
 1. The band: |logit fed singly - logit fed K+1 at a time| over the texts' positions, prompts prefilled as in
    a run, rows in a batch and alone; epsilon is twice the largest. If plain decoding prefers a, verification

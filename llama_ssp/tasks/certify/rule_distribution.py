@@ -10,7 +10,7 @@ gets a block of i+1 drafts, once for each token that could have been drafted las
 must be the target's probability of x times the chance that i drafts stand. If that holds at every node, and
 the chance that i drafts stand is the same from a block of i and from one of i+1, then by induction from the
 last position the distribution of whole texts is the target's: for the token rule, and for the block rule,
-whose draws depend on later positions. Only the rule's three functions are called, so any wrong rule shows.
+in which draws depend on later positions. Only the rule's three functions are called, so any wrong rule shows.
 
 Tokens that the draft hardly ever proposes are not tried one by one. Their part can only lie between nothing
 and their share of the draft's distribution; if some such addition makes the equation true, it counts as true.

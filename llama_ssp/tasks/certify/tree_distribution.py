@@ -1,4 +1,4 @@
-"""The exact distribution of what the rule commits in a round whose drafts have siblings.
+"""The exact distribution of what the rule commits in a round with siblings of drafts.
 
 The rule tries the children of a node one after the other. So its distribution is held against the target's
 child by child, as rule_distribution.py does it draft by draft: with all other tokens as they were, each token
