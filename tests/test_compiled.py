@@ -303,6 +303,10 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tm
     assert said == ["m runs eagerly"]
 
 
+def test_an_error_without_text_is_said_by_its_kind():
+    assert building.complaint(OSError()) == "OSError"
+
+
 @needs_compiler
 def test_a_model_that_does_not_compile_runs_eagerly(monkeypatch, caplog):
     def refuse(*_: object, **__: object) -> None:

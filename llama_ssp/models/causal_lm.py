@@ -82,8 +82,7 @@ class CausalModel:
         return sum(p.numel() for p in self.module.parameters())
 
     def tap(self, blocks: tuple[int, ...]) -> None:
-        """As of a `DecoderModel`; what the last block gives is not among them: transformers norms it first.
-        That is block -1.
+        """As `DecoderModel.tap`, but block -1 is what the last norm gives; the last block alone has no tap.
 
         Raises ModelError for a block that the model does not have.
         """

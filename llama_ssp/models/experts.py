@@ -114,7 +114,7 @@ class Experts(nn.Module):
             self.register_parameter(name, None if part is None else nn.Parameter(part, requires_grad=False))
 
     def extra_repr(self) -> str:
-        """A compiled step is kept by what its modules say of themselves."""
+        """The name of a compiled step's file is made of it."""
         return f"{self.hows}"
 
     def forward(self, x_TH: Tensor) -> Tensor:

@@ -112,8 +112,8 @@ class Gguf:
     interleaved: bool = False  # rows of queries and keys have number i of a head next to number D/2 + i
     rotary_size: bool = False  # old files have the size of a head as that of its rotary positions
     stripped: bool = False  # spaces behind special tokens are not text
-    every: int = 0  # each how many layers one sees the whole text, where that is not in the file
-    other_scale: int = 0  # layers of the model whose scores are divided by sqrt(dim / heads), not of a head
+    every: int = 0  # of this number of layers the last sees the whole text, where that is not in the file
+    other_scale: int = 0  # a model with this number of layers divides scores by sqrt(dim / heads)
     space_before: bool = True  # SentencePiece puts a space before a text, where the file does not say
     scored: bool = True  # SentencePiece's scores order its merges; else the tokens' places do
 
@@ -264,7 +264,7 @@ DEEPSPEED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.d
 # Limits of architectures without a row. Rotary positions with two scales (longrope), one of them for all rows
 # of a pass, by its longest text:
 SCALED_BY_PASS = ("phimoe",)
-# A choice among the tokens of a pass that has more of them than this key of the config says:
+# Attention to some of the tokens alone, in a pass of more tokens than this key of the config says:
 READ_TOGETHER_BEYOND = {"doge": "keep_window_size"}
 
 

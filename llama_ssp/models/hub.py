@@ -101,8 +101,8 @@ def _reason(
     for cause in causes:
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(cause, errors.GatedRepoError):
-            whose = "the account of your token" if has_token else "your account"
-            return "it is gated", None, f"ask for access with {whose} on {page}{log_in}"
+            account = "the account of your token" if has_token else "your account"
+            return "it is gated", None, f"ask for access with {account} on {page}{log_in}"
         if isinstance(cause, errors.RevisionNotFoundError):
             return "there is no such revision", str(revision), f"correct {role}.revision; {page} lists them"
         if isinstance(cause, errors.RepositoryNotFoundError) or status == UNAUTHORISED:

@@ -42,7 +42,7 @@ class RoundedInputs(nn.Module):
         self.static = numbers if rounding.static else None  # no buffer: plans count those
 
     def extra_repr(self) -> str:
-        """A compiled step is kept by what its modules say of themselves."""
+        """The name of a compiled step's file is made of it."""
         return f"{self.kind}, {self.first}, {self.groups}"
 
     def forward(self, x: Tensor) -> Tensor:

@@ -94,8 +94,7 @@ class SteppedModel(DecoderModel):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises in a module that it does not know
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
+            log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, complaint(error))
             self._failed = True
         return not self._failed
 

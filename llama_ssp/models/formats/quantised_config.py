@@ -1,6 +1,6 @@
 """What config.json says of quantised weights: the format, and what its tensors do not say. No torch.
 
-What can be read is refused or accepted here, before a weight is read.
+What cannot be read is refused here, before a weight is read.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from llama_ssp.models.heads.dflash import DFlash
 from llama_ssp.models.heads.eagle3 import Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
 from llama_ssp.models.kernels import attention as attention_kernel
+from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kv_cache import Tally
 from llama_ssp.models.programs import Program, ProgramFile, ProgramSpec, compiled
 from llama_ssp.models.quantization import scales_of
@@ -209,8 +210,7 @@ class Eagle3Model(ChainedHead):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, said[0][:200])
+            log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, complaint(error))
             self.fast = False
         return self._program
 

@@ -79,9 +79,9 @@ def library(source: Path, *flags: str) -> Path:
 
 
 def complaint(error: Exception) -> str:
-    """The reason why there is no library, in a line."""
-    said = str(getattr(error, "stderr", None) or error).strip().splitlines()
-    return said[0][:200]
+    """Why something could not be compiled, in a line."""
+    said = str(getattr(error, "stderr", None) or error).strip() or type(error).__name__
+    return said.splitlines()[0][:200]
 
 
 def is_ours(file: Path) -> bool:

@@ -37,7 +37,7 @@ class DecodedLinear(nn.Module):
             self.register_buffer(name, part, persistent=False)
 
     def extra_repr(self) -> str:
-        """A compiled step is kept by what its modules say of themselves."""
+        """The name of a compiled step's file is made of it."""
         return f"{self.in_features}, {self.out_features}, {self.kind}"
 
     def forward(self, x: Tensor) -> Tensor:
