@@ -1,4 +1,4 @@
-"""The element of a scheduler's job that this process is of: of a Slurm array, or an Indexed Job. No torch."""
+"""Which element of a scheduler's job this process is: a Slurm array's, or an Indexed Job's. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUP, POD_UID = "LLAMA_SSP_GROUP", "LLAMA_SSP_POD_UID"
 class Element:
     """`job` stays the same when the element is started again; `restart` does not.
 
-    Of Slurm they are a job's number and a count; of Kubernetes the Job's uid with the group, the pod's uid.
+    In Slurm they are the job's number and a count; in Kubernetes the Job's uid with the group, and the pod's.
     """
 
     job: str

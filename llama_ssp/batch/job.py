@@ -82,10 +82,9 @@ def folders_of(run: RunConf) -> tuple[Path, Path]:
 
 
 def chosen_seed(run: RunConf, is_job: bool) -> int:
-    """The run's seed, else that of the job that it continues, else a new one.
+    """The run's seed; else the seed of the job that it continues; else a new one.
 
-    That of a new job for a scheduler follows from the job's folder: so the script that is printed is the one
-    that would be submitted.
+    A scheduler's new job gets its seed from its folder's name: the printed script is the submitted one.
     """
     if run.seed is not None:
         return run.seed

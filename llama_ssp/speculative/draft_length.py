@@ -44,7 +44,7 @@ class FixedDraftLength:
         """Another text was admitted to the row."""
 
 
-JUMP = 1.5  # a round's time counts as at most so many times what is known
+JUMP = 1.5  # a round's time counts as at most this many times what is known
 REMEMBERED = 400  # rounds of a shape; earlier ones are forgotten
 
 
@@ -148,7 +148,7 @@ class Costs:
 
 
 GAIN = (0.25, 0.38, 0.44)  # tokens that 1, 2, 3 siblings are assumed to bring where a draft fails
-HOPE = 2.0  # siblings are tried where they would pay if they brought so many times what is assumed,
+HOPE = 2.0  # siblings are tried where they would pay if they brought this many times what is assumed,
 TRIALS = 0.01  # as long as all that is tried takes this share of the time
 PRIOR = 0.7  # the assumed overlap of a row's distributions before anything was seen
 GUESS = 3.0  # observations that the guess of a chance counts as: a few bad rounds say little of a text
@@ -156,7 +156,7 @@ MEMORY = 0.97  # the weight of earlier rounds shrinks by this factor with each r
 MEMORY_OF_ALL = 0.998  # of the run's earlier rounds, of all texts
 PROBE_FIRST, PROBE_LAST = 32, 64  # rounds without drafts between tries; they double
 READING = 0.02  # of a row's time: the most that the draft model may read for a try
-READS, FADE = 5, 0.8  # reads that count; by which their mean shrinks when it keeps a text from a try
+READS, FADE = 5, 0.8  # reads that the mean remembers; it shrinks by FADE when it keeps a text from a try
 UNKNOWN = 2.5  # the weight of the rounds that a text drafts at least, whatever earlier texts say
 
 
@@ -206,8 +206,7 @@ class AcceptanceStats:
     def gain(self, most: int, hope: float = 1.0) -> list[float]:
         """The tokens that 1, 2, ... siblings of each draft bring where a draft fails.
 
-        More siblings than were ever drawn are assumed to bring `hope` times as many more as they would
-        without a past.
+        Siblings beyond those that were ever drawn are assumed to bring `hope` times what `usual_gain` says.
         """
         found, known = [], 0.0
         for s in range(most):
@@ -239,7 +238,7 @@ class Experience:
     """
 
     def __init__(self, costs: Costs, apart: float, timed: int, rows: int) -> None:
-        """Shapes were timed so often, with so many rows; `apart`: the standard deviation over the mean."""
+        """Each shape was timed `timed` times with `rows` rows; `apart`: standard deviation over mean."""
         self.acceptance = AcceptanceStats(memory=MEMORY_OF_ALL)
         self.reading = 0.0  # seconds that a draft model reads a token that it missed; not known at first
         self._rows, self._reads, self._most = rows, 0, costs.draft + costs.once  # as a step of its own takes

@@ -22,7 +22,7 @@ CHAIN = -1  # of a column that is no sibling
 
 @dataclass(frozen=True)
 class Siblings:
-    """Of row b, `each[b]` siblings at each of its `drafts[b]`, of S columns.
+    """Row b has `each[b]` siblings at each of its `drafts[b]` drafts; S is the most of all rows.
 
     The columns of the target's pass: the token before the drafts, then each draft and its siblings.
     """
@@ -67,7 +67,7 @@ class Siblings:
         return sent(main, device), sent(aside, device)
 
     def trees(self, rows: list[list[float]]) -> list[TreeResult | None]:
-        """Of a row's outcome, and its columns of `decision.decide_tree` behind those of every rule."""
+        """What each row's tree brought, from its outcome and the columns that `decision.decide_tree` adds."""
         k, most = self.token_BKS.shape[1], self.most
         found: list[TreeResult | None] = []
         for (outcome, *values), (drafts, each), numbers in zip(rows, self.shapes, self.numbers, strict=True):
@@ -87,7 +87,7 @@ class Siblings:
         return found
 
     def fed(self, feed: Feed) -> list[list[int]]:
-        """The same of all columns of a pass, which may have tokens before these; nothing of rows without."""
+        """`numbers` of a pass, which may begin with earlier tokens; empty for rows that are fed nothing."""
         return [
             [*[CHAIN] * (count - drafts - 1), *numbers] if count else []
             for count, drafts, numbers in zip(feed.count, self.drafts, self.numbers, strict=True)
