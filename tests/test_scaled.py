@@ -18,7 +18,7 @@ from llama_ssp.models.interface import Model
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.sizes import Checkpoint, sizes_of
 from llama_ssp.models.steps import SteppedModel, has_kernels
-from llama_ssp.speculative.drafters.local import ModelDrafter
+from llama_ssp.speculative.drafters.local import Drafter, ModelDrafter
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws
@@ -131,6 +131,17 @@ def test_scaled_rows_are_refilled(name: str) -> None:
     engine = Engine(ModelRunner(target), drafter, transform, RULES["block"], draws)
     found = drive_refilled(engine, list(expected), 2, k=4, longest=80)
     assert found == {prompt.id: text for prompt, text in expected.items()}
+
+
+@pytest.mark.parametrize(("name", "beyond"), [("phi3", 0), ("llama", 29)])
+def test_what_a_conversation_keeps_is_counted(name: str, beyond: int) -> None:
+    """Nothing where it outgrows the first scale and is read anew."""
+    target, draws = model_of(name), CounterDraws(0)
+    transform = SamplingTransform(GREEDY, (), target.vocab)
+    engine = Engine(ModelRunner(target), Drafter(), transform, RULES["block"], draws)
+    state = engine.prefill([Prompt("0", tuple(range(3, 23)))], 60)
+    assert engine.go_on(state, Prompt("1", tuple(range(3, 33)))) == 19
+    assert engine.go_on(state, Prompt("2", tuple(range(3, 43)))) == beyond
 
 
 @pytest.mark.slow

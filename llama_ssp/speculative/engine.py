@@ -114,8 +114,7 @@ class RankEngine(ABC):
         kept = 0
         if self.target:
             self.target.roll_back([max(1, min(alike, state.lengths[0] - 1))])
-            kept = self.target.cached[0]
-            self.target.prefill(state.token_BS, [state.lengths[0] - 1])
+            [kept] = self.target.prefill(state.token_BS, [state.lengths[0] - 1])
         if self.drafter:
             self.drafter.refill(state, 0)
         return kept

@@ -45,10 +45,12 @@ class ModelRunner:
         self._cache = None  # first: its memory may be needed
         self._cache = self.model.new_cache(rows, capacity)
 
-    def prefill(self, token_BS: Tensor, ends: list[int]) -> None:
-        """Feeds up to `ends`; the texts have one token more."""
+    def prefill(self, token_BS: Tensor, ends: list[int]) -> list[int]:
+        """Feeds up to `ends`; the texts have one token more. How many tokens of each the cache had kept."""
         self._begin(ends, [end + 1 for end in ends])
+        kept = list(self.cached)
         self._prefill(token_BS, ends)
+        return kept
 
     def _prefill(self, token_BS: Tensor, ends: list[int]) -> None:
         while any(c < e for c, e in zip(self.cached, ends, strict=True)):
