@@ -300,6 +300,8 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "of another shape": (lambda f: changed(f, **{"norm.weight": torch.ones(3)}), "norm.weight is"),
     "not known": (lambda f: changed(f, mask_hidden=torch.ones(3)), "mask_hidden is not"),
     "maps that do not agree": (lambda f: changed(f, d2t=SHIFTED), "do not agree"),
+    "layers beyond the target": (lambda f: config_of(f, **{TAPS_KEY: [1, 2, 9]}), "cannot give.*found 9"),
+    "a layer twice": (lambda f: config_of(f, **{TAPS_KEY: [1, 2, 2]}), "cannot give.*found 2, 2"),
     "no map": (lambda f: changed(f, d2t=None, t2d=None), "do not agree"),
 }
 

@@ -48,9 +48,10 @@ def load_head(
     fast = fast and not isinstance(settings, DFlashSettings) and has_kernels(name, dtype, device)
     product, head = formats(dtype, device, fast)
     names, taps = wanted(config, settings), settings.taps_of(layers)
-    if isinstance(settings, DFlashSettings) and max(taps) >= layers:  # what is there is normed for some
+    last = layers - isinstance(settings, DFlashSettings)  # what is there is normed for some
+    if wrong := [tap for tap in taps if not 0 <= tap <= last or taps.count(tap) > 1]:
         what, fix = "the head reads layers that the target cannot give", "use a head of this target"
-        raise ModelError(what, path, max(taps), f"0..{layers - 1}", fix)
+        raise ModelError(what, path, ", ".join(map(str, wrong)), f"0..{last}, each once", fix)
     lent: list[Tensor | None] = [None, None]
     shared = []
     for output in (False, True):
