@@ -14,13 +14,15 @@ def main() -> NoReturn:
     if sys.version_info < (3, 11):  # noqa: UP036  a checkout runs with any Python
         _fail(f"llama-ssp needs Python 3.11 or later; {sys.executable}; found {sys.version.split()[0]}")
     try:
-        from llama_ssp.cli import main as command
+        from llama_ssp import cli
+
+        cli.load(sys.argv[1:])
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] == "llama_ssp":
             raise
         _fail(f"{missing.name} is not installed for this Python; {sys.executable}")
 
-    command()
+    cli.main()
 
 
 def _fail(what: str) -> NoReturn:

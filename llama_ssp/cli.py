@@ -43,6 +43,14 @@ if TYPE_CHECKING:
 GRACE_S = 4.0  # for a rank to obey a signal
 
 
+def load(words: list[str]) -> None:
+    """Imports what a run needs before torch, unless --help or the like answers: before the guard is up."""
+    if not ({*HELP, *VERSION} & set(words) or (words and words[0] in COMMANDS)):
+        from llama_ssp.config import compose  # noqa: F401
+        from llama_ssp.planner import resolve  # noqa: F401
+        from llama_ssp.tasks import inputs  # noqa: F401
+
+
 def main() -> NoReturn:
     """Runs the command and leaves with its exit code."""
     _begin_log()
