@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp import cli
+from llama_ssp import __version__, cli
 from llama_ssp.config import TASKS, GenerateConf, PromptedConf, RunConf
 from llama_ssp.config.completion import candidates, completion
 from llama_ssp.config.compose import composed
@@ -194,7 +194,8 @@ def test_help_fits_a_screen_and_a_task_s_help_is_about_the_task(monkeypatch: pyt
 
 def test_version_and_help_are_printed(command: Command) -> None:
     said = command("--version").out
-    assert said.startswith("llama-ssp 0.2.0 (python 3.") and "torch 2." in said and "transformers" in said
+    assert said.startswith(f"llama-ssp {__version__} (python 3.")
+    assert "torch 2." in said and "transformers" in said
     assert command("--help").out == overview() == command("--help", "--config-dir=x").out
     assert cli._answer(["completion", "words", "generate", "--help"]) == "--help\n", "a line to complete"
     assert "[above 0, up to 1]" in " ".join(command("sampling", "--help").out.split()), "top_p=0 is refused"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp import __version__
 from tests.processes import wait_for
 from tests.warm import ROOT, start
 
@@ -51,7 +52,7 @@ def errors(text: str) -> list[str]:
         (["--help"], 0, "llama-ssp TASK"),
         (["measure", "--help"], 0, "repeats=6"),
         (["--cfg", "job"], 0, "speculation:"),
-        (["--version"], 0, "llama-ssp 0.2.0"),
+        (["--version"], 0, f"llama-ssp {__version__}"),
         ([PROMPT, "speculation.k=-1"], 2, "speculation.k is out of range"),
         ([PROMPT, "speculation.kk=1"], 2, "unknown key"),
         (["task=eval", "task.pairs=[tiny,8B]"], 2, "there is no model=8B"),
