@@ -226,22 +226,18 @@ FAULTS = {
 }
 
 
-def shows(fault: Fault) -> str | None:
-    """How it shows."""
+def shows(fault: Fault) -> bool:
+    """Whether texts have another distribution with it."""
     with ExitStack() as stack:
         for place, name, instead in fault.changes:
             stack.enter_context(patch.object(place, name, instead))
-        try:
-            error, _ = walk(fault.scenario, iter([fault.schedule]))
-        except Exception as crash:
-            return f"{type(crash).__name__}: {crash}"
-    return f"TV {error:.1e}" if error > 1e-12 else None
+        return walk(fault.scenario, iter([fault.schedule]))[0] > 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_shows(name: str):
-    assert shows(FAULTS[name]) is not None
+    assert shows(FAULTS[name])
 
 
 # Faults by which each draft still comes with its distribution: the distribution of the texts holds, but not a
@@ -272,4 +268,4 @@ def test_a_planted_fault_shows_in_the_text(name: str):
 def test_keys_make_the_choice_harmless_by_themselves():
     """A proposal that is thrown away for what it holds is drawn again by the same keys: the same one."""
     whim = FAULTS[WHIM]
-    assert shows(replace(whim, changes=whim.changes[:1])) is None
+    assert not shows(replace(whim, changes=whim.changes[:1]))
