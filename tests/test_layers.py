@@ -37,7 +37,7 @@ FORBIDDEN_OF = {
     ("importlib", "import_module"),
 }  # fmt: skip
 # Assertions of our own order, not of anything that comes from outside: all that may be one, beside narrowing.
-OWN_ORDER = {"models/kv_cache.py": "self._slots", "models/kernels/linear.py": "inputs % word == 0"}
+OWN_ORDER = {("models/kv_cache.py", "self._slots"), ("models/kernels/linear.py", "inputs % word == 0")}
 
 
 @cache
@@ -199,7 +199,7 @@ def _narrows(test: ast.expr) -> bool:
 def test_nothing_is_refused_by_an_assertion():
     """`python -O` takes assertions away: they tell the type checker something, and refuse nothing."""
     found = {
-        path.relative_to(PACKAGE).as_posix(): ast.unparse(node.test)
+        (path.relative_to(PACKAGE).as_posix(), ast.unparse(node.test))
         for _, tree, path in modules()
         for node in ast.walk(tree)
         if isinstance(node, ast.Assert) and not _narrows(node.test)
