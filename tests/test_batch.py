@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -333,15 +334,28 @@ def test_a_disk_that_takes_no_more_loses_nothing(command: Command, undisturbed: 
 
 
 @pytest.mark.slow
-def test_two_writers_at_once(command: Command, undisturbed: bytes):
+def test_two_writers_at_once(command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes):
     """Both work, on different shards; whoever is last writes the output."""
+    claim = Journal.claim
+
+    def together(self: Journal) -> Any:
+        """No shard is begun before the other writer has one, too."""
+        found = claim(self)
+        Path(f"writer-{os.getpid()}").touch()
+        while len(list(Path().glob("writer-*"))) < 2:
+            time.sleep(0.01)
+        return found
+
     children = []
-    for _ in range(2):
-        child = os.fork()
-        if child == 0:
-            launched(*SMALL, "task.output=out.jsonl")
-        children.append(child)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "claim", together)
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(120)
+                launched(*SMALL, "task.output=out.jsonl")
+            children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
     assert Path("out.jsonl").read_bytes() == undisturbed
     parts = [path.name for path in Path("out.jsonl.work/parts").iterdir()]
-    assert len({name.split("-")[-1] for name in parts}) <= 2
+    assert len({name.split("-")[-1] for name in parts}) == 2

@@ -7,6 +7,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -118,11 +119,8 @@ def test_an_interrupted_download_goes_on_with_the_files_that_lack(hub: Threading
 
 
 def test_ranks_of_one_machine_fetch_each_file_once(hub: ThreadingHTTPServer) -> None:
-    ranks = [threading.Thread(target=find, args=(of("a/b"), "model", True)) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    with ThreadPoolExecutor(3) as ranks:
+        assert len(set(ranks.map(lambda _: find(of("a/b"), "model", True), range(3)))) == 1
     assert Hub.asked["GET model.safetensors"] == Hub.asked["GET config.json"] == 1
 
 
