@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 
 # What only extras and developers need.
 OPTIONAL = (
-    "blobfile", "deepspeed", "hypothesis", "matplotlib", "pytest", "scipy", "sentencepiece", "tiktoken",
-    "triton",
+    "blobfile", "compressed_tensors", "deepspeed", "gguf", "hypothesis", "kubernetes_validate", "lm_eval",
+    "matplotlib", "pytest", "scipy", "sentencepiece", "tiktoken", "triton",
 )  # fmt: skip
 BLOCKED = """
 import sys
