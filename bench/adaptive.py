@@ -30,8 +30,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from contenders import PROMPTS, by_us, opened, sizes  # noqa: E402
-from fast import Asked, Taken, faster  # noqa: E402
+from fast import Taken, faster  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
+from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps  # noqa: E402
 from llama_ssp.pair.session import PairSession  # noqa: E402
@@ -45,12 +46,16 @@ Kind = tuple[int, bool]  # of a round: its K, and whether the draft has to catch
 
 
 @dataclass
-class Ours(Asked):
+class Asked(Words):
     """The command line."""
 
     agreements: str = "0.05,0.3,0.6,0.8,0.95"
     ks: str = "1,2,3,4,6,8,12,16"
     new: int = 192
+    repeats: int = 5
+    threads: int = 2
+    small: bool = False
+    write: str = ""
 
 
 @dataclass
@@ -110,7 +115,7 @@ def pair_of(agreement: float, small: bool, slots: int) -> PairSession:
 
 
 def main() -> None:
-    asked = Ours.of(sys.argv[1:])
+    asked = Asked.of(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.set_num_threads(asked.threads)
     fixed = [0, *(int(k) for k in asked.ks.split(","))]

@@ -1,7 +1,7 @@
 """Draft trees beside chains, at dialled agreements and draft costs: one interleaved run for each pair.
 
     python bench/trees.py [drafts=2x512,4x704,6x832,shipped] [agreements=0.6,0.8,0.9] [temperatures=1.0,0.5]
-                          [ks=1,2,4,8] [trees=2x1,4x2] [new=64] [texts=3] [more=16] [threads=2] [small=true]
+                          [ks=1,2,4,8] [trees=2x1,4x2] [new=64] [texts=3] [more=48] [threads=2] [small=true]
                           [write=FILE.md]
 
 A draft of LxH is synthetic, with L layers and H hidden numbers: these three take about 0.05, 0.15 and 0.3 of
@@ -39,12 +39,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from contenders import opened, sizes, text_logits  # noqa: E402
-from fast import Asked  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from side_by_side import PROMPTS as TEXTS  # noqa: E402
 from surroundings import surroundings, write  # noqa: E402
 from ways import TOKENS, VOCAB, Brought, Cell, Way, over  # noqa: E402
 from without_forwards import Shape, Table, in_the_long_run  # noqa: E402
+from words import Words  # noqa: E402
 
 from llama_ssp.config import Dtype, RunConf, Steps, register  # noqa: E402
 from llama_ssp.config.validation import to_run  # noqa: E402
@@ -63,7 +63,7 @@ CHAINS, TREES = "adaptive, chains", "adaptive, trees"
 
 
 @dataclass
-class Ours(Asked):
+class Asked(Words):
     """The command line."""
 
     agreements: str = "0.6,0.8,0.9"
@@ -74,6 +74,9 @@ class Ours(Asked):
     new: int = 64
     texts: int = 3
     more: int = 48
+    threads: int = 2
+    small: bool = False
+    write: str = ""
 
 
 def trained(draft: str, temperature: str, new: int) -> Cell:
@@ -89,7 +92,7 @@ def trained(draft: str, temperature: str, new: int) -> Cell:
     return Cell(draft, f"T = {temperature}", pair, prompts=prompts)
 
 
-def synthetic(draft: str, agreement: str, asked: Ours, known: dict[str, Brought]) -> Cell:
+def synthetic(draft: str, agreement: str, asked: Asked, known: dict[str, Brought]) -> Cell:
     """The pair with this draft. What drafts of one agreement bring does not depend on their sizes."""
     layers, hidden = map(int, draft.split("x"))
     target, _ = sizes(float(agreement), asked.small)
@@ -108,7 +111,7 @@ def synthetic(draft: str, agreement: str, asked: Ours, known: dict[str, Brought]
     return Cell(draft, agreement, ready, known[agreement])
 
 
-def cells(asked: Ours) -> Iterable[Cell]:
+def cells(asked: Asked) -> Iterable[Cell]:
     """Each pair in turn; it is closed when the next one begins."""
     known: dict[str, Brought] = {}
     for draft in asked.drafts.split(","):
@@ -119,7 +122,7 @@ def cells(asked: Ours) -> Iterable[Cell]:
             own.ready.close()
 
 
-def played(cell: Cell, asked: Ours) -> dict[str, Way]:
+def played(cell: Cell, asked: Asked) -> dict[str, Way]:
     """All contenders, text by text, each time beginning with another one."""
     ways = {f"K = {k}": Way(int(k), 0) for k in asked.ks.split(",")}
     for tree in asked.trees.split(","):
@@ -198,7 +201,7 @@ def judged(cell: Cell, ways: dict[str, Way]) -> tuple[list[list[str]], list[str]
 
 
 def main() -> None:
-    asked = Ours.of(sys.argv[1:])
+    asked = Asked.of(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.set_num_threads(asked.threads)
     register()
