@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -144,6 +146,12 @@ class Answer:
     @property
     def errors(self) -> list[str]:
         return [line for line in self.err.splitlines() if line.startswith("error:")]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The JSON document: the last line of standard output."""
+        found: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return found
 
 
 class Command:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks.greedy_match import GreedyMatch, MatchRounds, agreements, fork_chances
-from tests.conftest import Answer, Command
+from tests.conftest import Command
 from tests.rig import GREEDY, Contrary
 from tests.toy import Toy, toy
 
@@ -155,11 +154,6 @@ def test_penalties_hold_for_both() -> None:
     assert found.finish == "length" and best not in found.tokens
 
 
-def document(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found
-
-
 def test_the_command(command: Command, tmp_path: Path) -> None:
     """The synthetic pair on a file of prompts: table, summary and document say the same."""
     file = tmp_path / "prompts.jsonl"
@@ -168,7 +162,7 @@ def test_the_command(command: Command, tmp_path: Path) -> None:
     assert (answer.code, answer.errors) == (0, [])
     head, one, two, _, summary, _ = answer.out.splitlines()
     assert head.split()[:2] == ["prompt", "agreed"]
-    found = document(answer)
+    found = answer.document
     assert (found["task"], found["status"]) == ("agree", "done")
     assert [row["id"] for row in found["prompts"]] == ["one", "two"]
     assert [line.split()[:2] for line in (one, two)] == [
@@ -188,7 +182,7 @@ def test_the_command(command: Command, tmp_path: Path) -> None:
 def test_the_picture(command: Command) -> None:
     pytest.importorskip("matplotlib")
     answer = command("task=agree", "seed=1", "task.max_new_tokens=6", "task.plot=agree.svg", "out=null")
-    assert document(answer)["plot"] == "agree.svg"
+    assert answer.document["plot"] == "agree.svg"
     assert "<svg" in Path("agree.svg").read_text()
 
 

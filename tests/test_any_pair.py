@@ -30,7 +30,7 @@ PROMPTS = 'task.prompts=["def hello","7 * 8 = 56\\n12 * 34 = "]'
 
 def summary(answer: Answer) -> dict[str, Any]:
     assert (answer.code, answer.errors) == (0, [])
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+    found: dict[str, Any] = answer.document
     return found
 
 

@@ -38,7 +38,7 @@ TINY = (
 
 def test_texts_are_those_of_the_command(command: Command) -> None:
     answer = command(*TINY, f"task.prompts={json.dumps(PROMPTS)}", "sampling.top_k=40", "speculation.k=3")
-    expected = json.loads(answer.out.splitlines()[-1])["outputs"]
+    expected = answer.document["outputs"]
     sampling, speculation = SamplingConfig(top_k=40), SpeculationConfig(k=3)
     with load_pair("tiny", draft="tiny_draft", batch_size=2) as pair:
         how = {"max_new_tokens": 12, "sampling": sampling, "speculation": speculation, "seed": 5}

@@ -20,7 +20,6 @@ from tests.bad_inputs import (
     Build,
     Case,
     Making,
-    document,
     prompt_file,
     require_one_line,
     target,
@@ -444,7 +443,7 @@ def test_what_looks_odd_but_is_allowed(command: Command) -> None:
         "output=json", "seed=1", "+sampling.logit_bias={5:-2}",
     )  # fmt: skip
     assert (answer.code, answer.errors) == (0, [])
-    assert [o["output_tokens"] for o in document(answer)["outputs"]] == [3]
+    assert [o["output_tokens"] for o in answer.document["outputs"]] == [3]
 
 
 SECRET = "hush-hush"
@@ -506,7 +505,7 @@ def test_private_presets_are_taken(command: Command) -> None:
     asked = ["model=mine", "experiment=both", "output=json", "task.max_new_tokens=1", run_folder]
     answer = command("--config-dir", "mine", PROMPT, *asked)
     assert (answer.code, answer.errors) == (0, [])
-    assert document(answer)["seed"] == 5
+    assert answer.document["seed"] == 5
     [record] = Path("done").rglob("*/mine/**/config.yaml")
     config = yaml.safe_load(record.read_text())
     assert (config["model"]["context"], config["speculation"]["k"]) == (512, 3)
@@ -531,7 +530,7 @@ def test_a_sweep_leaves_nothing_behind(command: Command) -> None:
 
 def test_k_shrinks_where_the_context_ends(command: Command) -> None:
     answer = command('task.prompts=["' + "x" * 1020 + '"]', "speculation.k=64", "output=json", "seed=1")
-    assert (answer.code, document(answer)["outputs"][0]["finish_reason"]) == (0, "context")
+    assert (answer.code, answer.document["outputs"][0]["finish_reason"]) == (0, "context")
 
 
 @pytest.mark.parametrize(
@@ -561,8 +560,8 @@ def test_bad_rows_are_skipped_and_counted(
         f"task.prompt_file={file}", "task.on_bad_row=skip", "task.max_new_tokens=2", "output=json", "seed=1"
     )
     assert (answer.code, answer.errors) == (0, [])
-    assert document(answer)["rows_skipped"] == 3
-    assert [o["id"] for o in document(answer)["outputs"]] == ["a"]
+    assert answer.document["rows_skipped"] == 3
+    assert [o["id"] for o in answer.document["outputs"]] == ["a"]
     assert caplog.text.count("skipped: ") == 3
 
 
@@ -579,7 +578,7 @@ def test_a_missing_seed_is_drawn_and_kept(command: Command, caplog: pytest.LogCa
     """Row 11."""
     caplog.set_level("INFO")
     answer = command(PROMPT, "task.max_new_tokens=1", "output=json")
-    seed = document(answer)["seed"]
+    seed = answer.document["seed"]
     assert f"seed={seed} (drawn" in caplog.text
-    folder = Path(document(answer)["run_folder"])
+    folder = Path(answer.document["run_folder"])
     assert f"seed: {seed}" in (folder / "config.yaml").read_text()

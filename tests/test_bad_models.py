@@ -20,7 +20,6 @@ from tests.bad_inputs import (
     Making,
     alone,
     both,
-    document,
     duo,
     require_one_line,
 )
@@ -133,7 +132,7 @@ def test_vocabularies_may_differ_by_padding(
     target, draft = (padded, other) if target_size > draft_size else (other, padded)
     answer = command(PROMPT, *both(target, draft), "task.max_new_tokens=24", "output=json")
     assert (answer.code, answer.errors) == (0, [])
-    (output,) = document(answer)["outputs"]
+    (output,) = answer.document["outputs"]
     assert output["output_tokens"] == 24 or output["finish_reason"] == "eos"
     assert max(output["token_ids"]) < 300
 
@@ -172,7 +171,7 @@ def test_a_row_of_nan_stops_alone(command: Command, saved: Saved, tmp_path: Path
     assert "Traceback" not in answer.err
     for part in ("not numbers", "prompt '1'", "position 2", "1 of 3", "fetch the model again"):
         assert part in answer.errors[0]
-    outputs = document(answer)["outputs"]
+    outputs = answer.document["outputs"]
     assert [o["finish_reason"] for o in outputs] == ["length", "error", "length"]
     assert [o["output_tokens"] for o in outputs] == [4, 0, 4]
-    assert document(answer)["status"] == "error"
+    assert answer.document["status"] == "error"

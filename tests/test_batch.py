@@ -19,7 +19,7 @@ from llama_ssp import cli
 from llama_ssp.batch.continuous_batching import ContinuousBatch
 from llama_ssp.batch.journal import Journal
 from llama_ssp.speculative.model_runner import ModelRunner
-from tests.conftest import Answer, Command
+from tests.conftest import Command
 from tests.test_journal import KILLED, Deadly, in_child
 
 RECORDS = 10
@@ -45,11 +45,6 @@ def finished(output: str) -> int:
     return Journal.find(Path(output + ".work")).standing().records_finished
 
 
-def summary(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found
-
-
 @pytest.fixture
 def undisturbed(command: Command) -> bytes:
     write_input()
@@ -63,7 +58,7 @@ def test_answers_stand_in_the_order_of_the_input(command: Command):
     told = lines("out.jsonl")
     assert [line["id"] for line in told] == [f"r/{i}" for i in range(RECORDS)]
     assert [line["output_tokens"] for line in told] == [2 if i % 4 == 2 else 6 for i in range(RECORDS)]
-    said = summary(done)
+    said = done.document
     assert (said["status"], said["records_finished"], said["shards_done"]) == ("done", RECORDS, 3)
     assert said["tokens_committed"] == sum(line["output_tokens"] for line in told)
     assert said["tokens_per_s"] > 0
@@ -96,7 +91,7 @@ def test_each_text_is_what_generate_gives_it(command: Command, undisturbed: byte
             "model.dtype=fp32", "draft.dtype=fp32", "out=null", f"sampling.temperature={own['temperature']}",
             f"sampling.top_k={own['top_k']}",
         )  # fmt: skip
-        text = summary(done)["outputs"][0]
+        text = done.document["outputs"][0]
         told = lines("calm.jsonl")[index]
         assert {key: told[key] for key in ("text", "token_ids", "finish_reason")} == {
             key: text[key] for key in ("text", "token_ids", "finish_reason")
@@ -126,7 +121,7 @@ def test_a_second_start_finds_nothing_to_do_and_loads_nothing(
 ):
     monkeypatch.setattr(ContinuousBatch, "write", lambda *_: pytest.fail("something was written"))
     again = command(*SMALL, "task.output=calm.jsonl")
-    assert again.code == 0 and summary(again)["records_answered_here"] == 0
+    assert again.code == 0 and again.document["records_answered_here"] == 0
     Path("calm.jsonl").unlink()
     assert command(*SMALL, "task.output=calm.jsonl").code == 0
     assert Path("calm.jsonl").read_bytes() == undisturbed
@@ -135,8 +130,8 @@ def test_a_second_start_finds_nothing_to_do_and_loads_nothing(
 def test_a_drawn_seed_is_kept(command: Command):
     write_input(3)
     unseeded = [o for o in SMALL if not o.startswith("seed")]
-    first = summary(command(*unseeded, "task.output=out.jsonl"))["seed"]
-    assert summary(command(*unseeded, "task.output=out.jsonl"))["seed"] == first
+    first = command(*unseeded, "task.output=out.jsonl").document["seed"]
+    assert command(*unseeded, "task.output=out.jsonl").document["seed"] == first
 
 
 @pytest.mark.few(1)
@@ -226,7 +221,7 @@ def test_or_are_answered_with_their_errors(command: Command):
     assert [line["id"] for line in bad] == ["b", "a", "line-4"]
     for line, why in zip(bad, ("fills the model's context", "used twice", "not JSON"), strict=True):
         assert why in line["error"]["message"]
-    assert (done.code, summary(done)["records_refused_here"]) == (0, 3)
+    assert (done.code, done.document["records_refused_here"]) == (0, 3)
 
 
 def test_a_place_that_can_be_no_folder_is_one_line(command: Command):

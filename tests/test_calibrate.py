@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -118,7 +117,7 @@ def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
 def test_it_writes_a_cluster_that_plans_use(command, small):
     answer = command("task=calibrate", "task.repeats=1", "task.folder=mine", "out=null")
     assert answer.code == 0, answer.err
-    summary = json.loads(answer.out.splitlines()[-1])
+    summary = answer.document
     assert summary["plan"] is None, "plans are made of what it finds"
     with open("mine/cluster/calibrated.yaml", encoding="utf-8") as file:
         written = yaml.safe_load(file)
@@ -128,7 +127,7 @@ def test_it_writes_a_cluster_that_plans_use(command, small):
     )
     said = command("--config-dir", "mine", "task=plan", "cluster=calibrated", "out=null")
     assert said.code == 0, said.err
-    plan = json.loads(said.out.splitlines()[-1])
+    plan = said.document
     assert plan["cluster"]["constants_from"].startswith("task=calibrate, ")
     assert plan["best"]["band"] == 0.2
 

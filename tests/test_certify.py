@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +52,7 @@ from llama_ssp.tasks.certify.target_probs import Noise, Reference
 from llama_ssp.tasks.certify.tree_distribution import tree_error
 from llama_ssp.tasks.certify.verdict import Check, Outcome, page, sentence, verdict
 from tests import certify_faults, mutants
-from tests.conftest import Answer, Command
+from tests.conftest import Command
 from tests.toy import Toy, toy
 
 SURE = 1e-7  # false-alarm rate of a check in these tests
@@ -633,17 +632,12 @@ BY_ROUNDS = ["law", "filters", "drafts", "monitor", "decisions", "numbers", "fir
 CHECKS = [*BY_ROUNDS, "two samples", "negative control", "greedy"]
 
 
-def document(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found
-
-
 @pytest.mark.parametrize("how", ["default", pytest.param("tree", marks=pytest.mark.slow)])
 def test_the_command(command: Command, how: str) -> None:
     """The synthetic pair, too few texts to tell a wrong rule: one line a check, a page, a document."""
     answer = command("task=certify", "seed=1", f"speculation={how}", *SMALL)
     assert (answer.code, answer.errors) == (0, [])
-    found = document(answer)
+    found = answer.document
     assert (found["task"], found["status"]) == ("certify", "done")
     assert [check["name"] for check in found["checks"]] == CHECKS
     assert found["verdict"] in ("same", "inconclusive") and found["says"].startswith(found["verdict"])
@@ -657,7 +651,7 @@ def test_the_command(command: Command, how: str) -> None:
 def test_a_wrong_rule_fails_the_command(command: Command) -> None:
     with patch.object(verify, "_ratios", mutants._swapped):
         answer = command("task=certify", "seed=1", "output=json", *SMALL)
-    found = document(answer)
+    found = answer.document
     assert (answer.code, found["status"], found["verdict"]) == (FAILED_CHECK, "failed", "different")
     assert {c["name"]: c["outcome"] for c in found["checks"]}["law"] == "failed"
 
@@ -665,7 +659,7 @@ def test_a_wrong_rule_fails_the_command(command: Command) -> None:
 @pytest.mark.slow
 def test_a_greedy_run_needs_no_samples(command: Command) -> None:
     words = "task=certify", "seed=1", "sampling=greedy", "output=json", *SMALL, "task.greedy_tokens=24"
-    found = document(command(*words))
+    found = command(*words).document
     assert [c["name"] for c in found["checks"]] == [*BY_ROUNDS, "greedy", "negative control"]
     assert found["verdict"] == "same"
 
@@ -677,7 +671,7 @@ def test_a_run_that_was_stopped_gives_no_verdict(command: Command, monkeypatch: 
 
     monkeypatch.setattr("llama_ssp.tasks.certify.task.check_samples", stopped)
     answer = command("task=certify", "seed=1", "output=json", *SMALL)
-    found = document(answer)
+    found = answer.document
     assert (answer.code, found["status"], found["verdict"]) == (130, "interrupted", None)
     assert [c["name"] for c in found["checks"]] == ["law", "filters"]
 

@@ -208,7 +208,7 @@ def test_chats_through_the_command(command: Command, tmp_path: Path) -> None:
     for special in ("false", "true"):
         plain = command(prompt, *arguments, f"task.special_tokens={special}")
         assert (plain.code, plain.errors) == (0, [])
-        lengths[special] = json.loads(plain.out.splitlines()[-1])["outputs"][0]["prompt_tokens"]
+        lengths[special] = plain.document["outputs"][0]["prompt_tokens"]
     assert lengths["false"] > lengths["true"]
     for wrong in (("task.system=x",), ("task.special_tokens=true", "task.chat=true")):
         refused = command(prompt, *arguments, *wrong)

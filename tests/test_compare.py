@@ -13,18 +13,13 @@ import pytest
 from llama_ssp.tasks import compare
 from llama_ssp.tasks.contestant import Contestant
 from llama_ssp.text.prompts import Reading
-from tests.conftest import Answer, Command, Saved
+from tests.conftest import Command, Saved
 
 COMPARE = ("task=compare", "task.max_new_tokens=12", "seed=1")
 SIDE = {
     "text", "token_ids", "finish_reason", "prompt_tokens", "output_tokens", "prefill_ms", "decode_ms",
     "time_to_first_token_ms", "ms_per_token", "tokens_per_s", "tokens_committed", "acceptance_rate",
 }  # fmt: skip
-
-
-def document(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found
 
 
 def trained(saved: Saved) -> tuple[str, ...]:
@@ -42,7 +37,7 @@ def test_prompts_from_a_pipe_one_a_line(command: Command) -> None:
     ]  # fmt: skip
     assert answer.out.count("--- regular") == answer.out.count("--- speculative, tiny_draft, K = 4") == 2
     assert len(re.findall(r"--- \d+\.\d\d times as fast: .* prefill excluded", answer.out)) == 2
-    found = document(answer)
+    found = answer.document
     assert (found["task"], found["status"]) == ("compare", "done")
     assert [one["id"] for one in found["comparisons"]] == ["line-1", "line-3"]
     for one in found["comparisons"]:
@@ -56,7 +51,7 @@ def test_prompts_from_a_pipe_one_a_line(command: Command) -> None:
 
 @pytest.mark.slow
 def test_the_speed_up_is_that_of_all_prompts_together(command: Command) -> None:
-    found = document(command(*COMPARE, 'task.prompts=["a","b"]', "output=json"))
+    found = command(*COMPARE, 'task.prompts=["a","b"]', "output=json").document
     regular, speculative = (
         sum(one[side]["decode_ms"] for one in found["comparisons"]) for side in ("regular", "speculative")
     )
@@ -67,32 +62,32 @@ def test_the_speed_up_is_that_of_all_prompts_together(command: Command) -> None:
 def test_greedy_texts_are_the_same_on_both_sides(command: Command, saved: Saved) -> None:
     run = (*COMPARE, *trained(saved), "sampling=greedy", "output=json", "out=null")
     answer = command(*run, stdin=b"hello\ndef f")
-    for one in document(answer)["comparisons"]:
+    for one in answer.document["comparisons"]:
         assert one["regular"]["token_ids"] == one["speculative"]["token_ids"]
 
 
 @pytest.mark.slow
 def test_stop_strings_end_both_sides(command: Command, saved: Saved) -> None:
     run = (*COMPARE, *trained(saved), "sampling=greedy", "out=null", "task.max_new_tokens=30")
-    whole = document(command(*run, stdin=b"hello"))["comparisons"][0]["regular"]["text"]
+    whole = command(*run, stdin=b"hello").document["comparisons"][0]["regular"]["text"]
     stop = whole[4:6]
     answer = command(*run, f"task.stop={json.dumps([stop])}", stdin=b"hello")
     for side in ("regular", "speculative"):
-        one = document(answer)["comparisons"][0][side]
+        one = answer.document["comparisons"][0][side]
         assert one["finish_reason"] == "stop" and one["text"] == whole[: whole.index(stop)]
 
 
 @pytest.mark.slow
 def test_a_json_run_prints_the_document_alone(command: Command) -> None:
     answer = command(*COMPARE, "output=json", 'task.prompts=["hello"]')
-    assert len(answer.out.splitlines()) == 1 and document(answer)["task"] == "compare"
+    assert len(answer.out.splitlines()) == 1 and answer.document["task"] == "compare"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["svg", "html"])
 def test_the_picture_is_saved_without_a_terminal(ending: str, command: Command) -> None:
     answer = command(*COMPARE, 'task.prompts=["hello"]', f"task.plot=a.{ending}")
-    assert document(answer)["plot"] == f"a.{ending}"
+    assert answer.document["plot"] == f"a.{ending}"
     assert Path(f"a.{ending}").stat().st_size > 1000
 
 
@@ -100,7 +95,7 @@ def test_the_picture_is_saved_without_a_terminal(ending: str, command: Command) 
 def test_lookup_drafts_without_a_draft_model(command: Command) -> None:
     answer = command(*COMPARE, "speculation=ngram", "draft=none", stdin=b"one two one two one")
     assert "--- speculative, ngram, K = 8" in answer.out
-    assert document(answer)["comparisons"][0]["speculative"]["tokens_drafted"] > 0
+    assert answer.document["comparisons"][0]["speculative"]["tokens_drafted"] > 0
 
 
 @pytest.mark.slow
@@ -108,7 +103,7 @@ def test_bad_prompts_of_a_pipe_can_be_skipped(command: Command) -> None:
     long = b"word " * 5000
     assert command(*COMPARE, stdin=b"hello\n" + long).code == 3
     answer = command(*COMPARE, "task.on_bad_row=skip", stdin=b"hello\n" + long)
-    found = document(answer)
+    found = answer.document
     assert len(found["comparisons"]) == 1 and found["rows_skipped"] == 1
     only = command(*COMPARE, "task.on_bad_row=skip", stdin=long)
     assert only.code == 3 and "no usable prompt" in only.err
@@ -128,7 +123,7 @@ def test_what_was_compared_remains_when_it_is_stopped(
     monkeypatch.setattr(Contestant, "begin", stopped)
     answer = command(*COMPARE, 'task.prompts=["a","b","c"]', "task.plot=a.svg")
     assert answer.code == 130
-    found = document(answer)
+    found = answer.document
     assert (found["status"], len(found["comparisons"])) == ("interrupted", 1)
     assert "times as fast" in Path("a.svg").read_text().replace("&#160;", " ")
 
@@ -152,8 +147,8 @@ def test_a_typing_slip_is_said_and_asked_again(
     with caplog.at_level(logging.WARNING):
         answer = command(*COMPARE)
     assert answer.code == 0
-    assert [one["prompt"] for one in document(answer)["comparisons"]] == ["hello", "a fox"]
-    assert [one["id"] for one in document(answer)["comparisons"]] == ["1", "4"]
+    assert [one["prompt"] for one in answer.document["comparisons"]] == ["hello", "a fox"]
+    assert [one["id"] for one in answer.document["comparisons"]] == ["1", "4"]
     assert (
         "fills the model's context" in caplog.text and "half a surrogate pair" in caplog.text
     )  # said of prompt 3

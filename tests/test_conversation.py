@@ -107,20 +107,20 @@ x"""
 def test_the_context_s_end_is_said(command: Command, caplog: pytest.LogCaptureFixture) -> None:
     """A reply is cut there, a longer message is not sent; nothing is dropped silently."""
     answer = command(*SMALL, "task.context=40", stdin=f"hello, you\n{'x' * 60}\n/reset\nhi\n".encode())
-    found = json.loads(answer.out.splitlines()[-1])
+    found = answer.document
     assert "the conversation is full: the message was not sent" in caplog.text
     assert "fewer than 40; /reset begins a new one" in caplog.text
     assert [one["finish_reason"] for one in found["replies"]] == ["length", "length"]
     assert [one["content"] for one in found["messages"][::2]] == ["hi"]
     cut = command(*SMALL, "task.context=30", stdin=b"hello, you")
-    assert json.loads(cut.out.splitlines()[-1])["replies"][0]["finish_reason"] == "context"
+    assert cut.document["replies"][0]["finish_reason"] == "context"
     assert "cut: the conversation is full" in caplog.text
 
 
 def test_a_message_that_is_refused_ends_nothing(command: Command, caplog: pytest.LogCaptureFixture) -> None:
     answer = command(*SMALL, stdin=b"a\0b\nhello")
     assert answer.code == 0 and "NUL" in caplog.text
-    assert len(json.loads(answer.out.splitlines()[-1])["messages"]) == 2
+    assert len(answer.document["messages"]) == 2
 
 
 BLOCKS = {'"""a\nb"""': "a\nb", '"""\na\n"""': "a", "a": None, '"""': None, '""""""': ""}

@@ -21,7 +21,7 @@ from llama_ssp.report import console as report
 from llama_ssp.tasks import arithmetic
 from llama_ssp.tasks import eval as scoring
 from tests import checkpoints
-from tests.conftest import Answer, Command, Saved
+from tests.conftest import Command, Saved
 
 ROW = {
     "pair", "target", "draft", "mode", "prompts_per_seed", "prompts", "correct", "score", "score_low",
@@ -77,11 +77,6 @@ class Calculator:
         return answer[len(written)] if answer.startswith(written) else "\n"
 
 
-def document(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found
-
-
 @pytest.fixture
 def calculators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Models that know multiplication; a draft only with an even number. The names of those loaded."""
@@ -106,7 +101,7 @@ def test_quick(command: Command) -> None:
     assert speculative.split()[:3] == ["tiny/tiny_draft", "speculative", "10"]
     assert len(head) == len(regular) == len(speculative)
     assert "less regular" in difference and "holds zero" in difference
-    found = document(answer)
+    found = answer.document
     assert (found["task"], found["status"]) == ("eval", "done")
     assert [row["mode"] for row in found["rows"]] == ["regular", "speculative"]
     assert all(row.keys() >= ROW for row in found["rows"])
@@ -122,7 +117,7 @@ def test_quick(command: Command) -> None:
 def test_models_that_know_multiplication(command: Command, calculators: list[str]) -> None:
     answer = command(*EVAL, "task.seeds=[0,7]", "task.sizes=[30]", "task.batch_size=8")
     assert (answer.code, answer.errors) == (0, [])
-    found = document(answer)
+    found = answer.document
     assert [(row["correct"], row["score"], row["score_high"]) for row in found["rows"]] == [(60, 1, 1)] * 2
     assert [one["seed"] for one in found["rows"][0]["per_seed"]] == [0, 7]
     assert [one["prompts"] for one in found["rows"][1]["per_seed"]] == [30, 30]
@@ -134,7 +129,7 @@ def test_models_that_know_multiplication(command: Command, calculators: list[str
 
 def test_a_model_that_knows_the_even_products(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "load", lambda m, *_: Calculator(m, lambda a, b: a * b % 2 == 0))
-    found = document(command(*EVAL, "draft=none", "task.seeds=[0]", "task.sizes=[40]", "output=json"))
+    found = command(*EVAL, "draft=none", "task.seeds=[0]", "task.sizes=[40]", "output=json").document
     even = sum(int(question.answer) % 2 == 0 for question in arithmetic.questions(0, 40, 4))
     assert [row["correct"] for row in found["rows"]] == [even]
     assert found["differences"] == []
@@ -170,8 +165,8 @@ def test_several_pairs_and_sizes(command: Command, calculators: list[str]) -> No
 @pytest.mark.slow
 def test_the_size_does_not_change_a_prompt_s_answer(command: Command) -> None:
     """Nor does its batch: scores of 5 prompts are those of the first 5 of 9."""
-    both = document(command(*EVAL, "task.sizes=[5,9]", "task.seeds=[0,1]", "task.batch_size=4"))
-    small = document(command(*EVAL, "task.sizes=[5]", "task.seeds=[0,1]", "task.batch_size=64"))
+    both = command(*EVAL, "task.sizes=[5,9]", "task.seeds=[0,1]", "task.batch_size=4").document
+    small = command(*EVAL, "task.sizes=[5]", "task.seeds=[0,1]", "task.batch_size=64").document
     assert [row["correct"] for row in both["rows"] if row["prompts_per_seed"] == 5] == [
         row["correct"] for row in small["rows"]
     ]
@@ -179,7 +174,7 @@ def test_the_size_does_not_change_a_prompt_s_answer(command: Command) -> None:
 
 
 def test_ngram_drafts(command: Command, calculators: list[str]) -> None:
-    found = document(command(*EVAL, "draft=none", "speculation=ngram", "task.quick=true"))
+    found = command(*EVAL, "draft=none", "speculation=ngram", "task.quick=true").document
     assert [(row["pair"], row["mode"]) for row in found["rows"]] == [
         ("tiny/ngram", "regular"), ("tiny/ngram", "speculative"),
     ]  # fmt: skip
@@ -188,7 +183,7 @@ def test_ngram_drafts(command: Command, calculators: list[str]) -> None:
 
 @pytest.mark.parametrize("setting", ["draft=none", "speculation=none", "speculation.k=0"])
 def test_without_a_drafter_there_is_one_mode(setting: str, command: Command, calculators: list[str]) -> None:
-    found = document(command(*EVAL, setting, "task.quick=true"))
+    found = command(*EVAL, setting, "task.quick=true").document
     assert [(row["pair"], row["mode"]) for row in found["rows"]] == [("tiny", "regular")]
     assert calculators == ["model tiny"]
 
@@ -214,9 +209,9 @@ def test_greedy_texts_agree_prompt_by_prompt(command: Command, saved: Saved) -> 
         "model.dtype=fp32", "draft.dtype=fp32", "sampling=greedy", "task.quick=true", "task.shots=1",
     )  # fmt: skip
     assert (answer.code, answer.errors) == (0, [])
-    (one,) = document(answer)["differences"]
+    (one,) = answer.document["differences"]
     assert (one["correct_speculative_only"], one["correct_regular_only"]) == (0, 0)
-    assert document(answer)["rows"][1]["acceptance_rate"] == 1
+    assert answer.document["rows"][1]["acceptance_rate"] == 1
     assert one["pair"] == "whole/whole"  # any folder goes by its own name
 
 
@@ -237,7 +232,7 @@ def test_what_was_finished_is_reported(
     assert answer.code == 130
     assert "stopped by a signal" in answer.errors[0]
     assert len([line for line in answer.out.splitlines() if line.startswith("tiny/tiny_draft ")]) == 4
-    found = document(answer)
+    found = answer.document
     assert found["status"] == "interrupted"
     assert [(row["mode"], row["prompts"]) for row in found["rows"]] == [
         ("regular", 8), ("regular", 24), ("speculative", 8), ("speculative", 16),
@@ -277,12 +272,12 @@ def test_private_presets_can_be_named(command: Command, calculators: list[str], 
     (home / "mine.yaml").write_text("defaults: [tiny]\nname: mine\nn_layers: 2\n")
     answer = command("--config-dir", str(home.parent), *EVAL, "task.pairs=[mine]", "task.quick=true")
     assert (answer.code, answer.errors) == (0, [])
-    assert [row["pair"] for row in document(answer)["rows"]] == ["mine"]
+    assert [row["pair"] for row in answer.document["rows"]] == ["mine"]
 
 
 def test_a_plot_in_the_run_folder(command: Command, calculators: list[str]) -> None:
     pytest.importorskip("matplotlib")
-    found = document(command(*EVAL, "task.quick=true"))
+    found = command(*EVAL, "task.quick=true").document
     place = Path(found["plot"])
     assert place.parent == Path(found["run_folder"])
     assert "<svg" in place.read_text()
@@ -293,7 +288,7 @@ def test_a_plot_where_it_was_asked_for(command: Command, calculators: list[str])
     answer = command(
         *EVAL, "task.quick=true", "task.plot=bars.svg", "out=null", "task.pairs=[tiny,tiny/tiny_draft]"
     )
-    assert document(answer)["plot"] == "bars.svg"
+    assert answer.document["plot"] == "bars.svg"
     assert "speculative" in Path("bars.svg").read_text()
 
 
@@ -306,7 +301,7 @@ def test_no_plot_without_matplotlib(
     monkeypatch.setattr("llama_ssp.report.plots.find_spec", lambda _: None)
     caplog.set_level(logging.INFO)
     answer = command(*EVAL, "task.quick=true")
-    assert (answer.code, document(answer)["plot"]) == (0, None)
+    assert (answer.code, answer.document["plot"]) == (0, None)
     assert "no plot: matplotlib is not installed" in caplog.text
     asked = command(*EVAL, "task.quick=true", "task.plot=a.png")
     assert asked.code == 2

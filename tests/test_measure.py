@@ -17,7 +17,7 @@ from llama_ssp.tasks.measure import peak_memory
 from llama_ssp.tasks.measured_pair import MeasuredPair
 from llama_ssp.tasks.profiling import PARTS
 from llama_ssp.text.prompts import SENTENCES
-from tests.conftest import Answer, Command
+from tests.conftest import Command
 
 QUICK = (
     "task=measure",
@@ -35,15 +35,10 @@ SPEED = {
 PAIR = SPEED | {"k", "speedup", "speedup_low", "speedup_high", "predicted_speedup"}
 
 
-def document(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found
-
-
 def test_the_document_and_the_files(command: Command) -> None:
     answer = command(*QUICK, "task.ks=[1,3]")
     assert (answer.code, answer.errors) == (0, [])
-    found = document(answer)
+    found = answer.document
     assert (found["task"], found["status"]) == ("measure", "done")
     assert found["target_alone"].keys() >= SPEED and found["draft_alone"].keys() >= SPEED
     assert [row["k"] for row in found["pair"]] == [1, 3] and all(row.keys() >= PAIR for row in found["pair"])
@@ -96,7 +91,7 @@ def test_contenders_take_turns_in_order(command: Command, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_two_runs_of_a_seed_count_the_same(command: Command) -> None:
     names = ("tokens_committed", "tokens_drafted", "tokens_accepted", "blocks_by_accepted", "finish_reasons")
-    one, other = (document(command(*QUICK, "task.ks=[2]", "output=json", "out=null")) for _ in range(2))
+    one, other = (command(*QUICK, "task.ks=[2]", "output=json", "out=null").document for _ in range(2))
     for name in names:
         assert one["pair"][0][name] == other["pair"][0][name], name
     assert one["alpha"] == other["alpha"] is not None
@@ -119,7 +114,7 @@ def test_who_takes_part(
 ) -> None:
     answer = command(*QUICK, "task.repeats=1", *overrides)
     assert (answer.code, answer.errors) == (0, [])
-    found = document(answer)
+    found = answer.document
     assert [row["k"] for row in found["pair"]] == pairs
     assert (found["draft_alone"] is not None) == has_draft == (found["cost_ratio"] is not None)
     assert Path(found["plot"]).exists()
@@ -128,10 +123,10 @@ def test_who_takes_part(
 @pytest.mark.slow
 def test_a_grid_of_lengths_and_batches(command: Command) -> None:
     lengths = ("task.lengths=[5,40,17]", "task.prompts=null", "task.ks=[2]", "task.repeats=1")
-    found = document(command(*QUICK, *lengths))
+    found = command(*QUICK, *lengths).document
     assert found["prompt_tokens"] == [5, 40, 17]
     assert [row["prompt_tokens"] for row in found["target_alone"]["by_prompt_length"]] == [5, 17, 40]
-    found = document(command(*QUICK, *lengths, "task.batch_size=2"))
+    found = command(*QUICK, *lengths, "task.batch_size=2").document
     assert [row["prompt_tokens"] for row in found["pair"][0]["by_prompt_length"]] == [17, 40]
     assert found["pair"][0]["tokens_committed"] == 3 * 6
 
@@ -139,7 +134,7 @@ def test_a_grid_of_lengths_and_batches(command: Command) -> None:
 @pytest.mark.slow
 def test_a_draft_of_a_shorter_context_is_not_measured_alone(command: Command) -> None:
     grid = ("task.lengths=[60]", "task.prompts=null", "task.ks=[2]", "draft.context=64", "task.repeats=1")
-    found = document(command(*QUICK, *grid))
+    found = command(*QUICK, *grid).document
     assert found["draft_alone"] is None and found["pair"][0]["speedup"] is not None
 
 
@@ -158,7 +153,7 @@ def test_what_was_measured_remains_when_it_is_stopped(
     monkeypatch.setattr(MeasuredPair, "_turn", stopping)
     answer = command(*QUICK, "task.ks=[2]")
     assert answer.code == 130
-    found = document(answer)
+    found = answer.document
     assert found["status"] == "interrupted" and found["target_alone"]["repeats"] == 1
     assert found["pair"][0]["speedup"] > 0 and found["interval_coverage"] == 0
     assert "target alone" in answer.out and "(not measured)" in answer.out

@@ -37,7 +37,7 @@ def test_every_task_keeps_predicted_beside_measured(command, name, caplog):
     with caplog.at_level(logging.INFO):
         answer = command(f"task={name.partition(',')[0]}", *TINY, *words)
     assert answer.errors == [], answer.err
-    found = json.loads(answer.out.splitlines()[-1])
+    found = answer.document
     with open(f"{found['run_folder']}/summary.json", encoding="utf-8") as file:
         assert json.load(file)["plan"] == found["plan"]
     plan = found["plan"]

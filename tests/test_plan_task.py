@@ -19,7 +19,7 @@ PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d", "engine=compiled")
 
 def document(answer):
     assert answer.code == 0, answer.err
-    return json.loads(answer.out.splitlines()[-1])
+    return answer.document
 
 
 def test_the_document(command):
@@ -130,7 +130,7 @@ def test_require_fit_is_for_scripts(command, gib, code, verdict):
     pair = ("task=plan", "model=7B", "draft=none", "cluster=p4d", "cluster.gpus=1")
     answer = command(*pair, f"cluster.gib={gib}", "task.require_fit=true", "out=null")
     assert answer.code == code and answer.errors == []
-    assert json.loads(answer.out.splitlines()[-1])["verdict"] == verdict
+    assert answer.document["verdict"] == verdict
     assert command(*pair, f"cluster.gib={gib}", "out=null").code == 0
 
 

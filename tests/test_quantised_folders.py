@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -200,9 +199,9 @@ def test_a_packed_target_gives_its_own_distribution_with_a_draft(
     sizes = "samples=100", "max_new_tokens=10", "law_tokens=12", "law_rounds=20", "greedy_tokens=12"
     prompts = 'task.prompts=["hello there", "def f"]'
     answer = command(*pair, "task=certify", *(f"task.{size}" for size in sizes), prompts)
-    assert json.loads(answer.out.splitlines()[-1])["verdict"] == "same"
+    assert answer.document["verdict"] == "same"
     answer = command(*pair, "task=eval", "task.quick=true", "sampling=greedy")
-    regular, speculative = json.loads(answer.out.splitlines()[-1])["rows"]
+    regular, speculative = answer.document["rows"]
     assert regular["score"] == speculative["score"] > 0.7 and speculative["tokens_accepted"] > 0
 
 

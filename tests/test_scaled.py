@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,7 @@ def test_a_prompt_beyond_the_limit_is_continued_up_to_the_context(
     new = context - ids.shape[1]
     answer = command(*asked, f"task.prompts=[{text}]", f"task.max_new_tokens={new + 5}", "output=json")
     assert (answer.code, answer.errors) == (0, [])
-    (output,) = json.loads(answer.out.splitlines()[-1])["outputs"]
+    (output,) = answer.document["outputs"]
     whole = module.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=1
     )

@@ -70,7 +70,7 @@ def test_a_suite_by_category_and_its_answers(command: Command, tmp_path: Path):
     answer = command(*words, f"task.suite={written(tmp_path, SPEC_BENCH)}")
     assert (answer.code, answer.errors) == (0, [])
     assert "by category" in answer.out and "translation" in answer.out
-    found = json.loads(answer.out.splitlines()[-1])
+    found = answer.document
     (pair,) = found["pair"]
     rows = {row["category"]: row for row in pair["by_category"]}
     assert {name: row["questions"] for name, row in rows.items()} == {
@@ -119,7 +119,7 @@ def test_a_later_turn_follows_the_contender_s_own_answer(command: Command, tmp_p
     alone = f"def hello\n\n{one['turns'][0]}\n\nand now"
     greedy = (*pair, "task=generate", "task.max_new_tokens=5", "sampling=greedy", "output=json")
     answer = command(*greedy, stdin=json.dumps({"prompt": alone}).encode())
-    text = json.loads(answer.out.splitlines()[-1])["outputs"][0]["text"]
+    text = answer.document["outputs"][0]["text"]
     assert text == one["turns"][1]
 
 
@@ -153,7 +153,7 @@ def test_answers_remain_when_a_suite_is_stopped(
     words = ("task=measure", "task.ks=[2]", "task.repeats=1", "task.max_new_tokens=4", "seed=1")
     answer = command(*words, f"task.suite={written(tmp_path, SPEC_BENCH)}")
     assert answer.code == 130 and "by category" in answer.out
-    found = json.loads(answer.out.splitlines()[-1])
+    found = answer.document
     assert [row["questions"] for row in found["pair"][0]["by_category"]] == [1]
     assert len(list(Path(found["run_folder"]).glob("answers-*.jsonl"))) == 2
 
@@ -172,7 +172,7 @@ def test_several_pairs_in_one_table(command: Command, monkeypatch: pytest.Monkey
     words = ("task=measure", "task.ks=[2]", "task.repeats=2", "task.max_new_tokens=4", 'task.prompts=["a b"]')
     answer = command(*words, "task.pairs=[tiny_draft,tiny/tiny_draft]")
     assert (answer.code, answer.errors) == (0, [])
-    found = json.loads(answer.out.splitlines()[-1])
+    found = answer.document
     assert [one["name"] for one in found["pairs"]] == ["tiny_draft", "tiny/tiny_draft"]
     assert [[row["k"] for row in one["pair"]] for one in found["pairs"]] == [[], [2]]
     assert freed == [True, True]

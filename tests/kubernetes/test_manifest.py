@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,9 +122,9 @@ def test_the_job_is_printed_then_submitted_once(
     assert yaml.safe_load((tmp_path / "given.yaml").read_text()) == job
     submitted = command(*own, *pods, "task.submit=true")
     assert submitted.code == 0, submitted.err
-    assert json.loads(submitted.out.splitlines()[-1])["job"] == "llama-ssp-answers"
+    assert submitted.document["job"] == "llama-ssp-answers"
     waiting = command("task=batch", "task.status=true", "task.output=answers.jsonl")
-    found = json.loads(waiting.out.splitlines()[-1])
+    found = waiting.document
     assert found["jobs"] == ["llama-ssp-answers"] and found["status"] == "unfinished"
     again = command(*own, *pods, "task.submit=true")
     assert again.code == 2 and "a Job of this name is there already" in again.errors[0]

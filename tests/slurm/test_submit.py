@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from llama_ssp.batch.slurm import client as ask
 from llama_ssp.batch.slurm.client import _table
 from llama_ssp.batch.slurm.submit import require_time
 from llama_ssp.errors import UsageError
-from tests.conftest import Answer, Command
+from tests.conftest import Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches
 from tests.slurm.lab import Lab
 from tests.warm import ROOT, python
@@ -35,11 +33,6 @@ def at_lab(lab: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[La
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, lab.env[name])
     yield lab
-
-
-def document(answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-    return found
 
 
 @pytest.mark.slow
@@ -89,7 +82,7 @@ def test_the_script_is_printed_and_nothing_happens(at_lab: Lab, command: Command
     answer = command(*JOB, *ON_SLURM, "task.submit=false")
     assert answer.code == 0 and answer.out.startswith("#!/bin/bash\n")
     as_json = command(*JOB, *ON_SLURM, "task.submit=false", "output=json")
-    found = document(as_json)
+    found = as_json.document
     assert found["script"].replace("    output=json\n", "") == answer.out
     assert " to start at " in found["test_only"]
     assert found["status"] == "printed" and found["verdict"] == "fits" and found["shards_missing"] == 4
@@ -109,12 +102,12 @@ def test_a_job_is_in_the_queue_once_and_never_when_nothing_is_missing(
             *JOB, *asked, "cluster.slurm.partition=urgent", 'cluster.slurm.options=["--begin=now+1hour"]'
         )
         assert first.code == 0, first.err
-        job = document(first)["job"]
+        job = first.document["job"]
         second = command(*JOB, *asked, "cluster.slurm.partition=urgent")
         assert second.code == 2 and f"in the queue already; {here.name}" not in second.err
         assert f"found job {job}_0, PENDING" in second.errors[0]
         status = command("task=batch", "task.status=true", "task.output=answers.jsonl")
-        found = document(status)
+        found = status.document
         assert found["status"] == "running" and found["queue"][0]["state"] == "PENDING"
         assert found["jobs"] == [job] and f"{job}_0" in status.out.splitlines()[-2]
     finally:
@@ -123,9 +116,9 @@ def test_a_job_is_in_the_queue_once_and_never_when_nothing_is_missing(
     assert command(*JOB, "placement.target_device=cpu").code == 0
     assert (here / "answers.jsonl").read_bytes() == expected
     whole = command(*JOB, *ON_SLURM)
-    assert whole.code == 0 and document(whole)["status"] == "done" and document(whole)["job"] is None
+    assert whole.code == 0 and whole.document["status"] == "done" and whole.document["job"] is None
     assert at_lab.queued() == []
-    ended = document(command("task=batch", "task.status=true", "task.output=answers.jsonl"))
+    ended = command("task=batch", "task.status=true", "task.output=answers.jsonl").document
     assert ended["status"] == "done" and ended["queue"] == []
 
 
@@ -247,7 +240,7 @@ def test_a_silent_controller_is_no_empty_queue(
     keep_submission(here / "answers.jsonl.work", "7", "#!/bin/bash\n")
     asked = ("task=batch", "task.status=true", "task.output=answers.jsonl")
     silent = command(*asked)
-    found = document(silent)
+    found = silent.document
     assert found["status"] == "unknown" and found["queue"] is None
     (tmp_path / "squeue").write_text("#!/bin/sh\n")
-    assert document(command(*asked))["status"] == "unfinished"
+    assert command(*asked).document["status"] == "unfinished"
