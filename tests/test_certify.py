@@ -242,11 +242,6 @@ def _twice_in_trees(self: TreeRule, block: DraftBlock) -> Any:
     return (2 * tree_chances(self, block)).clamp(max=1)
 
 
-def _every_sibling(self: TreeRule, block: DraftBlock) -> Any:
-    chance_BKC = tree_chances(self, block)
-    return torch.cat([chance_BKC[..., :1], chance_BKC[..., 1:].sign()], -1)
-
-
 tree_chances = TreeRule.tree_chances
 MORE: dict[str, tuple[Any, str, Any]] = {
     "coupled": (CoupledRule, "agreed", _some_in_any_case),

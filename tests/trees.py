@@ -385,9 +385,3 @@ TREES: dict[str, Scenario] = {
         siblings=(2, 1), k=1, new=2, prompts=((1,), (0, 1, 1)), ends=frozenset({2})
     ),
 }  # fmt: skip
-
-
-def one_path(scenario: Scenario) -> Outcome:
-    """The first branch, for scenarios that only need a text."""
-    target, draft = models(scenario)
-    return play(scenario, target, draft, source_of(scenario)([]))
