@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from llama_ssp.config import USUAL_COST_RATIO, ModelConf, RunConf, SpeculationConfig
+from llama_ssp.pair import session
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.speculative.draft_length import (
     REMEMBERED,
@@ -19,6 +20,7 @@ from llama_ssp.speculative.draft_length import (
 )
 from llama_ssp.speculative.measure_costs import Rounds, engine_of, measured, rising
 from llama_ssp.speculative.stats import RowStep
+from tests.conftest import Command
 from tests.toy import toy
 
 RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConfig(adaptive=True, k_max=8))
@@ -181,3 +183,24 @@ def test_a_text_drafts_again_behind_one_that_did_not():
     texts = [ran(AdaptiveDraftLength(costs, 1), TRUE, 30, 0.95) for _ in range(5)]
     assert bad[20:].count(0) > 100
     assert all(text.count(0) < 3 for text in texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "times"),
+    [
+        (("generate", "prompt=Once"), 1),
+        (("compare", "prompt=Once"), 1),
+        (("agree", "prompt=Once"), 0),
+        (("certify", "prompt=Once", "samples=20"), 0),
+    ],
+)
+def test_costs_are_measured_where_a_task_goes_by_them(
+    words: tuple[str, ...], times: int, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a seed must be enough, and where K is not chosen, that would only take time."""
+    dear, taken = Costs(9.0, (1.0,) * 17), []
+    monkeypatch.setattr(session, "measured", lambda *_: taken.append(dear) or dear)
+    answer = command(*words, "speculation=adaptive", "max_new_tokens=30", "seed=1", "output=json")
+    assert answer.code in (0, 1), answer.err
+    assert len(taken) == times

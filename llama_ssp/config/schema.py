@@ -391,7 +391,8 @@ class SpeculationConfig:
             coupled a seed gives the same text for any draft and any K, in fp32.
         adaptive: Choose K for each row from measurements.
         k_max: The largest K of adaptive.
-        cost_ratio: The time of a draft step over a target step; null measures it.
+        cost_ratio: The time of a draft step over a target step; null measures it, or takes 0.1 where nothing
+            is measured: in eval, certify and batch, over several ranks, and with n-grams.
         ngram_min: Tokens of the shortest n-gram that is looked up.
         ngram_max: Tokens of the longest n-gram that is looked up.
         bridge: How a draft of another tokenizer is paired: by common tokens (intersection), by text, or off,

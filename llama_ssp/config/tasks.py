@@ -43,6 +43,7 @@ class TaskConf:
     """
 
     groups = "model draft sampling speculation placement cluster"  # of the run, that the task uses
+    measures_costs = False  # whether an adaptive K goes by measured costs of rounds
 
     name: str = MISSING
 
@@ -152,6 +153,8 @@ class GenerateConf(TextConf):
         echo: Also give the prompt's tokens; with max_new_tokens=0 nothing else.
     """
 
+    measures_costs = True
+
     max_new_tokens: int = number(128, 0, MAX_INT, "0 scores the prompt, with task.echo=true")
     batch_size: int = number(8, 1, MOST_ROWS)
     trace: bool = False
@@ -188,6 +191,8 @@ class ChatConf(TaskConf):
         max_new_tokens: The most tokens of a reply.
         prefill_chunk: Tokens of a prompt in one forward pass.
     """
+
+    measures_costs = True
 
     system: str | None = None
     stop: list[str] = field(default_factory=list)
@@ -241,6 +246,8 @@ class CompareConf(TextConf):
         plot: The picture of each comparison's end, as .svg or .html; null saves none.
     """
 
+    measures_costs = True
+
     plot: str | None = picture(*SCREENS)
 
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
@@ -272,6 +279,8 @@ class MeasureConf(PromptedConf):
         batch_size: Prompts at a time.
         plot: The picture of the speeds, as .png, .svg or .pdf; null is plot.svg in the run folder.
     """
+
+    measures_costs = True
 
     suite: str | None = None
     pairs: list[str] = field(default_factory=list)

@@ -112,9 +112,11 @@ class PairSession:
         self._models = None
 
     def measure_costs(self) -> None:
-        """Sets `costs` to what rounds cost at each K, if K is chosen by that, on one rank."""
+        """Sets `costs` to what rounds cost at each K, if the task chooses K by that, on one rank."""
         target, draft, spec = self.models.target, self.models.draft, self.run.speculation
-        if spec.adaptive and spec.cost_ratio is None and self.ranks.world == 1 and target and draft:
+        if not (self.run.task.measures_costs and spec.adaptive and spec.cost_ratio is None):
+            return
+        if self.ranks.world == 1 and target and draft:
             self.costs = measured(target, draft, self.run, self.rows, self._slots)
 
     def engine(

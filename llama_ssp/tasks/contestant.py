@@ -31,7 +31,7 @@ class Contestant:
         self._writing = Writing(decode, [prompt.token_ids], stops)
         self._detokenizer = Detokenizer(decode, list(prompt.token_ids))
         limits = Limits(max_new_tokens, self._pair.end_ids, self._writing)
-        self._rounds = timed.rounds(limits, lookahead_for(self.run, 1))
+        self._rounds = timed.rounds(limits, lookahead_for(self.run, 1, self._pair.costs))
 
     @property
     def state(self) -> State:
