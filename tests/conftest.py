@@ -135,6 +135,15 @@ RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SMALL = {"model=": "model=tiny", "draft=": "draft=tiny_draft"}
 
 
+def needs_transformers(least: str) -> None:
+    """Skips a test that compares with what transformers does since that version."""
+    import transformers
+    from packaging.version import Version
+
+    if Version(transformers.__version__) < Version(least):
+        pytest.skip(f"compares with transformers {least} or later")
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a run of the command said."""

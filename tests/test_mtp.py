@@ -38,6 +38,7 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import RULES
+from tests.conftest import needs_transformers
 from tests.distributed.pairs import Case, refilled, written
 from tests.families import VOCAB, tiny
 from tests.heads import CPU
@@ -112,6 +113,7 @@ def engine_with(folder: Path, heat: float, rule: str = "block", chunk: int = 3) 
 @torch.inference_mode()
 def test_declared_distributions_are_those_of_transformers(family: str) -> None:
     """Of chained drafts, after rejections, of ragged rows; transformers' layer reads each text anew."""
+    needs_transformers("5.20")
     with TemporaryDirectory() as name:
         engine, theirs = engine_with(folder := checkpoint(Path(name), family), HEAT), Theirs(folder)
     assert isinstance(engine.drafter, HeadDrafter)

@@ -25,7 +25,7 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
 from tests import checkpoints
-from tests.conftest import Command
+from tests.conftest import Command, needs_transformers
 from tests.families import VOCAB, decoder_of, tiny
 from tests.rig import GREEDY, Contrary, drive_refilled, perturbed, speculate
 
@@ -51,6 +51,8 @@ def scaled(name: str, **more: Any) -> Any:
 @cache
 def scaled_texts(name: str) -> dict[Prompt, list[int]]:
     """Prompts on both sides of the limit, and what transformers writes after each, alone in a new module."""
+    if name.startswith("phi3"):
+        needs_transformers("5.20")  # others keep keys of the first scale
     generator = torch.Generator().manual_seed(4)
     found = {}
     for number, length in enumerate((29, 50, 12, LIMIT, LIMIT + 1, 24)):

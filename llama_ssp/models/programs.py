@@ -39,6 +39,7 @@ TRACED = [  # the code that programs are made from
         for name in ["attention", "decoder", "experts", "linear", "programs", "rounded", "steps"]
     ),
     *(FOLDER / "heads" / f"{name}.py" for name in ("eagle3", "model")),
+    FOLDER.parent / "distributed" / "process_group.py",
     *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "coded", "linear")),
     *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "coded", "expert_stacks", "linear")),
     *(FOLDER / "kernels" / f"{name}_triton.py" for name in ("attention", "coded", "experts")),
