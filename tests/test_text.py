@@ -119,6 +119,20 @@ def test_a_character_begun_in_the_prompt_is_finished() -> None:
     assert [detokenizer.push(token) for token in (last, *encode("~"))] == ["🙂", "~"]
 
 
+def test_what_is_whole_before_half_a_character_is_written_at_once() -> None:
+    """A length limit may end the text there, and a stop string may be in it."""
+    pieces = {0: b"x", 1: " so \u201c".encode()[:-2], 2: "\u201c".encode()[1:2], 3: "\u201c".encode()[2:]}
+
+    def of_bytes(ids: list[int]) -> str:
+        return b"".join(pieces[i] for i in ids).decode(errors="replace")
+
+    for tokens, texts in (([0, 1, 2, 3, 0], ["x", " so ", "", "\u201c", "x"]), ([1, 0], [" so ", "\ufffdx"])):
+        detokenizer = Detokenizer(of_bytes, [0, 1, 2, 3])
+        assert [detokenizer.push(token) for token in tokens] == texts
+    writing = Writing(of_bytes, [()], ["so"])
+    assert writing.kept(0, [0, 1, 2, 3]) == 2 and writing.text(0) == "x "
+
+
 def test_special_tokens_are_left_out() -> None:
     start, end = (tokenizer().token_to_id(name) for name in checkpoints.SPECIAL)
     detokenizer = Detokenizer(decode, [start])

@@ -17,7 +17,7 @@ TAB = "    "
 class Detokenizer:
     """Turns a growing list of tokens into growing text.
 
-    A byte-level token may be part of a character: its text then ends in a replacement character and is held
+    A byte-level token may end within a character: its text then ends in a replacement character, which is held
     back until the character is whole. Decoding always begins with a whole character: from half a character
     on, some tokenizers return nothing for a run of byte tokens.
     """
@@ -26,6 +26,7 @@ class Detokenizer:
         self._decode = decode
         self._tokens = _tail(decode, before)
         self._read = len(self._tokens)
+        self._early = 0  # characters of the tokens after `_read` that were returned before the last was whole
 
     def push(self, token: int) -> str:
         """The text that this token completes."""
@@ -34,11 +35,13 @@ class Detokenizer:
         grown = self._decode(self._tokens)
         if not grown.startswith(known):
             known = known.rstrip(INCOMPLETE)  # of a prompt that ends within a character
-        if len(grown) <= len(known) or grown.endswith(INCOMPLETE):
-            return ""
-        self._tokens = self._tokens[self._read :]
-        self._read = len(self._tokens)
-        return grown[len(known) :]
+        new = grown[len(known) :]
+        whole = new.rstrip(INCOMPLETE)
+        piece, self._early = whole[self._early :], max(self._early, len(whole))
+        if new and whole == new:
+            self._tokens = self._tokens[self._read :]
+            self._read, self._early = len(self._tokens), 0
+        return piece
 
 
 def _tail(decode: Decode, tokens: list[int]) -> list[int]:
