@@ -7,13 +7,13 @@ import json
 import os
 import random
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_ssp.batch import journal
+from llama_ssp.batch import atomic_files, journal
 from llama_ssp.batch.attempt_log import Attempt, read_part, sealed
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
@@ -188,6 +188,31 @@ def test_the_first_attempt_to_end_publishes(tmp_path: Path):
     assert [both[1].publish(), both[0].publish()] == [True, False]
     lines = (tmp_path / "done" / f"{shard.name}.jsonl").read_bytes().splitlines()
     assert {json.loads(line)["by"] for line in lines} == {1} and len(lines) == shard.count
+
+
+def test_a_name_whose_reply_was_lost_is_this_calls_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """NFS asks again when a reply is lost, and is told that the name exists."""
+    link = os.link
+
+    def twice(source: Path, name: Path) -> None:
+        with suppress(FileExistsError):
+            link(source, name)
+        link(source, name)
+
+    monkeypatch.setattr(atomic_files.os, "link", twice)
+    atomic_files.require_file_system(tmp_path)
+    assert [atomic_files.write_once(tmp_path / "a", data) for data in (b"1", b"2")] == [True, False]
+    assert (tmp_path / "a").read_bytes() == b"1" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_a_killed_process_of_the_same_name_left_is_not_written_to(tmp_path: Path):
+    """In a container the next process has the same host and number; its draft may be the file itself."""
+    path, name = tmp_path / "a", atomic_files.unique_name()
+    path.write_bytes(b"1")
+    os.link(path, tmp_path / f".a.{name}")
+    (tmp_path / f".probe.{name}").write_bytes(b"ab")
+    atomic_files.require_file_system(tmp_path)
+    assert not atomic_files.write_once(path, b"2") and path.read_bytes() == b"1"
 
 
 @pytest.mark.parametrize("cut", [1, 9, 20, 60])

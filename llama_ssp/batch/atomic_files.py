@@ -32,7 +32,7 @@ def write_once(path: Path, data: bytes) -> bool:
         try:
             os.link(draft, path)  # fails where the name exists, on every kind of shared disk
         except FileExistsError:
-            return False
+            return draft.stat().st_nlink == 2  # NFS repeats a request whose reply is lost: this call was it
     return True
 
 
@@ -51,7 +51,8 @@ def _draft(path: Path, data: bytes) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{unique_name()}")
     with storing(path):
         try:
-            with draft.open("wb") as file:
+            draft.unlink(missing_ok=True)  # a killed process of this name has left it: it may be `path` itself
+            with draft.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -84,6 +85,8 @@ def require_file_system(folder: Path) -> None:
     other = path.with_name(f"{path.name}.link")
     with storing(folder):
         try:
+            for one in (path, other):
+                one.unlink(missing_ok=True)  # a killed process of this name may have left it
             for lacking, try_ in (("append", _appends), ("fsync", _syncs), ("hard links", _links)):
                 try:
                     works = try_(path, other)
@@ -116,7 +119,8 @@ def _syncs(path: Path, _: Path) -> bool:
 
 def _links(path: Path, other: Path) -> bool:
     """Whether a second name is the same file, and a name that exists is not replaced."""
-    os.link(path, other)
+    with suppress(FileExistsError):  # as in `write_once`
+        os.link(path, other)
     try:
         os.link(path, other)
     except FileExistsError:
