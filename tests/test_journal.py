@@ -295,6 +295,32 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest
     assert again.missing == [1, 2, 3, 4]
 
 
+def test_a_line_that_a_full_disk_has_cut_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Room comes back: the attempt leaves in good order, twice, as a signal and the end of a task do."""
+    journal = Journal.begin(tmp_path, manifest())
+    attempt = journal.attempt(journal.manifest.shards[0])
+    attempt.begin([0, 1])
+    attempt.finish(0, answer(0))
+    file, written = attempt._file, attempt._file.write
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(file, name)
+
+        def write(self, data: bytes) -> int:
+            return written(data[:10])
+
+    monkeypatch.setattr(attempt, "_file", Full())
+    for _ in range(2):
+        with pytest.raises(StorageError, match="part of a line only"):
+            attempt.finish(1, answer(1))
+    monkeypatch.undo()
+    attempt.excuse()
+    attempt.leave()
+    (past,) = journal.past_attempts()
+    assert set(past.finished) == {0} and past.left
+
+
 def test_shards_are_even():
     assert [shard.count for shard in shards_of(14, 5)] == [5, 5, 4]
     assert [shard.indices for shard in shards_of(3, 1)] == [range(n, n + 1) for n in range(3)]
@@ -320,3 +346,19 @@ def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeyp
     with first:
         assert journal._claim(path) is None
     assert looked == [True, True, True, False]
+
+
+def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its first holder was suspended for longer than a claim lasts, and then ends its shard."""
+    path = tmp_path / "claim"
+    first = journal._claim(path)
+    assert first is not None
+    with first:
+        os.utime(path, (0, 0))
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        second = journal._claim(path)
+        assert second is not None
+        second.__enter__()
+    assert json.loads(path.read_bytes())["host"] == "elsewhere"
+    second.__exit__(None, None, None)
+    assert not path.exists()

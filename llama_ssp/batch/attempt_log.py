@@ -54,6 +54,7 @@ class Attempt:
         self.failures = Counter(index for indices in failed for index in indices)
         self.failures_alone = Counter(index for indices in failed if len(indices) == 1 for index in indices)
         self._unsynced, self._synced_at = 0, time.monotonic()
+        self._torn = False  # the last write failed and may have left part of a line
         with storing(path):
             self._file: BinaryIO = path.open("xb", buffering=0)
             sync_folder(path.parent)
@@ -96,7 +97,16 @@ class Attempt:
     def _append(self, entry: dict[str, Any]) -> None:
         line = sealed(entry)
         with storing(self._path):
-            if self._file.write(line) != len(line):
+            if self._torn:
+                whole = self._path.read_bytes().rfind(b"\n") + 1
+                self._file.truncate(whole)
+                self._file.seek(whole)
+            taken = 0
+            try:
+                taken = self._file.write(line)
+            finally:
+                self._torn = taken != len(line)
+            if self._torn:
                 raise OSError(0, "the disk took part of a line only")
             self._unsynced += 1
             due = time.monotonic() - self._synced_at >= SYNC_S

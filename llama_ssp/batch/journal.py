@@ -166,22 +166,23 @@ def _claim(path: Path) -> AbstractContextManager[None] | None:
     """
     own = json.dumps(_this_process()).encode()
     if not path.exists() and write_once(path, own):  # most look at others' claims: nothing is written then
-        return _held(path)
+        return _held(path, own)
     # Of many groups that find it abandoned at once, one takes it; two may, if they look again at one moment.
     if _is_abandoned(path) and replace_whole(path, own, partial(_is_abandoned, path)):
-        return _held(path)
+        return _held(path, own)
     return None
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """Touches the file now and then, and deletes it at the end."""
+def _held(path: Path, own: bytes) -> Iterator[None]:
+    """Touches the file now and then, and deletes it at the end, unless another has taken the claim over."""
     released = threading.Event()
 
     def beat() -> None:
         while not released.wait(BEAT_S):
             with suppress(OSError):
-                os.utime(path)
+                if path.read_bytes() == own:
+                    os.utime(path)
 
     thread = threading.Thread(target=beat, name=f"claim {path.name}", daemon=True)
     thread.start()
@@ -191,7 +192,8 @@ def _held(path: Path) -> Iterator[None]:
         released.set()
         thread.join()
         with suppress(OSError):
-            path.unlink(missing_ok=True)
+            if path.read_bytes() == own:
+                path.unlink(missing_ok=True)
 
 
 def _this_process() -> dict[str, object]:
