@@ -362,3 +362,13 @@ def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monke
     assert json.loads(path.read_bytes())["host"] == "elsewhere"
     second.__exit__(None, None, None)
     assert not path.exists()
+
+
+def test_who_counts_the_claims_writes_nothing(tmp_path: Path):
+    """Anyone who may read the folder may ask for the job's state."""
+    taken = Journal.begin(tmp_path, manifest()).claim()
+    assert taken is not None
+    with taken[1]:
+        os.utime(tmp_path / "claims", (0, 0))
+        assert Journal.find(tmp_path).claimed() == 1
+        assert (tmp_path / "claims").stat().st_mtime == 0

@@ -114,8 +114,8 @@ class Journal:
         return Attempt(shard, earlier, path, self._done(shard))
 
     def claimed(self) -> int:
-        """How many shards a living process works on."""
-        return sum(not _is_abandoned(path) for path in (self.folder / CLAIMS).glob("[!.]*"))
+        """How many shards a living process works on, by this machine's clock: nothing is written."""
+        return sum(not _is_abandoned(path, time.time()) for path in (self.folder / CLAIMS).glob("[!.]*"))
 
     def past_attempts(self) -> Iterator[PastAttempt]:
         """What every attempt's file tells, in the order of the input."""
@@ -202,10 +202,10 @@ def _this_process() -> dict[str, object]:
     return {"host": socket.gethostname(), "pid": os.getpid(), **element}
 
 
-def _is_abandoned(path: Path) -> bool:
+def _is_abandoned(path: Path, now: float | None = None) -> bool:
     """Whether the claim's process is gone, or has been silent for long."""
     try:
-        age = _now_there(path.parent) - path.stat().st_mtime
+        age = (_now_there(path.parent) if now is None else now) - path.stat().st_mtime
         holder = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return True  # it was released meanwhile, or is no claim
