@@ -51,7 +51,7 @@ def _draft(path: Path, data: bytes) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{unique_name()}")
     with storing(path):
         try:
-            draft.unlink(missing_ok=True)  # a killed process of this name has left it: it may be `path` itself
+            draft.unlink(missing_ok=True)  # left by a killed process of this name: it may be `path` itself
             with draft.open("xb") as file:
                 file.write(data)
                 file.flush()

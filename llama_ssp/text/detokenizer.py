@@ -17,16 +17,16 @@ TAB = "    "
 class Detokenizer:
     """Turns a growing list of tokens into growing text.
 
-    A byte-level token may end within a character: its text then ends in a replacement character, which is held
-    back until the character is whole. Decoding always begins with a whole character: from half a character
-    on, some tokenizers return nothing for a run of byte tokens.
+    A byte-level token may end within a character: its text then ends in a replacement character, which is
+    held back until the character is whole. Decoding always begins with a whole character: from half a
+    character on, some tokenizers return nothing for a run of byte tokens.
     """
 
     def __init__(self, decode: Decode, before: list[int]) -> None:
         self._decode = decode
         self._tokens = _tail(decode, before)
         self._read = len(self._tokens)
-        self._early = 0  # characters of the tokens after `_read` that were returned before the last was whole
+        self._early = 0  # characters of the tokens after `_read` that were returned already
 
     def push(self, token: int) -> str:
         """The text that this token completes."""
