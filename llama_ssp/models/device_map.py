@@ -67,8 +67,7 @@ def spread_of(module: Any, dtype: Dtype, limits: dict[int | str, int]) -> Spread
         for name, parameter in module.named_parameters()
         if dtype in QUANTISED and (parameter.ndim == 1 or "embed" in name or "lm_head" in name)
     }
-    unsplit = list(module._no_split_modules or ())  # accelerate 1.12 takes no set
-    whole = {"no_split_module_classes": unsplit, "dtype": held, "special_dtypes": kept}
+    whole = {"no_split_module_classes": module._no_split_modules, "dtype": held, "special_dtypes": kept}
     module.tie_weights()
     balanced = get_balanced_memory(module, max_memory=limits, **whole)
     spread: Spread = dict(infer_auto_device_map(module, max_memory=balanced, **whole))
