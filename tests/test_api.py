@@ -13,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 import llama_ssp
 from llama_ssp import RunError, SamplingConfig, SpeculationConfig, load_pair, plan
+from llama_ssp.config import Verification
 from llama_ssp.config.compose import composed
 from llama_ssp.pair.batches import usable
 from llama_ssp.text.prompts import TextPrompt
@@ -91,6 +93,20 @@ def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
         (lambda: load_pair("tiny").generate(["x" * 99999], max_new_tokens=2), "fills the model"),
         (lambda: load_pair("tiny").generate([[3, -1]], max_new_tokens=2), "prompt 0; found id -1"),
         (lambda: load_pair("tiny").score([[3, -1, 4]]), "prompt 0; found id -1"),
+        (lambda: load_pair("tiny").generate("ab"), "prompts is of the wrong type; found 'ab'"),
+        (lambda: load_pair("tiny").score("ab"), "texts is of the wrong type; found 'ab'"),
+        (lambda: load_pair("tiny").generate(["x"], stop="ab"), "stop is of the wrong type; found 'ab'"),
+        (lambda: load_pair("tiny").generate([None]), "neither a text nor token ids; prompt 0; found None"),
+        (lambda: load_pair("tiny").generate([[1.5]]), "neither a text nor token ids; prompt 0"),
+        (lambda: load_pair("tiny").generate([b"ab"]), "neither a text nor token ids; prompt 0"),
+        (lambda: load_pair("tiny").generate(["x"], seed=-1), "seed is out of range; found -1"),
+        (lambda: load_pair("tiny").generate(["x"], seed=1.5), "seed is of the wrong type; found 1.5"),
+        (lambda: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),
+        (lambda: load_pair("tiny").score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
+        (
+            lambda: load_pair("tiny").generate(["x"], speculation=SpeculationConfig(bridge=cast(Any, "on"))),
+            "speculation.bridge .* found 'on', allowed auto, intersection, text, off",
+        ),
         (lambda: plan("65B", cluster="p9"), "p9"),
     ],
 )
@@ -99,6 +115,23 @@ def test_errors_are_raised_as_one_line(call: object, says: str) -> None:
     with pytest.raises(RunError, match=says) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+def test_what_a_list_and_a_choice_may_be() -> None:
+    """Any iterable of prompts; ids of NumPy and torch; choices by name; a seed of the overrides."""
+    coupled = SpeculationConfig(drafter=cast(Any, "model"), verification=cast(Any, "coupled"))
+    named = SpeculationConfig(verification=Verification.coupled)
+    with load_pair("tiny", draft="tiny_draft", overrides=["seed=5"]) as pair:
+        texts = [
+            [one.token_ids for one in pair.generate(prompts, max_new_tokens=6, speculation=how, seed=seed)]
+            for prompts, how, seed in (
+                (["a", [7, 8]], named, 5),
+                ((one for one in ["a", torch.tensor([7, 8])]), coupled, None),
+                (np.array(["a", [7, 8]], dtype=object), coupled, None),
+            )
+        ]
+    assert texts[0] == texts[1] == texts[2]
+    assert coupled.verification == "coupled" and type(coupled.verification) is str
 
 
 def test_only_the_tokenizer_s_tokens_are_scored() -> None:

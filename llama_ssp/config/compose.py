@@ -20,6 +20,7 @@ from llama_ssp.config import RunConf, few_resolvers, register
 from llama_ssp.config.overrides import SWEEP, check_arguments, translated
 from llama_ssp.config.presets import CONF, quoted
 from llama_ssp.config.validation import to_run
+from llama_ssp.config.validation.values import listed
 
 
 @dataclass(frozen=True)
@@ -79,4 +80,4 @@ def pair_words(model: str | Path, draft: str | Path | None, overrides: Sequence[
     """The checked overrides of a pair, or of a target without a draft. Raises UsageError."""
     names = zip(("model", "draft"), (model, "none" if draft is None else draft), strict=True)
     given = [f"{role}={Path(name).absolute() if isinstance(name, Path) else name}" for role, name in names]
-    return check_arguments([*given, *overrides])
+    return check_arguments([*given, *listed("overrides", overrides)])

@@ -16,13 +16,15 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 
 from llama_ssp.config import GenerateConf, LogprobsOf, RunConf, SamplingConfig, SpeculationConfig
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
-from llama_ssp.errors import UsageError
+from llama_ssp.config.validation.values import chosen, listed
+from llama_ssp.errors import DataError, UsageError
 from llama_ssp.pair.batches import Batch, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.planner.resolve import pair_specs
@@ -85,6 +87,15 @@ class StreamedRow:
 TextOrIds = str | Sequence[int]  # a text, or its token ids
 
 
+def _ids(given: Sequence[int], where: str) -> list[int]:
+    """Token ids as integers; NumPy's and torch's are, too."""
+    try:
+        return [index(one) for one in listed(where, given)]
+    except (TypeError, UsageError):
+        allowed = "a text, or a list of whole numbers"
+        raise DataError("a prompt is neither a text nor token ids", where, repr(given), allowed) from None
+
+
 def load_pair(
     model: str | Path, draft: str | Path | None = None, *, batch_size: int = 1,
     max_tokens: int = USUAL_TOKENS, overrides: Sequence[str] = (),
@@ -136,16 +147,19 @@ class Pair:
     ) -> list[Completion]:  # fmt: skip
         """Continues every prompt, `batch_size` at a time; the completions in the order of the prompts.
 
-        Without `seed` one is drawn. `chat` puts each prompt into the model's chat template, after `system`.
-        `logprobs` adds each token's log-probability and those of this many likeliest tokens: of the target,
-        unfiltered and at temperature 1, or with `logprobs_of="sampled"` of the distribution that tokens are
-        sampled from. Raises UsageError for settings, DataError for prompts, ModelError for logits that are
-        not numbers.
+        Without `seed` it is that of `overrides`, or drawn. `chat` puts each prompt into the model's chat
+        template, after `system`. `logprobs` adds each token's log-probability and those of this many
+        likeliest tokens: of the target, unfiltered and at temperature 1, or with `logprobs_of="sampled"` of
+        the distribution that tokens are sampled from. Raises UsageError for settings, DataError for prompts,
+        ModelError for logits that are not numbers.
         """
         done: list[Completion] = []
         with first_cause(self._ranks):
-            run = self._run(max_new_tokens, sampling, speculation, stop, chat, system, logprobs, logprobs_of)
-            for batch, first in self._batches(prompts, seed, run):
+            prompts = listed("prompts", prompts)
+            run = self._run(
+                max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
+            )
+            for batch, first in self._batches(prompts, run):
                 drafted, accepted = Counter[int](), Counter[int]()
                 for step in batch.steps:
                     for row in step.rows:
@@ -174,8 +188,10 @@ class Pair:
         On ranks other than the leader every list is empty.
         """
         with first_cause(self._ranks):
-            run = self._run(max_new_tokens, sampling, speculation, stop, chat, system, logprobs, logprobs_of)
-            for batch, first in self._batches(prompts, seed, run):
+            run = self._run(
+                max_new_tokens, sampling, speculation, stop, seed, chat, system, logprobs, logprobs_of
+            )
+            for batch, first in self._batches(listed("prompts", prompts), run):
                 given = batch.state.logprobs
                 for step in batch.steps:
                     rows = [
@@ -201,9 +217,8 @@ class Pair:
         """
         pair, found = self._session, list[ScoredText]()
         with first_cause(self._ranks):
-            run = self._run(
-                1, sampling, None, (), False, None, top, "target" if sampling is None else "sampled"
-            )
+            texts, of = listed("texts", texts), "target" if sampling is None else "sampled"
+            run = self._run(1, sampling, None, (), None, False, None, top, of)
             read = self._read(texts, run, shorter=False)
             rows, reader = pair.rows, LogprobReader(top, sampling is not None)
             engine = pair.engine(0, run)
@@ -227,7 +242,8 @@ class Pair:
 
     def _run(
         self, max_new_tokens: int, sampling: SamplingConfig | None, speculation: SpeculationConfig | None,
-        stop: Sequence[str], chat: bool, system: str | None, logprobs: int | None, logprobs_of: str,
+        stop: Sequence[str], seed: int | None, chat: bool, system: str | None, logprobs: int | None,
+        logprobs_of: str,
     ) -> RunConf:  # fmt: skip
         """The run with these settings, checked."""
         run = self._session.run
@@ -236,22 +252,22 @@ class Pair:
                 "logprobs_of is unknown", "", repr(logprobs_of), ", ".join(LogprobsOf), "choose one"
             )
         assert isinstance(run.task, GenerateConf)
-        task = replace(run.task, max_new_tokens=max_new_tokens, stop=list(stop), chat=chat, system=system)
-        task = replace(task, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of))
-        sampling, speculation = sampling or run.sampling, speculation or run.speculation
-        run = replace(run, task=task, sampling=sampling, speculation=speculation)
+        task = replace(run.task, max_new_tokens=max_new_tokens, stop=listed("stop", stop), chat=chat)
+        task = replace(task, system=system, logprobs=logprobs, logprobs_of=LogprobsOf(logprobs_of))
+        sampling, speculation = sampling or run.sampling, chosen(speculation or run.speculation)
+        seed = run.seed if seed is None else seed
+        run = replace(run, task=task, sampling=sampling, speculation=speculation, seed=seed)
         checks.check(run)
         checks.check_context(run)
         return run
 
-    def _batches(
-        self, prompts: Sequence[TextOrIds], seed: int | None, run: RunConf
-    ) -> Iterator[tuple[Batch, int]]:
+    def _batches(self, prompts: list[TextOrIds], run: RunConf) -> Iterator[tuple[Batch, int]]:
         """Each batch of a run with these settings, its prompts read, and the number of its first prompt."""
         pair, task = self._session, run.task
         assert isinstance(task, GenerateConf)
         if not prompts:
             return
+        seed = run.seed
         if seed is None:
             seed = self._ranks.broadcast_ints([secrets.randbelow(2**31)] if self._ranks.is_leader else [])[0]
         read = self._read(prompts, run)
@@ -267,7 +283,7 @@ class Pair:
             if isinstance(text, str) and shorter:
                 found.append(self._session.prompt(given, run))
             else:
-                ids = tokens.encode(text) if isinstance(text, str) else list(text)
+                ids = tokens.encode(text) if isinstance(text, str) else _ids(text, given.where)
                 found.append(usable(given, ids, tokens, run, 0 if shorter else 2))
         return found
 

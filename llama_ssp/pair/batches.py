@@ -197,7 +197,7 @@ def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyon
         what = "the prompt is empty and the model has no token to begin a text with"
         raise DataError(what, text.where, fix="give the prompt some text")
     if len(ids) >= context + beyond:
-        raise _too_long(text, f"{len(ids)} tokens", context)
+        raise _too_long(text, f"{len(ids)} tokens", context, beyond)
     if (odd := next((i for i in ids if not 0 <= i < vocab), None)) is not None:
         raise DataError(
             "the prompt has a token that the model does not know", text.where, f"id {odd}",
@@ -206,7 +206,7 @@ def usable(text: TextPrompt, ids: list[int], tokens: Tokens, run: RunConf, beyon
     return Prompt(text.id, tuple(ids))
 
 
-def _too_long(text: TextPrompt, found: str, context: int) -> DataError:
-    allowed = f"at most {context - 1} of {context}"
+def _too_long(text: TextPrompt, found: str, context: int, beyond: int = 0) -> DataError:
+    allowed = f"at most {context + beyond - 1}" + f" of {context}" * (not beyond)
     what = "the prompt fills the model's context"
     return DataError(what, text.where, found, allowed, "shorten it; it is never cut silently")

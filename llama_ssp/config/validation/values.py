@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass, replace
+from enum import EnumType
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from llama_ssp.config.schema import MAX_INT
 from llama_ssp.errors import UsageError
 
+T = TypeVar("T")
 NEVER_EMPTY = (
     "name", "repo", "revision", "path", "prompt_file", "out", "plot", "offload_folder", "gpu", "folder",
     "input", "output", "work", "python",
 )  # fmt: skip
 NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def listed(name: str, given: Iterable[T]) -> list[T]:
+    """The entries. Raises UsageError for a single text: its letters are not meant as entries."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise UsageError(f"{name} is of the wrong type", "", repr(given), "a list", "write [...] around it")
+    return list(given)
+
+
+def chosen(node: Any) -> Any:
+    """The same with its choices that are given by name, as on the command line."""
+    named = dict[str, Any]()
+    for key, hint in get_type_hints(type(node)).items():
+        if isinstance(hint, EnumType) and getattr(node, key) in list(hint):
+            named[key] = hint(getattr(node, key))
+    return replace(node, **named) if named else node
 
 
 def check_values(node: Any, prefix: str = "") -> None:
@@ -70,6 +89,8 @@ def _in_words(hint: Any) -> str:
         return f"a list of {inside[0]}"
     if kind is dict:
         return f"a map from {inside[0]} to {inside[1]}"
+    if isinstance(hint, EnumType):
+        return ", ".join(map(str, hint))
     return NAMES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
