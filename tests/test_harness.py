@@ -139,6 +139,11 @@ def test_scores_are_those_of_a_plain_forward(tmp_path: Path) -> None:
         pytest.approx(expected, abs=1e-3)
     ]
     assert math.isfinite(expected)
+    table = logprobs(ids[-25:-1])
+    expected = sum(float(row[token]) for row, token in zip(table, ids[-24:], strict=True))
+    found = lm._loglikelihood_tokens([(("", text), ids[:1], ids[1:]), (("a", ""), ids[:9], [])])
+    assert found[0][0] == pytest.approx(expected, abs=1e-3), "as much as fits, of a continuation"
+    assert found[1] == (0.0, True), "there is nothing to score"
 
 
 def test_chats_and_settings_of_requests(tmp_path: Path) -> None:

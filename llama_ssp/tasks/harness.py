@@ -124,7 +124,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 part = order[first : first + step]
                 scored = self._pair.score([texts[index] for index in part], top=1)
                 for index, text in zip(part, scored, strict=False):
-                    last = text.logprobs[-len(requests[index][2]) :]
+                    count = min(len(requests[index][2]), len(texts[index]) - 1)  # the first token has none
+                    last = text.logprobs[len(text.logprobs) - count :]
                     total = sum(one.logprob or 0.0 for one in last)
                     found[index] = total, all(one.token_id == one.top[0].token_id for one in last)
                 bar.update(len(part))
