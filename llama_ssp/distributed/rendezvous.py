@@ -181,6 +181,9 @@ def _arrived(store: Store, address: Address, until: float, patience_s: float) ->
             absent = ", ".join(str(rank) for rank in every if not here[rank])
             where, found = f"rank {address.rank}, {address}", f"ranks {come} of {address.world} after"
             fix = f"start {absent} too, or raise placement.timeout_s"
+            if address.hosts and _is_loopback(address.host) and not _on_one_machine(address.world):
+                fix += "; for ranks on other machines set MASTER_ADDR to an address that they reach: "
+                fix += f"here it is {socket.gethostbyname(address.host)}, the loopback device alone"
             error = DistributedError("not all ranks have come", where, f"{found} {patience_s:g} s", fix=fix)
             error.speaks = address.rank == here.index(True)
             raise error

@@ -203,11 +203,13 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def rank_by_hand(rank: int, port: object, folder: Path, *words: str, world: int = 2) -> tuple[Any, Path]:
+def rank_by_hand(
+    rank: int, port: object, folder: Path, *words: str, world: int = 2, machines: int = 1
+) -> tuple[Any, Path]:
     """The process of a rank, and the file of what it says on standard error."""
     streams = [os.devnull, folder / f"{rank}.out", folder / f"{rank}.err"]
     env = environment(
-        WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+        WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world // machines),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     words = words or (*RUN, "out=null", "placement.timeout_s=3")
@@ -251,7 +253,15 @@ def test_ranks_that_never_come(tmp_path: Path):
     leader, other = (rank_by_hand(rank, at, tmp_path, world=3) for rank, at in ((0, port), (2, free_port())))
     said = refusal(*leader)
     assert "not all ranks have come" in said and "ranks 0 of 3 after 3 s" in said and "start 1, 2 too" in said
+    assert "MASTER_ADDR" not in said, "all are on this machine"
     assert "no process listens where the ranks meet; rank 2 of 3" in refusal(*other)
+
+
+def test_a_leader_that_other_machines_cannot_reach_says_so(tmp_path: Path):
+    """As in Debian, where a machine's own name is 127.0.1.1."""
+    said = refusal(*rank_by_hand(0, free_port(), tmp_path, world=2, machines=2))
+    assert "start 1 too" in said
+    assert "set MASTER_ADDR to an address that they reach: here it is 127.0.0.1" in said
 
 
 ROUND = " at 0: "  # in the line of a first round in a trace
