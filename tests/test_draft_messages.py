@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -92,6 +94,20 @@ def test_a_draft_that_is_given_up_is_dismissed():
     assert server.broadcast_ints([]) == [4]
     with pytest.raises(Dismissed):
         server.broadcast_ints([])
+
+
+def test_a_draft_that_reads_nothing_is_given_up_at_once():
+    """The link is full: there is no room for a last word, and nobody waits for it."""
+    near, _far = line()
+    client, number = DraftClient(near, 60.0), near._connection.fileno()
+    os.set_blocking(number, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(number, bytes(1 << 16))
+    os.set_blocking(number, True)
+    began = time.monotonic()
+    client.give_up("it reads nothing")
+    assert time.monotonic() - began < 2.5, "half of how long a frame may stand still"
 
 
 def test_a_proposal_about_another_text_is_never_used():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -94,9 +93,7 @@ class DraftClient:
         """From now on nothing is sent or waited for."""
         if self.lost is None:
             self.lost, self._reply = why, None
-            with suppress(LinkLost):
-                self.link.send(Message(MessageKind.DISMISS, self._number, []).pack())
-            self.link.close()
+            self.link.close(Message(MessageKind.DISMISS, self._number, []).pack())
 
     def _wait(self, done: Callable[[], bool]) -> None:
         until = time.monotonic() + self.patience_s

@@ -67,8 +67,9 @@ class QueueLink:
             return self._back.get(timeout=seconds) if seconds > 0 else self._back.get_nowait()
         return None
 
-    def close(self) -> None:
-        pass
+    def close(self, last: bytes = b"") -> None:
+        if last:
+            self._out.put(last)
 
 
 class ThreadRank(Ranks):
