@@ -194,6 +194,15 @@ def test_a_broken_connection_is_a_lost_rank(watch: Watch) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5")
 
 
+def test_a_steps_own_error_is_no_lost_rank(watch: Watch) -> None:
+    """A compiled step computes and sums: which of the two failed, its error says."""
+    with pytest.raises(RuntimeError, match="shape mismatch") as found, watch.during("a step", computes=True):
+        raise RuntimeError("shape mismatch")
+    assert watch._own(found.value).line == "rank 1 failed during start: RuntimeError: shape mismatch"
+    with pytest.raises(LostPeer, match="Timed out waiting"), watch.during("a step", computes=True):
+        raise RuntimeError(GLOO)
+
+
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms"
 
 

@@ -40,7 +40,7 @@ class Ranks:
         return [tensor]
 
     def during(self, what: str) -> AbstractContextManager[None]:
-        """A context for code that exchanges tensors itself. Its errors mean that another rank is lost."""
+        """A context for code that computes and also exchanges tensors: a broken exchange is a lost rank."""
         return nullcontext()
 
     def broadcast_ints(self, values: list[int]) -> list[int]:

@@ -72,16 +72,18 @@ class Watch(threading.Thread):
             self._store.move(self.place)
 
     @contextmanager
-    def during(self, what: str) -> Iterator[None]:
+    def during(self, what: str, computes: bool = False) -> Iterator[None]:
         """Raises LostPeer for torch's error when another rank is gone, or late beyond its time.
 
-        A GPU's own error is raised as what it is.
+        A GPU's own error is raised as what it is, and where the code `computes` also any other of its own.
         """
         try:
             yield
         except RuntimeError as error:
             if own := machine_error(error, what):
                 raise own from error
+            if computes and not _is_broken_collective(error):
+                raise
             raise self._lost_peer(error, what) from error
 
     def _lost_peer(self, error: BaseException, what: str) -> LostPeer:

@@ -82,7 +82,7 @@ class Group(Ranks):
         return f"{self._tensors.group_name}: {self.rank} of {self._members}"
 
     def during(self, what: str) -> AbstractContextManager[None]:
-        return self._watch.during(what)
+        return self._watch.during(what, computes=True)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # in a compiled step, which is called in `during`
