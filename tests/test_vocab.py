@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from llama_ssp.config import Bridging
 from llama_ssp.errors import ModelError
@@ -51,7 +51,7 @@ def bytes_() -> Vocabulary:
     return shipped("demo_bytes")
 
 
-def marked(folder: Path) -> Vocabulary:
+def marked(folder: Path, begin: str = "") -> Vocabulary:
     """SentencePiece's notation: a mark for the space, numbered bytes for what has no token."""
     tokens = {"<unk>": 0, "<s>": 1, "\u2581": 2, "\u2581a": 3, "a": 4, "b": 5}
     numbered = {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
@@ -59,6 +59,10 @@ def marked(folder: Path) -> Vocabulary:
     made.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    if begin:
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(begin), normalizers.Replace(" ", "\u2581")]
+        )
     made.add_special_tokens(["<unk>", "<s>"])
     checkpoints.write_tokenizer(folder, made)
     found = read_vocabulary(folder)
@@ -92,6 +96,19 @@ def test_surfaces_of_a_text_add_up_to_it(text: str) -> None:
 def test_bytes_that_are_no_text_are_encoded_however_many(words: Vocabulary) -> None:
     text = b"a\xffb" * 2000 + "é".encode()[:1]
     assert words.text_of(words.encoded(text)) == text
+
+
+def test_no_space_is_put_into_a_text_nor_taken_from_it(tmp_path: Path, words: Vocabulary) -> None:
+    """SentencePiece puts one before every text, and so before each part that is encoded alone."""
+    sp = marked(tmp_path, "\u2581")
+    assert sp.begins_with_space and not words.begins_with_space
+    assert sp.text_of(sp.encoded(b"ab")) == b" ab", "where a text begins, as the model knows it"
+    for text in (b"ab", b" ab", b" ", b"  ", b"\nab", b"b\xffab", b"\xff ab", b"ab\xe2", b""):
+        assert sp.text_of(sp.encoded(text, inside=True)) == text
+    assert sp.encoded(b"ab a", inside=True) == [4, 5, 3], "by the tokenizer itself"
+    made = Text(words, sp, match(words, sp), 1.0)
+    for text in ("ab", " ab", "b\na"):
+        assert sp.text_of(made.later_ids(words.encode(text))) == text.encode()
 
 
 def test_tokens_of_other_notations_match_by_bytes(tmp_path: Path, words: Vocabulary) -> None:

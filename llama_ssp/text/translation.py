@@ -90,10 +90,10 @@ class _ToDraft:
             parts[0] = parts[0].removeprefix(b" ")  # the target's tokenizer put it there
         return [*self.draft.start, *(i for part in parts for i in self._part(part))]
 
-    def _part(self, part: bytes | int) -> list[int]:
+    def _part(self, part: bytes | int, inside: bool = False) -> list[int]:
         """A text as the draft's tokenizer reads it, a special token by its counterpart or its name."""
         if isinstance(part, bytes):
-            return self.draft.encoded(part)
+            return self.draft.encoded(part, inside)
         own = self._counterpart(part)
         return [own] if own != NONE else self.draft.encoded(self.target.names.get(part, "").encode())
 
@@ -124,7 +124,7 @@ class Text(_ToDraft):
 
     def later_ids(self, written: Sequence[int]) -> list[int]:
         """The draft ids of the text after the prompt."""
-        return [i for part in _parts(written, self.target) for i in self._part(part)]
+        return [i for part in _parts(written, self.target) for i in self._part(part, inside=True)]
 
     def split_after(self, written: Sequence[int], start: int) -> int | None:
         """The next index after `start` where `written` may be split: before a space, where words begin."""
@@ -147,7 +147,7 @@ class Text(_ToDraft):
         special = self.target.special
         tail = list(before[-TAIL:])
         tail = tail[1 + max((n for n, i in enumerate(tail) if i in special), default=-1) :]
-        whole = self.target.encoded(self.target.text_of(tail) + text)
+        whole = self.target.encoded(self.target.text_of(tail) + text, inside=True)
         rest = whole[len(tail) :]
         if whole[: len(tail)] == tail and self.target.text_of(rest) == text:
             return rest

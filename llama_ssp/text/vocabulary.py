@@ -145,21 +145,25 @@ class Vocabulary:
             at += size
         return ids
 
-    def encoded(self, text: bytes) -> list[int]:
-        """Tokens for bytes, by the tokenizer itself where they are UTF-8."""
+    def encoded(self, text: bytes, inside: bool = False) -> list[int]:
+        """Tokens for bytes, by the tokenizer itself where they are UTF-8. `inside`: other text is before."""
         ids: list[int] = []
         while True:
             try:
-                return [*ids, *self._encoded(text.decode("utf-8"))]
+                return [*ids, *self._encoded(text.decode("utf-8"), inside)]
             except UnicodeDecodeError as error:  # half a character, usually at the end
-                ids += self._encoded(text[: error.start].decode("utf-8"))
+                ids += self._encoded(text[: error.start].decode("utf-8"), inside)
                 ids += self.cut(text[error.start : error.end])
-                text = text[error.end :]
+                text, inside = text[error.end :], True
 
-    def _encoded(self, text: str) -> list[int]:
-        if self.begins_with_space:
-            text = text.removeprefix(" ")  # the tokenizer adds it again
-        return self.encode(text) if text else []
+    def _encoded(self, text: str, inside: bool) -> list[int]:
+        if not self.begins_with_space:
+            return self.encode(text) if text else []
+        bare = text.removeprefix(" ")  # the tokenizer adds it again
+        if bare and (bare != text or not inside):
+            return self.encode(bare)
+        line, whole = self.encode("\n"), self.encode("\n" + text)  # the space is added to the line before
+        return whole[len(line) :] if bare and whole[: len(line)] == line else self.cut(text.encode())
 
     def _surface(self, i: int) -> bytes | None:
         name = self.names.get(i)
