@@ -9,10 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from llama_ssp.config import ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import find
+from llama_ssp.models.model_config import require_supported
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from tests import checkpoints
 from tests.conftest import Command
@@ -130,3 +132,15 @@ def test_hub_names_find_their_key(command: Command) -> None:
         find(ModelConf("local", repo="nobody/nothing-here"), "draft")
     answer = command("model=some/model")
     assert answer.code == 4 and "model some/model is not at hand" in answer.errors[0]
+
+
+def test_a_fault_of_the_machine_is_not_the_config_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes its folder for compiled code while transformers reads the config."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system", "/scratch/cache")
+
+    folder = checkpoints.save(tmp_path / "model")
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fails)
+    with pytest.raises(OSError, match="Read-only file system: '/scratch/cache'"):
+        require_supported(folder)

@@ -44,9 +44,9 @@ def require_supported(path: Path) -> Any:
             config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(deepcopy(content))
         else:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except MemoryError:
-        raise
     except Exception as error:  # values of wrong types fail in any way
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
+            raise  # of this machine: torch makes its folder for compiled code when it is imported
         if content.get("model_type") in CONFIG_MAPPING_NAMES:
             raise _wrong_config(path, content, "cannot be read", error) from None
         what = "config.json is not one that transformers knows"
