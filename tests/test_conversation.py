@@ -58,13 +58,16 @@ def test_replies_with_a_kept_cache_are_those_without(drafting: str, folder: Path
 
 
 def test_a_reply_that_is_stopped(folder: Path) -> None:
-    """It ends after its round, and what it has is in the history; the next one is as ever."""
+    """It ends after its round, and what it has is printed and in the history; the next one is as ever."""
     with load_pair(folder, folder, max_tokens=400, overrides=FP32) as pair:
-        one = talk(pair, new_tokens=60)
-        for n, _ in enumerate(one.reply(SAID[0])):
+        # Of every text the last letter may begin a stop string.
+        one, read = talk(pair, new_tokens=60, stops=[chr(n) + "\1" for n in range(32, 127)]), ""
+        for n, piece in enumerate(one.reply(SAID[0])):
+            read += piece
             if n == 1:
                 one.stop()
         first = one.replies[0]
+        assert read == first.text
         assert first.finish_reason == "stopped" and 0 < first.counts.committed.total() < 30
         assert one.history[-1] == {"role": "assistant", "content": first.text.strip()}
         for _ in one.reply(SAID[1]):

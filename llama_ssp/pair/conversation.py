@@ -87,6 +87,7 @@ class Conversation:
             yield writing.printable(0, ended)
             if not ended and self._is_stopped(step.round):
                 self._engine.flush()
+                yield writing.printable(0, True)
                 break
         require_numbers(*texts_of(run.state))
         self._state, reply.finish_reason = run.state, run.state.finished[0] or STOPPED
