@@ -233,6 +233,13 @@ def test_a_damaged_middle_is_refused_and_a_damaged_end_is_not(tmp_path: Path):
     assert set(read_part(path).finished) == {0, 1}
 
 
+def test_a_file_that_cannot_be_read_is_said_so(tmp_path: Path):
+    journal = Journal.begin(tmp_path, manifest())
+    (tmp_path / "parts" / "00000.000.other.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"cannot read the journal: Is a directory; .*permissions"):
+        journal.standing()
+
+
 def test_another_job_is_refused_by_its_differences(tmp_path: Path):
     Journal.begin(tmp_path, manifest())
     with pytest.raises(DataError, match=r"found seed=1 now 2, .*another task.output"):

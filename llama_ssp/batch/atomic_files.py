@@ -17,13 +17,14 @@ NOT_ABLE = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EI
 
 
 @contextmanager
-def storing(where: Path) -> Iterator[None]:
+def storing(where: Path, reads: bool = False) -> Iterator[None]:
     """Raises StorageError, one line with its remedy, for what the system says about a disk."""
     try:
         yield
     except OSError as error:
         fix = "make room or choose another folder, then start the same command again: nothing is lost"
-        raise StorageError(f"cannot write the journal: {error.strerror or error}", where, fix=fix) from error
+        what, fix = ("read", "check its permissions") if reads else ("write", fix)
+        raise StorageError(f"cannot {what} the journal: {error.strerror or error}", where, fix=fix) from error
 
 
 def write_once(path: Path, data: bytes) -> bool:

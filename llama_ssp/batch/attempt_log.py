@@ -123,7 +123,7 @@ def sealed(entry: dict[str, Any]) -> bytes:
 
 def read_part(path: Path) -> PastAttempt:
     """What the file tells up to its last whole line. Raises DataError for damage before that."""
-    with storing(path):
+    with storing(path, reads=True):
         lines = path.read_bytes().split(b"\n")
     past, entries = PastAttempt(), [_opened(line) for line in lines[:-1]]
     while entries and entries[-1] is None:

@@ -79,7 +79,7 @@ class Journal:
         path = folder / MANIFEST
         if not path.is_file():
             return None
-        with storing(path):
+        with storing(path, reads=True):
             return Manifest.read(path.read_bytes(), str(path))
 
     @staticmethod
@@ -141,7 +141,7 @@ class Journal:
         if missing:
             found = f"shards {', '.join(missing[:5])} missing, {len(missing)} in all"
             raise DataError("the job is not finished", self.folder, found, fix="start the same command again")
-        with storing(output):
+        with storing(self.folder / DONE, reads=True):
             whole = b"".join(self._done(shard).read_bytes() for shard in self.manifest.shards)
         lines, records = whole.count(b"\n"), self.manifest.records
         if lines != records:
@@ -154,7 +154,7 @@ class Journal:
         return self.folder / DONE / f"{shard.name}.jsonl"
 
     def _attempts(self, shard: Shard) -> list[PastAttempt]:
-        with storing(self.folder):
+        with storing(self.folder, reads=True):
             paths = sorted((self.folder / PARTS).glob(f"{shard.name}.*.jsonl"))
         return [read_part(path) for path in paths]
 
@@ -254,7 +254,7 @@ def _is_file_of(path: Path, data: bytes) -> bool:
     """Whether the file is there and holds this. Raises DataError for anything else in its place."""
     if not path.exists():
         return False
-    with storing(path):
+    with storing(path, reads=True):
         if path.is_file() and path.read_bytes() == data:
             return True
     what, fix = "the output file is there already, with other content", "move it away"
