@@ -15,6 +15,7 @@ import pytest
 
 from llama_ssp.batch import atomic_files, journal
 from llama_ssp.batch.attempt_log import Attempt, read_part, sealed
+from llama_ssp.batch.history import End, ends, keep_end
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.errors import DataError, StorageError
@@ -326,6 +327,15 @@ def test_a_line_that_a_full_disk_has_cut_is_begun_anew(tmp_path: Path, monkeypat
     attempt.leave()
     (past,) = journal.past_attempts()
     assert set(past.finished) == {0} and past.left
+
+
+def test_a_torn_line_about_an_end_does_not_spoil_the_next(tmp_path: Path):
+    one, other = (End("7", restart, "node", 1, "", 0, 0, 1.0) for restart in (0, 1))
+    keep_end(tmp_path, one)
+    with (tmp_path / "slurm" / "7.ends.jsonl").open("ab") as file:
+        file.write(b'{"job": "7", "rest')
+    keep_end(tmp_path, other)
+    assert ends(tmp_path, "7") == [one, other]
 
 
 def test_shards_are_even():

@@ -57,9 +57,10 @@ def keep_end(work: Path, end: End, folder: str = FOLDER) -> None:
     """One write: a lost node can make two supervisors of one element, and their lines must not mix."""
     with storing(work / folder):
         (work / folder).mkdir(parents=True, exist_ok=True)
-        line = json.dumps(asdict(end)) + "\n"
-        with (work / folder / f"{end.job}{ENDS}").open("ab", buffering=0) as file:
-            file.write(line.encode())
+        path, line = work / folder / f"{end.job}{ENDS}", json.dumps(asdict(end)) + "\n"
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")  # by a full disk
+        with path.open("ab", buffering=0) as file:
+            file.write(b"\n" * torn + line.encode())
 
 
 def ends(work: Path, job: str = "*") -> list[End]:
