@@ -212,6 +212,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
         (RuntimeError(GLOO), True),
         (torch.distributed.DistBackendError("NCCL error: unhandled system error"), True),
         (RuntimeError("shape mismatch"), False),
+        (RuntimeError("[enforce fail at /gloo/transport/tcp/device.cc:84] No address for: ib0"), False),
         (torch.OutOfMemoryError(FULL), False),
         (torch.AcceleratorError(ILLEGAL), False),
         (ValueError(GLOO), False),

@@ -125,7 +125,7 @@ class Watch(threading.Thread):
         """
         GUARD.end()
         if _is_broken_collective(error):
-            error = self._lost_peer(error, "in a compiled step")
+            error = self._lost_peer(error, "exchanging")
         if self.rank in self.spare and not isinstance(error, KeyboardInterrupt):
             left_alone = isinstance(error, LinkLost | LostPeer)
             if not left_alone or self._is_excused(error) or not self._find(FIND_S):
@@ -285,6 +285,10 @@ class Watch(threading.Thread):
 
 
 def _is_broken_collective(error: BaseException) -> bool:
-    """Whether gloo or NCCL raised it, where no `during` was: a graph's sum fails when its result is read."""
+    """Whether gloo or NCCL raised it, where no `during` was: a graph's sum fails when its result is read.
+
+    What gloo says of a device is about this machine's own network.
+    """
     from_torch = type(error).__module__ == "torch.distributed" and isinstance(error, RuntimeError)
-    return from_torch or (type(error) is RuntimeError and "/gloo/" in str(error))
+    by_gloo = type(error) is RuntimeError and "/gloo/" in str(error) and "/tcp/device.cc" not in str(error)
+    return from_torch or by_gloo

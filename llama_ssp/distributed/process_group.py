@@ -258,8 +258,9 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
 
 def _backend(device: torch.device, store: Any, watch: Watch) -> str:
     """The backend of all ranks' tensors: NCCL where every rank has a GPU of its own, else gloo."""
+    own = gpu_of(device)
     with watch.during("comparing GPUs"):
-        store.set(f"gpu/{watch.rank}", gpu_of(device))
+        store.set(f"gpu/{watch.rank}", own)
         gpus = [store.get(f"gpu/{rank}").decode() for rank in range(watch.world)]
     backend, reason = backend_of(gpus)
     if watch.rank == LEADER and set(gpus) != {NO_GPU}:
