@@ -118,7 +118,8 @@ def _store(address: Address, until: float, patience_s: float) -> Store:
     if listener is None:
         _reach(address, until, patience_s)
     where = address.host, address.port, address.world, address.hosts, timedelta(seconds=patience_s)
-    what, fix = "no store of the ranks answers where they meet", "choose another MASTER_PORT"
+    what = "no store of the ranks answers where they meet"
+    fix = "check MASTER_ADDR, or choose another MASTER_PORT"
     refused = DistributedError(what, f"rank {address.rank} of {address.world}, {address}", fix=fix)
     refused.speaks = True  # the leader may not be there to say it
     # TCPStore waits without end for a process that accepts the connection and is silent.
@@ -155,10 +156,10 @@ def _reach(address: Address, until: float, patience_s: float) -> None:
         try:
             socket.create_connection((address.host, address.port), timeout=RETRY_S * 5).close()
             return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second where it can be no host's name
             if time.monotonic() > until:
                 where = f"rank {address.rank} of {address.world}, {address}"
-                found = f"{error.strerror or error}, for {patience_s:g} s"
+                found = f"{getattr(error, 'strerror', None) or error}, for {patience_s:g} s"
                 fix = "check MASTER_ADDR, MASTER_PORT and that rank 0 was started"
                 absent = DistributedError("no process listens where the ranks meet", where, found, fix=fix)
                 absent.speaks = True  # the leader may not be there to say it

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.distributed import rendezvous
+from llama_ssp.errors import DistributedError
 from tests.conftest import Command
 from tests.distributed.faults import RUN, Cell, Started, outcome, strike_at
 from tests.processes import wait_for
@@ -255,6 +257,12 @@ def test_ranks_that_never_come(tmp_path: Path):
     assert "not all ranks have come" in said and "ranks 0 of 3 after 3 s" in said and "start 1, 2 too" in said
     assert "MASTER_ADDR" not in said, "all are on this machine"
     assert "no process listens where the ranks meet; rank 2 of 3" in refusal(*other)
+
+
+def test_what_is_no_name_of_a_host():
+    """Python's error is none of the system's."""
+    with pytest.raises(DistributedError, match=r"no process listens.*idna.*check MASTER_ADDR"):
+        rendezvous._reach(rendezvous.Address(1, 2, "a..b", 29500, False), 0.0, 1.0)
 
 
 def test_a_leader_that_other_machines_cannot_reach_says_so(tmp_path: Path):
