@@ -102,6 +102,9 @@ def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
         (lambda: load_pair("tiny").generate(["x"], seed=-1), "seed is out of range; found -1"),
         (lambda: load_pair("tiny").generate(["x"], seed=1.5), "seed is of the wrong type; found 1.5"),
         (lambda: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),
+        (lambda: load_pair("tiny", overrides=["measure"]), "task is among the overrides of a pair"),
+        (lambda: load_pair("tiny", overrides=["chat=true"]), "task.chat is among .* as an argument"),
+        (lambda: plan("7B", overrides="seed=1"), "overrides is of the wrong type"),
         (lambda: load_pair("tiny").score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
         (
             lambda: load_pair("tiny").generate(["x"], speculation=SpeculationConfig(bridge=cast(Any, "on"))),

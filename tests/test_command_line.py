@@ -109,6 +109,7 @@ def test_without_quoting_some_texts_are_not(monkeypatch: pytest.MonkeyPatch) -> 
     ("words", "says"),
     [
         ("30B", "the first word is not a task; found '30B'"),
+        ("-q runs", "runs is not the first word; write llama-ssp runs"),
         ("compar 30B", "did you mean compare"),
         *((f"{name}x", f"did you mean {name}") for name in (*commands.USAGE, COMPLETION)),
         ("plan 7b", "did you mean model=7B"),

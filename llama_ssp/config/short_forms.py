@@ -79,6 +79,8 @@ def _named(words: Sequence[str]) -> list[str]:
     if bare[0] in GROUPS:
         fix = f"write {bare[0]}=NAME, or llama-ssp {bare[0]} --help for what there is"
         raise UsageError(f"{bare[0]} has no value", fix=fix)
+    if bare[0] in COMMANDS:
+        raise UsageError(f"{bare[0]} is not the first word", fix=f"write llama-ssp {bare[0]} ...")
     if bare[0] not in TASKS:
         near = nearest(bare[0], [*TASKS, *COMMANDS])
         fix = f"did you mean {near}?" if near else f"write {usage}; a text is prompt='...'"

@@ -34,6 +34,7 @@ from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, spelled
 from llama_ssp.text.prompts import TextPrompt
 
 USUAL_TOKENS = 2048  # of a prompt and its continuation, in the memory check
+OF_CALLS = ("prompts", "prompt_file", "max_new_tokens", "stop", "chat", "system", "logprobs", "logprobs_of")
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,10 @@ def load_pair(
     Raises UsageError, ModelError or DistributedError.
     """
     words = pair_words(model, draft, overrides)
+    keys = {word.partition("=")[0].lstrip("+") for word in words}
+    if unread := keys & {"task", *(f"task.{name}" for name in OF_CALLS)}:
+        what = f"{min(unread)} is among the overrides of a pair, where nothing reads it"
+        raise UsageError(what, fix="give it to generate or stream, as an argument")
     sizes = [
         f"task.batch_size={batch_size}",
         f"task.max_new_tokens={max(1, min(max_tokens, USUAL_TOKENS) // 16)}",

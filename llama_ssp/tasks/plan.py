@@ -10,6 +10,7 @@ from typing import Any
 from llama_ssp.config import Output, PlanConf, RunConf, Splitting
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
+from llama_ssp.config.validation.values import listed
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import FAILED_CHECK, OK, ModelError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined
@@ -44,7 +45,7 @@ def plan(
     `model` and `draft` are names of presets, folders, or ids on the Hugging Face hub; `cluster` is a preset's
     name, `local` this machine. `overrides` are those of the command line. Raises UsageError or ModelError.
     """
-    words = pair_words(model, draft, ["task=plan", f"cluster={cluster}", *overrides])
+    words = pair_words(model, draft, ["task=plan", f"cluster={cluster}", *listed("overrides", overrides)])
     return planned(composed(words), 1)[1]
 
 
