@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -114,9 +115,12 @@ def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
     assert written["times"]["all_reduce_us"][2] > 0 and written["times"]["message_us"] > 0
 
 
-def test_it_writes_a_cluster_that_plans_use(command, small):
-    answer = command("task=calibrate", "task.repeats=1", "task.folder=mine", "out=null")
+def test_it_writes_a_cluster_that_plans_use(command, small, caplog):
+    caplog.set_level("INFO")
+    answer = command("task=calibrate", "task.repeats=1", "task.folder='mi ne'", "out=null")
     assert answer.code == 0, answer.err
+    assert "--config-dir 'mi ne' cluster=calibrated" in caplog.text
+    os.rename("mi ne", "mine")
     summary = answer.document
     assert summary["plan"] is None, "plans are made of what it finds"
     with open("mine/cluster/calibrated.yaml", encoding="utf-8") as file:

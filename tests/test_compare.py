@@ -150,5 +150,5 @@ def test_a_typing_slip_is_said_and_asked_again(
     assert [one["prompt"] for one in answer.document["comparisons"]] == ["hello", "a fox"]
     assert [one["id"] for one in answer.document["comparisons"]] == ["1", "4"]
     assert (
-        "fills the model's context" in caplog.text and "half a surrogate pair" in caplog.text
+        "fills the model's context" in caplog.text and "not UTF-8, or half a surrogate pair" in caplog.text
     )  # said of prompt 3

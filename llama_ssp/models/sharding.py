@@ -196,8 +196,8 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
 def require_transformers(name: str, dtype: Dtype) -> None:
     """Refuses formats that transformers' modules do not have."""
     if dtype in (Dtype.int4, Dtype.packed):
-        what, allowed = "codes are kept by the decoder alone", "placement.splitting=tensor, or one process"
-        fix = "write dtype=bf16, or another placement"
+        what, fix = "codes are kept by the decoder alone", "write dtype=bf16, or another placement"
+        allowed = f"{TESTED}, in one process or with placement.splitting=tensor"
         raise ModelError(what, f"model {name}", f"dtype={dtype.value}", allowed, fix)
 
 

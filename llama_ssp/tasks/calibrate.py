@@ -9,6 +9,7 @@ formula (planner/search.py) gives for that constant alone.
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -84,7 +85,8 @@ class CalibrateTask(Task[CalibrateConf]):
         if self._ranks.is_leader:
             _write(file, cluster)
         self._found = [{"cluster_file": str(file), "cluster": plain(cluster)}]
-        log.info("wrote %s: use it with --config-dir %s cluster=%s", file, self._task.folder, cluster.name)
+        folder = shlex.quote(self._task.folder)
+        log.info("wrote %s: use it with --config-dir %s cluster=%s", file, folder, cluster.name)
         return "done"
 
     def figures(self) -> dict[str, Any]:

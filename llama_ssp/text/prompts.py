@@ -307,6 +307,7 @@ def problem_of(prompt: TextPrompt, seen: dict[str, str]) -> DataError | None:
         return DataError("the prompt holds a NUL character", where, found, fix="remove it")
     lone = next((i for i, c in enumerate(prompt.text) if "\ud800" <= c <= "\udfff"), None)
     if lone is not None:
-        what, fix = "the prompt holds half a surrogate pair", "write the character whole"
+        what = "the prompt holds a byte that is not UTF-8, or half a surrogate pair"
+        fix = "convert the text to UTF-8, or write the character whole"
         return DataError(what, where, f"at character {lone}", fix=fix)
     return None
