@@ -256,6 +256,8 @@ def test_named_layers_give_their_hidden_states(tmp_path):
 
 
 def test_what_the_decoder_does_not_run():
+    bare = build("opt", layer_norm_elementwise_affine=False).config
+    assert reason_against(bare) == "layer_norm_elementwise_affine: False"
     assert reason_against(build("falcon", alibi=True).config) == "alibi: True"
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert reason_against(build("llama-mha", rope_parameters=dynamic).config) == "rope_type: dynamic"

@@ -237,7 +237,9 @@ FAMILIES = {
     "opt": Family(
         (*QKV, "out_proj", "fc1", "fc2"), ("enable_bias", "enable_bias"), deepspeed=True, grouped=False,
         layer_norm=True, position_rows=2, mlp_key="ffn_dim", mlp_states=2, tied=True, names=OPT_NAMES,
-        needs={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
+        needs=dict(
+            do_layer_norm_before=True, _remove_final_layer_norm=False, layer_norm_elementwise_affine=True
+        ),
     ),
     "phi3": Family(
         window=Window(), mlp_states=4, rereads=True, fused_mlp=True,
