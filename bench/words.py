@@ -17,6 +17,8 @@ class Words:
             if not hasattr(asked, key):
                 sys.exit(f"unknown: {argument}; known: {', '.join(vars(asked))}")
             kind = type(getattr(asked, key))
+            if kind is bool and value not in ("true", "false"):
+                sys.exit(f"unknown: {argument}; known: {key}=true, {key}=false")
             setattr(asked, key, value == "true" if kind is bool else kind(value))
         return asked
 

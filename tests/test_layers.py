@@ -26,7 +26,7 @@ WITHOUT_TORCH = {
     "tasks.inputs", "tasks.plan",
 }  # fmt: skip
 WITH_TORCH = {"batch.continuous_batching"}
-KNOWS_TRANSFORMERS = {"models", "text.templates", "text.tokenizer"}
+KNOWS_TRANSFORMERS = {"models", "text.tokenizer"}
 FORBIDDEN_CALLS = {
     "eval", "exec", "instantiate", "manual_seed_all", "broadcast_object_list", "all_gather_object",
     "gather_object", "scatter_object_list", "send_object_list", "recv_object_list",

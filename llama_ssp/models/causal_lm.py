@@ -104,7 +104,7 @@ class CausalModel:
         last = sent([feed.width - 1], self.device) if last_only else 0
         logits = self._forward(feed, input_ids=token_BW, logits_to_keep=last, **inputs)
         if self.tapped_TX is not None:
-            self.tapped_TX = self.tapped_TX[feed.real()]
+            self.tapped_TX = self.tapped_TX.flatten(0, 1)[feed.real_places()]
         return logits
 
     @torch.inference_mode()

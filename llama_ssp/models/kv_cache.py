@@ -83,6 +83,11 @@ class Feed:
         """Which of the (B, W) columns are no padding."""
         return torch.arange(self.width, device=self.device) < sent(self.columns, self.device)[:, None]
 
+    def real_places(self) -> Tensor:
+        """The columns that are no padding, counted through all rows. A mask as an index has the host wait."""
+        found = [row * self.width + i for row, count in enumerate(self.columns) for i in range(count)]
+        return sent(found, self.device)
+
     def positions(self) -> Tensor:
         """The position of each column; 0 for padding, whose logits are never used."""
         if self.sides:

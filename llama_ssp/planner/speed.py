@@ -1,6 +1,6 @@
-"""The time of a step: bytes over bandwidth, a constant a layer, two all-reduces a layer. No torch.
+"""The time of a step: bytes over bandwidth, a constant and two sums a layer, two more a step. No torch.
 
-    t = bytes_rank / bandwidth + L*c + [ranks > 1] * 2L * (alpha + beta*(ranks - 1))
+    t = bytes_rank / bandwidth + L*c + [ranks > 1] * (2L + 2) * (alpha + beta*(ranks - 1))
 
 of the rank that reads most. Four published runs (CALIBRATION) determine the four constants exactly; tests
 compare other published runs. The constants hold for bf16, one row, CUDA graphs and preallocated caches;

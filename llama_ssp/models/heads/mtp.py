@@ -61,10 +61,10 @@ class MtpModel(ChainedHead):
             start[row], count[row] = first, number
         feed = Feed(tuple(start), tuple(count), cache.capacity, self.device)
         token_TH = self._embedding(token_T.to(self.device).clamp(max=self.vocab - 1))
-        real_BW = feed.real()
-        x_BWH = g_TH.new_zeros(*real_BW.shape, self.dim)
-        x_BWH[real_BW] = own["both"](torch.cat([own["token"](token_TH), own["state"](g_TH)], -1))
-        return self._block.states(x_BWH, feed, cache)[real_BW]
+        x_BWH, place_T = g_TH.new_zeros(cache.rows, feed.width, self.dim), feed.real_places()
+        both_T2H = torch.cat([own["token"](token_TH), own["state"](g_TH)], -1)
+        x_BWH.flatten(0, 1)[place_T] = own["both"](both_T2H)
+        return self._block.states(x_BWH, feed, cache).flatten(0, 1)[place_T]
 
     @torch.inference_mode()
     def logits(self, z_RH: Tensor) -> Tensor:
