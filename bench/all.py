@@ -9,7 +9,7 @@ Each figure's file is bench/results/NAME_MACHINE.md (machine=epyc-2-cores_202611
 their own; of a command of the program the file has what it prints, its seconds, and its memory. A figure that
 misses what is asked (exit code 1) is written, and the next ones follow. The exit code is 1 if a file was not
 written. llama_cpp=PYTHON is an interpreter with llama-cpp-python and gguf, without which that figure is
-left out.
+left out. So are `coded` and `linear` without AVX-512: the plan's times of products come from their files.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from surroundings import Watch, commit, surroundings, write  # noqa: E402
 from words import Words  # noqa: E402
 
+from llama_ssp.planner.hardware import cpu_has_bf16  # noqa: E402
 from llama_ssp.report.tables import aligned  # noqa: E402
 
 BUSY = 0.25  # of the cores, in the load average: then times are not this machine's
@@ -43,6 +44,7 @@ class Figure:
     command: str  # it gets `write=`, if there is no title
     title: str = ""  # of what the command prints
     is_time: bool = True
+    of_bf16: bool = False  # for processors with AVX-512 alone
 
 
 FIGURES = [
@@ -53,13 +55,14 @@ FIGURES = [
     Figure("adaptive", 4, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
     Figure("heads", 4, "bench/heads.py repeats=3 new=64"),
     Figure("trees", 20, "bench/trees.py"),
+    Figure("trees_head", 4, "bench/trees.py drafts=demo_head"),
     Figure("batch_rows", 6, "bench/batch_rows.py"),
     Figure("groups", 3, "bench/groups.py"),
     Figure("overlap", 3.5, "bench/overlap.py"),
     Figure("bridges", 2, "bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5"),
     Figure("coupling", 1, "bench/coupling.py repeats=5 new=64"),
-    Figure("coded", 1.5, "bench/coded.py repeats=30"),
-    Figure("linear", 1, "bench/linear.py"),
+    Figure("coded", 1.5, "bench/coded.py repeats=30", of_bf16=True),
+    Figure("linear", 1, "bench/linear.py", of_bf16=True),
     Figure("attention", 1.5, "bench/attention.py"),
     Figure("overhead", 1, "bench/overhead.py"),
     Figure("growth", 1.5, "bench/growth.py repeats=5"),
@@ -158,6 +161,8 @@ def made(figure: Figure, asked: Asked) -> str:
     """Runs the figure's command; how it went."""
     if "{llama_cpp}" in figure.command and not asked.llama_cpp:
         return "give llama_cpp=PYTHON"
+    if figure.of_bf16 and not cpu_has_bf16():
+        return "this processor lacks AVX-512"
     words = [sys.executable, *shlex.split(figure.command.format(llama_cpp=asked.llama_cpp))]
     if figure.title:
         code = printed(figure, words, asked)
