@@ -175,3 +175,11 @@ def test_a_row_of_nan_stops_alone(command: Command, saved: Saved, tmp_path: Path
     assert [o["finish_reason"] for o in outputs] == ["length", "error", "length"]
     assert [o["output_tokens"] for o in outputs] == [4, 0, 4]
     assert answer.document["status"] == "error"
+
+
+def test_an_adapter_alone_is_called_by_its_name(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    answer = command(PROMPT, *alone(tmp_path))
+    assert answer.code == 4 and answer.errors[0].startswith(
+        "error: there is no config.json, but an adapter (LoRA)"
+    )

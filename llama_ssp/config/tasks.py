@@ -426,7 +426,7 @@ class BatchConf(TaskConf):
     Attributes:
         input: The prompts: JSONL, plain or in OpenAI's batch format, or text with a prompt a line.
         output: The answers: JSONL, a line each, in the order of the prompts.
-        work: The folder of the job until it is done; null is OUTPUT.work.
+        work: The folder of the job while it runs; null is OUTPUT.work. It stays when the job is done.
         chat: Put each prompt into the target's chat template.
         system: The system message of the chat.
         max_new_tokens: The longest answer, in tokens, of a record that does not say its own.

@@ -180,7 +180,10 @@ def read_json(file: Path) -> dict[str, Any]:
         require_fetched(file)
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_twins)
     except FileNotFoundError:
-        raise ModelError(f"there is no {file.name}", file.parent, fix=MODEL_FOLDER) from None
+        what, fix = f"there is no {file.name}", MODEL_FOLDER
+        if (file.parent / ADAPTER).exists():
+            what, fix = f"{what}, but an adapter (LoRA)", "merge the adapter into its model's weights"
+        raise ModelError(what, file.parent, fix=fix) from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file.name} is not JSON", file.parent, error, fix=REFETCH) from None
     if not isinstance(content, dict):
