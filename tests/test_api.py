@@ -146,6 +146,15 @@ def test_only_the_tokenizer_s_tokens_are_scored() -> None:
         usable(text, ids, cast(Any, tokens), run, beyond=2)
 
 
+def test_a_least_length_does_not_keep_texts_from_being_scored() -> None:
+    """Nothing is generated, so it cannot exceed what is."""
+    with load_pair("tiny") as pair:
+        (plain,), (sampled,) = (
+            pair.score(["abc"], sampling=how) for how in (None, SamplingConfig(min_new_tokens=5))
+        )
+    assert len(plain.logprobs) == len(sampled.logprobs)
+
+
 def test_nothing_of_the_process_is_changed() -> None:
     """No handler of a signal, no logging; and importing loads no torch."""
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGALRM

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from llama_ssp.models.kernels.linear import PackedLinear, operators, packable
 from llama_ssp.models.linear import Products
 from llama_ssp.models.programs import ProgramFile
 from llama_ssp.models.steps import SteppedModel
+from llama_ssp.pair import assembly
 from llama_ssp.pair.placements import compiles, impossible
 from llama_ssp.speculative.drafters.local import ModelDrafter
 from llama_ssp.speculative.engine import Engine
@@ -33,6 +37,7 @@ from llama_ssp.speculative.rng import CounterDraws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
+from tests.distributed.threads import ranks_of, together
 from tests.families import VOCAB, build, decoder_of
 from tests.rig import GREEDY, drive_refilled, perturbed, speculate
 
@@ -289,7 +294,7 @@ def test_without_a_compiler_steps_are_eager(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert not compiles(run, "model", run.model, CPU, Dtype.bf16, Splitting.tensor)
     assert [r.message for r in caplog.records] == [
-        "engine: model m runs eagerly: there is no C++ compiler (CXX, g++ or clang++)"
+        "engine: model m runs eagerly: there is no C++ compiler (CXX=no-such-compiler)"
     ]
 
 
@@ -301,6 +306,26 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tm
     assert not steps.has_kernels("m", Dtype.bf16, CPU)
     said = [record.message.split(": ")[1] for record in caplog.records if record.levelno == logging.WARNING]
     assert said == ["m runs eagerly"]
+
+
+@pytest.mark.parametrize("able", [(True, False), (True, True)])
+def test_ranks_have_compiled_steps_all_or_none(able, monkeypatch):
+    """A rank that cannot build the kernels left the others waiting in the first step for half an hour."""
+    answers = iter(able)
+    monkeypatch.setattr(assembly, "has_kernels", lambda *_: next(answers))
+    model = SimpleNamespace(model=ModelConf(name="m"), dtype=Dtype.bf16, device=CPU, compiled=True)
+    ranks = ranks_of(2)
+    found = together([partial(assembly._all_compile, model, rank) for rank in ranks], ranks)
+    assert found == [all(able)] * 2
+
+
+def test_what_a_compiler_says_is_its_error():
+    """Not its first line, which names a function."""
+    error = subprocess.CalledProcessError(
+        1, "g++", stderr="a.cpp: In function 'f':\na.cpp:3: error: no\n 3 | x"
+    )
+    assert building.complaint(error) == "a.cpp:3: error: no"
+    assert building.complaint(OSError("full")) == "full"
 
 
 def test_an_error_without_text_is_said_by_its_kind():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from llama_ssp.config import USUAL_COST_RATIO, ModelConf, RunConf, SpeculationConfig
+from llama_ssp.config import USUAL_COST_RATIO, Drafting, ModelConf, RunConf, SpeculationConfig
 from llama_ssp.pair import session
 from llama_ssp.pair.assembly import lookahead_for
 from llama_ssp.speculative.draft_length import (
@@ -23,7 +24,11 @@ from llama_ssp.speculative.stats import RowStep
 from tests.conftest import Command
 from tests.toy import toy
 
-RUN = RunConf(model=ModelConf(name="m"), speculation=SpeculationConfig(adaptive=True, k_max=8))
+RUN = RunConf(
+    model=ModelConf(name="m"),
+    draft=ModelConf(name="d"),
+    speculation=SpeculationConfig(adaptive=True, k_max=8),
+)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -204,3 +209,23 @@ def test_costs_are_measured_where_a_task_goes_by_them(
     answer = command(*words, "speculation=adaptive", "max_new_tokens=30", "seed=1", "output=json")
     assert answer.code in (0, 1), answer.err
     assert len(taken) == times
+
+
+def test_the_caches_of_a_measurement_are_freed_at_once() -> None:
+    """Not when Python looks for cycles: the run allocates its own, and the plan counts one of each."""
+    target, draft = toy(5, 0), toy(5, 1)
+    gc.collect()
+    gc.disable()
+    try:
+        assert measured(target, draft, RUN, 3, 40) is not None
+        assert target.caches.now == draft.caches.now == 0
+    finally:
+        gc.enable()
+
+
+def test_measured_costs_are_of_a_draft_model() -> None:
+    known = Costs(0.5, (1.0,) * 9)
+    ngram = replace(RUN, speculation=replace(RUN.speculation, drafter=Drafting.ngram))
+    lookahead = lookahead_for(ngram, 2, known)
+    assert isinstance(lookahead, AdaptiveDraftLength)
+    assert lookahead.costs == Costs.of_ratio(USUAL_COST_RATIO, 8)

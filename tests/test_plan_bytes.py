@@ -12,7 +12,7 @@ import pytest
 from llama_ssp.config import Dtype
 from llama_ssp.models import steps
 from llama_ssp.models.kernels import coded, linear
-from llama_ssp.planner import activations, memory, storage
+from llama_ssp.planner import activations, engine, memory, storage
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.speculative import model_runner as runner
 from tests.plan_bytes import CASES, PHASES, Case, planned
@@ -38,6 +38,8 @@ def test_the_plans_numbers_are_the_engines() -> None:
     """The plan loads no torch, so it has numbers of its own."""
     assert activations.LAG == runner.LAG and memory.STEP == steps.WIDEST
     assert storage.BLOCK == linear.BLOCK
+    kernel = (Path(linear.__file__).parent / "attention.cpp").read_text()
+    assert f" MOST = {engine.WIDEST_HEAD};" in kernel
     assert storage.WORD == {storage.CPU: coded.WORD, storage.CUDA: coded.LEAST}
 
 

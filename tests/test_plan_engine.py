@@ -51,6 +51,15 @@ def test_why_steps_run_eagerly(
     assert found is None if reason is None else reason in str(found)
 
 
+@pytest.mark.parametrize(("size", "compiled"), [(256, True), (258, False), (127, False)])
+def test_heads_that_the_kernel_of_a_cpu_does_not_take(size: int, compiled: bool) -> None:
+    """A GPU's kernel takes others."""
+    conf = replace(model("7B"), head_dim=size)
+    for on_cpu in (True, False):
+        found = why_eager(Steps.compiled, 0, conf, Dtype.bf16, Splitting.tensor, on_cpu)
+        assert (found is None) is (compiled or not on_cpu)
+
+
 def on_gpu(engine: Steps, ranks: int = 8, **changes: object) -> PlanRequest:
     return replace(request("30B", None, machine("dgx_h100", gpus=ranks)), engine=engine, **changes)
 

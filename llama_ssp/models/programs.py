@@ -8,7 +8,7 @@ import logging
 import os
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +38,9 @@ TRACED = [  # the code that programs are made from
         FOLDER / f"{name}.py"
         for name in ["attention", "decoder", "experts", "linear", "programs", "rounded", "steps"]
     ),
-    *(FOLDER / "heads" / f"{name}.py" for name in ("eagle3", "model")),
+    *(FOLDER / f"{name}.py" for name in ("assemble", "families", "shape")),  # numbers that become constants
+    FOLDER / "formats" / "coded.py",
+    *(FOLDER / "heads" / f"{name}.py" for name in ("assemble", "eagle3", "model", "settings")),
     FOLDER.parent / "distributed" / "process_group.py",
     *(FOLDER / "kernels" / f"{name}.cpp" for name in ("attention", "coded", "linear")),
     *(FOLDER / "kernels" / f"{name}.py" for name in ("attention", "coded", "expert_stacks", "linear")),
@@ -159,5 +161,6 @@ class ProgramFile:
             part.chmod(0o600)
             part.replace(self.path)
         except Exception as error:  # whatever torch finds in a module that it cannot write
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
             log.debug("engine: a program of %s is not kept: %s", self._name, error)

@@ -43,7 +43,7 @@ class RoundedInputs(nn.Module):
 
     def extra_repr(self) -> str:
         """The name of a compiled step's file is made of it."""
-        return f"{self.kind}, {self.first}, {self.groups}"
+        return f"{self.kind}, {self.first}, {self.groups}, {'dynamic' if self.static is None else 'static'}"
 
     def forward(self, x: Tensor) -> Tensor:
         table, symmetric, group, threshold = self.kind

@@ -223,7 +223,8 @@ class Pair:
         pair, found = self._session, list[ScoredText]()
         with first_cause(self._ranks):
             texts, of = listed("texts", texts), "target" if sampling is None else "sampled"
-            run = self._run(1, sampling, None, (), None, False, None, top, of)
+            least = max(1, (sampling or self._session.run.sampling).min_new_tokens)  # nothing is generated
+            run = self._run(least, sampling, None, (), None, False, None, top, of)
             read = self._read(texts, run, shorter=False)
             rows, reader = pair.rows, LogprobReader(top, sampling is not None)
             engine = pair.engine(0, run)

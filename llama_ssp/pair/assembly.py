@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.heads.mtp import load_mtp
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
-from llama_ssp.models.steps import SteppedModel
+from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.pair.placements import ModelPlacement
 from llama_ssp.report.console import Progress, waiting
 from llama_ssp.speculative.decision import draws_for
@@ -55,6 +56,8 @@ from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import Rule, rule_for
 from llama_ssp.text.tokenizer import Tokens
 from llama_ssp.text.translation import Bridge, Intersection
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,16 @@ def _loaded(placed: ModelPlacement, group: Ranks) -> Model:
     if placed.splitting is Splitting.deepspeed and group.world > 1:
         with waiting(f"{name}: reading weights"):
             return load_deepspeed(*what, placed.device, placed.role, group)
-    return load(*what, placed.device, placed.role, group, placed.compiled, _reading)
+    return load(*what, placed.device, placed.role, group, _all_compile(placed, group), _reading)
+
+
+def _all_compile(placed: ModelPlacement, group: Ranks) -> bool:
+    """Whether every rank can compile: compiled steps run once while loading, with sums over the ranks."""
+    able = placed.compiled and has_kernels(placed.model.name, placed.dtype, placed.device)
+    every = all(own for (own,) in group.gather_ints([int(able)]))
+    if able and not every:
+        log.warning("engine: %s runs eagerly: another rank cannot compile its steps", placed.model.name)
+    return every
 
 
 def _loaded_head(found: list[ModelPlacement], target: Model) -> HeadModel:
@@ -290,8 +302,8 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     if spec.adaptive:
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
         at_once = run.draft is not None and run.draft.head_block > 0
-        measured = costs is not None and costs.k_max == spec.k_max and spec.siblings in (0, costs.most)
-        if costs is None or not measured or spec.cost_ratio is not None:
+        fits = costs is not None and costs.k_max == spec.k_max and spec.siblings in (0, costs.most)
+        if costs is None or not fits or not run.has_draft_model or spec.cost_ratio is not None:
             costs = Costs.of_ratio(ratio, spec.k_max, spec.siblings, at_once)
         return AdaptiveDraftLength(costs if spec.siblings else costs.of_chains(), rows)
     return FixedDraftLength(spec.k, rows, spec.siblings)

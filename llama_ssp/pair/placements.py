@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,5 +197,6 @@ def compiles(
 def impossible(device: torch.device) -> str | None:
     """Why steps cannot be compiled here; None if they can."""
     if device.type == "cpu" and compiler() is None:
-        return "there is no C++ compiler (CXX, g++ or clang++)"
+        own = os.environ.get("CXX")
+        return f"there is no C++ compiler ({f'CXX={own}' if own else 'g++ 12 or later'})"
     return None

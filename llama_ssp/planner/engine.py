@@ -20,6 +20,7 @@ COMPILING_S, COMPILING_S_PER_LAYER = 20.0, 2.5
 # (tests/far.py, Llama); the times are estimates, of a launch by Python and of a sum over ranks by
 # torch.distributed.
 LAYER_OPERATIONS, STEP_OPERATIONS = 45, 15
+WIDEST_HEAD = 256  # MOST of models/kernels/attention.cpp
 LAUNCH_S, SUM_S = 8e-6, 22e-6
 
 
@@ -37,6 +38,8 @@ def why_eager(
         return "a DFlash head runs eagerly"
     if dtype not in COMPILED_DTYPES:
         return f"steps are compiled in bf16, fp32, int8, int4 and packed, not in {dtype.value}"
+    if on_cpu and (model.head_dim > WIDEST_HEAD or model.head_dim % 2):
+        return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
     if engine is Steps.auto and not on_cpu:
         return "graphs on GPUs have to be asked for: engine=compiled"
     if engine is Steps.auto and _is_unprofitable(model, dtype, tokens):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean, median, pstdev
 
@@ -55,6 +55,10 @@ class Rounds:
             self._engine.synchronize()
             self._drafting_s = time.perf_counter() - began
 
+    def close(self) -> None:
+        """The engine forgets this object: in a cycle with it, the KV caches would outlive the measurement."""
+        self._engine.part = nullcontext
+
     def seconds(self, k: int, siblings: int) -> tuple[float, float]:
         """What one round takes, and its drafts."""
         if max(self.state.lengths) + k >= self.state.capacity:
@@ -95,6 +99,7 @@ def measured(target: Model, draft: Model | HeadModel, run: RunConf, rows: int, s
         rounds.seconds(1, 0)  # not counted: behind a round without drafts the draft model lacks more
         for shape in [*trees, *((k, 0) for k in sorted(tried, reverse=True))]:
             taken[shape].append(rounds.seconds(*shape))
+    rounds.close()
     at_once = isinstance(draft, DFlashModel)
     each_s = {shape: usual(spent for spent, _ in own) for shape, own in taken.items()}
     whole_s = {shape: fmean(own) for shape, own in each_s.items()}

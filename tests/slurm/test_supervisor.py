@@ -98,6 +98,14 @@ def test_a_failure_is_requeued_and_kept(node: Node):
     assert [one.failed for one in ends(node.work)] == [True]
 
 
+def test_an_element_requeues_itself_alone(node: Node, monkeypatch: pytest.MonkeyPatch):
+    """The last element of an array has the array's number, which is all elements for Slurm's commands."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    node.run(f"echo 5 > ${CODE_FILE}; exit 1")
+    assert node.asked == ["scontrol show job -o 7_1", "scontrol requeue 7_1"]
+
+
 @pytest.mark.parametrize("code", [2, 3, 4])
 def test_what_would_fail_again_is_not_requeued(node: Node, code: int):
     left, said = node.run(f"echo {code} > ${CODE_FILE}; exit 1")

@@ -80,6 +80,12 @@ class Supervisor:
         keep_end(self.work, end)
         return code
 
+    @property
+    def _element(self) -> str:
+        """This job for Slurm's commands: the last element of an array has the number of the whole array."""
+        array, own = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+        return f"{array}_{own}" if array and own else self.job
+
     def _wait(self, ranks: subprocess.Popen[bytes]) -> int:
         """The return code of the ranks. If they do not stop in time, the requeue will kill them."""
         stopping_since = None
@@ -88,7 +94,7 @@ class Supervisor:
                 stopping_since = time.monotonic()
                 log.info("the time limit is near: stopping the ranks")
                 # Not through srun, which would have them killed.
-                subprocess.run(["scancel", "--signal=TERM", self.job], check=False)
+                subprocess.run(["scancel", "--signal=TERM", self._element], check=False)
             if stopping_since is not None and time.monotonic() - stopping_since > self.signal_s / 2:
                 log.warning("the ranks have not stopped in half of the time left")
                 return -signal.SIGKILL
@@ -103,7 +109,10 @@ class Supervisor:
 
     def _again(self, code: int) -> int:
         """Requeues the job, if it is still this one; the exit code."""
-        show, requeue = ["scontrol", "show", "job", "-o", self.job], ["scontrol", "requeue", self.job]
+        show, requeue = (
+            ["scontrol", "show", "job", "-o", self._element],
+            ["scontrol", "requeue", self._element],
+        )
         for left in range(TRIES, 0, -1):
             shown = subprocess.run(show, capture_output=True, text=True, check=False)
             found = re.search(r"\bRestarts=(\d+)", shown.stdout)

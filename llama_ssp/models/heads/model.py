@@ -200,8 +200,8 @@ class Eagle3Model(ChainedHead):
 
     def _compile(self, *given: Any) -> Program | None:
         """Loads or compiles the step; None if the head cannot be compiled."""
-        file = ProgramFile(self, ProgramSpec(draft_step, self.head, given, (repr(self.settings),)))
         try:
+            file = ProgramFile(self, ProgramSpec(draft_step, self.head, given, (repr(self.settings),)))
             self._program = file.load()
             if self._program is None:
                 log.info("engine: compiling the step of %s", self.name)

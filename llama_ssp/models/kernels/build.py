@@ -81,7 +81,8 @@ def library(source: Path, *flags: str) -> Path:
 def complaint(error: Exception) -> str:
     """Why something could not be compiled, in a line."""
     said = str(getattr(error, "stderr", None) or error).strip() or type(error).__name__
-    return said.splitlines()[0][:200]
+    lines = said.splitlines()  # of a compiler the first says where, not what
+    return next((line for line in lines if "error:" in line), lines[0])[:200]
 
 
 def is_ours(file: Path) -> bool:

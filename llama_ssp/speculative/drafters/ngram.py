@@ -12,6 +12,8 @@ would a prompt's text, unless it is greedy or coupled, and a restarted job would
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import torch
 
 from llama_ssp.speculative.drafters.local import Drafter, certain
@@ -116,4 +118,4 @@ class NgramDrafter(Drafter):
         if index is None or index.text is not text:
             index = self._indexes[row] = NgramIndex(text, self._shortest, self._longest)
         index.update()
-        return index.drafts(wanted)
+        return list(takewhile(lambda i: i < self._vocab, index.drafts(wanted)))  # a prompt may have others
