@@ -58,7 +58,7 @@ def test_replies_with_a_kept_cache_are_those_without(drafting: str, folder: Path
 
 
 def test_a_reply_that_is_stopped(folder: Path) -> None:
-    """It ends after its round, and what it has is printed and in the history; the next one is as ever."""
+    """The reply ends after its round. Its text is printed and kept in the history; the next is whole."""
     with load_pair(folder, folder, max_tokens=400, overrides=FP32) as pair:
         # Of every text the last letter may begin a stop string.
         one, read = talk(pair, new_tokens=60, stops=[chr(n) + "\1" for n in range(32, 127)]), ""

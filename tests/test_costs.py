@@ -136,7 +136,7 @@ def test_one_stalled_round_says_little_and_old_ones_are_forgotten():
 
 
 def test_only_rounds_as_they_were_measured_correct_costs():
-    """With as many rows, all of one shape, whose draft model has read all."""
+    """As many rows as were measured, all of one shape, and a draft model that has read every token."""
     one, other = (RowStep(row, [0], [0] * k, 0, [], 0, None) for row, k in ((0, 1), (1, 2)))
     same, none = replace(other, drafted=[0]), replace(other, drafted=[])
     costs = learning(Costs(0.0, (1.0, 1.2, 1.4)), rows=2, apart=0.0)

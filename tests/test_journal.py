@@ -192,7 +192,7 @@ def test_the_first_attempt_to_end_publishes(tmp_path: Path):
 
 
 def test_a_name_whose_reply_was_lost_is_this_calls_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """NFS asks again when a reply is lost, and is told that the name exists."""
+    """NFS sends a link again when a reply is lost. The second answer says that the name exists."""
     link = os.link
 
     def twice(source: Path, name: Path) -> None:

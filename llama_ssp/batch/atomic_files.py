@@ -33,7 +33,7 @@ def write_once(path: Path, data: bytes) -> bool:
         try:
             os.link(draft, path)  # fails where the name exists, on every kind of shared disk
         except FileExistsError:
-            return draft.stat().st_nlink == 2  # NFS repeats a request whose reply is lost: this call was it
+            return draft.stat().st_nlink == 2  # NFS may send a link twice: 2 means that it was ours
     return True
 
 

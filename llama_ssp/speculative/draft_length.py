@@ -271,7 +271,7 @@ class AdaptiveDraftLength:
     """The K with the most tokens per unit of time, at the row's recent acceptance.
 
     A row whose best K is 0 tries one token from time to time, to notice when drafting pays again. It does not
-    where the draft model would read for long what it has missed. One whose best is a chain tries
+    if the draft model would first have to read for a long time. A row whose best is a chain tries
     siblings where they may pay. These bring tokens or nothing: what they add to the time is the most that is
     lost, and it stays a small share of it.
     """
