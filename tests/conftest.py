@@ -5,6 +5,8 @@ Loads no torch: the process that starts the workers has no use for it.
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import gc
 import io
 import json
@@ -13,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +131,30 @@ def pytest_runtest_makereport(
             text = said.decode(errors="replace") if isinstance(said, bytes) else said
             report.sections.append((f"its {name}", (text or "")[-3000:]))
     return report
+
+
+def crash_file(run: str, worker: str) -> Path:
+    return Path(tempfile.gettempdir(), f"crash-{run}-{worker}")
+
+
+@pytest.hookimpl(trylast=True)  # pytest sends it to stderr
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker that crashes leaves a file that says where."""
+    if own := getattr(config, "workerinput", None):
+        place = crash_file(own["testrunuid"], own["workerid"])
+        faulthandler.enable(place.open("w"))
+        atexit.register(place.unlink)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: Any) -> None:
+    """The failure of a test that crashed its worker says by which signal, and where."""
+    worker = report.node
+    report.longrepr += f"\nIt ended with {worker.gateway._io.wait()}."
+    place = crash_file(worker.workerinput["testrunuid"], worker.gateway.id)
+    if place.exists():
+        report.longrepr += f"\n{place.read_text()[:6000]}"
+        place.unlink()
 
 
 RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._inductor import cpp_builder
 from torch._inductor.utils import run_and_get_code
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
@@ -26,7 +28,7 @@ from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.build import is_ours
 from llama_ssp.models.kernels.linear import PackedLinear, operators, packable
 from llama_ssp.models.linear import Products
-from llama_ssp.models.programs import ProgramFile
+from llama_ssp.models.programs import ProgramFile, quick_builds
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair import assembly
 from llama_ssp.pair.placements import compiles, impossible
@@ -282,6 +284,46 @@ def test_processes_that_start_together_compile_once(monkeypatch, tmp_path):
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(building.library, [source] * 3))
     assert len(made) == 1 and found == made * 3
+
+
+def test_half_a_kernel_is_none(monkeypatch, tmp_path):
+    """torch takes any file for one: after a kill -9 in the compiler each start ended in a bus error."""
+
+    def killed(command: str, _: str) -> None:
+        Path(command.split("-o ")[1].split()[0]).write_text("half")
+        raise KeyboardInterrupt
+
+    (source := tmp_path / "one.cpp").write_text("int one() { return 1; }")
+    how = {"name": "one", "sources": str(source), "BuildOption": cpp_builder.CppOptions()}
+    left = {}
+    for context in (nullcontext(), quick_builds()):
+        builder = cpp_builder.CppBuilder(**how, output_dir=str(tmp_path / type(context).__name__))
+        place = Path(builder.get_target_file_path())
+        with context:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(cpp_builder, "_run_compile_cmd", killed)
+                builder.build()
+            left[type(context)] = place.exists()
+            builder.build()
+        assert place.stat().st_size > 1000
+    assert list(left.values()) == [True, False]
+
+
+def test_one_thread_compiles_at_a_time():
+    """torch says of no function that it may be traced in two: a pair may be loaded in each of two threads."""
+    inside, most = 0, 0
+
+    def compiling(_: int) -> None:
+        nonlocal inside, most
+        with quick_builds():
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.01)
+            inside -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(compiling, range(8)))
+    assert most == 1
 
 
 def test_why_steps_are_eager():

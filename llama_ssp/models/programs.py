@@ -6,10 +6,13 @@ import hashlib
 import itertools
 import logging
 import os
+import shlex
+import threading
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +21,12 @@ import transformers
 from torch import nn
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.models.kernels.build import cache_folder, is_ours, processor
+from llama_ssp.models.kernels.build import cache_folder, is_ours, part_of, processor
 
 log = logging.getLogger(__name__)
 
 Program = Callable[..., Any]
+ONE_PROGRAM = threading.RLock()
 NUMBERS = itertools.count()  # of the programs that this process compiles
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False,
@@ -82,17 +86,37 @@ def compiled(spec: ProgramSpec) -> Any:
     return program
 
 
-def quick_builds() -> AbstractContextManager[None]:
-    """Torch builds no programs but kernels.
+@contextmanager
+def quick_builds() -> Iterator[None]:
+    """Torch builds no programs but kernels, of one program at a time: it may not trace in two threads.
 
     Else it would try out in each process which vectors the processor has, as /proc/cpuinfo says anyway, and
     compile headers first.
     """
     import torch._inductor.config as inductor  # a second; eager runs do without
+    import torch._inductor.cpp_builder as builder
 
     own = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": HEADERS_FIRST}
-    made: AbstractContextManager[None] = inductor.patch(own)
-    return made
+    with ONE_PROGRAM, inductor.patch(own):
+        run = builder.run_compile_cmd
+        builder.run_compile_cmd = partial(compile_beside, run)
+        try:
+            yield
+        finally:
+            builder.run_compile_cmd = run
+
+
+def compile_beside(run: Callable[[str, str], None], command: str, cwd: str) -> None:
+    """Runs a compiler for torch; its file takes its place when it is whole.
+
+    To torch any file in a kernel's place is one: half a file, of a killed compiler, crashes all later starts.
+    """
+    words = shlex.split(command)
+    at = words.index("-o") + 1
+    place = Path(words[at])
+    words[at] = str(part := part_of(place))
+    run(shlex.join(words), cwd)
+    part.replace(place)
 
 
 def mark(given: tuple[Any, ...]) -> None:

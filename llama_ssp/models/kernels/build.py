@@ -95,11 +95,16 @@ def _compile(command: list[str], place: Path) -> None:
     """Compiles into a file of this process, which takes the place when it is whole."""
     log.info("engine: compiling %s for this processor", place.stem.partition("-")[0])
     began = time.perf_counter()
-    part = place.with_suffix(f".{platform.node()}-{os.getpid()}.part")
+    part = part_of(place)
     subprocess.run([*command, "-o", str(part)], check=True, capture_output=True, text=True)
     part.chmod(0o700)  # whatever the umask: a library that others may write is not loaded
     part.replace(place)
     log.info("engine: compiled in %.0f s, kept in %s", time.perf_counter() - began, place.parent)
+
+
+def part_of(place: Path) -> Path:
+    """Where this process writes what takes the place when it is whole."""
+    return place.with_name(f"{place.name}.{platform.node()}-{os.getpid()}.part")
 
 
 def processor() -> str:
