@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 
 from llama_ssp import cli
+from llama_ssp.batch import journal
 from llama_ssp.batch.continuous_batching import ContinuousBatch
 from llama_ssp.batch.journal import Journal
 from llama_ssp.speculative.model_runner import ModelRunner
+from llama_ssp.tasks import batch
 from tests.conftest import Command
 from tests.test_journal import KILLED, Deadly, in_child
 
@@ -326,6 +329,36 @@ def test_a_disk_that_takes_no_more_loses_nothing(command: Command, undisturbed: 
     assert 0 < finished("out.jsonl") < RECORDS
     assert command(*SMALL[:-1], "task.shard_size=100", "task.output=out.jsonl").code == 0
     assert Path("out.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lives", [True, False])
+def test_claims_from_elsewhere_are_waited_for(
+    lives: bool, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    """A run that was killed on another machine, or in a container, has just claimed the rest."""
+    with monkeypatch.context() as patch:
+        stopped_at(patch, 5, lambda: os._exit(KILLED))
+        assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == KILLED
+    (claim,) = Path("out.jsonl.work/claims").glob("[!.]*")
+    claim.write_text(json.dumps({**json.loads(claim.read_bytes()), "machine": "another"}))
+    done = threading.Event()
+
+    def beat() -> None:
+        while lives and not done.wait(0.1):
+            claim.touch()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    monkeypatch.setattr(batch, "LOOK_S", 0.5)
+    monkeypatch.setattr(journal, "STALE_S", 5.0)
+    said = command(*SMALL, "task.output=out.jsonl").document
+    done.set()
+    thread.join()
+    assert said["status"] == ("partial" if lives else "done")
+    assert Path("out.jsonl").exists() != lives
+    if not lives:
+        assert Path("out.jsonl").read_bytes() == undisturbed
 
 
 @pytest.mark.slow

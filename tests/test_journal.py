@@ -347,7 +347,7 @@ def test_shards_are_even():
 def test_of_two_that_find_a_claim_abandoned_one_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Both have looked before either writes: the second one looks again before it replaces the claim."""
     path, looked, first = tmp_path / "claim", [], ExitStack()
-    path.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "job": None, "restart": 0}))
+    path.write_text(json.dumps({**journal._this_process(), "pid": 2**22 + 1}))
     is_abandoned = journal._is_abandoned
 
     def look(at: Path) -> bool:
@@ -379,6 +379,32 @@ def test_a_claim_that_another_has_taken_over_is_left_alone(tmp_path: Path, monke
     assert json.loads(path.read_bytes())["host"] == "elsewhere"
     second.__exit__(None, None, None)
     assert not path.exists()
+
+
+def test_a_process_is_not_the_earlier_one_of_its_number(tmp_path: Path):
+    """In a container the next process has the same host and number."""
+    path, own = tmp_path / "claim", journal._this_process()
+    path.write_text(json.dumps({**own, "started": "1"}))
+    claim = journal._claim(path)
+    assert claim is not None
+    with claim:
+        assert journal._claim(path) is None
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("lacking", ["machine", "started"])
+def test_a_claim_that_names_too_little_lapses_with_its_heartbeat(lacking: str, tmp_path: Path):
+    """That of an older version, or of a machine that does not tell when a process began."""
+    job, own = Journal.begin(tmp_path, manifest()), journal._this_process()
+    for shard in job.manifest.shards:
+        (tmp_path / "claims" / shard.name).write_text(json.dumps({**own, lacking: ""}))
+    assert job.claim() is None and {name for name, _ in job.silent()} == {"00000", "00001", "00002"}
+    path = tmp_path / "claims" / "00001"
+    os.utime(path, (0, path.stat().st_mtime - journal.STALE_S - 1))
+    taken = job.claim()
+    assert taken is not None and taken[0].name == "00001"
+    with taken[1]:
+        assert {name for name, _ in job.silent()} == {"00000", "00002"}
 
 
 def test_who_counts_the_claims_writes_nothing(tmp_path: Path):

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from llama_ssp.batch.atomic_files import (
     replace_whole,
@@ -24,6 +25,7 @@ from llama_ssp.batch.atomic_files import (
 from llama_ssp.batch.attempt_log import Attempt, PastAttempt, read_part
 from llama_ssp.batch.element import own_element
 from llama_ssp.batch.manifest import Manifest, Shard
+from llama_ssp.distributed.peers import Identity, own_identity
 from llama_ssp.errors import DataError
 
 MANIFEST, PARTS, DONE, CLAIMS = "run.json", "parts", "done", "claims"
@@ -106,6 +108,16 @@ class Journal:
             if not self.is_done(shard) and (claimed := _claim(self.folder / CLAIMS / shard.name)) is not None:
                 return shard, claimed
         return None
+
+    def silent(self) -> set[tuple[str, float]]:
+        """The shards whose claims may be a dead process's, each with the claim's last heartbeat."""
+        found = set()
+        for shard in self.manifest.shards:
+            path = self.folder / CLAIMS / shard.name
+            with suppress(OSError, ValueError):
+                if not self.is_done(shard) and _lives(json.loads(path.read_bytes())) is None:
+                    found.add((shard.name, path.stat().st_mtime))
+        return found
 
     def attempt(self, shard: Shard, name: str = "") -> Attempt:
         """A new attempt at a shard, with what earlier ones have finished and failed at."""
@@ -199,21 +211,20 @@ def _held(path: Path, own: bytes) -> Iterator[None]:
 def _this_process() -> dict[str, object]:
     own = own_element()
     element = {"job": own.job, "restart": own.restart} if own else {"job": None, "restart": 0}
-    return {"host": socket.gethostname(), "pid": os.getpid(), **element}
+    return {"host": socket.gethostname(), **asdict(own_identity()), **element}
 
 
 def _is_abandoned(path: Path, now: float | None = None) -> bool:
     """Whether the claim's process is gone, or has been silent for long."""
     try:
+        holder = json.loads(path.read_bytes())  # first: NFS looks at a file's time anew when it is opened
         age = (_now_there(path.parent) if now is None else now) - path.stat().st_mtime
-        holder = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return True  # it was released meanwhile, or is no claim
     own = own_element()
     if own is not None and own.replaces(holder.get("job"), holder.get("restart")):
         return True
-    here = holder.get("host") == socket.gethostname()
-    return bool(age > STALE_S or (here and not _lives(holder["pid"])))
+    return age > STALE_S or _lives(holder) is False
 
 
 def _now_there(folder: Path) -> float:
@@ -229,12 +240,9 @@ def _now_there(folder: Path) -> float:
             probe.unlink(missing_ok=True)
 
 
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
+def _lives(holder: dict[str, Any]) -> bool | None:
+    """Whether a claim's process runs; None where this machine, or an older version's claim, does not tell."""
+    return Identity(holder.get("machine", ""), holder.get("pid", 0), holder.get("started", "")).lives
 
 
 def count_finished(folder: Path) -> int:

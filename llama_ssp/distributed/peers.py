@@ -20,6 +20,13 @@ class Identity:
     pid: int
     started: str
 
+    @property
+    def lives(self) -> bool | None:
+        """Whether the process still runs; None where this machine cannot tell."""
+        if not self.started or self.machine != _machine():
+            return None
+        return _started(self.pid) == self.started
+
 
 def own_identity() -> Identity:
     return Identity(_machine(), os.getpid(), _started(os.getpid()))

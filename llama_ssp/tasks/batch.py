@@ -8,7 +8,9 @@ rounding, too: equal batches give equal bytes; others, in fp32, equal bytes up t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from llama_ssp.batch.attempt_log import Attempt
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import Job, longest_in, require_good
-from llama_ssp.batch.journal import Journal
+from llama_ssp.batch.journal import STALE_S, Journal
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
@@ -35,6 +37,8 @@ from llama_ssp.tasks.interactive import while_others_wait
 from llama_ssp.text.prompts import TextPrompt
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 2.0  # between looks at claims that may lapse
 
 
 class BatchTask(Task[BatchConf]):
@@ -109,11 +113,24 @@ class BatchTask(Task[BatchConf]):
         assert journal is not None
         with Progress("batch", journal.manifest.records, "records") as progress:
             progress.start(journal.standing().records_finished)
-            while (taken := journal.claim()) is not None:
+            while (taken := self._claimed(journal)) is not None:
                 shard, claim = taken
                 with claim:
                     self._shard(journal, shard, pair, progress.advance)
         broadcast_json([], self._ranks)
+
+    def _claimed(self, journal: Journal) -> tuple[Shard, AbstractContextManager[None]] | None:
+        """A shard, and the claim on it; None when each one left is a living process's.
+
+        Whether a process of another machine lives shows within a minute: it renews its claims, or they lapse.
+        """
+        if (taken := journal.claim()) is None and (silent := journal.silent()):
+            log.info("the rest is claimed: at most %.0f s until it shows whether others work on it", STALE_S)
+            while taken is None and silent:
+                broadcast_json({"works": [], "rows": 1}, self._ranks)  # else they give the leader up
+                time.sleep(LOOK_S)
+                taken, silent = journal.claim(), silent & journal.silent()
+        return taken
 
     def _follow(self) -> None:
         """Takes part in the leader's batches until it broadcasts an empty list."""
