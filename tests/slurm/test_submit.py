@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,3 +245,34 @@ def test_a_silent_controller_is_no_empty_queue(
     assert found["status"] == "unknown" and found["queue"] is None
     (tmp_path / "squeue").write_text("#!/bin/sh\n")
     assert command(*asked).document["status"] == "unfinished"
+
+
+SQUEUE = """#!/bin/sh
+case "$1 $2 $3" in *=7,41*) echo '40_1|41|RUNNING|None|0:10|n1';; esac
+"""
+
+
+def test_what_people_started_themselves_is_seen(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """An array whose script was given to sbatch by hand; a process of no job, after a submission."""
+    said = {"squeue": SQUEUE, "scontrol": "#!/bin/sh\necho is UP\n", "sbatch": "#!/bin/sh\necho 8\n"}
+    for name, script in said.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    work, job = here / "answers.jsonl.work", {"host": "n1", "pid": 1, "job": "41", "restart": 0}
+    keep_submission(work, "7", "#!/bin/bash\n")
+    (work / "claims").mkdir()
+    claim = work / "claims" / "00000"
+    claim.write_text(json.dumps(job))
+    refused = command(*JOB, *(word for word in ON_SLURM if "time" not in word))
+    assert refused.code == 2 and "found job 40_1, RUNNING" in refused.errors[0], refused.err
+    os.utime(claim, (0, 0))  # whoever held it is gone
+    assert command(*JOB, *(word for word in ON_SLURM if "time" not in word)).code == 0
+    assert command(*JOB, "placement.target_device=cpu").code == 0
+    (here / "answers.jsonl").unlink()
+    asked = ("task=batch", "task.status=true", "task.output=answers.jsonl")
+    assert command(*asked).document["status"] == "unfinished"
+    claim.write_text(json.dumps({**job, "job": None}))
+    assert command(*asked).document["status"] == "running"
