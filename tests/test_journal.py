@@ -216,6 +216,13 @@ def test_what_a_killed_process_of_the_same_name_left_is_not_written_to(tmp_path:
     assert not atomic_files.write_once(path, b"2") and path.read_bytes() == b"1"
 
 
+def test_a_file_may_have_the_longest_name(tmp_path: Path):
+    path = tmp_path / ("é" * 127)
+    assert atomic_files.write_once(path, b"1") and not atomic_files.write_once(path, b"2")
+    assert atomic_files.replace_whole(path, b"3") and path.read_bytes() == b"3"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("cut", [1, 9, 20, 60])
 def test_a_torn_tail_is_left_out(cut: int, tmp_path: Path):
     path = tmp_path / "part"

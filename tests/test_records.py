@@ -127,6 +127,11 @@ def test_a_bad_line_is_named(line: str, said: str, tmp_path: Path):
     assert bad.error == str(error.value)
 
 
+def test_a_column_of_a_plain_line_may_be_named_body(tmp_path: Path):
+    (request,) = read(tmp_path, '{"id": "a", "prompt": "x", "body": "of a letter"}')
+    assert isinstance(request, Request) and (request.id, request.prompt) == ("a", "x")
+
+
 def test_all_bad_lines_are_said_at_once(tmp_path: Path):
     with pytest.raises(DataError, match=r"7 lines are bad.*line 1;.*line 5;.*the first 5") as error:
         read(tmp_path, "{\n" * 7)

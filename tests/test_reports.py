@@ -21,6 +21,7 @@ from llama_ssp.config import RunConf
 from llama_ssp.errors import DataError, StorageError, UsageError
 from llama_ssp.report import commands
 from llama_ssp.report.console import Console
+from llama_ssp.report.plots import svg
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.speed_tables import speeds as shown
 from llama_ssp.report.statistics import Estimate, difference_of, ratio_of, wilson
@@ -139,6 +140,13 @@ def test_a_report_is_one_file_without_scripts(tmp_path: Path, capsys: pytest.Cap
     assert not parser.fetched and not {"script", "link", "img", "iframe"} & parser.tags
     assert page.count("<svg") == 2 and "Side by side" in page and "&lt;script&gt;" in page
     assert "sampling.top_k" in page and "big with small" in page and "@media print" in page
+
+
+def test_a_dollar_sign_in_a_name_is_no_mathematics() -> None:
+    pytest.importorskip("matplotlib")
+    prompts = [{"agreed_tokens": 3, "fork": None}]
+    found = {"task": "agree", "target": "$a_b", "drafter": "$c", "prompts": prompts}
+    assert ">$a_b with $c; n = 1 prompts</text>" in (svg(found) or "")
 
 
 @pytest.mark.slow

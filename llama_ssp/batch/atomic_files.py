@@ -49,7 +49,7 @@ def replace_whole(path: Path, data: bytes, still: Callable[[], bool] = lambda: T
 @contextmanager
 def _draft(path: Path, data: bytes) -> Iterator[Path]:
     """A file with the data, safely on disk, which the caller gives its final name."""
-    draft = path.with_name(f".{path.name}.{unique_name()}")
+    draft = path.with_name(f".{path.name[:40]}.{unique_name()}")  # `path` may have the longest name allowed
     with storing(path):
         try:
             draft.unlink(missing_ok=True)  # left by a killed process of this name: it may be `path` itself

@@ -111,7 +111,7 @@ class Reader:
         if self.is_text:
             return replace(usual, prompt=line.text)
         record = parsed_object(line)
-        if "custom_id" in record or "body" in record:
+        if "custom_id" in record or ("body" in record and not {"prompt", "messages"} & record.keys()):
             return self._openai(record, usual)
         name = name_of(record.pop("id", name), where)
         known = (*SETTINGS, *ALSO["plain"])

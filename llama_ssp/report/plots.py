@@ -34,6 +34,7 @@ STYLE: dict[str, Any] = {
     "font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "legend.frameon": False,
     "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3, "axes.axisbelow": True,
     "savefig.dpi": 200, "svg.fonttype": "none", "svg.hashsalt": "llama-ssp", "pdf.fonttype": 42,
+    "text.parse_math": False,  # in names a dollar sign is one
     "axes.prop_cycle": "cycler('color', ['#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00'])",
 }  # fmt: skip
 

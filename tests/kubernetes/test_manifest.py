@@ -41,6 +41,7 @@ def test_one_index_a_group():
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert container["resources"]["requests"] == {"cpu": 4, "nvidia.com/gpu": 4}
+    assert {"name": "PYTHONSAFEPATH", "value": "1"} in container["env"]
     assert container["args"][-1] == "task.stop=[$$(HOME)]"  # of which Kubernetes makes $(HOME)
     actions = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules(job)]
     assert actions == [("Ignore", None), ("Ignore", [AGAIN, 130, 143]), ("FailIndex", [2, 3, 4, GIVEN_UP])]
@@ -97,8 +98,8 @@ def test_values_that_are_refused(changes: dict[str, Any], said: str):
 # Takes what it is given, once, as an API server would.
 KUBECTL = """#!/bin/sh
 cat > "$HOME/given.yaml"
-case "$*" in *dry-run*) echo "job.batch/x created (server dry run)"; exit;; esac
 [ -e "$HOME/there" ] && { echo 'Error from server (AlreadyExists)' >&2; exit 1; }
+case "$*" in *dry-run*) echo "job.batch/x created (server dry run)"; exit;; esac
 touch "$HOME/there"
 """
 
@@ -128,5 +129,7 @@ def test_the_job_is_printed_then_submitted_once(
     assert found["jobs"] == ["llama-ssp-answers"] and found["status"] == "unfinished"
     again = command(*own, *pods, "task.submit=true")
     assert again.code == 2 and "a Job of this name is there already" in again.errors[0]
+    printed_again = command(*own, *pods)  # the name is taken, but nothing is submitted
+    assert printed_again.code == 0 and printed_again.out == printed.out
     elsewhere = command(*own, *pods[:-1])
     assert elsewhere.code == 2 and "the pods would not see this; task.work" in elsewhere.errors[0]

@@ -94,9 +94,13 @@ class IndexedJob:
             # Kubernetes would expand $(NAME); two dollar signs are one.
             "args": [word.replace("$", "$$") for word in (*own, self.name, *self.words)],
             "workingDir": str(self.folder),
+            # Modules come from the image, never from the folder of the data.
             "env": [
-                {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-                for name, path in FIELDS.items()
+                {"name": "PYTHONSAFEPATH", "value": "1"},
+                *(
+                    {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+                    for name, path in FIELDS.items()
+                ),
             ],
             "resources": self._resources(),
             "volumeMounts": mounts,
