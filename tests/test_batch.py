@@ -280,6 +280,23 @@ def test_a_record_that_kills_is_set_aside_and_no_other(
 
 
 @pytest.mark.slow
+def test_a_killed_run_keeps_the_batches_that_it_has_scored(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    asked = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    texts = [{"id": str(i), "prompt": "a" * (12 - i), **asked} for i in range(6)]
+    Path("in.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    job = [*JOB, "task.batch_size=2", "task.shard_size=100", "task.output=out.jsonl"]
+    with monkeypatch.context() as patch:
+        stopped_at(patch, 4, lambda: os._exit(KILLED))
+        assert in_child(lambda: launched(*job)) == KILLED
+    assert finished("out.jsonl") == 4
+    assert command(*job).document["records_answered_here"] == 2
+    assert command(*job[:-1], "task.output=calm.jsonl").code == 0
+    assert Path("out.jsonl").read_bytes() == Path("calm.jsonl").read_bytes()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_blames_no_record(
     number: signal.Signals, command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes

@@ -65,18 +65,19 @@ class ContinuousBatch:
 
         Prompts that are echoed are scored first, by passes of their own.
         """
-        self._echoed = dict(self._scored([request for request in requests if request.echo], rows, begin))
-        for request in requests:
-            if not request.max_new_tokens:
-                length = len(request.prompt.token_ids)
-                yield Reply(request.index, "", [], "length", length, [], self._echoed[request.index])
+        self._echoed = dict[int, list[ScoredToken]]()
+        for request, scores in self._scored([request for request in requests if request.echo], rows, begin):
+            if request.max_new_tokens:
+                self._echoed[request.index] = scores
+            else:
+                yield Reply(request.index, "", [], "length", len(request.prompt.token_ids), [], scores)
         if requests := [request for request in requests if request.max_new_tokens]:
             yield from self._write(requests, rows, begin)
 
     def _scored(
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
-    ) -> Iterator[tuple[int, list[ScoredToken]]]:
-        """Each prompt's log-probabilities."""
+    ) -> Iterator[tuple[TokenRequest, list[ScoredToken]]]:
+        """Each prompt's log-probabilities, `rows` at a time."""
         for start in range(0, len(requests), rows):
             batch = requests[start : start + rows]
             begin([request.index for request in batch])
@@ -85,7 +86,7 @@ class ContinuousBatch:
                 self.engine.transform.assign(row, request.sampling)
                 reader.by_row[row] = request.logprobs
             found = self.engine.score([request.prompt for request in batch], reader)
-            yield from zip((request.index for request in batch), found, strict=True)
+            yield from zip(batch, found, strict=True)
 
     def _write(
         self, requests: list[TokenRequest], rows: int, begin: Callable[[list[int]], None]
