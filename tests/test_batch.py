@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from llama_ssp import cli
 from llama_ssp.batch import journal
 from llama_ssp.batch.continuous_batching import ContinuousBatch
 from llama_ssp.batch.journal import Journal
+from llama_ssp.pair.session import PairSession
+from llama_ssp.report.console import Progress
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.tasks import batch
 from tests.conftest import Command
@@ -212,12 +215,14 @@ def test_a_prompt_of_megabytes_is_refused_by_its_beginning(command: Command):
     assert refused.code == 3 and "found more than 16384 tokens, allowed at most 1023" in refused.errors[0]
 
 
-def test_or_are_answered_with_their_errors(command: Command):
+def test_or_are_answered_with_their_errors(command: Command, monkeypatch: pytest.MonkeyPatch):
     Path("in.jsonl").write_text(
         '{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "'
         + "y" * 2000
         + '"}\n{"id": "a", "prompt": "z"}\n{\n'
     )
+    shown = Counter[str]()
+    monkeypatch.setattr(Progress, "advance", lambda bar, count: shown.update({bar._what: count}))
     done = command(*SMALL, "task.output=out.jsonl", "task.on_bad_row=skip")
     first, *bad = lines("out.jsonl")
     assert first["finish_reason"] == "length"
@@ -225,6 +230,7 @@ def test_or_are_answered_with_their_errors(command: Command):
     for line, why in zip(bad, ("fills the model's context", "used twice", "not JSON"), strict=True):
         assert why in line["error"]["message"]
     assert (done.code, done.document["records_refused_here"]) == (0, 3)
+    assert shown["batch"] == 4
 
 
 def test_a_place_that_can_be_no_folder_is_one_line(command: Command):
@@ -232,6 +238,19 @@ def test_a_place_that_can_be_no_folder_is_one_line(command: Command):
     Path("file").write_text("")
     refused = command(*SMALL, "task.output=file/out.jsonl")
     assert refused.code == 6 and len(refused.errors) == 1
+
+
+def test_a_place_of_the_output_is_tried_before_a_model_is_loaded(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """Where the journal is elsewhere, too; the journal's own folder is made, so this one is."""
+    write_input(2)
+    assert command(*SMALL, "task.work=work", "task.output=new/out.jsonl").code == 0
+    assert [path.name for path in Path("new").iterdir()] == ["out.jsonl"]
+    Path("file").write_text("")
+    monkeypatch.setattr(PairSession, "load", lambda *_: pytest.fail("a model was loaded"))
+    refused = command(*SMALL, "task.work=work2", "task.output=file/out.jsonl")
+    assert refused.code == 6 and len(refused.errors) == 1 and "file" in refused.errors[0]
 
 
 def stopped_at(monkeypatch: pytest.MonkeyPatch, index: int, act: Any) -> None:

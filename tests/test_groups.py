@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch import local_workers as groups
+from llama_ssp.batch.job import Job
 from llama_ssp.batch.local_workers import WorkerGroup, _dealt
+from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.workers import is_given_up, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, PlacementConf, RunConf
 from llama_ssp.distributed.signals import CODE_FILE
@@ -86,6 +88,14 @@ def test_a_group_that_fails_is_started_again_within_its_budget(tmp_path: Path):
     group = ended(tmp_path, "echo $CUDA_VISIBLE_DEVICES")
     assert group.has_ended(0) and group.code == group.failures == 0
     assert (tmp_path / "logs" / "group-0.out").read_text() == "3\n"
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "partial"), (1, "error")])
+def test_groups_that_leave_the_rest_to_others_have_not_failed(code: int, status: str, tmp_path: Path):
+    job = Job(run_of(), tmp_path, tmp_path / "out.jsonl", Manifest("ab", 2, {}, shards_of(2, 1)), [])
+    assert groups._figures(job, [], 1.0, code)["status"] == status
+    job.output.touch()
+    assert groups._figures(job, [], 1.0, 0)["status"] == "done"
 
 
 def test_what_groups_counted_is_summed_up(tmp_path: Path):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.batch.atomic_files import replace_whole, storing
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
 from llama_ssp.batch.requests import Reader, Refused, Request
@@ -61,7 +62,11 @@ class Job:
         return sum(not self.journal.is_done(shard) for shard in self.manifest.shards)
 
     def begin(self, longest: int) -> Journal:
-        """The job's journal; a new one keeps how long a text may get."""
+        """The job's journal; a new one keeps how long a text may get. The output, too, can be written then."""
+        if not self.output.exists():
+            with storing(self.output):
+                self.output.parent.mkdir(parents=True, exist_ok=True)
+            replace_whole(self.output, b"", still=lambda: False)  # only tries to write there
         facts = {LONGEST: longest} if self.is_new else self.manifest.facts
         return Journal.begin(self.work, replace(self.manifest, facts=facts))
 

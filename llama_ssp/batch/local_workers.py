@@ -148,10 +148,11 @@ def _run(groups: list[WorkerGroup], job: Job, retries: int) -> None:
 def _figures(job: Job, groups: list[WorkerGroup], wall_s: float, code: int) -> dict[str, Any]:
     """Of all groups; what a killed run of a group had counted is not known."""
     counts = sum((group.figures for group in groups), Counter[str]())
+    status = "done" if job.output.is_file() else "partial"  # others are at work on the rest
     return {
         **asdict(job.journal.standing()),
         "shards_missing": job.missing,
-        "status": "done" if job.output.is_file() and code == OK else "error",
+        "status": status if code == OK else "error",
         "groups": len(groups),
         "failures": sum(group.failures for group in groups),
         **{name: counts[name] for name in workers.COUNTED},

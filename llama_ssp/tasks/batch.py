@@ -147,7 +147,9 @@ class BatchTask(Task[BatchConf]):
         attempt = journal.attempt(shard)
         GUARD.on_signal.append(attempt.excuse)
         try:
+            missing = len(attempt.missing)
             ready = self._ready(attempt, pair)
+            advance(missing - len(ready))
             alone = [work for work in ready if attempt.failures[work.index]]
             others = [work for work in ready if not attempt.failures[work.index]]
             for works, rows in [*(([work], 1) for work in alone), (others, self._task.batch_size)]:
