@@ -99,6 +99,7 @@ def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
         (lambda: load_pair("tiny").generate([None]), "neither a text nor token ids; prompt 0; found None"),
         (lambda: load_pair("tiny").generate([[1.5]]), "neither a text nor token ids; prompt 0"),
         (lambda: load_pair("tiny").generate([b"ab"]), "neither a text nor token ids; prompt 0"),
+        (lambda: load_pair("tiny").generate([[5, 6]], chat=True), "not put into a chat template; prompt 0"),
         (lambda: load_pair("tiny").generate(["x"], seed=-1), "seed is out of range; found -1"),
         (lambda: load_pair("tiny").generate(["x"], seed=1.5), "seed is of the wrong type; found 1.5"),
         (lambda: load_pair("tiny", overrides="seed=1"), "overrides is of the wrong type"),

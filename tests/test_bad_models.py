@@ -13,6 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from llama_ssp import load_pair
+from llama_ssp.errors import ModelError
 from tests import checkpoints, test_bad_inputs, test_bad_tasks
 from tests.bad_inputs import (
     PROMPT,
@@ -175,6 +177,39 @@ def test_a_row_of_nan_stops_alone(command: Command, saved: Saved, tmp_path: Path
     assert [o["finish_reason"] for o in outputs] == ["length", "error", "length"]
     assert [o["output_tokens"] for o in outputs] == [4, 0, 4]
     assert answer.document["status"] == "error"
+
+
+def test_scores_that_are_not_numbers(command: Command, saved: Saved, tmp_path: Path) -> None:
+    """Of a text that is only scored; in a batch only its own record has the error."""
+    path = copied(saved.whole, tmp_path / "model")
+    bad = checkpoints.tokenizer().token_to_id("~")
+    reworked(lambda t: t["model.embed_tokens.weight"][bad].fill_(torch.nan))(path)
+    scoring = ("task.logprobs=1", "task.echo=true", "task.max_new_tokens=0")
+    answer = command('task.prompts=["ab", "~b"]', *alone(path), *scoring, "output=json")
+    assert answer.code == 4 and "not numbers" in answer.errors[0] and "prompt '1'" in answer.errors[0]
+    assert [one["finish_reason"] for one in answer.document["outputs"]] == ["length", "error"]
+    assert "NaN" not in answer.out
+    lines = [{"prompt": text, "logprobs": 1, "echo": True, "max_new_tokens": 0} for text in ("ab", "~b")]
+    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = command("task=batch", "task.input=in.jsonl", "task.output=out.jsonl", *alone(path), "output=json")
+    assert job.code == 0, job.err
+    assert job.document["records_refused_here"] == 1
+    good, refused = map(json.loads, Path("out.jsonl").read_text().splitlines())
+    assert len(good["prompt_logprobs"]) == 2 and "not numbers" in refused["error"]["message"]
+    with load_pair(path, max_tokens=64) as pair, pytest.raises(ModelError, match="not numbers.*prompt '1'"):
+        pair.score(["ab", "~b"])
+
+
+def test_a_run_that_allows_no_token_is_refused(command: Command, saved: Saved, tmp_path: Path) -> None:
+    """Tokens that only fill up the vocabulary are none, nor are ends of a text that must go on."""
+    padded = checkpoints.save(tmp_path / "padded", vocab_size=320)
+    ids = checkpoints.tokenizer().get_vocab().values()
+    others = [i for i in ids if i != checkpoints.tokenizer().token_to_id("</s>")]
+    for path, banned, least in ((padded, [*ids], 0), (saved.whole, others, 2)):
+        words = f"sampling.bad_tokens={banned}".replace(" ", ""), f"sampling.min_new_tokens={least}"
+        answer = command(PROMPT, *alone(path), *words)
+        assert answer.code == 2 and "no token is allowed; sampling.bad_tokens" in answer.errors[0]
+    assert command(PROMPT, *alone(saved.whole), words[0]).code == 0
 
 
 def test_an_adapter_alone_is_called_by_its_name(command: Command, tmp_path: Path) -> None:

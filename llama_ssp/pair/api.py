@@ -30,7 +30,7 @@ from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, spelled
+from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spelled
 from llama_ssp.text.prompts import TextPrompt
 
 USUAL_TOKENS = 2048  # of a prompt and its continuation, in the memory check
@@ -218,7 +218,7 @@ class Pair:
 
         `top` adds those of this many likeliest tokens. They are of the target, unfiltered at temperature 1;
         with `sampling` of the distribution that these settings give, after the text's first token. The draft
-        plays no part. Raises DataError for texts, UsageError for settings.
+        plays no part. Raises as `generate`.
         """
         pair, found = self._session, list[ScoredText]()
         with first_cause(self._ranks):
@@ -230,7 +230,10 @@ class Pair:
             engine = pair.engine(0, run)
             for first in range(0, len(read), rows):
                 batch = read[first : first + rows]
-                for number, scores in enumerate(engine.score(batch, reader), start=first):
+                scored = engine.score(batch, reader)
+                reasons = ("error" if are_damaged(scores) else None for scores in scored)
+                require_numbers(*((p.id, len(p.token_ids), why) for p, why in zip(batch, reasons, strict=True)))
+                for number, scores in enumerate(scored, start=first):
                     found.append(ScoredText(self._text(texts[number]), self._spelled(scores)))
                 self._ranks.broadcast_ints([0])  # a rank without a part in the target waits here
         return found if self._ranks.is_leader else []
@@ -290,6 +293,9 @@ class Pair:
                 found.append(self._session.prompt(given, run))
             else:
                 ids = tokens.encode(text) if isinstance(text, str) else _ids(text, given.where)
+                if getattr(run.task, "chat", False):
+                    fix = "give the text, or leave out chat"
+                    raise DataError("token ids are not put into a chat template", given.where, fix=fix)
                 found.append(usable(given, ids, tokens, run, 0 if shorter else 2))
         return found
 

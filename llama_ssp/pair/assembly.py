@@ -27,6 +27,7 @@ from llama_ssp.config import (
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer
 from llama_ssp.distributed.roles import Roles, roles_of
+from llama_ssp.errors import UsageError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
@@ -231,6 +232,9 @@ def engine_for(
 ) -> RankEngine:  # fmt: skip
     """One engine with caches and draws of its own; only real tokens are drawn. `rule` replaces the run's."""
     transform = SamplingTransform(run.sampling, tuple(sorted(end_ids)), min(pair.vocab, tokens.size))
+    if transform.forbids_all:
+        what, where = "no token is allowed", "sampling.bad_tokens, sampling.min_new_tokens"
+        raise UsageError(what, where, f"all {transform.vocab} are forbidden", fix="leave at least one")
     first = next(model for model in (pair.target, pair.draft) if model)
     draws = draws_for(first, rule_of(run), seed)
     roles, bridge = pair.roles, tokens.paired.bridge if tokens.paired else None

@@ -94,6 +94,12 @@ class SamplingTransform:
         return SamplingTransform(controls, self.end_ids, self.vocab)
 
     @property
+    def forbids_all(self) -> bool:
+        """Whether no token may begin a text."""
+        banned = {*self.controls.bad_tokens, *(self.end_ids if self.controls.min_new_tokens else ())}
+        return all(token in banned for token in range(self.vocab))
+
+    @property
     def forbids(self) -> bool:
         """Whether a control of some row may forbid tokens."""
         return any(_forbids(own.controls) for own in (self, *self._by_row.values()))

@@ -18,7 +18,7 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.stats import RowStep
 from llama_ssp.tasks.common import Task, longest, output_of
 from llama_ssp.text.detokenizer import Writing
-from llama_ssp.text.logprobs import ScoredToken, plain, spelled
+from llama_ssp.text.logprobs import ScoredToken, are_damaged, plain, spelled
 from llama_ssp.text.prompts import TextPrompt
 from llama_ssp.text.tokenizer import Tokens
 
@@ -112,6 +112,7 @@ class GenerateTask(Task[GenerateConf]):
             found["logprobs"] = plain(spelled(logprobs, spell))
             if echoed is not None:
                 found["prompt_logprobs"] = plain(spelled(echoed, spell))
+                found["finish_reason"] = "error" if are_damaged(echoed) else found["finish_reason"]
         return found
 
     def _trace(self, step: Step, batch: Batch, tokens: Tokens, silent: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, NamedTuple
 
 Spell = Callable[[int], tuple[str, bytes | None]]  # a token's text, and its bytes; see TokenLogprob
@@ -91,5 +92,10 @@ def completions(found: Sequence[TokenLogprob], text: str) -> dict[str, Any]:
 
 
 def number(logprob: float | None) -> float | None:
-    """A log-probability for JSON."""
-    return None if logprob is None else round(max(logprob, LEAST), DIGITS)
+    """A log-probability for JSON, which has no NaN."""
+    return None if logprob is None or isnan(logprob) else round(max(logprob, LEAST), DIGITS)
+
+
+def are_damaged(found: Iterable[ScoredToken]) -> bool:
+    """Whether some are not numbers, as the logits were none."""
+    return any(one.logprob is not None and isnan(one.logprob) for one in found)
