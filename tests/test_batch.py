@@ -299,9 +299,7 @@ def test_a_record_that_kills_is_set_aside_and_no_other(
 
 
 @pytest.mark.slow
-def test_a_killed_run_keeps_the_batches_that_it_has_scored(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_killed_run_keeps_the_batches_that_it_has_scored(command: Command, monkeypatch: pytest.MonkeyPatch):
     asked = {"max_tokens": 0, "echo": True, "logprobs": 0}
     texts = [{"id": str(i), "prompt": "a" * (12 - i), **asked} for i in range(6)]
     Path("in.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))

@@ -62,7 +62,7 @@ class Job:
         return sum(not self.journal.is_done(shard) for shard in self.manifest.shards)
 
     def begin(self, longest: int) -> Journal:
-        """The job's journal; a new one keeps how long a text may get. The output, too, can be written then."""
+        """The job's journal; a new one keeps how long a text may get. The output can be written, too."""
         if not self.output.exists():
             with storing(self.output):
                 self.output.parent.mkdir(parents=True, exist_ok=True)
