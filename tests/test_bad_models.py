@@ -196,7 +196,7 @@ def test_scores_that_are_not_numbers(command: Command, saved: Saved, tmp_path: P
     assert job.document["records_refused_here"] == 1
     good, refused = map(json.loads, Path("out.jsonl").read_text().splitlines())
     assert len(good["prompt_logprobs"]) == 2 and "not numbers" in refused["error"]["message"]
-    with load_pair(path, max_tokens=64) as pair, pytest.raises(ModelError, match="not numbers.*prompt '1'"):
+    with load_pair(path, max_tokens=64) as pair, pytest.raises(ModelError, match=r"not numbers.*prompt '1'"):
         pair.score(["ab", "~b"])
 
 

@@ -231,8 +231,9 @@ class Pair:
             for first in range(0, len(read), rows):
                 batch = read[first : first + rows]
                 scored = engine.score(batch, reader)
-                reasons = ("error" if are_damaged(scores) else None for scores in scored)
-                require_numbers(*((p.id, len(p.token_ids), why) for p, why in zip(batch, reasons, strict=True)))
+                reasons = ["error" if are_damaged(scores) else None for scores in scored]
+                lengths = [len(prompt.token_ids) for prompt in batch]
+                require_numbers(*zip((prompt.id for prompt in batch), lengths, reasons, strict=True))
                 for number, scores in enumerate(scored, start=first):
                     found.append(ScoredText(self._text(texts[number]), self._spelled(scores)))
                 self._ranks.broadcast_ints([0])  # a rank without a part in the target waits here
