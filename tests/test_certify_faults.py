@@ -81,7 +81,7 @@ def laws_checked(shipped: Shipped, sampling: SamplingConfig) -> Check:
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [SamplingConfig(), NUCLEUS], ids=["plain", "nucleus"])
 def test_the_laws_are_right(shipped: Shipped, sampling: SamplingConfig) -> None:
     found = laws_checked(shipped, sampling)

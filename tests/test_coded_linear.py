@@ -235,6 +235,7 @@ def test_codes_are_not_for_modules_of_transformers():
             require_transformers("small", dtype)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_compiled_model_is_nearer_to_the_wide_one_than_llm_int8(tmp_path: Path):
     """And holds not a byte more, but for the table."""

@@ -280,7 +280,7 @@ def test_a_draft_whose_context_is_shorter_stops_drafting(k: int) -> None:
     assert 0 < run.accepted == run.drafted
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral-window", "qwen2-window", "gemma2", "gpt_neo"])
 @pytest.mark.parametrize("draft", ["always", "sometimes", "ngram"])

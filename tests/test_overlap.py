@@ -53,7 +53,7 @@ def test_an_interleaving_has_the_targets_law():
     assert error < 1e-12 and seen.schedules == 4 and seen.used > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WALKS)
 def test_every_interleaving_has_the_targets_law(name: str):
