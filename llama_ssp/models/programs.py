@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.models.kernels.build import cache_folder, is_ours, part_of, processor
+from llama_ssp.models.kernels.build import cache_folder, compiler, is_ours, part_of, processor
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ def quick_builds() -> Iterator[None]:
     import torch._inductor.config as inductor  # a second; eager runs do without
     import torch._inductor.cpp_builder as builder
 
-    own = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": HEADERS_FIRST}
+    own: dict[str, Any] = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": HEADERS_FIRST}
+    own["cpp.cxx"] = None, compiler()  # torch itself looks for g++ alone
     with ONE_PROGRAM, inductor.patch(own):
         run = builder.run_compile_cmd
         builder.run_compile_cmd = partial(compile_beside, run)

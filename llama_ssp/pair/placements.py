@@ -198,5 +198,5 @@ def impossible(device: torch.device) -> str | None:
     """Why steps cannot be compiled here; None if they can."""
     if device.type == "cpu" and compiler() is None:
         own = os.environ.get("CXX")
-        return f"there is no C++ compiler ({f'CXX={own}' if own else 'g++ 12 or later'})"
+        return f"there is no C++ compiler ({f'CXX={own}' if own else 'g++ 11 or later'})"
     return None

@@ -72,15 +72,29 @@ constexpr Words counted(std::integer_sequence<int, lane...>) {
   return Words{lane...};
 }
 
+// Lanes of x, and of y, whose first has the number behind x's last.
+template <int... lane, class Register>
+auto picked(Register x, Register y) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(x, y, lane...);
+#else  // g++ 11
+  typedef int32_t More __attribute__((vector_size(4 * sizeof...(lane))));
+  if constexpr (sizeof...(lane) * sizeof x[0] == sizeof x)
+    return __builtin_shuffle(x, y, decltype(x < y){lane...});
+  else
+    return More{x[lane]...};
+#endif
+}
+
 Floats all_lanes(float x) { return x - Floats{}; }
 
 Floats larger(Floats x, Floats y) { return x > y ? x : y; }
 
-// All lanes of the result: `combine` over all lanes of x.
-template <class Combine>
-Floats over_lanes(Floats x, Combine combine) {
-  UNROLLED for (int by = LANES / 2; by; by /= 2)
-    x = combine(x, __builtin_shuffle(x, (counted(EVERY) + by) & (LANES - 1)));
+// In each lane the largest of those whose numbers differ from its own in bits below `count`.
+template <int by = LANES / 2, int... lane>
+Floats largest(Floats x, int64_t count, std::integer_sequence<int, lane...> every) {
+  if (by < count) x = larger(x, picked<(lane ^ by)...>(x, x));
+  if constexpr (by > 1) x = largest<by / 2>(x, count, every);
   return x;
 }
 
@@ -121,8 +135,8 @@ struct Brain {
   template <int... i>
   static void zip(Words (&slots)[2], std::integer_sequence<int, i...>) {
     const Halves a = (Halves)slots[0], b = (Halves)slots[1];
-    slots[0] = (Words)__builtin_shufflevector(a, b, (i % 2 * 2 * LANES + i / 2)...);
-    slots[1] = (Words)__builtin_shufflevector(a, b, (i % 2 * 2 * LANES + i / 2 + LANES)...);
+    slots[0] = (Words)picked<(i % 2 * 2 * LANES + i / 2)...>(a, b);
+    slots[1] = (Words)picked<(i % 2 * 2 * LANES + i / 2 + LANES)...>(a, b);
   }
 
   // To the nearest number of 16 bits, in the lower half.
@@ -193,7 +207,7 @@ struct Some {
 
 template <int count, int... lane>
 Words repeated(typename Some<count>::Type words, std::integer_sequence<int, lane...>) {
-  const auto twice = __builtin_shufflevector(words, words, (lane % count)...);
+  const auto twice = picked<(lane % count)...>(words, words);
   if constexpr (2 * count == LANES)
     return twice;
   else
@@ -218,8 +232,8 @@ Words repeated(const int32_t* words) {
 // Sums of x and y over pairs of lanes whose numbers differ in the bit `by`: of x in the lanes without it.
 template <int by, int... lane>
 Floats folded(Floats x, Floats y, std::integer_sequence<int, lane...>) {
-  return __builtin_shufflevector(x, y, (lane & by ? LANES + lane : lane)...) +
-         __builtin_shufflevector(x, y, ((lane & by ? LANES + lane : lane) ^ by)...);
+  return picked<(lane & by ? LANES + lane : lane)...>(x, y) +
+         picked<((lane & by ? LANES + lane : lane) ^ by)...>(x, y);
 }
 
 // Sums over phases, of `phases` keys in each register.
@@ -457,9 +471,8 @@ class alignas(64) Part {
     }
     Floats most = all_lanes(LOWEST);
     for (int64_t i = 0; i < all; i++) most = larger(most, scores[i]);
-    for (int by = phases / 2; by; by /= 2) most = larger(most, __builtin_shuffle(most, counted(EVERY) ^ by));
-    most *= scale;
-    if (over_lanes(most > own.largest ? all_lanes(1) : Floats{}, larger)[0]) grow(own, number, most, model);
+    most = largest(most, phases, EVERY) * scale;
+    if (largest(most > own.largest ? all_lanes(1) : Floats{}, LANES, EVERY)[0]) grow(own, number, most, model);
     Floats total = own.total;
     for (int64_t i = 0; i < all; i += PER) {
       UNROLLED for (int j = 0; j < PER; j++) total += scores[i + j] = power(scores[i + j] * scale - own.largest);

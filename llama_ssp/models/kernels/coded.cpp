@@ -247,7 +247,11 @@ struct Rows {
     typedef Bits All __attribute__((vector_size(sizeof...(i) * sizeof(Bits))));
     All all;
     std::memcpy(&all, from, sizeof all);
+#if __has_builtin(__builtin_shufflevector)
     all = __builtin_shufflevector(all, all, (i / Kind::INPUTS * Kind::INPUTS + Kind::place(i % Kind::INPUTS))...);
+#else  // g++ 11
+    all = __builtin_shuffle(all, All{(i / Kind::INPUTS * Kind::INPUTS + Kind::place(i % Kind::INPUTS))...});
+#endif
     std::memcpy(to, &all, sizeof all);
   }
 };
