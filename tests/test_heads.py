@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -203,18 +204,26 @@ def test_rows_are_refilled(adaptive: bool, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
-    """As in a conversation: longer, changed in the middle, and cut; every declared distribution is right."""
     folder = head_of(tmp_path)
     engine = engine_with(folder)
+    goes_on(engine, Compared(build("llama-gqa"), Reference(folder), engine.drafter))
+
+
+def goes_on(engine: Engine, watched: Compared) -> None:
+    """As in a conversation: longer, changed in the middle, and cut; every declared distribution is right.
+
+    Then as in a batch: a row gets another text, which is longer than the states that wait.
+    """
     assert isinstance(engine.drafter, HeadDrafter)
     engine.drafter._window = 8
-    watched = Compared(build("llama-gqa"), Reference(folder), engine.drafter)
     state = engine.prefill(PROMPTS[:1], 40)
     first = list(PROMPTS[0].token_ids)
-    for text in (first, [*first, 9, 9], [*first[:6], 7, 8, 9, 10], first[:4], [11, 12]):
+    on, anew = engine.go_on, partial(engine.admit, row=0)
+    turns = [first, [*first, 9, 9], [*first[:6], 7, 8, 9, 10], first[:4], [11, 12], [13], [13, 14, 15]]
+    for begin, text in [*((on, turn) for turn in turns), (anew, [*range(1, 21)]), (anew, [5]), (anew, first)]:
         before = watched.count
-        engine.go_on(state, Prompt(str(len(text)), tuple(text)))
-        for _ in generate(engine, state, Limits(6), FixedDraftLength(2, 1)):
+        begin(state, prompt=Prompt(str(len(text)), tuple(text)))
+        for _ in generate(engine, state, Limits(8), FixedDraftLength(2, 1)):
             pass
         assert watched.count >= before + 4
 

@@ -42,7 +42,7 @@ from tests.conftest import needs_transformers
 from tests.distributed.pairs import Case, refilled, written
 from tests.families import VOCAB, tiny
 from tests.heads import CPU
-from tests.test_heads import HEAT, PROMPTS, Compared
+from tests.test_heads import HEAT, PROMPTS, Compared, goes_on
 
 DIM, LAYERS = 32, 2
 
@@ -124,6 +124,12 @@ def test_declared_distributions_are_those_of_transformers(family: str) -> None:
         accepted += sum(row.accepted for row in step.rows)
         rejected += sum(len(row.drafted) - row.accepted for row in step.rows)
     assert rejected and accepted and watched.count > 15
+
+
+@torch.inference_mode()
+def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
+    engine, theirs = engine_with(folder := checkpoint(tmp_path, MTP[0]), HEAT), Theirs(folder)
+    goes_on(engine, Compared(theirs.target, theirs, engine.drafter, (0,)))
 
 
 def test_a_pair_drafts_with_its_target_s_own_layer(tmp_path: Path) -> None:

@@ -88,7 +88,6 @@ class HeadDrafter(SamplesFromHead):
 
     @torch.inference_mode()
     def refill(self, state: State, row: int) -> None:
-        self._cache.clear(row)  # no NaN of a damaged text may stay
         ends = list(self._cached)
         ends[row] = state.lengths[row] - 2
         self._read(state.token_BS, ends)
@@ -101,6 +100,8 @@ class HeadDrafter(SamplesFromHead):
         """Keeps the target's hidden states of a pass; what the head has read at these positions is stale."""
         for row, start, _ in fed:
             self._cached[row] = min(self._cached[row], start)
+            if not start:
+                self._cache.clear(row)  # no NaN of a damaged text may stay
         if any(start + count - self._cached[row] > self._window for row, start, count in fed):
             ends = list(self._cached)
             for row, start, _ in fed:
