@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from llama_ssp.config import CertifyConf, SamplingConfig
 from llama_ssp.errors import FAILED_CHECK
@@ -39,13 +40,14 @@ from llama_ssp.speculative.verification import (
     TokenRule,
     TreeRule,
 )
+from llama_ssp.tasks.certify import replay
 from llama_ssp.tasks.certify.acceptance import check_acceptance, check_drafts
 from llama_ssp.tasks.certify.checks import check_greedy_texts, check_probs, check_samples, level_of, spread
 from llama_ssp.tasks.certify.first_tokens import FirstTokens, check_first, first_tokens
 from llama_ssp.tasks.certify.permutation_test import Samples
 from llama_ssp.tasks.certify.plain_filters import check_filters
 from llama_ssp.tasks.certify.recorder import KeepsEveryDraft, Round, Witness
-from llama_ssp.tasks.certify.replay import check_decisions, check_numbers
+from llama_ssp.tasks.certify.replay import Decisions, check_decisions, check_numbers
 from llama_ssp.tasks.certify.rule_distribution import MOST_TRIED, rule_error
 from llama_ssp.tasks.certify.samplers import EngineSampler
 from llama_ssp.tasks.certify.target_probs import Noise, Reference
@@ -441,6 +443,29 @@ def test_numbers_that_were_drawn_before_show() -> None:
         decisions = watched("block", texts=10).witness.decisions
     found = check_numbers(decisions, SURE)
     assert found.outcome is Outcome.failed and found.figures["coins_repeated"] > 0
+
+
+def test_as_many_coins_repeat_as_chance_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many coins some are equal; of a generator that repeats one in a hundred, too many."""
+    monkeypatch.setattr(replay, "COIN_BITS", 24)
+    source, repeated = np.random.default_rng(1), []
+    for loops in (False, True):
+        decisions = Decisions(BlockRule(), 0, products=np.zeros((64, 64)), counts=np.zeros((64, 64)))
+        coins = source.integers(2**24, size=20_000) / 2**24
+        decisions.coins = [*coins, *coins[:200]] if loops else coins.tolist()
+        found = check_numbers(decisions, SURE)
+        repeated.append(found.figures["coins_repeated"])
+        assert (found.outcome is Outcome.failed) is loops
+    assert 0 < repeated[0] < 30 and repeated[1] > 200
+    chances = [
+        replay.chance_of_repeats(2000, _repeats(source.integers(2**24, size=2000))) for _ in range(3000)
+    ]
+    for level in (0.2, 0.02):  # a repeat among 2000 coins has a chance of 0.12
+        assert np.mean([chance < level for chance in chances]) < level
+
+
+def _repeats(values: NDArray[np.int64]) -> int:
+    return len(values) - len(np.unique(values))
 
 
 @pytest.mark.parametrize("rule", WATCHED)

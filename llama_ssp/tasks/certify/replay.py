@@ -12,6 +12,7 @@ independent of the drafts and of each other.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import exp, lgamma, log
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from llama_ssp.tasks.certify.verdict import Check, Outcome, judged
 
 TIE = 1e-9  # a number this close to its chance may pass or not
 ROUNDING = 1e-12  # of a probability; a chance that is a quotient of small differences may move by more
+COIN_BITS = 53  # of rng.py's uniforms
+RARE = 1e-3  # of the false-alarm rate: the share of the repeated coins
 MOST = 32  # drafts and siblings of a round that are looked at
 
 Numbers = NDArray[np.float64]
@@ -184,7 +187,7 @@ def check_decisions(seen: Decisions) -> Check:
 
 
 def check_numbers(seen: Decisions, level: float) -> Check:
-    """Whether coins are uniform, never repeated, and independent of the drafts' draws and of the race."""
+    """Whether coins are uniform, new, and independent of the drafts' draws and of the race."""
     figures: dict[str, object] = {"coins": len(seen.coins), "coins_repeated": 0}
     if seen.rule.shared_noise:
         return Check("numbers", Outcome.skipped, "with shared noise no other numbers are drawn", figures)
@@ -192,7 +195,7 @@ def check_numbers(seen: Decisions, level: float) -> Check:
         return Check("numbers", Outcome.blind, "no number was drawn", figures)
     repeated = len(seen.coins) - len(set(seen.coins))
     off, band = uniform_distance(seen.coins), uniform_band(len(seen.coins), level / 2)
-    worst, where, pairs = _dependence(seen.products, seen.counts, level / 2, seen.most + 1)
+    worst, where, pairs = _dependence(seen.products, seen.counts, level * (1 / 2 - RARE), seen.most + 1)
     figures |= {
         "coins_repeated": repeated,
         "largest_distance": off,
@@ -206,10 +209,22 @@ def check_numbers(seen: Decisions, level: float) -> Check:
     uneven += f"by chance at most {band:.1%} would"
     depend = f"{where} depend on each other: their correlation is {worst:.1f} times what chance explains"
     drawn = f"{repeated} of {coins} acceptance coins were drawn before"
-    faults = [(repeated, drawn), (off > band, uneven), (worst > 1, depend)]
+    often = chance_of_repeats(len(seen.coins), repeated) < level * RARE
+    faults = [(often, drawn), (off > band, uneven), (worst > 1, depend)]
     right = f"{coins} coins are uniform within {off:.1%}, and independent of drafts and races: "
     right += f"no correlation of {pairs} pairs exceeds {worst:.0%} of its band"
     return judged("numbers", faults, right, figures)
+
+
+def chance_of_repeats(coins: int, repeated: int) -> float:
+    """At most this chance has it that so many of these coins, or more, are equal to an earlier one.
+
+    Coin i is, whatever came before, with a chance of at most i / 2^COIN_BITS, so r given coins with the
+    product of theirs, and any r with the sum of these products, at most (sum of the chances)^r / r!.
+    """
+    if not repeated:
+        return 1.0
+    return exp(repeated * log(coins * (coins - 1) / 2 / 2**COIN_BITS) - lgamma(repeated + 1))
 
 
 def _dependence(products: Numbers, counts: Numbers, level: float, size: int) -> tuple[float, str, int]:
