@@ -21,6 +21,7 @@ import llama_ssp
 from llama_ssp import RunError, SamplingConfig, SpeculationConfig, load_pair, plan
 from llama_ssp.config import Verification
 from llama_ssp.config.compose import composed
+from llama_ssp.errors import UsageError
 from llama_ssp.pair.batches import usable
 from llama_ssp.text.prompts import TextPrompt
 from tests.conftest import Command
@@ -154,6 +155,16 @@ def test_a_least_length_does_not_keep_texts_from_being_scored() -> None:
             pair.score(["abc"], sampling=how) for how in (None, SamplingConfig(min_new_tokens=5))
         )
     assert len(plain.logprobs) == len(sampled.logprobs)
+
+
+def test_a_least_length_may_be_all_of_a_short_pair_s_tokens() -> None:
+    """It was compared with a guess of the tokens of a call, a sixteenth of max_tokens."""
+    least = ["sampling.min_new_tokens=40"]
+    with load_pair("tiny", max_tokens=64, overrides=least) as pair:
+        (done,) = pair.generate(["abc"], max_new_tokens=48, seed=1)
+    assert len(done.token_ids) >= 40
+    with pytest.raises(UsageError, match="min_new_tokens exceeds"):
+        load_pair("tiny", max_tokens=32, overrides=least)
 
 
 def test_nothing_of_the_process_is_changed() -> None:

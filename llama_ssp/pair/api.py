@@ -115,17 +115,16 @@ def load_pair(
     if unread := keys & {"task", *(f"task.{name}" for name in OF_CALLS)}:
         what = f"{min(unread)} is among the overrides of a pair, where nothing reads it"
         raise UsageError(what, fix="give it to generate or stream, as an argument")
-    sizes = [
-        f"task.batch_size={batch_size}",
-        f"task.max_new_tokens={max(1, min(max_tokens, USUAL_TOKENS) // 16)}",
-    ]
-    run = composed([*sizes, *words])
+    run = composed([f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens)}", *words])
+    assert isinstance(run.task, GenerateConf)
+    new = max(1, min(max_tokens, USUAL_TOKENS) // 16, run.sampling.min_new_tokens)  # of a usual call
+    task = replace(run.task, max_new_tokens=new)
+    run = replace(run, task=task)
     spec = pair_specs(run, [], rank_environment().world)[0]
     ranks = ranks_of(run)
     with first_cause(ranks):
         ranks.require_same("arguments of load_pair", "\n".join(words))
-        assert isinstance(spec.run.task, GenerateConf)
-        return Pair(PairSession(spec, ranks).load(spec.run.task.batch_size, max_tokens))
+        return Pair(PairSession(spec, ranks).load(task.batch_size, max_tokens))
 
 
 class Pair:
