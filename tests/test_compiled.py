@@ -22,7 +22,7 @@ from torch._inductor.utils import run_and_get_code
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.distributed.comm import ALONE
-from llama_ssp.models import programs, steps
+from llama_ssp.models import loader, programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import build as building
 from llama_ssp.models.kernels.build import is_ours
@@ -348,6 +348,15 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tm
     assert not steps.has_kernels("m", Dtype.bf16, CPU)
     said = [record.message.split(": ")[1] for record in caplog.records if record.levelno == logging.WARNING]
     assert said == ["m runs eagerly"]
+
+
+def test_kernels_that_cannot_be_built_are_tried_once(command, monkeypatch):
+    """Codes have theirs in eager steps, too: a model in codes tried, and warned, twice more."""
+    tried = []
+    for module in (assembly, loader):
+        monkeypatch.setattr(module, "has_kernels", lambda *what: bool(tried.append(what)))
+    answer = command("engine=compiled", "draft=none", "model.dtype=int4", "prompt=a", "max_new_tokens=4")
+    assert answer.code == 0 and len(tried) == 1
 
 
 @pytest.mark.parametrize("able", [(True, False), (True, True)])

@@ -73,11 +73,11 @@ def _decoder(
     ranks: Ranks, fast: bool, watch: ReadWatch,
 ) -> DecoderModel:  # fmt: skip
     require_quantised(model, ranks.world)
-    fast = fast and has_kernels(model.name, dtype, device)
     held, drafts = TORCH_DTYPES[dtype], role == DRAFT
     # Codes need their kernel in eager steps, too: to decode them for each product takes many times as long.
     coded = dtype in (Dtype.int4, Dtype.packed)
-    by_kernel = fast or (coded and has_kernels(model.name, dtype, device))
+    by_kernel = (fast or coded) and has_kernels(model.name, dtype, device)
+    fast = fast and by_kernel
     how = ranks, held, *formats(dtype, device, fast, by_kernel), device, drafts, dtype is Dtype.packed
     if path is None:
         source = SyntheticSource.of_config(config, model, held, _made_on(device, dtype), drafts)

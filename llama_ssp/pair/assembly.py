@@ -189,6 +189,8 @@ def _loaded(placed: ModelPlacement, group: Ranks) -> Model:
 
 def _all_compile(placed: ModelPlacement, group: Ranks) -> bool:
     """Whether every rank can compile: compiled steps run once while loading, with sums over the ranks."""
+    if group.world == 1:
+        return placed.compiled  # `load` sees to it
     able = placed.compiled and has_kernels(placed.model.name, placed.dtype, placed.device)
     every = all(own for (own,) in group.gather_ints([int(able)]))
     if able and not every:
