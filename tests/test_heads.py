@@ -202,7 +202,6 @@ def test_rows_are_refilled(adaptive: bool, tmp_path: Path) -> None:
     assert len({tuple(ids) for ids in together.values()}) > 1
 
 
-@torch.inference_mode()
 def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
     folder = head_of(tmp_path)
     engine = engine_with(folder)

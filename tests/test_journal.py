@@ -8,6 +8,7 @@ import os
 import random
 import socket
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from llama_ssp.batch.attempt_log import Attempt, read_part, sealed
 from llama_ssp.batch.history import End, ends, keep_end
 from llama_ssp.batch.journal import Journal
 from llama_ssp.batch.manifest import Manifest, shards_of
+from llama_ssp.distributed import peers
 from llama_ssp.errors import DataError, StorageError
 
 RECORDS, SHARD = 14, 5
@@ -399,6 +401,32 @@ def test_a_process_is_not_the_earlier_one_of_its_number(tmp_path: Path):
     assert not path.exists()
 
 
+def test_a_process_that_nobody_has_reaped_is_dead():
+    """In a container nobody may ever do so."""
+    waiting, go = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(waiting, 1)
+        os._exit(0)
+    process = replace(peers.own_identity(), pid=child, started=peers._started(child))
+    assert process.lives
+    os.write(go, b"!")
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert process.lives is False
+    os.waitpid(child, 0)
+    assert process.lives is False
+
+
+def test_a_process_that_proc_hides_may_live(monkeypatch: pytest.MonkeyPatch):
+    """hidepid=2 hides another user's."""
+
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(peers, "_stat", lambda _: [])
+    monkeypatch.setattr(os, "kill", refuse)
+    assert peers.Identity(peers._machine(), os.getpid(), "1").lives is None
+
+
 @pytest.mark.parametrize("lacking", ["machine", "started"])
 def test_a_claim_that_names_too_little_lapses_with_its_heartbeat(lacking: str, tmp_path: Path):
     """That of an older version, or of a machine that does not tell when a process began."""
@@ -420,5 +448,5 @@ def test_who_counts_the_claims_writes_nothing(tmp_path: Path):
     assert taken is not None
     with taken[1]:
         os.utime(tmp_path / "claims", (0, 0))
-        assert Journal.find(tmp_path).claimed() == 1
+        assert len(Journal.find(tmp_path).holders()) == 1
         assert (tmp_path / "claims").stat().st_mtime == 0

@@ -126,7 +126,6 @@ def test_declared_distributions_are_those_of_transformers(family: str) -> None:
     assert rejected and accepted and watched.count > 15
 
 
-@torch.inference_mode()
 def test_another_text_goes_on_from_a_common_beginning(tmp_path: Path) -> None:
     engine, theirs = engine_with(folder := checkpoint(tmp_path, MTP[0]), HEAT), Theirs(folder)
     goes_on(engine, Compared(theirs.target, theirs, engine.drafter, (0,)))

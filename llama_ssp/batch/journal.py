@@ -125,9 +125,14 @@ class Journal:
         path = self.folder / PARTS / f"{shard.name}.{len(earlier):03d}.{name or unique_name()}.jsonl"
         return Attempt(shard, earlier, path, self._done(shard))
 
-    def claimed(self) -> int:
-        """How many shards a living process works on, by this machine's clock: nothing is written."""
-        return sum(not _is_abandoned(path, time.time()) for path in (self.folder / CLAIMS).glob("[!.]*"))
+    def holders(self) -> list[dict[str, Any]]:
+        """The living processes that hold a claim, by this machine's clock: nothing is written."""
+        found = []
+        for path in (self.folder / CLAIMS).glob("[!.]*"):
+            with suppress(OSError, ValueError):  # it is being released
+                if not _is_abandoned(path, time.time()):
+                    found.append(json.loads(path.read_bytes()))
+        return found
 
     def past_attempts(self) -> Iterator[PastAttempt]:
         """What every attempt's file tells, in the order of the input."""

@@ -38,7 +38,7 @@ def execute(run: RunConf) -> int:
         at = pace(journal, standing, time.time())
         if standing.whole and output.is_file():
             status = "done"
-        elif journal.claimed():
+        elif journal.holders():
             status = "running"
     summary: dict[str, Any] = {
         "task": run.task.name,

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+STATE, STARTED = 0, 19  # places in `_stat`
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -25,7 +27,15 @@ class Identity:
         """Whether the process still runs; None where this machine cannot tell."""
         if not self.started or self.machine != _machine():
             return None
-        return _started(self.pid) == self.started
+        if stat := _stat(self.pid):
+            return stat[STATE] not in "ZX" and stat[STARTED] == self.started
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return None  # it ends just now, or is another user's, which /proc may hide
 
 
 def own_identity() -> Identity:
@@ -100,6 +110,13 @@ def _machine() -> str:
 
 def _started(pid: int) -> str:
     """When the process began, in ticks since the machine did."""
+    stat = _stat(pid)
+    return stat[STARTED] if stat else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, behind its name; empty if it is gone, or hidden."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    return ""
+        said = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return said.rpartition(")")[2].split()
+    return []

@@ -18,7 +18,7 @@ from typing import Any
 from llama_ssp.batch.attempt_log import Attempt
 from llama_ssp.batch.continuous_batching import ContinuousBatch, TokenRequest
 from llama_ssp.batch.job import Job, longest_in, require_good
-from llama_ssp.batch.journal import STALE_S, Journal
+from llama_ssp.batch.journal import BEAT_S, STALE_S, Journal
 from llama_ssp.batch.manifest import Shard
 from llama_ssp.batch.requests import Refused, Request
 from llama_ssp.batch.responses import BROKEN, Reply, answer, refusal
@@ -126,7 +126,8 @@ class BatchTask(Task[BatchConf]):
         """
         if (taken := journal.claim()) is None and (silent := journal.silent()):
             log.info("the rest is claimed: at most %.0f s until it shows whether others work on it", STALE_S)
-            while taken is None and silent:
+            until = time.monotonic() + STALE_S + BEAT_S  # whatever the clock of the claims says
+            while taken is None and silent and time.monotonic() < until:
                 broadcast_json({"works": [], "rows": 1}, self._ranks)  # else they give the leader up
                 time.sleep(LOOK_S)
                 taken, silent = journal.claim(), silent & journal.silent()
@@ -135,6 +136,8 @@ class BatchTask(Task[BatchConf]):
     def _follow(self) -> None:
         """Takes part in the leader's batches until it broadcasts an empty list."""
         while plain := broadcast_json([], self._ranks):
+            if not plain["works"]:
+                continue  # the leader waits
             assert self._rows is not None
             works = [TokenRequest.of_plain(one) for one in plain["works"]]
             for _ in self._rows.write(works, plain["rows"], lambda _: None):

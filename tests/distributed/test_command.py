@@ -62,6 +62,37 @@ def test_a_batch_is_the_same_on_two_ranks_also_after_one_vanished(
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 
+def lapses_in_a_second(rank: int) -> None:
+    """From the first look on, the claims are as old as that."""
+    from llama_ssp.batch.journal import CLAIMS, STALE_S, Journal
+
+    whole, ages = Journal.silent, [STALE_S - 1]
+
+    def silent(self: Journal) -> set[tuple[str, float]]:
+        while ages:
+            then = time.time() - ages.pop()
+            for claim in (self.folder / CLAIMS).iterdir():
+                os.utime(claim, (then, then))
+        return whole(self)
+
+    Journal.silent = silent  # type: ignore[method-assign]
+
+
+def test_ranks_wait_together_for_a_claim_to_lapse(command: Command, saved: Any, tmp_path: Path):
+    """Its process was lost on another machine after its last record, so that nothing is to be generated."""
+    run = batch(saved, tmp_path, "out.jsonl")
+    assert command(*run).code == 0
+    (shard,) = (work := tmp_path / "out.jsonl.work").glob("done/*")
+    shard.unlink()
+    answers = (tmp_path / "out.jsonl").rename(tmp_path / "before.jsonl").read_bytes()
+    claim = work / "claims" / shard.stem
+    claim.write_text('{"host": "a", "machine": "b", "pid": 1, "started": "1"}')
+    leader, other = Started(tmp_path / "two", 2, *run, fault=lapses_in_a_second).finish()
+    assert (leader.code, other.code) == (0, 0), leader.err + other.err
+    assert "at most 60 s until it shows" in leader.err
+    assert (tmp_path / "out.jsonl").read_bytes() == answers
+
+
 def fail_in_the_target(rank: int) -> None:
     """The second rank fails in its fourth forward pass."""
     from llama_ssp.models.decoder_model import DecoderModel

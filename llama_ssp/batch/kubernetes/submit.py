@@ -81,7 +81,8 @@ def _kubectl(*words: str, text: str) -> str:
     said = one_line(done.stderr).partition("; if you choose to ignore")[0]  # no advice against checks
     if done.returncode == 0:
         return one_line(done.stdout)
-    if "AlreadyExists" in said and "--dry-run=server" in words:  # it is looked for after all checks
+    refused = done.stderr.strip().splitlines()  # a taken name is found after all checks
+    if "--dry-run=server" in words and all("AlreadyExists" in line for line in refused):
         log.warning("a Job of this name is there already: %s", said)
         return said
     if "AlreadyExists" in said:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.batch.history import keep_submission, submissions
 from llama_ssp.batch.job import Job
-from llama_ssp.batch.journal import CLAIMS, STALE_S
 from llama_ssp.batch.slurm import client
 from llama_ssp.batch.slurm.script import Order
 from llama_ssp.batch.submission import groups_for
@@ -49,27 +45,19 @@ class SlurmSubmission:
     def submit(self) -> dict[str, Any]:
         """Raises UsageError while an earlier submission is in the queue, or one that people submitted."""
         work = self.order.work
-        alive = client.queued([*submissions(work), *_at_work(work)])
+        own, others = submissions(work), {holder.get("job") for holder in self.job.journal.holders()}
+        alive = client.queued([*own, *(job for job in others if isinstance(job, str) and job.isdecimal())])
         if alive:
             found = f"job {alive[0].job}, {alive[0].state}"
             fix = "follow it with task.status=true, or cancel it with scancel first"
-            raise UsageError("this job is in the queue already", work, found, fix=fix)
+            what = "this job is in the queue already, or is worked on by hand"
+            raise UsageError(what, work, found, fix=fix)
         self.job.journal.release_jobs()
         number, elements = client.submit(self.text), self.order.elements
         keep_submission(work, number, self.text)
         log.info("submitted: job %s, array of %d, logs in %s", number, elements, work / LOGS)
         log.info("see task.status=true, or squeue --jobs=%s", number)
         return {"job": number, "elements": elements}
-
-
-def _at_work(work: Path) -> set[str]:
-    """The numbers of Slurm's jobs with a claim that is kept, also of those that people submitted."""
-    jobs: set[object] = set()
-    for path in (work / CLAIMS).glob("[!.]*"):
-        with suppress(OSError, ValueError, KeyError):  # it is being released
-            if time.time() - path.stat().st_mtime < STALE_S:
-                jobs.add(json.loads(path.read_bytes())["job"])
-    return {job for job in jobs if isinstance(job, str) and job.isdecimal()}
 
 
 def submission(job: Job, words: tuple[str, ...], _: dict[str, Any]) -> SlurmSubmission:

@@ -96,6 +96,7 @@ class HeadDrafter(SamplesFromHead):
         """Nothing before there is a hidden state: a text of one token has none."""
         return reach(self._head.context, length) if length > 1 else 0
 
+    @torch.inference_mode()
     def observe(self, token_BS: Tensor, fed: list[Span], state_TX: Tensor) -> None:
         """Keeps the target's hidden states of a pass; what the head has read at these positions is stale."""
         for row, start, _ in fed:
