@@ -148,7 +148,7 @@ def test_sound_rounds_pass(shipped: Shipped, kernel: bool) -> None:
     assert set(by_rounds(shipped, NUCLEUS, kernel, 256).values()) == {Outcome.passed}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.name)
 def test_faults_of_rounds(shipped: Shipped, fault: Fault | KernelFault) -> None:

@@ -126,7 +126,7 @@ def test_texts_are_those_of_eager_steps():
     assert fast._step is not None and quick._step is not None
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(
     ("family", "layers"), [("gemma2", 2), ("gpt_neox", 1), ("gpt_neo", 3), ("gpt_oss", 3)]

@@ -18,6 +18,7 @@ def cells(name: str) -> list[str]:
     return ["".join(one["source"]) for one in code]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.ipynb")))
 def test_a_notebook_runs(name: str, capsys: pytest.CaptureFixture[str]):
     known: dict[str, Any] = {}

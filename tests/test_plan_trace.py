@@ -89,6 +89,7 @@ def test_every_family_is_bounded(family: str, world: int, rank: int) -> None:
     compare(model(family), dtype, ROWS, CAPACITY, world, rank)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "window"), [("mistral", None), ("phi3", 11), ("qwen2", 11), ("qwen3", 11), ("llama", 11)]

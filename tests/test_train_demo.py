@@ -257,7 +257,7 @@ def toy_on_a_rank(_: Any, folder: Path) -> Any:
     return seen, "WORLD_SIZE" in os.environ, toy_trained(folder)
 
 
-@pytest.mark.slow  # processes start
+@pytest.mark.long  # processes start
 def test_two_processes_train_as_one_that_has_both_batches(tmp_path: Path) -> None:
     """Stopped once and gone on; the first process alone sees no file, as it writes it for the other."""
     for name in ("two", "both", "one"):
