@@ -76,6 +76,13 @@ def test_without_a_draft_and_without_prompts() -> None:
         assert pair.generate([], seed=1) == []
 
 
+def test_a_draft_that_was_not_loaded_is_not_drafted_with() -> None:
+    with load_pair("tiny", draft="tiny_draft", overrides=["speculation.k=0"]) as pair:
+        assert pair.generate(["hello"], max_new_tokens=2, seed=1)[0].drafted == 0
+        with pytest.raises(UsageError, match="was loaded without its draft model"):
+            pair.generate(["hello"], max_new_tokens=2, seed=1, speculation=SpeculationConfig(k=4))
+
+
 def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
     """cuDNN's does, for each new shape of a prompt, so it is off before a model runs."""
     torch.backends.cuda.enable_cudnn_sdp(True)

@@ -101,6 +101,8 @@ SIDE_BY_SIDE = [
     Case(0, "compare-nothing", ("task=compare",), 2, ("there is no prompt", "standard input"), stdin=b"\n"),
     Case(0, "compare-bytes", ("task=compare",), 3, ("standard input line 1", "0xff"), stdin=b"\xff\n"),
     Case(0, "measure-k", (*MEASURED, "task.ks=[1,0]"), 2, ("task.ks entry", "found 0", "[1, 64]")),
+    Case(0, "measure-k-0", (*MEASURED, "speculation.k=0"), 2, ("nothing drafts", "k 0", "task.ks")),
+    Case(0, "agree-k-0", ("task=agree", "speculation.k=0"), 2, ("nothing drafts", "k 0", "task.chunk")),
     Case(0, "measure-k-twice", (*MEASURED, "task.ks=[2,2]"), 2, ("task.ks holds an entry twice",)),
     Case(0, "measure-length", ("task=measure", "task.lengths=[0]"), 2, ("task.lengths entry", "found 0")),
     Case(0, "measure-both", (*MEASURED, "task.lengths=[8]"), 2, ("both task.prompts and task.lengths",)),

@@ -180,6 +180,14 @@ def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
         raise UsageError(what, "speculation", f"{drafted[0]}, {found}, k {spec.k}", fix=fix)
 
 
+def check_drafts(task: str, key: str, spec: SpeculationConfig, has_draft: bool) -> None:
+    """Raises UsageError for K = 0, which leaves out the draft model, where the task has its own K in `key`."""
+    if has_draft and spec.drafter is Drafting.model and not spec.may_draft:
+        what = f"task={task} needs drafts, and nothing drafts"
+        fix = f"leave speculation.k out: {key} is its K"
+        raise UsageError(what, "speculation", f"drafter model, k {spec.k}", "1 or more", fix)
+
+
 @dataclass
 class ChatConf(TaskConf):
     """Talk with the model on a terminal; a pipe has a message a line.
@@ -299,6 +307,7 @@ class MeasureConf(PromptedConf):
     def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
         super().check(spec, has_draft)
         check_pairs(self.pairs, spec)
+        check_drafts(self.name, "task.ks", spec, has_draft and bool(self.ks) and not self.pairs)
         if self.suite is not None and self.batch_size > 1:
             what, fix = "a suite's questions are answered one by one", "leave task.batch_size=1"
             raise UsageError(what, "task.suite", f"task.batch_size={self.batch_size}", "1", fix)
@@ -357,6 +366,10 @@ class AgreeConf(PromptedConf):
     ignore_eos: bool = False
     batch_size: int = number(8, 1, MOST_ROWS)
     plot: str | None = picture(*PLOTS)
+
+    def check(self, spec: SpeculationConfig, has_draft: bool) -> None:
+        super().check(spec, has_draft)
+        check_drafts(self.name, "task.chunk", spec, has_draft)
 
 
 @dataclass

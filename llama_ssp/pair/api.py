@@ -268,6 +268,9 @@ class Pair:
         run = replace(run, task=task, sampling=sampling, speculation=speculation, seed=seed)
         checks.check(run)
         checks.check_context(run)
+        if run.has_draft_model and not self._session.spec.placement.draft:
+            what, fix = "the pair was loaded without its draft model", "load it with settings that draft"
+            raise UsageError(what, "speculation", f"k {speculation.k}", "settings without one", fix)
         return run
 
     def _batches(self, prompts: list[TextOrIds], run: RunConf) -> Iterator[tuple[Batch, int]]:
