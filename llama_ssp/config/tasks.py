@@ -181,7 +181,7 @@ def check_pairs(pairs: list[str], spec: SpeculationConfig) -> None:
 
 
 def check_drafts(task: str, key: str, spec: SpeculationConfig, has_draft: bool) -> None:
-    """Raises UsageError for K = 0, which leaves out the draft model, where the task has its own K in `key`."""
+    """Raises UsageError for K = 0, which leaves out the draft model; `key` is the task's own K."""
     if has_draft and spec.drafter is Drafting.model and not spec.may_draft:
         what = f"task={task} needs drafts, and nothing drafts"
         fix = f"leave speculation.k out: {key} is its K"
