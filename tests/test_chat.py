@@ -6,6 +6,8 @@ import json
 import resource
 import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,23 @@ def test_a_chat_in_another_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert found == [known.chat(conversation("hello", None))]
+
+
+def test_threads_that_render_leave_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One took the limit that the other had set for the process's own."""
+    known, before = tokens(tmp_path), resource.getrlimit(resource.RLIMIT_AS)
+    setrlimit = resource.setrlimit
+
+    def slow(*given: Any) -> None:
+        setrlimit(*given)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(resource, "setrlimit", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: known.chat(conversation("hello", None)), range(8)))
+    found = resource.getrlimit(resource.RLIMIT_AS)
+    setrlimit(resource.RLIMIT_AS, before)
+    assert found == before
 
 
 def test_special_tokens_in_plain_prompts_are_text_unless_asked_for(tmp_path: Path) -> None:

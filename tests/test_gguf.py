@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,22 @@ def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> 
     assert len(source.shapes) >= 2 + 9 * 2
     for name in source.shapes:
         assert torch.equal(numbers_of(source.read(name, None), torch.bfloat16), lower[name]), name
+
+
+def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    """Linux refuses a mapping of so many bytes that could be written."""
+    path, module = made("llama", tmp_path)
+    source = GgufSource(read_header(path), module.config)
+    name, place = next(iter(source._places.items()))
+    before = numbers_of(source.read(name, None), torch.float32)
+    table = Path("/proc/meminfo").read_text().splitlines()
+    memory = next(line for line in table if line.startswith("MemTotal"))
+    far = replace(place, file=tmp_path / "far", start=8 * 1024 * int(memory.split()[1]))
+    with far.file.open("wb") as file:
+        file.seek(far.start)
+        file.write(place.file.read_bytes()[place.start : place.start + place.n_bytes])
+    source._places[name] = far
+    assert torch.equal(numbers_of(source.read(name, None), torch.float32), before)
 
 
 def test_a_wrong_order_of_rows_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

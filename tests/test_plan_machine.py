@@ -193,3 +193,28 @@ def test_memory_is_read_from_the_system(monkeypatch, tmp_path):
     assert memory_here() == 80 * 1024
     monkeypatch.setattr(host_memory, "MEMORY_TABLE", tmp_path / "none")
     assert memory_here() > 2**20
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("place", ["pods/own", "pods", "."])
+def test_a_container_has_less_memory_than_its_machine(version, place, monkeypatch, tmp_path):
+    """The limit may be of its own group, of one above, or shown as the root's; cached files count as free."""
+    (table := tmp_path / "cgroup").write_text(
+        ["9:cpu:/\n4:memory:/pods/own\n", "0::/pods/own\n"][version - 1]
+    )
+    monkeypatch.setattr(host_memory, "GROUPS_TABLE", table)
+    monkeypatch.setattr(host_memory, "GROUPS", tmp_path)
+    whole = memory_here()
+    folder = tmp_path / ("memory" if version == 1 else "") / place
+    folder.mkdir(parents=True, exist_ok=True)
+    first, limit, used = [
+        ("total_", "memory.limit_in_bytes", "memory.usage_in_bytes"), ("", "memory.max", "memory.current")
+    ][version - 1]  # fmt: skip
+    (folder / "memory.stat").write_text(f"anon 5\n{first}inactive_file 300\n{first}active_file 40\n")
+    (folder / limit).write_text("9000\n")
+    (folder / used).write_text("1000\n")
+    assert memory_here() == 9000 - 1000 + 340
+    (folder / used).write_text("10000\n")
+    assert memory_here() == 0
+    (folder / limit).write_text("max\n")
+    assert memory_here() == pytest.approx(whole, rel=0.2)

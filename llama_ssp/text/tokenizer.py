@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
 TEMPLATE_S = 5.0  # for one rendering of a chat template
 TEMPLATE_BYTES = 2**30  # for one rendering, on top of the process's memory
+LIMITED = threading.Lock()
 AGAIN_S = 1.0  # until a late template is interrupted again: a destructor swallows what is raised in it
 MARK = "\ue000"  # a placeholder for the user's text, to find it in a rendered template
 WORD = "7046215937"  # the same, of characters that no template changes
@@ -218,32 +219,34 @@ def _bounded() -> Iterator[None]:
     """Bounds the time and memory of a chat template, which transformers' sandbox does not.
 
     Raises TimeoutError or MemoryError. Time is bounded in the main thread only: no other can be interrupted.
+    One thread at a time: the limit is the process's.
     """
 
     def late(*_: object) -> None:
         raise TimeoutError(f"not done after {TEMPLATE_S:g} seconds")
 
-    statm = Path("/proc/self/statm").read_text(encoding="ascii")
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = int(statm.split()[0]) * resource.getpagesize() + TEMPLATE_BYTES
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGALRM, late) if in_main else None
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
-        if in_main:
-            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S, AGAIN_S)
+    with LIMITED:
+        statm = Path("/proc/self/statm").read_text(encoding="ascii")
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = int(statm.split()[0]) * resource.getpagesize() + TEMPLATE_BYTES
+        in_main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGALRM, late) if in_main else None
         try:
-            yield
-        except MemoryError:
-            raise MemoryError(f"more than {TEMPLATE_BYTES >> 20} MiB") from None
-        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
             if in_main:
+                signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S, AGAIN_S)
+            try:
+                yield
+            except MemoryError:
+                raise MemoryError(f"more than {TEMPLATE_BYTES >> 20} MiB") from None
+            finally:
+                if in_main:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            if in_main:  # once more: an interrupt may have come in between
                 signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        if in_main:  # once more: an interrupt may have come in between
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+                signal.signal(signal.SIGALRM, before)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _unreadable(path: Path, found: str) -> ModelError:

@@ -97,6 +97,7 @@ class IndexedJob:
             # Modules come from the image, never from the folder of the data.
             "env": [
                 {"name": "PYTHONSAFEPATH", "value": "1"},
+                {"name": "OMP_NUM_THREADS", "value": str(conf.cpus_per_rank)},
                 *(
                     {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
                     for name, path in FIELDS.items()

@@ -79,7 +79,7 @@ class Order:
     def rendered(self) -> str:
         slurm = self.cluster.slurm
         supervisor = f'"$python" -m llama_ssp.batch.slurm.supervisor {shlex.quote(str(self.work))}'
-        logs = shlex.quote(str(self.work / LOGS))
+        logs, threads = shlex.quote(str(self.work / LOGS)), slurm.cpus_per_rank
         lines = [
             "#!/bin/bash",
             f"# Made by llama-ssp {__version__}.",
@@ -93,6 +93,7 @@ class Order:
             f"export python={shlex.quote(slurm.python or sys.executable)}",
             f"export PYTHONPATH={shlex.quote(str(SOURCES))}${{PYTHONPATH:+:$PYTHONPATH}}",
             "export PYTHONSAFEPATH=1  # modules come from there, never from the folder of the data",
+            *([f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}"] if threads else []),
             *self._meeting(),
             "launch=(",
             *(f"    {word}" for word in self._launch()),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,9 +65,10 @@ class GgufSource:
         """The bytes of each row, or number of a vector; of cut columns, those of all touched blocks."""
         place = self._places[name]
         numbers, size = SIZES[place.format]
-        end = place.start + place.n_bytes
-        file = torch.from_file(str(place.file), shared=False, size=end, dtype=torch.uint8)  # mapped, not read
-        byte_NB = file[place.start :].view(place.shape[0], -1)
+        # Mapped, not read; and to be read only, as else Linux refuses a file larger than its memory.
+        mapped = np.memmap(place.file, np.uint8, "r", place.start, (place.n_bytes,))
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it cannot be written
+            byte_NB = torch.from_numpy(mapped).view(place.shape[0], -1)
         if cut is not None and cut.dim == COLUMNS:
             spans = ((first // numbers * size, -(-last // numbers) * size) for first, last in cut.spans)
             cut = Cut(COLUMNS, tuple(spans))

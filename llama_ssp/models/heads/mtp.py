@@ -23,6 +23,7 @@ from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH, weight_files
+from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.heads.model import ChainedHead, Spans
 from llama_ssp.models.heads.settings import MTP_OWN, NORMED, mtp_settings
 from llama_ssp.models.kv_cache import Feed, RaggedCache
@@ -125,6 +126,6 @@ def _tensors(path: Path, config: Any) -> tuple[dict[str, Tensor], dict[str, Tens
                 if name == key or name in COPIES:
                     continue
                 kind, place = (own, places[name]) if name in places else (block, f"{names.blocks}.0.{name}")
-                kind[place] = handle.get_tensor(key)
+                kind[place] = taken(handle.get_tensor(key), None)
     block[f"{names.norm}.weight"] = own.pop("output")
     return own, block
