@@ -83,6 +83,18 @@ def test_a_draft_that_was_not_loaded_is_not_drafted_with() -> None:
             pair.generate(["hello"], max_new_tokens=2, seed=1, speculation=SpeculationConfig(k=4))
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"bridge": "text"}, "a bridge is built when a pair is loaded"),
+        ({"overlap": "ahead"}, "ranks of its own"),
+    ],
+)
+def test_what_a_loaded_pair_cannot_change_is_refused(setting: dict[str, Any], words: str) -> None:
+    with load_pair("tiny", draft="tiny_draft") as pair, pytest.raises(UsageError, match=words):
+        pair.generate(["hello"], max_new_tokens=2, seed=1, speculation=SpeculationConfig(**setting))
+
+
 def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:
     """cuDNN's does, for each new shape of a prompt, so it is off before a model runs."""
     torch.backends.cuda.enable_cudnn_sdp(True)

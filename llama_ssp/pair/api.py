@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 
-from llama_ssp.config import GenerateConf, LogprobsOf, RunConf, SamplingConfig, SpeculationConfig
+from llama_ssp.config import Bridging, GenerateConf, LogprobsOf, RunConf, SamplingConfig, SpeculationConfig
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
@@ -27,7 +27,7 @@ from llama_ssp.config.validation.values import chosen, listed
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.pair.batches import Batch, require_numbers, texts_of, usable
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
-from llama_ssp.planner.resolve import pair_specs
+from llama_ssp.planner.resolve import pair_specs, require_own_ranks
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spelled
@@ -271,6 +271,13 @@ class Pair:
         if run.has_draft_model and not self._session.spec.placement.draft:
             what, fix = "the pair was loaded without its draft model", "load it with settings that draft"
             raise UsageError(what, "speculation", f"k {speculation.k}", "settings without one", fix)
+        loaded, bridge = self._session.run.speculation.bridge, run.speculation.bridge
+        if run.has_draft_model and bridge not in (Bridging.auto, loaded):
+            what, found, fix = "a bridge is built when a pair is loaded", bridge.value, "give it to load_pair"
+            raise UsageError(
+                what, "speculation.bridge", found, f"auto, {loaded.value}", f"{fix} in overrides"
+            )
+        require_own_ranks(run, self._session.spec.placement)
         return run
 
     def _batches(self, prompts: list[TextOrIds], run: RunConf) -> Iterator[tuple[Batch, int]]:
