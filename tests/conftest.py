@@ -197,7 +197,9 @@ class Command:
         self._monkeypatch, self._capfd = monkeypatch, capfd
 
     def __call__(self, *overrides: str, stdin: bytes = b"") -> Answer:
-        small = [name for group, name in SMALL.items() if not any(o.startswith(group) for o in overrides)]
+        pairs = any(o.startswith("task.pairs=") for o in overrides)  # they name the models
+        named = [group for group in SMALL if pairs or any(o.startswith(group) for o in overrides)]
+        small = [name for group, name in SMALL.items() if group not in named]
         self._monkeypatch.setattr(sys, "argv", ["llama-ssp", *small, *overrides])
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         self._capfd.readouterr()

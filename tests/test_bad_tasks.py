@@ -56,6 +56,8 @@ EVALUATIONS = [
     scored(
         "ngram-draft", "task.pairs=[tiny/tiny_draft]", "speculation=ngram", holds=("none drafts", "ngram")
     ),
+    scored("model-beside", "task.pairs=[tiny]", "model=demo", holds=("nothing reads", "model")),
+    scored("dtype-beside", "task.pairs=[tiny]", "draft.dtype=bf16", holds=("nothing reads", "draft.dtype")),
     scored("no-files", "task.pairs=[tiny,30B/7B]", holds=("30B is not at hand", "huggyllama"), code=4),
     scored("no-path", "task.pairs=[local]", holds=("local has no files of its own", "model.path=FOLDER")),
     Case(0, "eval-private-preset", broken_preset, 2, ("model.n_heads", "6 and 4")),

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import ModelConf
+from llama_ssp.config.compose import composed
 from llama_ssp.models.kv_cache import Feed
 from llama_ssp.pair import assembly as pair
+from llama_ssp.planner.resolve import pair_specs
 from llama_ssp.report import console as report
 from llama_ssp.tasks import arithmetic
 from llama_ssp.tasks import eval as scoring
@@ -179,6 +181,12 @@ def test_ngram_drafts(command: Command, calculators: list[str]) -> None:
         ("tiny/ngram", "regular"), ("tiny/ngram", "speculative"),
     ]  # fmt: skip
     assert [row["score"] for row in found["rows"]] == [1, 1]
+
+
+def test_a_target_alone_drafts_from_n_grams() -> None:
+    words = ["task=eval", "task.pairs=[tiny,tiny/none]"]
+    for settings, names in (([], ["tiny", "tiny"]), (["speculation=ngram"], ["tiny/ngram", "tiny/ngram"])):
+        assert [spec.name for spec in pair_specs(composed([*words, *settings]), [], 1)] == names
 
 
 @pytest.mark.parametrize("setting", ["draft=none", "speculation=none", "speculation.k=0"])

@@ -92,9 +92,13 @@ def check_arguments(arguments: list[str]) -> list[str]:
 
 
 def check_sources(run: config.RunConf, arguments: list[str]) -> None:
-    """Refuses a folder, a repository or a revision on the command line that the run does not read."""
+    """Refuses a model, a folder, a repository or a revision on the command line that nothing reads."""
+    given = [word.lstrip("+").partition("=")[0] for word in arguments if "=" in word]
+    named = [key for key in given if key.partition(".")[0] in ("model", "draft")]
+    if run.task.named_pairs and named:
+        what, found = "task.pairs names the models, so nothing reads others' settings", ", ".join(named)
+        raise UsageError(what, "task.pairs", found, fix=f"leave out {named[0]}, or task.pairs")
     for role, model in (("model", run.model), ("draft", run.draft)):
-        given = [word.lstrip("+").partition("=")[0] for word in arguments]
         unused = [key for key in FILES_FROM if f"{role}.{key}" in given]
         if model is None or not unused:
             continue

@@ -150,7 +150,7 @@ def choose_placement(run: RunConf, world: int) -> Placement:
 
 
 def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
-    """The run with the models of TARGET or TARGET/DRAFT; a target alone runs without drafts."""
+    """The run with the models of TARGET or TARGET/DRAFT; a target alone has n-grams or no drafts."""
     target, _, draft = name.partition("/")
     with GUARD.held():
         preset = composed([f"model={target}", f"draft={draft or 'none'}"], folders)
@@ -158,5 +158,7 @@ def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
         if model and model.weights is config.Weights.checkpoint and model.path is None and model.repo is None:
             fix = f"leave out task.pairs and write {role}={model.name} {role}.path=FOLDER"
             raise UsageError(f"task.pairs: {model.name} has no files of its own", found=repr(name), fix=fix)
-    spec = run.speculation if draft else replace(run.speculation, drafter=Drafting.none)
+    spec = run.speculation
+    if not draft and spec.drafter is Drafting.model:
+        spec = replace(spec, drafter=Drafting.none)
     return replace(run, model=preset.model, draft=preset.draft, speculation=spec)
