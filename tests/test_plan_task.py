@@ -15,6 +15,7 @@ import yaml
 from tests.test_process import ROOT, RUN, WATCHED, environment, errors
 
 PAIR = ("task=plan", "model=65B", "draft=7B", "cluster=p4d", "engine=compiled")
+TWO_GPUS = ("task=plan", "model=demo", "cluster=p4d", "cluster.gpus=2", "out=null")
 
 
 def document(answer):
@@ -87,6 +88,26 @@ def test_one_placement(command):
     assert only["placement"] == "target 0-7, draft 0 (whole)" and only["overrides"] == "placement=leader"
     degree = document(command(*PAIR, "placement=own", "placement.draft_degree=2", "out=null"))
     assert degree["best"]["placement"] == "target 0-5, draft 6,7 (own)"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["draft=demo_bytes", "placement=own"], "another tokenizer is on the leader, whole"),
+        (["draft=demo_head", "placement=layers"], "a head drafts only for a target that is split by tensors"),
+        (["draft=demo_head", "placement=own"], "it is on the leader"),
+        (["draft=demo_draft", "speculation.overlap=ahead", "placement=leader"], "ranks of its own only"),
+    ],
+)
+def test_a_placement_that_every_run_refuses(command, words, said):
+    answer = command(*TWO_GPUS, *words)
+    assert answer.code == 2 and said in answer.errors[0]
+
+
+def test_a_draft_of_another_tokenizer_is_planned_on_the_leader(command):
+    plan = document(command(*TWO_GPUS, "draft=demo_bytes"))
+    assert plan["vocabulary"]["bridge"] and {one["ranks"] for one in plan["placements"]} == {1, 2}
+    assert {one["overrides"] for one in plan["placements"]} == {"placement=leader"}
 
 
 def test_layers_over_the_gpus_of_a_node(command):

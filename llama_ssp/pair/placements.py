@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 
 from llama_ssp.config import Drafting, Dtype, ModelConf, RunConf, Splitting, Steps
-from llama_ssp.distributed.placement import LEADER
-from llama_ssp.errors import UsageError
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.kernels.build import compiler
 from llama_ssp.models.loader import DRAFT
@@ -19,7 +17,7 @@ from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.planner.engine import tokens_generated, why_eager
 from llama_ssp.planner.fit import require_capacity
-from llama_ssp.planner.resolve import PairSpec
+from llama_ssp.planner.resolve import PairSpec, require_whole
 from llama_ssp.planner.run_plan import Prediction, predict, require_fit, warn_of_codes
 from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.planner.workload import GIB, Role
@@ -98,10 +96,8 @@ def tokens_of(found: list[ModelPlacement]) -> Tokens:
             continue
         is_odd = match.notes or match.bridge
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", match.in_words())
-        if match.bridge is not None and placed.ranks != (LEADER,):  # the leader decides, and translates
-            what, ranks = "a draft of another tokenizer is on the leader, whole", map(str, placed.ranks)
-            found_ranks, fix = f"ranks {', '.join(ranks)}", "use placement=leader"
-            raise UsageError(what, "placement.draft", found_ranks, f"rank {LEADER}", fix)
+        if match.bridge is not None:
+            require_whole(placed.ranks)
     return target
 
 

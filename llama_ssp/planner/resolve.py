@@ -19,7 +19,7 @@ from llama_ssp.config import (
 )
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
-from llama_ssp.distributed.placement import Placement, resolve
+from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.checkpoint import complete
@@ -96,6 +96,14 @@ def require_own_ranks(run: RunConf, placement: Placement) -> None:
         what, found = "a draft runs ahead on ranks of its own only", f"ahead, with {placement.in_words()}"
         fix = "use placement=own on two ranks or more, or speculation.overlap=auto"
         raise UsageError(what, "speculation.overlap", found, "auto, off", fix)
+
+
+def require_whole(ranks: tuple[int, ...]) -> None:
+    """Refuses a draft of another tokenizer elsewhere than on the leader, which decides, and translates."""
+    if ranks != (LEADER,):
+        what, found = "a draft of another tokenizer is on the leader, whole", ", ".join(map(str, ranks))
+        fix = "use placement=leader"
+        raise UsageError(what, "placement.draft", f"ranks {found}", f"rank {LEADER}", fix)
 
 
 def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, world: int) -> None:

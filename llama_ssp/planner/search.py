@@ -31,7 +31,8 @@ NOTABLE = 0.05  # by how much a step must be slower to be named
 class PlanRequest:
     """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model.
 
-    `tokens` are those that the task generates: what compiled steps save depends on them.
+    `tokens` are those that the task generates: what compiled steps save depends on them. `bridged`: the draft
+    has another tokenizer.
     """
 
     machine: Machine
@@ -44,6 +45,7 @@ class PlanRequest:
     overlap: Overlap = Overlap.auto
     engine: Steps = Steps.auto
     tokens: int = 0
+    bridged: bool = False
 
     @property
     def roles(self) -> list[Role]:
@@ -133,6 +135,9 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
         require_transformers(request.target.model.name, request.target.dtype)
     if request.draft is not None and request.draft.model.is_head and placement.draft != (LEADER,):
         what, found = "a head reads the target's hidden states: it is on the leader", placement.in_words()
+        raise DistributedError(what, "placement.draft", found, "leader", "use placement=leader")
+    if request.bridged and placement.draft not in ((), (LEADER,)):
+        what, found = "a draft of another tokenizer is on the leader, whole", placement.in_words()
         raise DistributedError(what, "placement.draft", found, "leader", "use placement=leader")
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):

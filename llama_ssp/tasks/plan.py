@@ -19,7 +19,7 @@ from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.groups import JobSize, plan_job
 from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.plan import Plan, make_plan
-from llama_ssp.planner.resolve import is_free, require_head_of
+from llama_ssp.planner.resolve import is_bridged, is_free, require_head, require_own_ranks, require_whole
 from llama_ssp.planner.run_plan import request_of
 from llama_ssp.planner.table import drawing, job_drawing
 from llama_ssp.planner.workload import DRAFT, TARGET
@@ -57,14 +57,21 @@ def planned(run: RunConf, ranks: int) -> tuple[RunConf, Plan]:
     for role, model in ((TARGET, run.model), (DRAFT, run.draft)):
         if model is not None:
             require_planned(model, role)
-    if run.draft is not None:
-        require_head_of(run.model, run.draft)
     request = request_of(run)
     require_world(request.machine, ranks)
+    world = 1 if run.placement.splitting is Splitting.layers else request.machine.world
+    if run.draft is not None and run.draft.is_head:
+        require_head(run.draft, run.model, run.placement, world)
+    elif world > 1 and request.draft is not None and run.draft is not None:
+        folders = folder_at_hand(run.model), folder_at_hand(run.draft)
+        request = replace(request, bridged=is_bridged(run, *folders))
     if is_free(run.placement):
         return run, make_plan(request)
-    world = 1 if run.placement.splitting is Splitting.layers else request.machine.world
-    return run, make_plan(request, resolve(run.placement, world, drafts=request.draft is not None))
+    placement = resolve(run.placement, world, drafts=request.draft is not None)
+    if request.bridged:
+        require_whole(placement.draft)
+    require_own_ranks(run, placement)
+    return run, make_plan(request, placement)
 
 
 def execute(run: RunConf, ranks: int, is_leader: bool, place: Path | None = None) -> int:
