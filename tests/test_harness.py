@@ -174,6 +174,9 @@ def test_chats_and_settings_of_requests(tmp_path: Path) -> None:
     greedy = generate(until=["q"], max_gen_toks=6)
     assert greedy == generate(until=["q"], max_gen_toks=6, temperature=1.0, do_sample=False)
     assert generate(max_gen_toks=6, do_sample=True, temperature=1.5) != greedy
+    first = lm.tok_encode(greedy[0], add_special_tokens=False)[:1]
+    lm = HarnessModel(str(folder), max_length=128, **{"sampling.bad_tokens": first})
+    assert not generate(until=["q"], max_gen_toks=6)[0].startswith(lm._tokens.decode(first))
     for wrong in (
         {"max_gen_toks": 6, "num_beams": 4},
         {"max_gen_toks": 128},

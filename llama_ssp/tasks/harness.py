@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -102,8 +103,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         prompts = {index: self.tok_encode(requests[index].args[0])[-room:] for index in indices}
         order = sorted(indices, key=lambda index: -len(prompts[index]))
         stream = self._pair.stream(
-            [prompts[index] for index in order], max_new_tokens=new_tokens, sampling=_sampling(kwargs),
-            stop=[stop for stop in stops if stop], seed=self._seed,
+            [prompts[index] for index in order], max_new_tokens=new_tokens,
+            sampling=_sampling(kwargs, self._session.run.sampling), stop=[stop for stop in stops if stop],
+            seed=self._seed,
         )  # fmt: skip
         for rows in stream:
             for row in rows:
@@ -178,15 +180,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return answers
 
 
-def _sampling(kwargs: dict[str, Any]) -> SamplingConfig:
-    """A request's controls. Raises UsageError for one that is unknown."""
+def _sampling(kwargs: dict[str, Any], base: SamplingConfig) -> SamplingConfig:
+    """The run's controls, but for those of a request; greedy unless it samples. Raises UsageError."""
     samples = kwargs.pop("do_sample", False)
     controls = {key: kwargs.pop(key) for key in CONTROLS if kwargs.get(key) is not None}
     for key, value in kwargs.items():
         if value is not None and value not in WITHOUT_EFFECT.get(key, ()):
             allowed = ", ".join(("until", "max_gen_toks", "do_sample", *CONTROLS))
             raise UsageError(f"the task asks for {key}", "gen_kwargs", repr(value), allowed, "leave it out")
-    return SamplingConfig(**controls) if samples else SamplingConfig(temperature=0.0)
+    return replace(base, **controls if samples else {**controls, "temperature": 0.0})
 
 
 def _is_follower() -> bool:
