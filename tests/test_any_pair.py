@@ -57,6 +57,19 @@ def test_k_changes_and_batches_come_and_go(overrides: tuple[str, ...], command: 
     assert texts(found) == texts(plain)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("bridge", ["intersection", "text"])
+def test_rounds_of_a_bridged_draft_are_not_measured(
+    bridge: str, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of a plain draft cost less than the bridge's: `speculation.cost_ratio` counts."""
+    words = ("speculation=adaptive", f"speculation.bridge={bridge}", "task.max_new_tokens=4")
+    assert summary(command(PROMPTS, *DEMO, *words))
+    assert "adaptive: a draft step takes" not in caplog.text
+    assert summary(command(PROMPTS, "model=demo", "draft=demo_draft", *DEMO[2:], words[0]))
+    assert "adaptive: a draft step takes" in caplog.text
+
+
 def test_the_same_vocabulary_is_said_to_be(command: Command) -> None:
     found = summary(command(PROMPTS, "model=demo", "draft=demo_draft", *DEMO[2:]))
     assert (found["vocabulary"]["verdict"], found["vocabulary"]["bridge"]) == ("same", None)

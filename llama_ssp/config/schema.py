@@ -392,7 +392,8 @@ class SpeculationConfig:
         adaptive: Choose K for each row from measurements.
         k_max: The largest K of adaptive.
         cost_ratio: The time of a draft step over a target step; null measures it, or takes 0.1 where nothing
-            is measured: in eval, certify and batch, over several ranks, and with n-grams.
+            is measured: in eval, certify and batch, over several ranks, with n-grams, and with a draft of
+            another tokenizer.
         ngram_min: Tokens of the shortest n-gram that is looked up.
         ngram_max: Tokens of the longest n-gram that is looked up.
         bridge: How a draft of another tokenizer is paired: by common tokens (intersection), by text, or off,

@@ -112,11 +112,15 @@ class PairSession:
         self._models = None
 
     def measure_costs(self) -> None:
-        """Sets `costs` to what rounds cost at each K, if the task chooses K by that, on one rank."""
+        """Sets `costs` to what rounds cost at each K, if the task chooses K by that, on one rank.
+
+        With a draft of another tokenizer nothing is measured: its rounds depend on what is written.
+        """
         target, draft, spec = self.models.target, self.models.draft, self.run.speculation
         if not (self.run.task.measures_costs and spec.adaptive and spec.cost_ratio is None):
             return
-        if self.ranks.world == 1 and target and draft:
+        bridged = self.tokens.paired is not None and self.tokens.paired.bridge is not None
+        if self.ranks.world == 1 and target and draft and not bridged:
             self.costs = measured(target, draft, self.run, self.rows, self._slots)
 
     def engine(
