@@ -99,6 +99,24 @@ def test_a_suite_by_category_and_its_answers(command: Command, tmp_path: Path):
     assert speed(folder / names[1], {"translation"})[1] == 1
 
 
+def test_one_turn_holds_kv_caches_at_a_time(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plan counts them: those of a question's first turn are freed before its second."""
+    make, made, alive = MeasuredPair._engine, list[Any](), list[int]()
+
+    def counted(*rest: Any) -> Any:
+        gc.collect()
+        alive.append(sum(one() is not None for one in made))
+        made.append(weakref.ref(engine := make(*rest)))
+        return engine
+
+    monkeypatch.setattr(MeasuredPair, "_engine", counted)
+    words = ("task=measure", "task.ks=[2]", "task.repeats=1", "task.max_new_tokens=4")
+    assert command(*words, f"task.suite={written(tmp_path, SPEC_BENCH[:1])}").code == 0
+    assert len(alive) > 4 and not any(alive)
+
+
 def test_a_later_turn_follows_the_contender_s_own_answer(command: Command, tmp_path: Path):
     """Greedy answers of both are the same, so their second turns are the same text."""
     pair = ("model=demo", "draft=demo_draft")  # of random weights the next token depends on the last

@@ -174,6 +174,7 @@ class MeasuredPair:
             ids = timed.state.generated(0)
             shown = ids[:-1] if timed.state.finished[0] == "eos" else ids
             answer.take(self.pair.tokens.decode(shown), timed.seconds, timed.counts, accepted)
+            del timed  # with its KV caches: the next turn has its own, and the plan counts those of one
         return answer
 
     def _follow_up(self, question: TextPrompt, text: str, number: int, answers: list[str]) -> Prompt:
