@@ -239,6 +239,18 @@ def test_of_the_command_and_the_api(command: Command) -> None:
     assert only.code == 0 and "0: 4 tokens, log-probability -" in only.out
 
 
+def test_what_generates_nothing_has_no_least_length_and_needs_no_room(command: Command) -> None:
+    """The tiny model has a context of 1024 tokens; the last token of a text is not read."""
+    line = {"prompt": "a" * 1025, "logprobs": 0, "echo": True, "max_new_tokens": 0, "min_new_tokens": 5}
+    Path("in.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    assert command("task=batch", "task.input=in.jsonl", "task.output=out.jsonl", "draft=none").code == 0
+    (scored,) = map(json.loads, Path("out.jsonl").read_text(encoding="utf-8").splitlines())
+    assert len(scored["prompt_logprobs"]) == 1025
+    words = ("task.max_new_tokens=0", "task.echo=true", "task.logprobs=0", "sampling.min_new_tokens=5")
+    found = command(f"task.prompts=[{line['prompt']}]", *words, "draft=none", "output=json").document
+    assert len(found["outputs"][0]["prompt_logprobs"]) == 1025
+
+
 def test_of_trees_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that was a sibling of a draft has the target's log-probability at its own place."""
     trees, read = SpeculationConfig(k=3, siblings=2), LogprobReader.read

@@ -13,6 +13,7 @@ from llama_ssp.config import BatchConf, RunConf, SamplingConfig
 from llama_ssp.config.schema import MAX_SEED
 from llama_ssp.config.tasks import MAX_LOGPROBS
 from llama_ssp.config.validation import check, check_context
+from llama_ssp.config.validation.values import check_values
 from llama_ssp.errors import DataError, RunError
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, problem_of
 from llama_ssp.text.tokenizer import Message
@@ -165,7 +166,7 @@ class Reader:
             own["logit_bias"] = _biases(own["logit_bias"], where)
         sampling = replace(usual.sampling, **own) if own else usual.sampling
         if own or new != usual.max_new_tokens:
-            self._check(sampling, max(1, new), where)
+            self._check(sampling, new, where)
         request = replace(usual, prompt=prompt, messages=messages, sampling=sampling, seed=seed)
         return replace(request, max_new_tokens=new, stop=tuple(stop), logprobs=logprobs, echo=echo)
 
@@ -175,8 +176,11 @@ class Reader:
         if settings in self._checked:
             return
         assert isinstance(self.run.task, BatchConf)
-        run = replace(self.run, sampling=sampling, task=replace(self.run.task, max_new_tokens=new))
+        run = replace(self.run, sampling=sampling, task=replace(self.run.task, max_new_tokens=max(1, new)))
         try:
+            check_values(run)
+            if not new:  # the prompt is scored alone
+                run = replace(run, sampling=replace(sampling, min_new_tokens=0))
             check(run)
             check_context(run)
         except RunError as error:

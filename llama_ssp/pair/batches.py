@@ -171,7 +171,7 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence
         ids = tokens.chat(messages)
     else:
         ids = encoded(text, tokens, run.model.context, getattr(task, "special_tokens", False))
-    return usable(text, ids, tokens, run)
+    return usable(text, ids, tokens, run, 0 if getattr(task, "max_new_tokens", 1) else 2)
 
 
 def encoded(text: TextPrompt, tokens: Tokens, context: int, special: bool = False) -> list[int]:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -249,8 +249,10 @@ def tokenised(record: Request | Refused, pair: PairSession) -> TokenRequest | Re
     if isinstance(record, Refused):
         return record
     how = record.sampling, record.max_new_tokens, record.stop, record.seed, record.logprobs, record.echo
-    text = TextPrompt(record.id, record.said, record.where)
+    text, task = TextPrompt(record.id, record.said, record.where), pair.run.task
+    assert isinstance(task, BatchConf)
+    run = replace(pair.run, task=replace(task, max_new_tokens=record.max_new_tokens))
     try:
-        return TokenRequest(record.index, prompt_of(text, pair.tokens, pair.run, record.messages), *how)
+        return TokenRequest(record.index, prompt_of(text, pair.tokens, run, record.messages), *how)
     except DataError as error:
         return Refused(record.index, record.id, record.form, str(error))

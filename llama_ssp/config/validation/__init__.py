@@ -52,7 +52,7 @@ def check(run: RunConf) -> None:
     if run.output is Output.jsonl and run.task.name != "generate":
         fix = "use output=json; task=batch writes JSONL to its file"
         raise UsageError("output=jsonl is for task=generate", "output", f"task={run.task.name}", fix=fix)
-    if sampling.min_new_tokens > most:
+    if most and sampling.min_new_tokens > most:  # of 0 new tokens, a prompt is scored
         what, fix = "sampling.min_new_tokens exceeds task.max_new_tokens", "lower the one or raise the other"
         raise UsageError(what, "", sampling.min_new_tokens, f"0..{most}", fix)
     if run.document is not None and run.document not in DOCUMENTS:
