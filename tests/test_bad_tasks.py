@@ -103,6 +103,10 @@ SIDE_BY_SIDE = [
     Case(0, "compare-nothing", ("task=compare",), 2, ("there is no prompt", "standard input"), stdin=b"\n"),
     Case(0, "compare-bytes", ("task=compare",), 3, ("standard input line 1", "0xff"), stdin=b"\xff\n"),
     Case(0, "measure-k", (*MEASURED, "task.ks=[1,0]"), 2, ("task.ks entry", "found 0", "[1, 64]")),
+    Case(
+        0, "measure-wide", (*MEASURED, "speculation.siblings=8", "task.ks=[8]"), 2,
+        ("drafts and siblings are 64 at most", "task.ks", "72 with 8 siblings"),
+    ),
     Case(0, "measure-k-0", (*MEASURED, "speculation.k=0"), 2, ("nothing drafts", "k 0", "task.ks")),
     Case(0, "agree-k-0", ("task=agree", "speculation.k=0"), 2, ("nothing drafts", "k 0", "task.chunk")),
     Case(0, "measure-k-twice", (*MEASURED, "task.ks=[2,2]"), 2, ("task.ks holds an entry twice",)),
