@@ -57,6 +57,15 @@ def test_k_changes_and_batches_come_and_go(overrides: tuple[str, ...], command: 
     assert texts(found) == texts(plain)
 
 
+def test_a_text_has_no_siblings(command: Command) -> None:
+    """Nothing is left to draw beside a certainty; `auto` chooses the text here."""
+    for words in ((), ("speculation.bridge=text",)):
+        answer = command(PROMPTS, *DEMO, "speculation=tree", *words)
+        assert answer.code == 2 and "paired by its text has no siblings" in answer.errors[0]
+    plan = command("task=plan", *DEMO[:2], "speculation=tree", "out=null").document
+    assert "has no siblings" in plan["vocabulary"]["refused"]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("bridge", ["intersection", "text"])
 def test_rounds_of_a_bridged_draft_are_not_measured(

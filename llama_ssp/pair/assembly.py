@@ -55,6 +55,7 @@ from llama_ssp.speculative.model_runner import LAG, ModelRunner
 from llama_ssp.speculative.rng import Draws
 from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.verification import Rule, rule_for
+from llama_ssp.text.pairing import require_chains
 from llama_ssp.text.tokenizer import Tokens
 from llama_ssp.text.translation import Bridge, Intersection
 
@@ -279,6 +280,7 @@ def _drafter(
     if isinstance(bridge, Intersection):
         return IntersectionDrafter(runner, transform, draws, bridge)
     if bridge is not None:
+        require_chains(True, spec.siblings)
         return TextDrafter(runner, bridge, transform.vocab, wide(pair.draft_dtype))
     return ModelDrafter(runner, transform, draws)
 

@@ -12,7 +12,7 @@ from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.validation.values import listed
 from llama_ssp.distributed.placement import resolve
-from llama_ssp.errors import FAILED_CHECK, OK, ModelError
+from llama_ssp.errors import FAILED_CHECK, OK, ModelError, UsageError
 from llama_ssp.models.checkpoint import folder_at_hand, outlined
 from llama_ssp.models.sharding import require_planned
 from llama_ssp.planner.fit import FitVerdict
@@ -116,7 +116,7 @@ def vocabularies(run: RunConf) -> tuple[dict[str, Any] | None, str]:
     widths = run.model.vocab, run.draft.vocab
     try:
         found = pair(target, draft, widths, Pairing.of(run))
-    except ModelError as refusal:
+    except (ModelError, UsageError) as refusal:
         found = diagnose(target, draft, widths)
         return {**found.record(), "refused": str(refusal)}, f"{found.in_words()}; a run is refused: {refusal}"
     return {**found.record(), "refused": None}, found.in_words()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llama_ssp.config import USUAL_COST_RATIO, Bridging, RunConf
-from llama_ssp.errors import ModelError
+from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.text.compatibility import Diagnosis, VocabularyMatch, diagnose
 from llama_ssp.text.translation import Intersection, Text
 from llama_ssp.text.vocabulary import Vocabulary
@@ -22,23 +22,32 @@ class Pairing:
     how: Bridging = Bridging.auto
     greedy: bool = False
     cost_ratio: float = USUAL_COST_RATIO
+    siblings: int = 0
 
     @staticmethod
     def of(run: RunConf) -> Pairing:
         spec = run.speculation
         ratio = USUAL_COST_RATIO if spec.cost_ratio is None else spec.cost_ratio
-        return Pairing(spec.bridge, run.sampling.temperature == 0, ratio)
+        return Pairing(spec.bridge, run.sampling.temperature == 0, ratio, spec.siblings)
 
 
 def pair(target: Vocabulary, draft: Vocabulary, widths: tuple[int, int], pairing: Pairing) -> Diagnosis:
-    """How the two are used; `widths` are the logits of each. Raises ModelError if they cannot be."""
+    """How the two are used; `widths` are the logits of each. Raises where they cannot be."""
     found = diagnose(target, draft, widths)
     _require_usable(found, pairing.how)
     if not found.bridged:
         return found
     how = chosen(found, pairing) if pairing.how is Bridging.auto else pairing.how
     bridge = Intersection if how is Bridging.intersection else Text
+    require_chains(bridge is Text, pairing.siblings)
     return replace(found, bridge=bridge(target, draft, found.match, found.expansion))
+
+
+def require_chains(by_text: bool, siblings: int) -> None:
+    """Refuses siblings of drafts that are certainties: no other token is left to draw."""
+    if by_text and siblings:
+        what, key = "a draft that is paired by its text has no siblings", "speculation.siblings"
+        raise UsageError(what, key, siblings, "0", "use speculation.bridge=intersection, or no siblings")
 
 
 def chosen(found: Diagnosis, pairing: Pairing) -> Bridging:
