@@ -282,7 +282,7 @@ def test_a_model_is_that_of_transformers_own_load(name: str, tmp_path: Path) -> 
 
 
 def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
-    """Linux refuses a mapping of so many bytes that could be written."""
+    """Linux refuses to map so many bytes if the mapping can be written."""
     path, module = made("llama", tmp_path)
     source = GgufSource(read_header(path), module.config)
     name, place = next(iter(source._places.items()))

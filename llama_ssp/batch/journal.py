@@ -110,7 +110,7 @@ class Journal:
         return None
 
     def silent(self) -> set[tuple[str, float]]:
-        """The shards whose claims may be a dead process's, each with the claim's last heartbeat."""
+        """Claimed shards of which it is unknown whether the process lives, with the claim's last renewal."""
         found = set()
         for shard in self.manifest.shards:
             path = self.folder / CLAIMS / shard.name

@@ -305,7 +305,7 @@ class MeasureConf(PromptedConf):
         return self.suite is None if self.ignore_eos is None else self.ignore_eos
 
     def measured_ks(self, spec: SpeculationConfig) -> list[int]:
-        """`ks`; of those that nobody chose, the ones whose drafts and siblings are not too many."""
+        """`ks`; of the default, only the K that a step has room for, with the siblings of each draft."""
         fit = [k for k in self.ks if k * (spec.siblings + 1) <= MAX_K]
         return fit if self.ks == MeasureConf(self.name).ks else self.ks
 

@@ -255,7 +255,7 @@ case "$1 $2 $3" in *=7,41*) echo '40_1|41|RUNNING|None|0:10|n1';; esac
 def test_what_people_started_themselves_is_seen(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """An array whose script was given to sbatch by hand; a process of no job, after a submission."""
+    """An array that was submitted by hand; a process that was started by hand, after a submission."""
     said = {"squeue": SQUEUE, "scontrol": "#!/bin/sh\necho is UP\n", "sbatch": "#!/bin/sh\necho 8\n"}
     for name, script in said.items():
         (tmp_path / name).write_text(script)
@@ -268,7 +268,7 @@ def test_what_people_started_themselves_is_seen(
     claim.write_text(json.dumps(job))
     refused = command(*JOB, *(word for word in ON_SLURM if "time" not in word))
     assert refused.code == 2 and "found job 40_1, RUNNING" in refused.errors[0], refused.err
-    os.utime(claim, (0, 0))  # whoever held it is gone
+    os.utime(claim, (0, 0))  # its process is gone
     assert command(*JOB, *(word for word in ON_SLURM if "time" not in word)).code == 0
     assert command(*JOB, "placement.target_device=cpu").code == 0
     (here / "answers.jsonl").unlink()

@@ -217,7 +217,7 @@ def check_numbers(seen: Decisions, level: float) -> Check:
 
 
 def chance_of_repeats(coins: int, repeated: int) -> float:
-    """At most this chance has it that so many of these coins, or more, are equal to an earlier one.
+    """A bound of the chance that so many of these coins, or more, equal an earlier coin.
 
     Coin i is, whatever came before, with a chance of at most i / 2^COIN_BITS, so r given coins with the
     product of theirs, and any r with the sum of these products, at most (sum of the chances)^r / r!.
