@@ -61,8 +61,28 @@ def test_what_is_wrong_is_said(answer: Ended, said: str) -> None:
 @pytest.mark.parametrize(("file", "wrong"), [("torch/__init__.py", 0), ("llama_ssp/cli.py", 1)])
 def test_a_launcher_struck_while_it_imports_torch_may_say_so(file: str, wrong: int) -> None:
     """Workers of a job are started with -m, too: their tracebacks count."""
-    frames = f'  File "<frozen runpy>", line 189, in _run_module_as_main\n  File "{file}", line 4\n'
+    frames = (
+        f'  File "<frozen runpy>", line 189, in _run_module_as_main\n  File "/a/{file}", line 4, in load\n'
+    )
     trace = f"Traceback (most recent call last):\n{frames}KeyboardInterrupt\n"
+    assert len(judged(CALM, ended(err=trace))) == wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "wrong"),
+    [
+        ("<module>", "KeyboardInterrupt", 0),
+        ("main", "KeyboardInterrupt", 1),
+        ("<module>", "ValueError: y", 1),
+    ],
+)
+def test_python_says_so_if_it_is_struck_before_the_program_runs(
+    function: str, error: str, wrong: int
+) -> None:
+    frames = (
+        f'  File "/a/launch/run.py", line 3, in <module>\n  File "/a/llama_ssp/x.py", line 4, in {function}\n'
+    )
+    trace = f"Traceback (most recent call last):\n{frames}{error}\n"
     assert len(judged(CALM, ended(err=trace))) == wrong
 
 

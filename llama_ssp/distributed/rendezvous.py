@@ -151,14 +151,22 @@ def _listener(address: Address) -> socket.socket:
 
 
 def _reach(address: Address, until: float, patience_s: float) -> None:
-    """Waits until a process listens there: TCPStore itself would fill the log while it tries."""
+    """Waits until a process listens there: TCPStore itself would fill the log while it tries.
+
+    torchrun listens before it starts its ranks: where it does not, and all are on this machine, it has ended.
+    """
     while True:
         try:
             socket.create_connection((address.host, address.port), timeout=RETRY_S * 5).close()
             return
         except (OSError, UnicodeError) as error:  # the second where it can be no host's name
+            where = f"rank {address.rank} of {address.world}, {address}"
+            launched_here = address.launched and _on_one_machine(address.world)
+            if launched_here and isinstance(error, ConnectionRefusedError):
+                ended = DistributedError("torchrun has ended", where, error.strerror, fix="start it again")
+                ended.speaks = address.rank == LEADER
+                raise ended from error
             if time.monotonic() > until:
-                where = f"rank {address.rank} of {address.world}, {address}"
                 found = f"{getattr(error, 'strerror', None) or error}, for {patience_s:g} s"
                 fix = "check MASTER_ADDR, MASTER_PORT and that rank 0 was started"
                 absent = DistributedError("no process listens where the ranks meet", where, found, fix=fix)

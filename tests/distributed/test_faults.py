@@ -265,6 +265,17 @@ def test_what_is_no_name_of_a_host():
         rendezvous._reach(rendezvous.Address(1, 2, "a..b", 29500, False), 0.0, 1.0)
 
 
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_that_torchrun_left_behind_ends_at_once(rank: int, monkeypatch: pytest.MonkeyPatch):
+    """torchrun can be killed before its ranks ask to end with it. Where it may still come, a rank waits."""
+    address = rendezvous.Address(rank, 2, "localhost", free_port(), launched=True)
+    for machines, what in (1, "torchrun has ended"), (2, "no process listens"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 // machines))
+        with pytest.raises(DistributedError, match=what) as ended:
+            rendezvous._reach(address, time.monotonic() + (machines - 1) * 0.3, 120.0)
+        assert ended.value.speaks == (machines == 2 or rank == 0)
+
+
 def test_a_leader_that_other_machines_cannot_reach_says_so(tmp_path: Path):
     """As in Debian, where a machine's own name is 127.0.1.1."""
     said = refusal(*rank_by_hand(0, free_port(), tmp_path, world=2, machines=2))

@@ -57,6 +57,12 @@ def of_launcher(trace: str) -> bool:
     return importing or any(name in trace for name in LAUNCHERS)
 
 
+def of_start(trace: str) -> bool:
+    """Whether a Ctrl-C came before the first function of the program ran, which turns tracebacks off."""
+    functions = re.findall(r"/(?:llama_ssp|launch)/.*, in (?!<module>)", trace)
+    return trace.endswith("KeyboardInterrupt") and not functions
+
+
 @dataclass
 class Ended:
     """How one run of the command ended."""
@@ -82,8 +88,8 @@ class Ended:
 
     @property
     def traces(self) -> list[str]:
-        """Python's tracebacks, but for the launcher's own."""
-        return [one for one in TRACE.findall(self.err) if not of_launcher(one)]
+        """Python's tracebacks, but for the launcher's own, and those of Python's start."""
+        return [one for one in TRACE.findall(self.err) if not (of_launcher(one) or of_start(one))]
 
 
 @dataclass
