@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -93,6 +95,18 @@ def test_a_draft_that_was_not_loaded_is_not_drafted_with() -> None:
 def test_what_a_loaded_pair_cannot_change_is_refused(setting: dict[str, Any], words: str) -> None:
     with load_pair("tiny", draft="tiny_draft") as pair, pytest.raises(UsageError, match=words):
         pair.generate(["hello"], max_new_tokens=2, seed=1, speculation=SpeculationConfig(**setting))
+
+
+def test_a_closed_pair_is_freed() -> None:
+    """NCCL would wait for graphs with its sums before it closes a group."""
+    pair = load_pair("tiny", draft="tiny_draft")
+    held = [weakref.ref(model) for model in (pair.session.models.target, pair.session.models.draft)]
+    pair.generate(["hello"], max_new_tokens=2)
+    pair.close()
+    gc.collect()
+    assert [model() for model in held] == [None, None]
+    with pytest.raises(RuntimeError, match="the pair is not loaded, or it was closed"):
+        pair.generate(["hello"])
 
 
 def test_attention_of_a_gpu_plans_no_shapes_anew() -> None:

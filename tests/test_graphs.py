@@ -22,7 +22,7 @@ from llama_ssp.speculative.decision import GraphedDraws, draws_for
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES
-from tests.distributed.threads import ranks_of, together
+from tests.distributed.threads import Meeting, ThreadRank, ranks_of, together
 from tests.families import VOCAB, build, decoder_of
 from tests.rig import perturbed, speculate
 
@@ -278,6 +278,53 @@ def test_ranks_capture_together():
     assert together([lambda rank=rank: work(rank) for rank in range(2)], ranks) == [[3, True], [2, True]]
 
 
+@pytest.mark.parametrize("what", ["a head on the leader", "no program on rank 1"])
+def test_what_differs_on_one_rank_changes_the_captures_of_all(what: str):
+    """Warm-ups and captures have sums: a rank that makes more of them than the others would wait for ever."""
+
+    class Own(Replayed):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.asked = 0
+
+        def _programs(self, arguments: Any) -> Any:
+            self.asked += 1
+            if what.startswith("no program") and self.ranks.rank == 1:
+                raise RuntimeError("no")
+            whole = steps.whole_with_states if self.taps else steps.whole
+            step = partial(whole, self.decoder)
+            return partial(steps._chosen, step, self.taps) if self.taps else step
+
+        def _made(self, arguments: Any) -> bool:
+            return GraphedModel._made(self, arguments)
+
+        def _warm(self, step: Call) -> None:
+            self.ranks.barrier()
+            step()
+
+    ranks = ranks_of(2)
+    models = [model_of(Own, 0.0, rank) for rank in ranks]
+
+    def work(rank: int) -> list[Any]:
+        model = models[rank]
+        for taps in ((), (0, 2) if rank == 0 and what.startswith("a head") else (), ()):
+            model.tap(taps)
+            model.prepare([1, 2, 3], rows=1, capacity=40)
+        return [model.captures, model.asked, model._failed]
+
+    first, second = together([lambda rank=rank: work(rank) for rank in range(2)], ranks)
+    assert first == second
+    assert first == ([[1, 2, 3] * 3, 3, False] if what.startswith("a head") else [[], 1, True])
+
+
+def test_where_sums_go_through_the_host_nothing_is_captured(caplog, monkeypatch):
+    rank = ThreadRank(0, Meeting(1))
+    monkeypatch.setattr(ThreadRank, "through_host", True)
+    model = model_of(Replayed, 0.0, rank)
+    assert speculate(model, prompts(2), None, k=0).texts and not model.captures
+    assert caplog.text.count("model runs without graphs: its sums go through the host") == 1
+
+
 def test_captures_of_a_model_share_a_stream_and_a_pool(monkeypatch):
     """Warm-ups are on that stream, too; what was before them comes first."""
     seen: list[Any] = []
@@ -304,6 +351,7 @@ def test_captures_of_a_model_share_a_stream_and_a_pool(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CurrentStream())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: seen.append(type(stream).__name__))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: on("side"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: on("device"))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: seen.append("pool") or "pool")
@@ -317,5 +365,5 @@ def test_captures_of_a_model_share_a_stream_and_a_pool(monkeypatch):
         assert torch.equal(model._captured(call)(), call())
     side = ("side", None, None, None)
     graph = ("graph", "pool", model._side, "thread_local")
-    warm, capture = ["waits", side, "waits"], [("device", None, None, None), graph, "replay"]
+    warm, capture = ["waits", side, "waits"], [("device", None, None, None), graph, "CurrentStream", "replay"]
     assert seen == ["stream", *warm, "pool", *capture, *warm, *capture]

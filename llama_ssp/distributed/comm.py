@@ -31,6 +31,11 @@ class Ranks:
         """The group and this rank's place in it. A compiled step is for one label."""
         return ""
 
+    @property
+    def through_host(self) -> bool:
+        """Whether tensors of GPUs are exchanged by way of the host: no CUDA graph can hold that."""
+        return False
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
         return tensor

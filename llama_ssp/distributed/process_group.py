@@ -7,6 +7,7 @@ next message for this one.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -80,6 +81,10 @@ class Group(Ranks):
     @property
     def label(self) -> str:
         return f"{self._tensors.group_name}: {self.rank} of {self._members}"
+
+    @property
+    def through_host(self) -> bool:
+        return self._backend != "nccl"
 
     def during(self, what: str) -> AbstractContextManager[None]:
         return self._watch.during(what, computes=True)
@@ -185,6 +190,7 @@ class Group(Ranks):
         return self._watch.cause_of(error)
 
     def close(self) -> None:
+        gc.collect()  # NCCL waits without end for graphs that hold its sums
         self._watch.enter(END)  # from here on, ranks that go are no fault
         self.barrier()
         self._watch.stop()

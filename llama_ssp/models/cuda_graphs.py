@@ -51,7 +51,9 @@ class GraphedModel(SteppedModel):
         self._memories: list[Memory] = []  # the same on all ranks
         self._pool: Any = None
         self._side: Any = None  # the stream of captures
-        self._refused = False  # whether a capture has failed
+        self._refused = self.ranks.through_host  # or whether a capture has failed
+        if self._refused:
+            log.warning("engine: %s runs without graphs: its sums go through the host", self.name)
         self._functions: dict[object, Function] = {}
         shape = shape_of(self.config)
         # Beyond that experts run one after the other, which waits for the choice and cannot be captured.
@@ -86,11 +88,17 @@ class GraphedModel(SteppedModel):
         return cache
 
     def tap(self, blocks: tuple[int, ...]) -> None:
-        if blocks != self.taps:
+        """A head taps the leader's part alone, but all ranks make their steps and graphs anew."""
+        if not self._on_all_ranks([blocks == self.taps])[0]:
             for memory in self._memories:
                 memory.graphs.clear()
-            self._pool = None
+            self._pool = self._step = None
         super().tap(blocks)
+
+    def _made(self, arguments: Arguments) -> bool:
+        """False on all ranks if one cannot compile: steps without a program are not captured."""
+        self._failed = not self._on_all_ranks([super()._made(arguments)])[0]
+        return not self._failed
 
     def _call(self, arguments: Arguments) -> list[Tensor]:
         *given, layers = arguments
@@ -153,8 +161,12 @@ class GraphedModel(SteppedModel):
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's, may query the device during a capture: theirs are not errors.
         how = {"pool": self._pool, "stream": self._side, "capture_error_mode": "thread_local"}
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):
-            made = step()
+        current = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):
+                made = step()
+        finally:  # a capture that fails may leave its own stream as the current one
+            torch.cuda.set_stream(current)
 
         def replay() -> Any:
             graph.replay()

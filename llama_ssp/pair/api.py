@@ -239,7 +239,8 @@ class Pair:
         return found if self._ranks.is_leader else []
 
     def close(self) -> None:
-        """Parts from the other ranks, if there are any. The pair cannot be used afterwards."""
+        """Frees the models and parts from the other ranks, if any. The pair cannot be used afterwards."""
+        self._session.close()
         self._ranks.close()
 
     def __enter__(self) -> Pair:

@@ -50,9 +50,9 @@ class PairSession:
 
     @property
     def models(self) -> RankModels:
-        """This rank's part of the models. Raises RuntimeError before `load`."""
+        """This rank's part of the models. Raises RuntimeError before `load` and after `close`."""
         if self._models is None:
-            raise RuntimeError("PairSession.load comes first")
+            raise RuntimeError("the pair is not loaded, or it was closed")
         return self._models
 
     def figures(self) -> dict[str, Any]:
