@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from llama_ssp.config import Drafting, ModelConf, RunConf
+from llama_ssp.config import Drafting, GenerateConf, ModelConf, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.kv_cache import Feed
@@ -48,7 +48,8 @@ def wait() -> None:
 
 
 def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
-    """The run's pair, ready; its tokenizer has bytes for tokens."""
+    """The run's pair, ready for `generate`; its tokenizer has bytes for tokens."""
+    run = replace(run, task=GenerateConf())
     placement = resolve(run.placement, ranks.world, run.draft is not None)
     return PairSession(PairSpec(run, None, None, placement), ranks).load(1, slots)
 

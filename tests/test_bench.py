@@ -63,6 +63,21 @@ def test_all_that_is_required_of_one_process_is_measured():
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("adaptive.py", ("agreements=0.5", "repeats=1", "ks=2")),
+        ("trees.py", ("agreements=0.6", "drafts=2x64", "ks=2", "trees=2x1", "texts=2", "more=2")),
+    ],
+)
+def test_adaptive_speculation_goes_by_measured_costs(name: str, how: tuple[str, ...], tmp_path: Path):
+    report = tmp_path / "report.md"
+    done = python([ROOT / "bench" / name, "small=true", "new=8", "threads=1", *how, f"write={report}"], ROOT)
+    assert done.returncode in (0, 1), done.stderr[-800:]
+    assert "adaptive: a draft step takes" in done.stderr and "adaptive" in report.read_text()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["faults", "large"])
 def test_a_part_for_a_gpu(part: str, tmp_path: Path):
     """Two of them, on little models: one of each kind. Figures are kept as JSON, too."""
