@@ -48,15 +48,15 @@ class Figure:
 
 
 FIGURES = [
-    Figure("fast", 5, "bench/fast.py repeats=3 new=96 ks=4,8,12"),
-    Figure("demo", 2, "bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4"),
+    Figure("fast", 10, "bench/fast.py repeats=3 new=96 ks=4,8,12"),
+    Figure("demo", 3, "bench/side_by_side.py temperatures=0,0.5,1 repeats=5 new=64 ks=1,2,3,4"),
     Figure("start", 1.5, "bench/start.py"),
     Figure("llama_cpp", 1.5, "bench/beside_llama_cpp.py python={llama_cpp}"),
     Figure("adaptive", 4, "bench/adaptive.py agreements=0.05,0.3,0.6,0.95 repeats=2 new=128 ks=1,2,4,8"),
-    Figure("heads", 4, "bench/heads.py repeats=3 new=64"),
-    Figure("trees", 20, "bench/trees.py"),
-    Figure("trees_head", 4, "bench/trees.py drafts=demo_head"),
-    Figure("batch_rows", 6, "bench/batch_rows.py"),
+    Figure("heads", 5, "bench/heads.py repeats=3 new=64"),
+    Figure("trees", 30, "bench/trees.py"),
+    Figure("trees_head", 6, "bench/trees.py drafts=demo_head"),
+    Figure("batch_rows", 2.5, "bench/batch_rows.py"),
     Figure("groups", 3, "bench/groups.py"),
     Figure("overlap", 3.5, "bench/overlap.py"),
     Figure("bridges", 2, "bench/bridges.py repeats=3 new=24 ks=1,4 temperatures=0,0.5"),
