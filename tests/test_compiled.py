@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import cpp_builder
+from torch._inductor.fx_passes import pad_mm
 from torch._inductor.utils import run_and_get_code
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
@@ -148,6 +149,16 @@ def test_a_step_copies_no_cache(monkeypatch):
     made = re.findall(r"empty_strided_cpu\(\((.*?)\), ", code)
     assert made and all(len(set(re.findall(r"u\d+", sizes))) == 1 for sizes in made)
     assert len(set(re.findall(r"u\d+", " ".join(made)))) == 1 and "max(1, " not in code
+
+
+@needs_compiler
+def test_a_step_pads_no_weight(monkeypatch):
+    """To sizes that suit a GPU: a head of 50257 tokens would be copied in every step."""
+    asked = []
+    monkeypatch.setattr(pad_mm, "check_device", lambda *tensors: bool(asked.append(tensors)))
+    decoder = decoder_of(build("llama-gqa", num_hidden_layers=1))
+    programs.compiled(programs.ProgramSpec(steps.closing, decoder, (torch.zeros(3, 32),), ()))
+    assert not asked
 
 
 @needs_compiler

@@ -32,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False,
     "cpp.threads": 1,  # what is between two linear layers is too little to be divided
     "realize_reads_threshold": 1,  # a sum that two kernels read is kept: fewer kinds of kernels to compile
+    "shape_padding": False,  # on a GPU each step would copy a weight whose sizes are no multiples of 8
 }  # fmt: skip
 # Whether torch's headers are compiled before the first program. It takes 8 s of a core once and 1 s in each
 # process; then a kernel takes 0.8 s instead of 2.9. A start compiles few kernels; tests compile hundreds.
